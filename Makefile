@@ -7,13 +7,14 @@
 #   make check      formatting, lint, types
 #   make test-vllm  the tests against real vLLM on CPU (installs it into .venv-vllm, some minutes)
 #   make test-vllm-slow  the same of KV hand-overs between two servers, and of profiling without a network (more than an hour)
-#   make fuzz       eight fuzz targets for a minute each (cost per byte is one), ten thousand raw mutants on sockets
+#   make fuzz       ten fuzz targets for a minute each (cost per byte is one), ten thousand raw mutants on sockets
 #   make properties  the property tests on examples that are new in every run (make test has the same in each)
 #   make soak       ten minutes of load with clients cut and faults injected; MINUTES=60 for longer
 #   make mutation   mutants of the core and of the framing gate: the share that the tests kill
 #   make wheel      into dist/: the source package, a pure wheel, one compiled for this Python (needs a C compiler)
 #   make docs       the documentation site, into build/site; a dead link is an error
 #   make man        the manual page, into build/hetlb.1
+#   make schemas    the JSON schemas of configs/schemas, from the tables that read the files
 #   make test-helm  the Helm chart, rendered and linted by Helm's own engine (250 MB)
 #   make test-sdks  openai, anthropic, litellm, langchain-openai and curl against an emulated engine and through hetlb
 #   make bench      the recorded benches against real vLLM on CPU
@@ -33,7 +34,7 @@ FUZZ_SECONDS ?= 60
 # Tests start hundreds of processes: none of them is to compile all modules again (0.3 s each).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: wheel docs man test-helm test-sdks demo demo-scaleout test test-compiled test-slow check format bench bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
+.PHONY: wheel docs man schemas test-helm test-sdks demo demo-scaleout test test-compiled test-slow check format bench bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -106,6 +107,9 @@ man: .venv/.dev
 	@mkdir -p build
 	$(BIN)/argparse-manpage --module hetlb.cli.main --function build_parser --prog hetlb \
 	  --project-name hetlb --manual-section 1 --manual-title 'User Commands' --output build/hetlb.1
+
+schemas: .venv/.run
+	for kind in fleet profile market cluster place; do $(BIN)/hetlb schema $$kind > configs/schemas/$$kind.json; done
 
 test-helm: .venv/.dev
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[helm]'

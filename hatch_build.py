@@ -29,8 +29,8 @@ COMPILED = (
         f"proxy/{name}.py"
         for name in (
             "client_response", "connection", "connection_states", "driver", "ends", "engine_pools",
-            "exchange", "exchange_states", "kv_handovers", "limits", "prefix_keys", "realtime", "router",
-            "scheduler_driver", "scheduling", "shared_driver", "streamed_answer", "token_estimator",
+            "exchange", "exchange_states", "kv_handovers", "limits", "prefix_keys", "progress", "realtime",
+            "router", "scheduler_driver", "scheduling", "streamed_answer", "token_estimator",
             "upstream",
         )
     ),
@@ -44,7 +44,7 @@ COMPILED = (
         f"proxy/telemetry/{name}.py"
         for name in ("access_log", "counters", "histograms", "history", "request_record", "trace_context")
     ),
-    *(f"pick/{name}.py" for name in ("calls", "driver", "grpc_call", "http2", "stream")),
+    *(f"pick/{name}.py" for name in ("driver", "stream")),
     *(f"sim/{name}.py" for name in ("adapters", "block_pool", "engine", "fleet", "prefix")),
     "workers/channel.py",
     "workers/relay_driver.py",

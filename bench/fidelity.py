@@ -347,7 +347,9 @@ class Replayed(FleetSimulation):
 def engine_specs(profiles: Mapping[str, Profile], overheads: Mapping[str, float]) -> dict[str, EngineSpec]:
     """The simulated engines."""
     return {
-        name: EngineSpec(profile.latency, EngineLimits.from_capacity(profile.capacity), overheads[name])
+        name: EngineSpec(
+            replace(profile.latency, request_s=overheads[name]), EngineLimits.from_capacity(profile.capacity)
+        )
         for name, profile in profiles.items()
     }
 

@@ -1,6 +1,6 @@
 """The engine model against a published run of real vLLM on a GPU, request by request.
 
-    python bench/real_run.py DIR [--layers 32 --heads 32 --tp 1 --kv-cache-tokens 41408 ...]
+    python bench/real_run.py DIR [--layers 32 --kv-cache-tokens 41408 ...]
 
 DIR holds requests.csv (a log that `hetlb simulate --against` reads) and the kernel tables of the same GPU and
 model: operator_dense.csv (layer, tokens, time_us), operator_per_sequence.csv (layer, sequences, time_us) and
@@ -27,7 +27,7 @@ from statistics import fmean
 from typing import Any, cast
 
 from hetlb.core.latency import IterationRule, LatencyModel
-from hetlb.profiler.fit import ModelShape, Phase, Point, fit
+from hetlb.profiler.fit import Phase, Point, fit
 from hetlb.profiler.sources import ASSUMED_TILE, HostTime, complete
 from hetlb.sim.against import Engine, MetricError, compare, errors, replay
 from hetlb.sim.against_logs import read_log
@@ -154,9 +154,10 @@ class Tables:
 class Exact:
     """What the engine model asks of a latency model, from the tables."""
 
-    def __init__(self, tables: Tables, host_s: float) -> None:
+    def __init__(self, tables: Tables, host_s: float, request_s: float) -> None:
         self._tables = tables
         self._host_s = host_s
+        self.request_s = request_s
 
     def iteration_s(
         self,
@@ -226,8 +227,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--heads", type=int, default=32, help="attention heads of the model")
-    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--kv-cache-tokens", type=int, default=41408)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--max-num-seqs", type=int, default=256)
@@ -248,7 +247,6 @@ def main() -> int:
     )
     host_s, request_s = args.host_ms / 1e3, args.request_ms / 1e3
     points = tables.points(args.max_num_batched_tokens)
-    shape = ModelShape(args.layers, args.heads / args.tp)
     host = HostTime(iteration_s=host_s, request_s=request_s)
     runs: dict[str, dict[str, MetricError]] = {}
     document: dict[str, Any] = {"mixed_steps": {}, "runs": {}}
@@ -256,15 +254,15 @@ def main() -> int:
         ("profile", points),
         ("assumed mixed steps", [p for p in points if p.phase is not Phase.MIXED]),
     ):
-        result, _ = complete(fit(used, tile=ASSUMED_TILE), used, shape, host)
-        latency = replace(result.latency, host_s=host_s)
+        result, _ = complete(fit(used, tile=ASSUMED_TILE), used, host)
+        latency = replace(result.latency, host_s=host_s, request_s=request_s)
         document["mixed_steps"][name] = mixed_errors(tables, latency, limits)
-        engine = Engine(latency, limits, request_s)
+        engine = Engine(latency, limits)
         runs[name] = errors(log.requests, replay(log.requests, engine, args.block_size).requests)
         if name == "profile":
             comparison = compare(log, {"": engine}, args.block_size)
             document["verdict"], document["split_e2e_s"] = comparison.verdict, comparison.split
-    exact = Engine(cast("LatencyModel", Exact(tables, host_s)), limits, request_s)
+    exact = Engine(cast("LatencyModel", Exact(tables, host_s, request_s)), limits)
     runs["exact iterations"] = errors(log.requests, replay(log.requests, exact, args.block_size).requests)
     for name, found in runs.items():
         document["runs"][name] = {metric: asdict(error) for metric, error in found.items()}

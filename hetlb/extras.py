@@ -6,7 +6,9 @@ more imports it like anything else; `hetlb.cli.main` turns the failure into one 
 
 from __future__ import annotations
 
+import re
 import sys
+from importlib.metadata import requires
 from importlib.util import find_spec
 
 from hetlb.errors import InputError
@@ -20,9 +22,15 @@ def missing_extra(error: ModuleNotFoundError) -> InputError | None:
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS:
         return None
-    return InputError(
-        f"expected the package {package} to be installed: pip install 'hetlb[{EXTRAS[package]}]'"
-    )
+    install = " ".join(packages_of(EXTRAS[package]))
+    return InputError(f"expected the package {package} to be installed: pip install {install}")
+
+
+def packages_of(extra: str) -> list[str]:
+    """Names of the packages of an extra: they are in an index wherever hetlb itself was installed from."""
+    marked = f'extra == "{extra}"'
+    found = [each for each in requires("hetlb") or () if each.replace("'", '"').endswith(marked)]
+    return [re.split(r"[^\w.-]", each)[0] for each in found] or list(EXTRAS)
 
 
 def require(*packages: str) -> None:

@@ -17,6 +17,8 @@ _OPCODES: Final = frozenset({_CONTINUATION, TEXT, 0x2, CLOSE, PING, PONG})
 NORMAL: Final = 1000
 GOING_AWAY: Final = 1001
 PROTOCOL_ERROR: Final = 1002
+BAD_DATA: Final = 1007
+POLICY: Final = 1008
 TOO_BIG: Final = 1009
 INTERNAL_ERROR: Final = 1011
 SERVICE_RESTART: Final = 1012
@@ -113,18 +115,30 @@ class FrameReader:
         """The messages that end within `data`: opcode and payload. Raises `ProtocolError`."""
         found: list[tuple[int, bytes]] = []
         at = 0
-        while at < len(data) or self._left == 0:
+        while at < len(data):
+            at = self.read(data, at, len(data), found)
+        return found
+
+    def read(self, data: bytes, at: int, most: int, found: list[tuple[int, bytes]]) -> int:
+        """Read up to `most` frames from a position on; the position behind them. Raises `ProtocolError`.
+
+        The messages that end there, opcode and payload, are added to `found`.
+        """
+        while most > 0 and (at < len(data) or self._left == 0):
             if self._left is None:
                 at = self._read_head(data, at)
-                continue
+                if self._left is None:
+                    break
             piece = data[at : at + self._left]
             at += len(piece)
             self._left -= len(piece)
-            self._keep(piece)
+            if piece:
+                self._keep(piece)
             if not self._left:
                 self._left = None
+                most -= 1
                 self._end_frame(found)
-        return found
+        return at
 
     def _read_head(self, data: bytes, at: int) -> int:
         """Take what `data` has of a frame's head from `at` on; the position behind it."""

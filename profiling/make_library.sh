@@ -1,25 +1,30 @@
 #!/usr/bin/env bash
-# Remakes the profiles in this folder with `hetlb profile`. Usage: make_library.sh DIR, where DIR holds
-# aic_vllm.csv (NVIDIA aiconfigurator-core 0.12.0 queried in November 2026; columns as in README.md).
+# Remakes the profiles in this folder with `hetlb profile` (needs the extra `aic`). Usage: make_library.sh
 set -euo pipefail
 cd "$(dirname "$0")"
 hetlb="${HETLB:-../.venv/bin/hetlb}"
-by='NVIDIA aiconfigurator-core 0.12.0, tables of GEMM, attention and all-reduce measured on the GPU; host time is left out'
 
-grid() { # SYSTEM MODEL TP BYTES_OF_KV_PER_TOKEN MEMORY KV_TOKENS(optional)
-  local out; out="$(echo "$1-$2-tp$3" | tr '[:upper:]' '[:lower:]').yaml"
-  "$hetlb" profile --from "csv:$data/aic_vllm.csv" --system "$1" --model "$2" --tp "$3" --out "$out" \
-    --licence Apache-2.0 --attribution "$by" --kv-bytes-per-token "$4" --memory-bytes "$5" \
-    ${6:+--kv-cache-tokens "$6"} > /dev/null
+composed() { # SYSTEM MODEL NAME TP
+  "$hetlb" profile --from aiconfigurator --system "$1" --model "$2" --tp "$4" --name "$1-$3-tp$4" \
+    --out "$1-$3-tp$4.yaml" > /dev/null
 }
 
-data="$(realpath "$1")"
-grid a100_sxm Qwen3-14B 1 163840 85899345920 "$(awk -F, '$1=="a100_sxm" && $3=="Qwen3-14B" && $4==1 {print $8}' "$data/aic_kv_capacity.csv")"
+# The extra does not know this model: its published configuration, in a folder of its name.
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+mkdir "$work/Qwen3-14B"
+cat > "$work/Qwen3-14B/config.json" << 'CONFIG'
+{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 17408,
+ "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
+ "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": false, "torch_dtype": "bfloat16"}
+CONFIG
+here="$PWD"
+(cd "$work" && hetlb="$here/$hetlb" && "$hetlb" profile --from aiconfigurator --system a100_sxm --model Qwen3-14B \
+  --tp 1 --name a100_sxm-qwen3-14b-tp1 --out "$here/a100_sxm-qwen3-14b-tp1.yaml" > /dev/null)
 for tp in 1 2 4 8; do
-  grid l40s Llama-3.1-70B "$tp" 327680 48305799168 "$(awk -F, -v t="$tp" '$1=="l40s" && $3=="Llama-3.1-70B" && $4==t {print $8}' "$data/aic_kv_capacity.csv")"
+  composed l40s meta-llama/Meta-Llama-3.1-70B llama-3.1-70b "$tp"
   for system in a100_sxm h100_sxm l40s; do
-    memory=85899345920; [ "$system" = l40s ] && memory=48305799168
-    grid "$system" Llama-3.1-8B "$tp" 131072 "$memory" "$(awk -F, -v s="$system" -v t="$tp" '$1==s && $3=="Llama-3.1-8B" && $4==t {print $8}' "$data/aic_kv_capacity.csv")"
+    composed "$system" meta-llama/Meta-Llama-3.1-8B llama-3.1-8b "$tp"
   done
   # The paper's machine: no measured tables are at hand, so peak figures of the V100 SXM2 data sheet
   # (125e12 FLOP/s fp16, 900e9 bytes/s) and two shares that are guesses, marked unmeasured in the file.

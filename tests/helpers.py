@@ -82,8 +82,9 @@ def dispatched(commands: Iterable[object]) -> Lease:
 
 def waiting(queue: Queue, key: QueueKey, fit: int = 0) -> list[Queued]:
     """The requests of one line and fit from which the next is taken, oldest first."""
-    for _, flow, own in queue.heads(key):
-        if own == fit:
+    for head in queue.heads(key):
+        if head.entry.fit == fit:
+            flow = queue.held[head.entry.request.id][2]
             return list(flow.by_fit[fit].values())
     return []
 

@@ -109,9 +109,9 @@ def test_the_unit_serves_checks_before_it_reloads_and_waits_for_the_drain(tmp_pa
     assert served(shlex.split(check)[1:]).check
     assert settings["Type"] == ["notify-reload"]  # systemd sends SIGHUP itself
     assert settings["RestartPreventExitStatus"] == [str(main(["serve", "--config", str(tmp_path / "none")]))]
-    grace_s = load_fleet(DEPLOY / "fleet.yaml").proxy.shutdown_grace_s
+    grace_s = load_fleet(DEPLOY / "fleet.yaml").file.proxy.shutdown_grace_s
     assert float(settings["TimeoutStopSec"][0]) > READINESS_LAG_S + grace_s
-    assert settings["KillMode"] == ["mixed"]  # SIGTERM to hetlb alone, not to a what-if that it runs
+    assert settings["KillMode"] == ["mixed"]  # SIGTERM to hetlb alone
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
@@ -148,7 +148,7 @@ def test_the_image_runs_hetlb_unprivileged_on_the_ports_of_the_fleet() -> None:
     assert entry == ["hetlb"]
     assert not served(command).check
     fleet = load_fleet(DEPLOY / "fleet.yaml")
-    assert said["EXPOSE"].split() == [str(fleet.listen.port), str(fleet.admin.port)]
+    assert said["EXPOSE"].split() == [str(fleet.file.listen.port), str(fleet.file.admin.port)]
     security = manifests("Deployment")["hetlb"]["spec"]["template"]["spec"]["securityContext"]
     assert said["USER"] == f"{security['runAsUser']}:{security['runAsGroup']}"
 
@@ -231,7 +231,7 @@ def test_every_service_leads_to_a_port_of_one_deployment(fleet: Fleet) -> None:
         target = port.get("targetPort", port["port"])
         assert target in ports or target in ports.values()
     ports = {each["name"]: each["containerPort"] for each in container("hetlb")["ports"]}
-    assert ports == {"http": fleet.listen.port, "admin": fleet.admin.port}
+    assert ports == {"http": fleet.file.listen.port, "admin": fleet.file.admin.port}
     assert {service for service in services if services[service]["metadata"]["labels"]["app"] == "vllm"} == {
         urlsplit(spec.url).hostname for spec in fleet.instances
     }
@@ -257,7 +257,7 @@ def test_every_pod_has_time_to_drain(fleet: Fleet) -> None:
         assert sleep == "sleep"
         return float(seconds)
 
-    needed_s = slept("hetlb") + READINESS_LAG_S + fleet.proxy.shutdown_grace_s
+    needed_s = slept("hetlb") + READINESS_LAG_S + fleet.file.proxy.shutdown_grace_s
     assert pod("hetlb")["terminationGracePeriodSeconds"] > needed_s
     for name in selected({"app": "vllm"}):
         arguments = container(name)["args"]

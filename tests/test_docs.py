@@ -16,7 +16,7 @@ import pytest
 from hetlb.cli.main import COMMANDS, build_parser
 from hetlb.config.api_keys import ApiKeyTable
 from hetlb.config.cluster import ClusterFile
-from hetlb.config.fleet import FleetFile, ModelTable
+from hetlb.config.fleet_tables import FleetFile, ModelTable
 from hetlb.config.profile import Profile
 from hetlb.core.policies.base import COMBINE_FORMS
 from hetlb.core.policies.registry import POLICIES

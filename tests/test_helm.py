@@ -83,7 +83,7 @@ def test_hetlb_serves_the_fleet_and_the_services_lead_to_it(values: dict[str, An
     args = build_parser("serve").parse_args(container["args"])
     assert args.config == Path("/etc/hetlb/fleet.yaml")
     ports = {each["name"]: each["containerPort"] for each in container["ports"]}
-    assert ports == {"http": fleet.listen.port, "admin": fleet.admin.port}
+    assert ports == {"http": fleet.file.listen.port, "admin": fleet.file.admin.port}
     labels = objects["Deployment", "demo-hetlb"]["spec"]["template"]["metadata"]["labels"]
     for name, port in (("demo-hetlb", "http"), ("demo-hetlb-admin", "admin")):
         service = objects["Service", name]["spec"]
@@ -101,7 +101,7 @@ def test_the_pod_has_time_to_drain() -> None:
 
 def test_large_numbers_of_the_fleet_arrive_as_they_were_written(tmp_path: Path) -> None:
     path = write_fleet(tmp_path, rendered({"fleet": {"proxy": {"max_body_bytes": 67108864}}}))
-    assert load_fleet(path).proxy.max_body_bytes == 67108864
+    assert load_fleet(path).file.proxy.max_body_bytes == 67108864
 
 
 def test_what_is_not_asked_for_is_not_there() -> None:
@@ -152,7 +152,7 @@ def test_several_replicas_share_their_view_and_survive_drained_nodes(
     (variable,) = container["env"]
     assert variable["valueFrom"]["secretKeyRef"] == {"name": "valkey", "key": "redis-url"}
     path = write_fleet(tmp_path, objects)
-    shared = load_fleet(path).shared
+    shared = load_fleet(path).file.shared
     assert shared is not None
     assert (shared.url_env, shared.group) == (variable["name"], "demo-hetlb")
     monkeypatch.setenv("HETLB_REDIS_URL", "redis://valkey:6379")
@@ -169,8 +169,8 @@ def test_a_picker_with_its_pool_route_and_gateway(name: str, tmp_path: Path) -> 
     assert objects["Gateway", "inference"]["spec"]["gatewayClassName"] == name
     assert (("DestinationRule", "demo-hetlb") in objects) == (name == "istio")
     fleet = load_fleet(write_fleet(tmp_path, objects))
-    assert fleet.discovery is not None
-    (source,) = fleet.discovery.clusters
+    assert fleet.file.discovery is not None
+    (source,) = fleet.file.discovery.clusters
     pool = objects["InferencePool", source.pool or ""]["spec"]
     assert pool["selector"] == {"matchLabels": {"app": "vllm", "model": "m"}}
     assert [each["number"] for each in pool["targetPorts"]] == [8000, 8001]
@@ -178,10 +178,10 @@ def test_a_picker_with_its_pool_route_and_gateway(name: str, tmp_path: Path) -> 
     (port,) = service["ports"]
     (container,) = pod(objects)["containers"]
     ports = {each["name"]: each["containerPort"] for each in container["ports"]}
-    assert ports == {"grpc": fleet.pick.port, "admin": fleet.admin.port}
+    assert ports == {"grpc": fleet.file.pick.port, "admin": fleet.file.admin.port}
     assert port["targetPort"] == "grpc"
     assert port["port"] == pool["endpointPickerRef"]["port"]["number"]
-    assert container["readinessProbe"]["grpc"] == {"port": fleet.pick.port, "service": "readiness"}
+    assert container["readinessProbe"]["grpc"] == {"port": fleet.file.pick.port, "service": "readiness"}
     route = objects["HTTPRoute", "demo-hetlb"]["spec"]
     assert route["parentRefs"] == [{"name": "inference"}]
     assert route["rules"][0]["backendRefs"][0]["name"] == source.pool
@@ -202,3 +202,22 @@ def test_a_picker_with_its_pool_route_and_gateway(name: str, tmp_path: Path) -> 
 def test_values_that_do_not_go_together_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(helm.HelmError, match=message):
         rendered(values)
+
+
+def test_ways_in_from_outside_and_walls() -> None:
+    values = {
+        "ingress": {"enabled": True, "host": "llm.example", "tlsSecret": "cert", "className": "nginx"},
+        "httpRoute": {"enabled": True, "parentRefs": [{"name": "gw"}], "hostnames": ["llm.example"]},
+        "networkPolicy": {"enabled": True, "clients": [{"podSelector": {}}]},
+        "extraEnv": [{"name": "KEY", "value": "x"}],
+    }
+    objects = rendered(values)
+    ingress = objects["Ingress", "demo-hetlb"]["spec"]
+    assert (ingress["rules"][0]["host"], ingress["tls"][0]["secretName"]) == ("llm.example", "cert")
+    assert objects["HTTPRoute", "demo-hetlb"]["spec"]["rules"][0]["backendRefs"][0]["name"] == "demo-hetlb"
+    ports = [each["ports"][0]["port"] for each in objects["NetworkPolicy", "demo-hetlb"]["spec"]["ingress"]]
+    assert ports == ["http", "admin"]
+    [container] = pod(objects)["containers"]
+    assert container["env"] == [{"name": "KEY", "value": "x"}]
+    fleet = yaml.safe_load(objects["ConfigMap", "demo-hetlb"]["data"]["fleet.yaml"])
+    assert fleet["discovery"]["files"] == ["fleet.yaml"]

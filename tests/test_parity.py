@@ -29,12 +29,11 @@ async def _serve_some(log: Path, policy: str) -> None:
         EmulatedEngine(slow, served_model_names=("m",), time_scale=0.02) as two,
     ):
         fleet: Fleet = fleet_from_urls([one.url, two.url])
-        fleet = msgspec.structs.replace(
-            fleet,
-            listen=msgspec.structs.replace(fleet.listen, port=0),
-            admin=msgspec.structs.replace(fleet.admin, port=0),
-            policy=msgspec.structs.replace(fleet.policy, name=policy),
-            proxy=msgspec.structs.replace(fleet.proxy, request_log=False),
+        fleet = fleet.with_tables(
+            listen=msgspec.structs.replace(fleet.file.listen, port=0),
+            admin=msgspec.structs.replace(fleet.file.admin, port=0),
+            policy=msgspec.structs.replace(fleet.file.policy, name=policy),
+            proxy=msgspec.structs.replace(fleet.file.proxy, request_log=False),
         )
         service = Service(fleet, log)
         await service.start()

@@ -20,7 +20,8 @@ from helpers import free_port
 from test_docs import PAGES, keys
 
 from hetlb.cli.main import COMMANDS, build_parser
-from hetlb.config.fleet import FleetFile, load_fleet
+from hetlb.config.fleet import load_fleet
+from hetlb.config.fleet_tables import FleetFile
 from hetlb.config.profile import load_profile
 
 ROOT = Path(__file__).parents[1]

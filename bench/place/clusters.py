@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from hetlb.core.paths.stages import SINK, SOURCE, LinkSpec
-from hetlb.plan.placement.cluster import Cluster, Node
 from hetlb.plan.placement.flow import max_flow
 from hetlb.plan.placement.heuristics import Intervals, chains, separate_pipelines, swarm
+from hetlb.plan.placement.place_cluster import Cluster, Node
 
 
 def generated(base: Cluster, seed: int) -> tuple[Cluster, Intervals]:
@@ -37,3 +38,17 @@ def generated(base: Cluster, seed: int) -> tuple[Cluster, Intervals]:
     candidates = [chains(cluster, rng) for _ in range(2000)]
     candidates += [found for found in (swarm(cluster), separate_pipelines(cluster)) if found is not None]
     return cluster, max(candidates, key=lambda each: max_flow(cluster, each).tokens_per_s)
+
+
+def many(base: Cluster, counts: dict[str, int]) -> Cluster:
+    """So many machines of each kind in one region, linked as the first two of `base` are."""
+    like = {node.kind: node for node in base.nodes}
+    kinds = [kind for kind, count in counts.items() for _ in range(count)]
+    nodes = tuple(replace(like[kind], name=f"n{i}", region="r0") for i, kind in enumerate(kinds))
+    first, second = base.nodes[0].name, base.nodes[1].name
+    names = [node.name for node in nodes]
+    links = {(a, b): base.links[first, second] for a in names for b in names if a != b}
+    for name in names:
+        links[SOURCE, name] = base.links[SOURCE, first]
+        links[name, SINK] = base.links[first, SINK]
+    return Cluster(base.model, nodes, base.kinds, links)

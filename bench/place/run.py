@@ -1,6 +1,6 @@
 """Placements, the simulator of pipelines and path policies on Helix's clusters and on generated ones.
 
-    python bench/place/run.py --data FOLDER [--only flows,published,plans,paths,speed] [--out FILE]
+    python bench/place/run.py --data FOLDER [--only flows,published,plans,large,paths,speed] [--out FILE]
 
 FOLDER holds Helix's clusters as CSV and JSON (see docs/placement.md); it is not part of the project. Times
 are CPU seconds of this process. What each section shows stands in docs/placement.md.
@@ -18,21 +18,22 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from clusters import generated
+from clusters import generated, many
 
 from hetlb.core.paths.scheduler import PathScheduler
 from hetlb.core.paths.stages import Edge
 from hetlb.core.predictor import LengthDistribution, MeanPredictor
 from hetlb.plan.check import check_placement
+from hetlb.plan.highs import SolveLimits
 from hetlb.plan.placement.balance import balanced_flow
 from hetlb.plan.placement.bounds import compute_bound, flow_bound
 from hetlb.plan.placement.check_path import check_path
-from hetlb.plan.placement.cluster import Cluster, Placement
 from hetlb.plan.placement.estimate import Estimator
 from hetlb.plan.placement.files import ClusterFiles, load_cluster, load_lengths, load_placement
-from hetlb.plan.placement.flow import max_flow
-from hetlb.plan.placement.milp import solve
-from hetlb.plan.placement.search import Candidate, Judge, Search
+from hetlb.plan.placement.flow import Flow, max_flow
+from hetlb.plan.placement.heuristics import Intervals, swarm
+from hetlb.plan.placement.place_cluster import Cluster, Placement
+from hetlb.plan.placement.place_search import Candidate, Search
 from hetlb.sim.pipelines import OfflineLoad, PipelineResult, PipelineSimulation
 from hetlb.workload.arrivals import gaps_s
 
@@ -210,26 +211,15 @@ def plan(
 ) -> tuple[Candidate, float, float]:
     """A search with simulations as its judge: the best placement, the CPU seconds, the highest flow met."""
 
-    def judge(placement: Placement, flow: Any, whole: bool) -> float:
+    def judge(placement: Intervals, flow: Flow, whole: bool, limits: SolveLimits) -> float:
         measured = MEASURED_S if whole else SHORT_S
         result = simulate(data, cluster, placement, flow.links, policy, measured_s=measured)
         return result.decode_tokens_per_s
 
     began = time.process_time()
     bound = flow_bound(cluster)
-    solved = solve(cluster, 0.15 * seconds, bound, seed=seed)
-    starts = [] if solved.placement is None else [("solver", dict(solved.placement))]
-    checked: Judge = judge
-    search = Search(
-        cluster,
-        Estimator(cluster, data.lengths),
-        checked,
-        starts=starts,
-        enough=bound,
-        seed=seed,
-        clock=time.process_time,
-    )
-    found = search.run(seconds - (time.process_time() - began))
+    limits = SolveLimits(deadline=began + seconds, seed=seed, clock=time.process_time)
+    found = Search(cluster, Estimator(cluster, data.lengths), judge, bound=bound).run(limits)
     best = found.best
     check_placement(cluster, best.placement, best.flow, bound, partial_inference=False)
     return best, time.process_time() - began, found.highest_flow.flow.tokens_per_s
@@ -267,6 +257,38 @@ def plans(data: Data, seconds: float, seeds: int) -> list[dict[str, Any]]:
                 flush=True,
             )  # fmt: skip
             rows.append(row)
+    return rows
+
+
+#: Machines of each kind, and CPU seconds, of the section `large`.
+LARGE = (
+    ({"A100": 4, "L4": 12, "T4": 26}, 60.0),
+    ({"A100": 16, "L4": 33, "T4": 51}, 60.0),
+    ({"A100": 40, "L4": 100, "T4": 160}, 180.0),
+)
+
+
+def large(data: Data) -> list[dict[str, Any]]:
+    """The highest flow of many machines in one region against the bound, and against Swarm's."""
+    rows = []
+    for counts, seconds in LARGE:
+        cluster = many(data.cluster("single24"), counts)
+        bound, placed = flow_bound(cluster), swarm(cluster)
+        began = time.process_time()
+        limits = SolveLimits(deadline=began + seconds, clock=time.process_time)
+        found = Search(cluster, Estimator(cluster, data.lengths), None, bound=bound).run(limits)
+        flow = found.highest_flow.flow.tokens_per_s
+        row = {
+            "machines": counts,
+            "seconds": seconds,
+            "cpu_s": time.process_time() - began,
+            "flow": flow,
+            "bound": bound,
+            "swarm": 0.0 if placed is None else max_flow(cluster, placed).tokens_per_s,
+            "by": found.highest_flow.origin,
+        }
+        print("large:", row, flush=True)
+        rows.append(row)
     return rows
 
 
@@ -356,7 +378,7 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, required=True, help="the folder with Helix's clusters")
     parser.add_argument(
-        "--only", default="flows,published,plans,paths,speed", help="sections, comma-separated"
+        "--only", default="flows,published,plans,large,paths,speed", help="sections, comma-separated"
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="CPU seconds of each search (60)")
     parser.add_argument("--seeds", type=int, default=2, help="searches per cluster (2)")
@@ -371,6 +393,8 @@ def main() -> None:
             results[section] = published(data)
         elif section == "plans":
             results[section] = plans(data, args.seconds, args.seeds)
+        elif section == "large":
+            results[section] = large(data)
         elif section == "paths":
             results[section] = paths(data, results.get("plans", []))
         elif section == "speed":

@@ -25,7 +25,8 @@ from rent import made_up, paper
 from hetlb.errors import PlanError
 from hetlb.plan import decompose
 from hetlb.plan.check import check_rent
-from hetlb.plan.configurations import Stage, compose, divide_layers, kv_cache_tokens, speed_of
+from hetlb.plan.common.capacity import divide_layers
+from hetlb.plan.configurations import Stage, capacity_of, compose, speed_of
 from hetlb.plan.highs import INFINITY, SolveLimits
 from hetlb.plan.market import load_market
 from hetlb.plan.planning import (
@@ -475,7 +476,7 @@ def estimator(bench: Bench) -> dict[str, Any]:
         whole = [
             compose(table.market, model, (Stage(g, row["tp"], Fraction(1)),), across=False) for g in gpus
         ]
-        layers = divide_layers([speed_of(each) for each in whole], model)
+        layers = divide_layers([speed_of(each) for each in whole], model.layers)
         stages = tuple(Stage(g, row["tp"], share) for g, share in zip(gpus, layers, strict=True))
         profile = compose(table.market, model, stages, across=row["span"] != "one machine")
         kind = next(k for k in table.types if k.input_tokens == 2455 and k.output_tokens == 18)
@@ -486,7 +487,7 @@ def estimator(bench: Bench) -> dict[str, Any]:
                 **row,
                 "requests_s": rate,
                 "per_price": rate / price,
-                "kv": kv_cache_tokens(table.market, model, stages),
+                "kv": capacity_of(table.market, model, stages),
             }
         )
     for row in rows:

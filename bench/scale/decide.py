@@ -29,7 +29,6 @@ import yaml
 from demo import HETLB, Processes, free_port
 
 from hetlb.pick import messages
-from hetlb.pick.http2 import DATA, END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, WINDOW_UPDATE
 
 PROXIES = Path(__file__).resolve().parents[1] / "proxies"
 sys.path.insert(0, str(PROXIES))
@@ -38,6 +37,9 @@ from bodies import MODEL, PROMPTS, chat  # noqa: E402
 from client import quantiles  # noqa: E402
 from cpu import cpu_ns, prefer  # noqa: E402
 
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 4, 6, 8
+END_STREAM, ACK, END_HEADERS = 0x1, 0x1, 0x4
 _LARGEST_WINDOW = (1 << 31) - 1
 #: HPACK without a table: `:method: POST`, `:scheme: http` of the static one, then literals.
 _METHOD, _SCHEME = b"\x83", b"\x86"
@@ -55,7 +57,9 @@ _BLOCK = (
     _METHOD
     + _SCHEME
     + _literal(b":path", b"/" + messages.PROCESS_SERVICE.encode() + b"/Process")
+    + _literal(b":authority", b"picker")
     + _literal(b"content-type", b"application/grpc")
+    + _literal(b"te", b"trailers")
 )
 
 
@@ -106,6 +110,7 @@ class Gateway(asyncio.Protocol):
         self._rest = b""
         self._requests, self._answer = requests(), answer()
         self._due: dict[int, float] = {}
+        self._parts: dict[int, bytes] = {}
         self._next = 1
         self.latencies = array("d")
         self.done = asyncio.get_running_loop().create_future()
@@ -137,14 +142,22 @@ class Gateway(asyncio.Protocol):
                 break
             if data[at + 3] == DATA and number in self._due:
                 self._chosen(number, data[at + 9 : at + 9 + length], now)
-            elif data[at + 3] == SETTINGS and not data[at + 4]:
-                self._transport.write(_frame(SETTINGS, 1, 0, b""))
+            elif data[at + 3] in (SETTINGS, PING) and not data[at + 4]:
+                payload = data[at + 9 : at + 9 + length] if data[at + 3] == PING else b""
+                self._transport.write(_frame(data[at + 3], ACK, 0, payload))
             at += 9 + length
         self._rest = data[at:]
 
     def _chosen(self, number: int, data: bytes, now: float) -> None:
+        data = self._parts.pop(number, b"") + data
         size = int.from_bytes(data[1:5], "big")
+        if len(data) < 5 + size:
+            self._parts[number] = data
+            return
         told = messages.ProcessingResponse.FromString(data[5 : 5 + size])
+        if told.HasField("override_message_timeout"):  # the body came late
+            self._chosen(number, data[5 + size :], now)
+            return
         if not told.request_headers.response.header_mutation.set_headers:
             raise RuntimeError(f"expected an instance, got {told}")
         self.latencies.append(now - self._due.pop(number))

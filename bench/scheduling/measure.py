@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 
 import hetlb
-import hetlb.core.policies.least_delay as late_binding
+import hetlb.core.policies.hetlb as default_policy
 import hetlb.core.speed as speed
 from hetlb.core.latency import IterationRule
 from hetlb.core.predictor import make_predictor
@@ -89,7 +89,15 @@ def _plan(lab: Lab, case: Case, count: int) -> list[PlannedRequest]:
 
 def compiled() -> bool:
     """True if hetlb is compiled: the constants of its policy are in the code then."""
-    return not str(late_binding.__file__).endswith(".py")
+    return not str(default_policy.__file__).endswith(".py")
+
+
+def _weight(name: str, weight: float) -> tuple[Any, str, Any]:
+    """The change of one weight of the default policy."""
+    terms = tuple(
+        each._replace(weight=weight) if each.name == name else each for each in default_policy.TERMS
+    )
+    return default_policy, "TERMS", terms
 
 
 def without(name: str) -> Callable[[], None]:
@@ -98,23 +106,15 @@ def without(name: str) -> Callable[[], None]:
     Raises `RuntimeError` where hetlb is compiled.
     """
     if name and compiled():
-        raise RuntimeError(f"without {name}: expected hetlb interpreted, {late_binding.__file__} is compiled")
-    evaluation: Any = late_binding._Evaluation
+        raise RuntimeError(
+            f"without {name}: expected hetlb interpreted, {default_policy.__file__} is compiled"
+        )
     changes: tuple[tuple[Any, str, Any], ...] = {
         "": (),
-        "lookahead": ((late_binding.Hetlb, "lookahead", 1),),
-        "passing over": (
-            (evaluation, "_pass_over", lambda self, room: None),
-            (late_binding, "_LONG", math.inf),
-        ),
-        "first token weight": (
-            (late_binding, "_FIRST_TOKEN_WEIGHT", 0.0),
-            (late_binding, "_FIRST_SHARE", 1.0),
-            (late_binding, "_START_WEIGHT", late_binding.JOINING_STEPS),
-        ),
-        "lateness": ((late_binding, "_LATE", math.inf),),
-        "overbooking": ((late_binding, "_OVERBOOK_STEPS", 0.0),),
-        "late binding": ((late_binding, "_OVERBOOK_STEPS", 1e9),),
+        "hold": ((default_policy.Evaluation, "_hold", lambda self: None),),
+        "first token weight": (_weight("first_token_s", 0.0),),
+        "others": (_weight("others_s", 0.0),),
+        "late binding": ((default_policy.Evaluation, "_room", lambda self, each, instance: 0),),
         "speed correction": ((speed, "TRUST", math.inf),),
     }[name]
     before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in changes]
@@ -379,7 +379,7 @@ def mishaps(runs: Runs, full: dict[tuple[str, str], float]) -> list[Any]:
 
 
 ABLATIONS = (
-    "", "late binding", "passing over", "lookahead", "overbooking", "first token weight", "lateness",
+    "", "late binding", "hold", "others", "first token weight",
     "speed correction",
 )  # fmt: skip
 

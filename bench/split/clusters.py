@@ -10,8 +10,8 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from hetlb.plan.disaggregation.cluster import Cluster, Links, Machine, Slo, Workload
-from hetlb.plan.market import Model, RooflineTable
+from hetlb.config.plan_tables import Model, RooflineTable
+from hetlb.plan.disaggregation.split_cluster import Cluster, Links, Machine, Slo, Workload
 
 GIB = 1 << 30
 

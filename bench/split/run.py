@@ -18,11 +18,11 @@ from typing import Any
 import clusters
 
 from hetlb.plan.check import check_split
-from hetlb.plan.disaggregation.cluster import Cluster, Plan, Role, Slo
 from hetlb.plan.disaggregation.cost import CostModel, GroupTable, PaperCost, ProfileCost
 from hetlb.plan.disaggregation.exhaustive import Exhaustive
-from hetlb.plan.disaggregation.search import Found, Search
-from hetlb.plan.disaggregation.simulation import LOAD, simulate_plan
+from hetlb.plan.disaggregation.split_cluster import Cluster, Plan, Role, Slo
+from hetlb.plan.disaggregation.split_search import Found, Search
+from hetlb.plan.disaggregation.split_simulation import LOAD, simulate_plan
 from hetlb.plan.highs import SolveLimits
 
 SPLIT_ROLES = (Role.PREFILL, Role.DECODE)

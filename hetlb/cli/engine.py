@@ -65,6 +65,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="share KV blocks between prompts with a common prefix (default: off)",
     )
+    _add_kv_arguments(parser)
+    parser.add_argument(
+        "--iteration",
+        choices=[rule.value for rule in IterationRule],
+        default=IterationRule.TOKEN.value,
+        help="time of a mixed iteration: weights read once (token, default), or both summed (sum)",
+    )
+
+
+def _add_kv_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of KV transfer."""
     parser.add_argument(
         "--kv-transfer",
         choices=("nixl", "nixl-push", "mooncake", "shared-storage"),
@@ -95,12 +106,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="folder of the blocks (--kv-transfer shared-storage)",
-    )
-    parser.add_argument(
-        "--iteration",
-        choices=[rule.value for rule in IterationRule],
-        default=IterationRule.TOKEN.value,
-        help="time of a mixed iteration: weights read once (token, default), or both summed (sum)",
     )
 
 

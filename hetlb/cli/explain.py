@@ -123,10 +123,10 @@ def explain_fleet(
     params = replace(params, combine=combine or params.combine, theta=theta or params.theta)
     setup = SchedulerSetup(
         fleet.instances,
-        policy or fleet.policy.name,
+        policy or fleet.file.policy.name,
         params,
         fleet.queue_limits,
-        seed=fleet.policy.seed,
+        seed=fleet.file.policy.seed,
         initial_health=Health.UP,
     )
     scheduler = Scheduler(setup)

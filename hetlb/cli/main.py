@@ -21,6 +21,8 @@ from hetlb.extras import missing_extra, require
 COMMANDS = {
     "demo": "a comparison of policies on this machine, without a GPU",
     "serve": "the reverse proxy in front of a fleet",
+    "init": "a commented fleet file from what servers say",
+    "doctor": "a look for mistakes in a fleet file and at its servers",
     "pick": "the endpoint picker for Envoy and the Gateway API",
     "engine": "an emulated vLLM server, timed by a latency profile",
     "simulate": "a fleet in virtual time, or the replay of an event log",
@@ -32,7 +34,9 @@ COMMANDS = {
     "rent": "a plan of which GPUs to rent for a budget, and what to run on them",
     "bench": "a load test of any OpenAI-compatible server",
     "explain": "one decision in numbers, or the last ones of a running proxy",
+    "status": "the fleet in one line, with an exit status for scripts",
     "top": "the live fleet in a terminal",
+    "schema": "the JSON schema of a kind of file, for editors",
     "completion": "the completion script for bash, zsh, fish or tcsh",
 }
 

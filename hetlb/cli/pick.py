@@ -73,4 +73,4 @@ def _fleet_of(args: argparse.Namespace) -> Fleet:
     fleet = fleet_of(args)
     given = {"host": args.grpc_host, "port": port}
     changed = {key: value for key, value in given.items() if value is not None}
-    return msgspec.structs.replace(fleet, pick=msgspec.structs.replace(fleet.pick, **changed))
+    return fleet.with_tables(pick=msgspec.structs.replace(fleet.file.pick, **changed))

@@ -25,16 +25,16 @@ from hetlb.cli.profile_log import from_log
 from hetlb.cli.profile_running import from_proxy
 from hetlb.config.profile import EngineInfo, Hardware, HostTime, ModelInfo, Profile, Source, load_profile
 from hetlb.errors import InputError, ProfileError
-from hetlb.profiler.aiconfigurator import query
-from hetlb.profiler.fit import FitResult, Form, ModelShape, Phase, Point, fit, shown_tile
+from hetlb.profiler.aiconfigurator import Layout, query
+from hetlb.profiler.fit import FitResult, Form, Phase, Point, fit, shown_tile
 from hetlb.profiler.plot import write_plot
 from hetlb.profiler.sources import (
     ASSUMED_TILE,
     Roofline,
+    assumed_host,
     complete,
     make_profile,
     read_csv,
-    shape_of,
     write_profile,
 )
 
@@ -43,6 +43,11 @@ _SIZES = {
     Phase.PREFILL: [(b, n) for b in (1, 4, 16) for n in (128, 1024, 4096)],
     Phase.DECODE: [(b, n) for b in (1, 16, 128) for n in (256, 1024, 4096)],
 }
+
+#: All-reduces below this say more of a machine's wiring than of its GPUs.
+_SLOW_ALL_REDUCE_BYTES_S = 8e9
+#: Drafts are shorter than this.
+_MOST_TOKENS_PER_STEP = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,16 +95,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-bytes", type=int, metavar="N", help="memory of one GPU")
     parser.add_argument("--block-size", type=int, metavar="N", help="tokens of a KV block")
     parser.add_argument(
-        "--layers", type=int, metavar="N", help="layers of the model (default: known by its name)"
-    )
-    parser.add_argument(
-        "--heads", type=int, metavar="N", help="attention heads of the model (default: known by its name)"
-    )
-    parser.add_argument(
         "--tile",
         type=int,
         metavar="N",
         help="tokens of a tile of dense kernels (default: what the points show, else 128)",
+    )
+    parser.add_argument(
+        "--tokens-per-step",
+        type=float,
+        metavar="X",
+        help="tokens of a decode step with speculative decoding (default: by the server's metrics, else 1)",
     )
     parser.add_argument(
         "--async-scheduling",
@@ -143,7 +148,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overhead-ms",
         type=float,
         metavar="MS",
-        help="host time of every iteration (default: roofline 2, else 0)",
+        help="host time of every iteration; 0 where the points hold it (default: roofline 2, else assumed)",
+    )
+    estimated.add_argument(
+        "--data-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="data-parallel ranks of a server; the profile is of one (aiconfigurator)",
+    )
+    estimated.add_argument(
+        "--expert-parallel", action="store_true", help="whole experts on each GPU (aiconfigurator)"
     )
     estimated.add_argument(
         "--scale", type=float, default=1.0, metavar="X", help="factor on all times (aiconfigurator)"
@@ -174,13 +189,17 @@ def run(args: argparse.Namespace) -> int:
         "kv_bytes_per_token",
         "memory_bytes",
         "block_size",
-        "layers",
-        "heads",
         "tile",
+        "data_parallel",
     ):
         value = getattr(args, flag)
         if value is not None and value < 1:
             raise InputError(f"--{flag.replace('_', '-')}: expected a whole number from 1, got {value}")
+    if args.tokens_per_step is not None and not 1.0 <= args.tokens_per_step <= _MOST_TOKENS_PER_STEP:
+        most, got = _MOST_TOKENS_PER_STEP, args.tokens_per_step
+        raise InputError(f"--tokens-per-step: expected a number from 1 to {most}, got {got}")
+    if (args.data_parallel > 1 or args.expert_parallel) and args.source != "aiconfigurator":
+        raise InputError("--data-parallel, --expert-parallel: expected --from aiconfigurator")
     degrees = _degrees(args)
     _make_folder(args.out)
     kind, _, file = (args.source or "").partition(":")
@@ -251,6 +270,8 @@ def _finish(args: argparse.Namespace, out: Path, made: _Made) -> dict[str, Any]:
     if not args.json:
         console = Console()
         console.print(_errors_table(profile))
+        for line in profile.assumed:
+            console.print(f"assumed {line}", markup=False, highlight=False)
         console.print(f"written to {out}", highlight=False)
     document = json.loads(msgspec.json.encode(profile))
     return {"out": str(out), "profile": document, "warnings": list(result.warnings)}
@@ -259,10 +280,15 @@ def _finish(args: argparse.Namespace, out: Path, made: _Made) -> dict[str, Any]:
 def _from_live(args: argparse.Namespace, live: profile_live.LiveResult, degree: int | None) -> _Made:
     facts, capacity = live.facts, live.facts.capacity
     try:
-        result, assumed = _fit(args, live.points, *_known(args, facts.model, degree), tile=None)
+        result, assumed = _fit(args, live.points, HostTime(), None, tile=None)
     except ProfileError as error:
         raise ProfileError(f"{live.journal.path}: {error}") from error
     host = HostTime(request_s=live.request_s(result.latency))
+    if live.tokens_per_step is not None and args.tokens_per_step is None:
+        assumed += (
+            f"engine.tokens_per_step: {live.tokens_per_step:.2f}, as with the made prompts of the sweep; "
+            "--tokens-per-step states that of your traffic",
+        )
     hardware = Hardware(gpu=args.system, gpus=degree or 1, memory_bytes=args.memory_bytes)
     profile = make_profile(
         args.name or _default_name(args.system, facts.model, degree),
@@ -272,7 +298,7 @@ def _from_live(args: argparse.Namespace, live: profile_live.LiveResult, degree: 
         hardware=hardware if args.system else None,
         model=_model_info(args, facts.model),
         host=host,
-        assumed=tuple(each for each in assumed if not each.startswith("host.")),
+        assumed=assumed,
         engine=EngineInfo(
             name="vllm",
             version=facts.version,
@@ -283,6 +309,7 @@ def _from_live(args: argparse.Namespace, live: profile_live.LiveResult, degree: 
             max_num_batched_tokens=capacity.max_num_batched_tokens,
             max_model_len=capacity.max_model_len,
             enable_prefix_caching=facts.prefix_cache if facts.counts else None,
+            tokens_per_step=args.tokens_per_step or live.tokens_per_step,
             async_scheduling=args.async_scheduling,
         ),
     )
@@ -292,10 +319,13 @@ def _from_live(args: argparse.Namespace, live: profile_live.LiveResult, degree: 
 def _from_csv(args: argparse.Namespace, path: Path, tp: int | None) -> _Made:
     chosen = read_csv(path, system=args.system, model=args.model, tp=tp)
     degree = chosen.tensor_parallel_size or tp
-    host = HostTime(iteration_s=_overhead_ms(args, 0.0) / 1e3)
+    described = _descriptions(
+        args, chosen.system, chosen.model, degree, chosen.backend, chosen.backend_version
+    )
+    asynchronous = described["engine"].schedules_asynchronously(chosen.system)
+    host = _host(args, asynchronous)
     try:
-        known = _known(args, chosen.model or args.model, degree)
-        result, assumed = _fit(args, chosen.points, *known, host=host)
+        result, assumed = _fit(args, chosen.points, host, asynchronous)
     except ProfileError as error:
         raise ProfileError(f"{path}: {error}") from error
     profile = make_profile(
@@ -311,7 +341,7 @@ def _from_csv(args: argparse.Namespace, path: Path, tp: int | None) -> _Made:
         ),
         host=host,
         assumed=assumed,
-        **_descriptions(args, chosen.system, chosen.model, degree, chosen.backend, chosen.backend_version),
+        **described,
     )
     return profile, chosen.points, result
 
@@ -322,14 +352,34 @@ def _from_aiconfigurator(args: argparse.Namespace, degree: int) -> _Made:
             raise InputError(f"--{flag}: expected a name with --from aiconfigurator, got none")
     if not (math.isfinite(args.scale) and args.scale > 0):
         raise InputError(f"--scale: expected a number above 0, got {args.scale}")
-    overhead_ms = _overhead_ms(args, 0.0)
-    found = query(args.model, args.system, degree, overhead_s=overhead_ms / 1e3, scale=args.scale)
-    result, assumed = _fit(args, found.points, *_known(args, args.model, degree))
+    layout = Layout(degree, args.data_parallel, args.expert_parallel)
+    found = query(args.model, args.system, layout, scale=args.scale)
+    engine = EngineInfo(
+        version=found.vllm_version,
+        tensor_parallel_size=degree,
+        data_parallel_size=layout.dp if layout.dp > 1 else None,
+        enable_expert_parallel=True if layout.expert_parallel else None,
+        tokens_per_step=args.tokens_per_step,
+        kv_cache_tokens=args.kv_cache_tokens or found.kv_cache_tokens,
+        max_num_seqs=args.max_num_seqs or found.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens or found.max_num_batched_tokens,
+        async_scheduling=args.async_scheduling,
+    )
+    asynchronous = engine.schedules_asynchronously(args.system)
+    host = _host(args, asynchronous)
+    result, assumed = _fit(args, found.points, host, asynchronous)
+    if layout.dp > 1:
+        assumed += (f"data parallel: all {layout.dp} ranks alike busy; a step of one waits for the slowest",)
+    if found.all_reduce_bytes_s is not None and found.all_reduce_bytes_s < _SLOW_ALL_REDUCE_BYTES_S:
+        assumed += (
+            f"all-reduce: {found.all_reduce_bytes_s / 1e9:.1f} GB/s, of one badly wired machine, not of the "
+            "GPU (PCIe 4.0 x16 gives about 20 GB/s); nccl-tests measures yours",
+        )
     if found.kv_cache_tokens is None and args.kv_cache_tokens is None:
         print(f"warning: --tp {degree}: the model does not fit; no KV cache is stated", file=sys.stderr)
-    note = "kernel tables measured on the GPU, composed; host time is left out"
-    if overhead_ms or args.scale != 1.0:
-        note += f" but for {overhead_ms:g} ms a step; times {args.scale:g}"
+    note = "kernel tables measured on the GPU, composed; they hold no host time"
+    if args.scale != 1.0:
+        note += f"; times {args.scale:g}"
     profile = make_profile(
         args.name or _default_name(args.system, args.model, degree),
         found.points,
@@ -342,24 +392,28 @@ def _from_aiconfigurator(args: argparse.Namespace, degree: int) -> _Made:
             attribution="NVIDIA",
             note=note,
         ),
-        hardware=Hardware(gpu=args.system, gpus=degree, memory_bytes=args.memory_bytes or found.memory_bytes),
+        hardware=Hardware(
+            gpu=args.system,
+            gpus=degree * layout.dp,
+            memory_bytes=args.memory_bytes or found.memory_bytes,
+            all_reduce_bytes_s=found.all_reduce_bytes_s,
+        ),
         model=ModelInfo(
             name=args.model,
             kv_bytes_per_token=args.kv_bytes_per_token or found.kv_bytes_per_token,
-            layers=args.layers,
-            attention_heads=args.heads,
         ),
-        engine=EngineInfo(
-            tensor_parallel_size=degree,
-            kv_cache_tokens=args.kv_cache_tokens or found.kv_cache_tokens,
-            max_num_seqs=args.max_num_seqs or found.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens or found.max_num_batched_tokens,
-            async_scheduling=args.async_scheduling,
-        ),
-        host=HostTime(),
+        engine=engine,
+        host=host,
         assumed=assumed,
     )
     return profile, found.points, result
+
+
+def _host(args: argparse.Namespace, asynchronous: bool | None) -> HostTime:
+    """The host time of points that hold none: as stated, else assumed."""
+    if args.overhead_ms is None:
+        return assumed_host(asynchronous)
+    return HostTime(iteration_s=_overhead_ms(args, 0.0) / 1e3)
 
 
 def _overhead_ms(args: argparse.Namespace, default: float) -> float:
@@ -397,7 +451,7 @@ def _from_roofline(args: argparse.Namespace, tp: int | None) -> _Made:
         step_overhead_s=overhead_ms / 1e3,
     )
     points = tuple(roofline.points())
-    result, assumed = _fit(args, points, *_known(args, args.model, degree))
+    result, assumed = _fit(args, points, HostTime(), None)
     note = (
         f"estimated, not measured: {args.peak_flops:g} FLOP/s at {args.flops_efficiency:g}, "
         f"{args.bandwidth:g} bytes/s at {args.bandwidth_efficiency:g}, {overhead_ms:g} ms a step; "
@@ -418,9 +472,9 @@ def _from_roofline(args: argparse.Namespace, tp: int | None) -> _Made:
 def _fit(
     args: argparse.Namespace,
     points: tuple[Point, ...],
-    shape: ModelShape | None,
+    host: HostTime,
+    asynchronous: bool | None,
     *,
-    host: HostTime | None = None,
     tile: int | None = ASSUMED_TILE,
 ) -> tuple[FitResult, tuple[str, ...]]:
     """The fit, completed by assumptions; `tile` is the one assumed where the points show none."""
@@ -433,23 +487,13 @@ def _fit(
         raise ProfileError(f"expected points that a model can be fitted to: {error}") from error
     if args.tile is not None:
         result = replace(result, tile=args.tile)
-    return complete(result, points, shape, host or HostTime())
-
-
-def _known(args: argparse.Namespace, model: str | None, degree: int | None) -> tuple[ModelShape | None]:
-    """The model's shape, where its name or the flags tell it."""
-    return (shape_of(_model_info(args, model), degree),)
+    return complete(result, points, host, asynchronous)
 
 
 def _model_info(args: argparse.Namespace, model: str | None) -> ModelInfo | None:
-    if model is None and args.layers is None:
+    if model is None:
         return None
-    return ModelInfo(
-        name=model or "model",
-        kv_bytes_per_token=args.kv_bytes_per_token,
-        layers=args.layers,
-        attention_heads=args.heads,
-    )
+    return ModelInfo(name=model, kv_bytes_per_token=args.kv_bytes_per_token)
 
 
 def _default_name(system: str | None, model: str | None, degree: int | None) -> str:
@@ -477,6 +521,7 @@ def _descriptions(
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             block_size=args.block_size,
+            tokens_per_step=args.tokens_per_step,
             async_scheduling=args.async_scheduling,
         ),
     }
@@ -561,6 +606,7 @@ def _list(paths: Sequence[Path], as_json: bool) -> int:
     for file in files:
         profile = load_profile(file)
         source, hardware, engine = profile.source, profile.hardware, profile.engine
+        all_reduce = hardware.all_reduce_bytes_s if hardware else None
         rows.append(
             {
                 "file": str(file),
@@ -568,6 +614,8 @@ def _list(paths: Sequence[Path], as_json: bool) -> int:
                 "model": profile.model.name if profile.model else None,
                 "tensor_parallel_size": engine.tensor_parallel_size,
                 "origin": _origin(profile),
+                "basis": source.basis if source else None,
+                "all_reduce_bytes_s": all_reduce,
                 "measured": source.measured if source else None,
                 "engine": " ".join(filter(None, (engine.name, engine.version))),
                 "mean_error": profile.fit.mean_error if profile.fit else None,
@@ -579,12 +627,16 @@ def _list(paths: Sequence[Path], as_json: bool) -> int:
         return 0
     table = Table()
     table.add_column("file", no_wrap=True)
-    for column in ("origin", "engine", "mean error", "licence"):
-        table.add_column(column, justify="right" if column == "mean error" else "left")
+    for column in ("basis", "engine", "mean error", "all-reduce", "licence"):
+        table.add_column(column, justify="right" if column in ("mean error", "all-reduce") else "left")
     for row in rows:
         error = row["mean_error"]
-        cells = [Path(str(row["file"])).name, row["origin"], row["engine"]]
-        cells += [None if error is None else f"{error:.1%}", row["licence"]]
+        cells = [Path(str(row["file"])).name, row["basis"], row["engine"]]
+        cells += [None if error is None else f"{error:.1%}"]
+        cells += [
+            None if not (rate := row["all_reduce_bytes_s"]) else f"{float(rate) / 1e9:.1f} GB/s",
+            row["licence"],
+        ]
         table.add_row(*("-" if cell is None else str(cell) for cell in cells))
     Console().print(table)
     return 0

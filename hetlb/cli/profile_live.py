@@ -56,6 +56,8 @@ class LiveResult:
     points: tuple[Point, ...]
     journal: Journal
     lone: tuple[tuple[int, float], ...]
+    #: Tokens of a decode step with speculative decoding, as the sweep's prompts had it accept them.
+    tokens_per_step: float | None = None
 
     def request_s(self, latency: LatencyModel) -> float:
         """Seconds that the server adds to a request beyond its prefill: the median of the lone ones."""
@@ -179,9 +181,11 @@ async def _measure(
                 rng=rng,
                 on_progress=show,
             )
+            before = await client.counters() if facts.counts else None
             try:
                 measured = await sweep.run()
                 lone = await sweep.lone_requests()
+                after = await client.counters() if facts.counts else None
             except (HetlbError, asyncio.CancelledError) as stopped:
                 kept = f"{len(journal.samples)} samples are kept in {journal_path}; the same command goes on"
                 journal.close()
@@ -193,7 +197,14 @@ async def _measure(
         console.print(f"note: {note}", style="yellow", highlight=False)
     batched = args.max_num_batched_tokens or measured.max_num_batched_tokens
     capacity = capacity.updated(Capacity(max_num_batched_tokens=batched))
-    return LiveResult(replace(facts, capacity=capacity), measured.points, journal, tuple(lone))
+    tokens = None if after is None or before is None else after.tokens_per_step(before)
+    points = tuple(_step(point, tokens or 1.0) for point in measured.points)
+    return LiveResult(replace(facts, capacity=capacity), points, journal, tuple(lone), tokens)
+
+
+def _step(point: Point, tokens: float) -> Point:
+    """The step of a decode point: streams show the time of a token, `tokens` of which come out of a step."""
+    return replace(point, seconds=tokens * point.seconds) if point.phase is Phase.DECODE else point
 
 
 def _bars(console: Console) -> Bars:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import msgspec
@@ -13,7 +13,7 @@ from hetlb.cli.simulate_against import engine_of
 from hetlb.config.profile import Source, load_profile
 from hetlb.errors import InputError, TraceError
 from hetlb.profiler.sources import corrected, write_profile
-from hetlb.sim.against import errors, fit_corrections, replay, varies_enough
+from hetlb.sim.against import errors, fit_corrections, reach, replay, varies_enough
 from hetlb.sim.against_logs import read_log
 
 
@@ -36,12 +36,25 @@ def from_log(args: argparse.Namespace, path: Path) -> int:
             "so prefill, mixed and decode steps cannot be told apart"
         )
     found = fit_corrections(log.requests, engine, args.hash_block_size)
+    tested = reach(log.requests, engine, found, args.hash_block_size)
+    test = (
+        f"corrected by its quieter half, {tested.metric.upper()} of the busier half is off by "
+        f"{100 * tested.after:+.1f} % (before {100 * tested.before:+.1f} %)"
+    )
+    if tested.harms:
+        raise TraceError(
+            f"{path}: expected a log that tells the parts of the model apart: {test}, so a correction would "
+            "do harm at other loads; a log with more varied load may tell (2, 8 and 20 requests/s, say)"
+        )
     latency = found.applied(engine.latency)
     after = replay(log.requests, replace(engine, latency=latency), args.hash_block_size)
-    note = (
-        f"{start.name} corrected by {len(log.requests)} requests: prefill x {found.prefill:.3f}, "
-        f"mixed x {found.mixed:.3f}, decode x {found.decode:.3f}, host {1e3 * found.host_s:+.2f} ms"
+    holds = (
+        f"holds up to {tested.sequences} sequences at once, {tested.times:g} times the log's rate"
+        if tested.times
+        else "holds for the log's own load at most: its halves say different times"
     )
+    parts = ", ".join(found.described())
+    note = f"{start.name} corrected by {len(log.requests)} requests: {parts}; {holds}; {test}"
     source = Source(kind="log", name=path.name, note=note)
     profile = corrected(start, latency, source)
     if args.name:
@@ -51,9 +64,13 @@ def from_log(args: argparse.Namespace, path: Path) -> int:
     changes = {name: (old[name].error, new[name].error) for name in old}
     if args.json:
         document = json.loads(msgspec.json.encode(profile))
-        print(json.dumps({"out": str(args.out), "profile": document, "errors": changes, "warnings": []}))
+        tested_document = {**asdict(tested), "corrections": asdict(found)}
+        report = {"out": str(args.out), "profile": document, "errors": changes, "tested": tested_document}
+        print(json.dumps({**report, "warnings": []}))
         return 0
-    print(note)
+    for line in found.described():
+        print(line)
+    print(f"{holds}\n{test}")
     for name, (was, now) in changes.items():
         print(f"{name}: error of the mean {100 * was:+.1f} % before, {100 * now:+.1f} % after")
     print(f"written to {args.out}")

@@ -10,9 +10,9 @@ import msgspec
 
 from hetlb.cli.adminclient import admin_url, get
 from hetlb.config.profile import Source, load_profile
+from hetlb.core.latency import corrected as corrected_model
 from hetlb.errors import InputError
 from hetlb.profiler.sources import corrected, write_profile
-from hetlb.sim.against import Corrections
 
 #: Seconds expected of a part before it is corrected.
 _LEAST_S = 30.0
@@ -45,7 +45,7 @@ def from_proxy(args: argparse.Namespace, text: str) -> int:
         f"{part} x {factors.get(part, 1.0):.3f}" for part in seen
     )
     source = Source(kind="proxy", name=args.server, note=note)
-    profile = corrected(start, Corrections(**factors).applied(start.latency), source)
+    profile = corrected(start, corrected_model(start.latency, **factors), source)
     if args.name:
         profile = msgspec.structs.replace(profile, name=args.name)
     write_profile(args.out, profile)

@@ -17,7 +17,9 @@ import msgspec
 import uvloop
 
 from hetlb.build import version_line
-from hetlb.config.fleet import MOST_WORKERS, Fleet, check_policy, fleet_from_urls, load_fleet
+from hetlb.cli.serve_check import check_connected, check_filled_in
+from hetlb.config.fleet import Fleet, check_policy, fleet_from_urls, load_fleet
+from hetlb.config.fleet_tables import MOST_WORKERS
 from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import InputError
 from hetlb.proxy import systemd
@@ -55,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help="port to listen on (default 8080; 0 picks a free one)")
     parser.add_argument("--workers", type=int, metavar="N", help="processes that share the port (default 1)")
     parser.add_argument(
+        "--connect", action="store_true", help="with --check: ask every server whether it is there"
+    )
+    parser.add_argument(
         "--replace", action="store_true", help="take over from the process that serves this address"
     )
 
@@ -62,40 +67,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped."""
     fleet = fleet_of(args)
+    if args.connect and not args.check:
+        raise InputError("--connect: expected --check with it")
     require_urls(fleet)
-    if fleet.stages and fleet.proxy.workers > 1:
-        raise InputError(f"{fleet.where}proxy.workers: expected 1 with stages:, got {fleet.proxy.workers}")
-    if fleet.proxy.workers > 1 and any(spec.kv_transfer is not None for spec in fleet.instances):
+    listen, admin = fleet.file.listen, fleet.file.admin
+    if listen.port and (listen.host, listen.port) == (admin.host, admin.port):
         raise InputError(
-            f"{fleet.where}proxy.workers: expected 1 with kv_transfer, got {fleet.proxy.workers}"
+            f"{fleet.where}admin.port: expected another than listen.port, got {admin.port} for both"
+        )
+    if fleet.stages and fleet.file.proxy.workers > 1:
+        raise InputError(
+            f"{fleet.where}proxy.workers: expected 1 with stages:, got {fleet.file.proxy.workers}"
+        )
+    if fleet.file.proxy.workers > 1 and any(spec.kv_transfer is not None for spec in fleet.instances):
+        raise InputError(
+            f"{fleet.where}proxy.workers: expected 1 with kv_transfer, got {fleet.file.proxy.workers}"
         )
     _check_shared(fleet, replace=args.replace)
     _warn_of_descriptors(fleet)
     if args.check:
+        check_filled_in(fleet)
+        if args.connect and (absent := check_connected(fleet)):
+            print("\n".join(absent), file=sys.stderr)
+            return 1
         print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
         return 0
     allow_many_connections()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # rotators of logs send it; its default is to end us
-    if fleet.proxy.workers > 1:
+    if fleet.file.proxy.workers > 1:
         from hetlb.workers.supervisor import Supervisor
 
         takeover = asyncio.run(_ask(fleet, args.event_log)) if args.replace else None
-        Supervisor(fleet, fleet.proxy.workers, args.event_log, systemd.inherited(), takeover).run()
+        Supervisor(fleet, fleet.file.proxy.workers, args.event_log, systemd.inherited(), takeover).run()
         return 0
-    with logging_to_stderr(fleet.proxy.request_log_format):
+    with logging_to_stderr(fleet.file.proxy.request_log_format):
         uvloop.run(_serve(fleet, args.event_log, args.replace))
     return 0
 
 
 def _check_shared(fleet: Fleet, *, replace: bool) -> None:
     """Raise `InputError` where proxies cannot share what they know as the file says."""
-    if fleet.shared is None:
+    if fleet.file.shared is None:
         return
     where = fleet.where
-    if fleet.proxy.workers > 1:
-        raise InputError(f"{where}proxy.workers: expected 1 with shared:, got {fleet.proxy.workers}")
-    if fleet.shared.mode != "active-active":
-        raise InputError(f"{where}shared.mode: expected active-active for proxies, got {fleet.shared.mode}")
+    if fleet.file.proxy.workers > 1:
+        raise InputError(f"{where}proxy.workers: expected 1 with shared:, got {fleet.file.proxy.workers}")
+    if fleet.file.shared.mode != "active-active":
+        raise InputError(
+            f"{where}shared.mode: expected active-active for proxies, got {fleet.file.shared.mode}"
+        )
     if any(spec.kv_transfer is not None for spec in fleet.instances):
         raise InputError(f"{where}shared: expected no instance with kv_transfer beside it")
     if replace:
@@ -111,7 +131,7 @@ def allow_many_connections() -> None:
 
 def _warn_of_descriptors(fleet: Fleet) -> None:
     """Say where the configured clients need more descriptors than allowed: one each, and one to an engine."""
-    limit = fleet.proxy.max_connections
+    limit = fleet.file.proxy.max_connections
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit is not None and hard != resource.RLIM_INFINITY and 2 * limit > hard:
         print(
@@ -123,7 +143,7 @@ def _warn_of_descriptors(fleet: Fleet) -> None:
 
 async def _ask(fleet: Fleet, event_log: Path | None) -> Takeover | None:
     """Ask the process that serves the fleet's address for its listeners."""
-    takeover = await Takeover.ask((fleet.listen.host, fleet.listen.port))
+    takeover = await Takeover.ask((fleet.file.listen.host, fleet.file.listen.port))
     if takeover is not None and event_log is not None:
         with contextlib.suppress(FileNotFoundError):  # the old process still writes to it
             os.rename(event_log, f"{event_log}.before")
@@ -183,12 +203,11 @@ def fleet_of(args: argparse.Namespace) -> Fleet:
         given = {key: value for key, value in values.items() if value is not None}
         return msgspec.structs.replace(table, **given)
 
-    fleet = msgspec.structs.replace(
-        fleet,
-        listen=changed(fleet.listen, host=args.host, port=args.port),
-        admin=changed(fleet.admin, port=args.admin_port),
-        policy=changed(fleet.policy, name=args.policy),
-        proxy=changed(fleet.proxy, workers=args.workers),
+    fleet = fleet.with_tables(
+        listen=changed(fleet.file.listen, host=args.host, port=args.port),
+        admin=changed(fleet.file.admin, port=args.admin_port),
+        policy=changed(fleet.file.policy, name=args.policy),
+        proxy=changed(fleet.file.proxy, workers=args.workers),
     )
-    check_policy(fleet.policy, "")
+    check_policy(fleet.file.policy, "")
     return fleet

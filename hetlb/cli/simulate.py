@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None or args.trace is None:
         raise InputError("expected --config and --trace, or --event-log, or --against")
     fleet = load_fleet(args.config)
-    policies = read_policies(args.policy) if args.policy else [fleet.policy.name]
+    policies = read_policies(args.policy) if args.policy else [fleet.file.policy.name]
     rates: dict[float | str, str] = {
         read_rates(text)[0]: text.strip() for text in args.request_rate.split(",")
     }

@@ -68,7 +68,7 @@ def engine_of(profile: Profile) -> Engine:
         limits = EngineLimits.from_capacity(profile.capacity)
     except ValueError as error:
         raise ProfileError(f"{profile.name}: {error}") from error
-    return Engine(profile.latency, limits, profile.host.request_s if profile.host is not None else 0.0)
+    return Engine(profile.latency, limits)
 
 
 def document(log: Log, profile: Profile | None, found: Comparison) -> dict[str, Any]:
@@ -125,6 +125,7 @@ def print_comparison(profile: Profile | None, found: Comparison) -> None:
         mean_s = found.errors[name].measured_s
         parts = ", ".join(f"{part} {100 * seconds / mean_s:+.1f} %" for part, seconds in split.items())
         console.print(f"{title} error by part: {parts}")
+    console.print("parts: " + ", ".join(found.corrections.described()))
     for label, errors in found.loads.items():
         parts = ", ".join(f"{name.upper()} {100 * each.error:+.1f} %" for name, each in errors.items())
         console.print(f"{label}: {parts}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ipaddress
+import os
 import re
 import ssl
 import sys
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from hetlb.addresses import is_loopback
 from hetlb.cli.signals import stop_event
 from hetlb.errors import ConfigError, InputError
 
@@ -85,11 +86,15 @@ def run(args: argparse.Namespace) -> int:
     worker = _make_worker(args, first, end)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(worker, args))
+            status = runner.run(_serve(worker, args))
     except OSError as error:
         reason = error.strerror or str(error)
         print(f"hetlb stage: cannot listen on {args.host}:{args.port}: {reason}", file=sys.stderr)
         return 1
+    if worker.hung:
+        print("hetlb stage: a batch did not end in time", file=sys.stderr, flush=True)
+        os._exit(status)  # its thread would keep the process
+    return status
 
 
 def _check(args: argparse.Namespace) -> tuple[int, int]:
@@ -107,20 +112,13 @@ def _check(args: argparse.Namespace) -> tuple[int, int]:
         raise InputError(
             f"--gpu-memory-utilization: expected a share up to 1, got {args.gpu_memory_utilization}"
         )
-    if args.key_file is None and not _loopback(args.host):
+    if args.key_file is None and not is_loopback(args.host):
         raise InputError(f"--key-file: expected a shared key to listen on {args.host}, got none")
     if (args.ssl_certfile is None) != (args.ssl_keyfile is None):
         raise InputError("--ssl-keyfile: expected it together with --ssl-certfile")
     if (args.layer_times is None) != (args.gpu_type is None):
         raise InputError("--gpu-type: expected it together with --layer-times")
     return int(found[1]), int(found[2])
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _make_worker(args: argparse.Namespace, first: int, end: int) -> StageWorker:

@@ -34,6 +34,7 @@ _MAX_EVENT_BYTES = 16 << 20
 _CURVES_FROM = 16
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _HEALTH_STYLES = {"up": "green", "suspect": "yellow", "ejected": "bold red"}
+_STATE_STYLES = {"well": "green", "busy": "yellow", "degraded": "red", "down": "red"}
 #: Orders of the rows; `o` takes the next one.
 ORDERS = ("as configured", "trouble", "work", "KV cache", "in flight")
 _HELP = "q quit   o order   ↑↓ scroll   d decisions"
@@ -219,7 +220,7 @@ class View:
         summary = _summary(snapshot, width)
         if height is not None and height < _CURVES_FROM:
             del summary[1:]
-        lines: list[Text | Table] = [_line(head, state, width), *summary, Text()]
+        lines: list[Text | Table] = [_status(snapshot, width), _line(head, state, width), *summary, Text()]
         rows = self._rows(snapshot)
         troubles = _troubles([row for _, row in rows], width)
         decisions = _decisions(snapshot, width) if self._decisions else []
@@ -267,6 +268,15 @@ def _line(left: str, right: Text, width: int) -> Text:
     return text.append(" ").append_text(right)
 
 
+def _status(snapshot: dict[str, Any], width: int) -> Text:
+    """Status of the fleet, in its colour; what does not fit is cut at the end."""
+    status = snapshot["status"]
+    text = Text(f" {status['state']} ", f"bold reverse {_STATE_STYLES[status['state']]}", no_wrap=True)
+    text.append(f" {status['sentence']}. {status['advice']}", "default not reverse not bold")
+    text.truncate(width, overflow="ellipsis")
+    return text
+
+
 def _summary(snapshot: dict[str, Any], width: int) -> list[Text]:
     fleet, series = snapshot["fleet"], snapshot["series"]
     instances = [instance for model in fleet["models"] for instance in model["instances"]]
@@ -306,6 +316,7 @@ def _fleet(rows: Sequence[tuple[str, dict[str, Any]]], width: int) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), width=width, header_style="dim")
     several = len({model for model, _ in rows}) > 1 and width >= 100
     table.add_column("instance", no_wrap=True, overflow="ellipsis", ratio=1)
+    names = shortened([row["name"] for _, row in rows], 13 if width < 100 else 64)
     if several:
         table.add_column("model", no_wrap=True, overflow="ellipsis", max_width=24)
     for name, fixed in (
@@ -318,7 +329,7 @@ def _fleet(rows: Sequence[tuple[str, dict[str, Any]]], width: int) -> Table:
         age = row["signal_age_s"]
         stale = age is None or age > STALE_S
         table.add_row(
-            row["name"],
+            names[row["name"]],
             *([model] if several else []),
             Text(row["health"], _HEALTH_STYLES.get(row["health"], "yellow")),
             Text(row["state"], "" if row["state"] == "ready" else "yellow"),
@@ -332,6 +343,21 @@ def _fleet(rows: Sequence[tuple[str, dict[str, Any]]], width: int) -> Table:
             Text(seconds(age), "yellow" if stale else ""),
         )
     return table
+
+
+def shortened(names: Sequence[str], most: int) -> dict[str, str]:
+    """Names of at most so many characters that stay different: what is alike at the front is left out."""
+    if len(names) > 1 and max(map(len, names)) > most:
+        alike = max(0, len(os.path.commonprefix(list(names))) - 2)  # noqa: RUF071 - no paths
+        begun = "…" if alike else ""
+    else:
+        alike, begun = 0, ""
+    head = most // 2
+    short: dict[str, str] = {}
+    for name in names:
+        text = name if len(name) <= most else begun + name[alike:]
+        short[name] = text if len(text) <= most else f"{text[:head]}…{text[head + 1 - most :]}"
+    return short
 
 
 def _troubles(rows: Sequence[dict[str, Any]], width: int) -> list[Text]:

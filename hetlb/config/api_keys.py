@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from hetlb.config.yaml_file import PositiveInt, convert, parse_yaml, short
+from hetlb.config.mistakes import short
+from hetlb.config.yaml_file import PositiveInt, convert, parse_yaml
 from hetlb.errors import ConfigError
 
 
@@ -21,7 +22,7 @@ class LimitsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class ApiKeyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One key of a client: `name` for the log, the SHA-256 of the key in hex, its models and limits.
+    """One key of a client: `name` for the log, SHA-256 of the key in hex, its models, limits and classes.
 
     Keys of one name share their limits.
     """
@@ -30,6 +31,7 @@ class ApiKeyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     sha256: Any
     models: tuple[str, ...] | None = None
     limits: LimitsTable | None = None
+    classes: tuple[str, ...] | None = None
 
 
 def load_api_keys(path: Path) -> tuple[ApiKeyTable, ...]:
@@ -60,6 +62,10 @@ def load_api_keys(path: Path) -> tuple[ApiKeyTable, ...]:
         if key.models is not None and not key.models:
             raise ConfigError(
                 f"{path}: [{index}].models: expected at least one model, or no such key for all"
+            )
+        if key.classes is not None and not key.classes:
+            raise ConfigError(
+                f"{path}: [{index}].classes: expected at least one class, or no such key for all"
             )
         seen.add(key.sha256.lower())
     return keys

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from hetlb.config.mistakes import short
 from hetlb.config.profile import Profile, load_profile
 from hetlb.config.quantities import Quantity, read_bytes, read_memory, read_parameters
-from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml, read_text, short
+from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml, read_text
 from hetlb.errors import ConfigError
 from hetlb.plan.model_shape import ModelShape, read_shape
 from hetlb.plan.tp_search import Machine, PlanModel

@@ -14,34 +14,18 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from hetlb.config.cluster import model_kv_bytes
+from hetlb.config.mistakes import short
+from hetlb.config.plan_tables import LinkTable, ModelTable, read_model
 from hetlb.config.profile import Profile, load_profile
-from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml, read_text, short
+from hetlb.config.yaml_file import Positive, PositiveInt, Share, load_yaml
 from hetlb.core.paths.stages import SINK, SOURCE, Edge, LinkSpec
 from hetlb.errors import ConfigError
-from hetlb.plan.placement.cluster import Cluster, MachineKind, ModelShape, Node
 from hetlb.plan.placement.files import ClusterFiles, load_cluster
 from hetlb.plan.placement.machines import USUAL_BATCHED_TOKENS, USUAL_SEQS, MachineModel, machine_kind
+from hetlb.plan.placement.place_cluster import Cluster, MachineKind, ModelShape, Node
 
-#: Bytes/s between GPUs of one machine and between machines where the file does not say: PCIe 4 x16, 5 Gbit/s.
-_INSIDE, _BETWEEN = 25e9, 0.625e9
 _TOKEN_BYTES = 4
 _ACTIVATION_VALUE_BYTES = 2
-
-
-class PlaceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The model; `config` is its `config.json`, which gives the layers, hidden size and KV size that are not
-    stated.
-    """
-
-    name: str
-    parameters: Positive
-    bytes_per_parameter: Positive = 2.0
-    layers: PositiveInt | None = None
-    hidden_size: PositiveInt | None = None
-    kv_bytes_per_token: PositiveInt | None = None
-    kv_bytes_per_value: Positive = 2.0
-    config: str | None = None
 
 
 class PlaceMachine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -60,18 +44,6 @@ class PlaceMachine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     count: PositiveInt = 1
 
 
-class PlaceLinks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Bytes/s: inside machines by GPU, between machines of a site, between sites; or a matrix with a row per
-    machine in file order, its diagonal the rate inside a machine.
-    """
-
-    inside: dict[str, Positive] = {}
-    between: Positive = _BETWEEN
-    between_sites: Positive | None = None
-    matrix: tuple[tuple[NonNegative, ...], ...] | None = None
-    latency_s: NonNegative = 2e-4
-
-
 class PlaceWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Mean lengths of requests, tokens."""
 
@@ -85,9 +57,9 @@ class PlaceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """
 
     version: Literal[1] = 1
-    model: str | PlaceModel
+    model: str | ModelTable
     nodes: str | None = None
-    links: str | PlaceLinks | None = None
+    links: str | LinkTable | None = None
     layer_times: str | None = None
     limits: str | None = None
     machines: tuple[PlaceMachine, ...] = ()
@@ -115,10 +87,8 @@ def _from_machines(path: Path, file: PlaceFile) -> Cluster:
         key = "model" if isinstance(file.model, str) else "links"
         raise ConfigError(f"{path}: {key}: expected a mapping beside machines, got a path")
     table = file.model
-    layers, hidden = _shape(path, table)
-    kv_bytes = model_kv_bytes(
-        path, "model.", table.kv_bytes_per_token, table.config, table.kv_bytes_per_value
-    )
+    model = read_model(table, path, "model", ("parameters", "kv_bytes_per_token", "layers", "hidden_size"))
+    layers, hidden = model.layers or 1, model.hidden_size or 1
     nodes: list[Node] = []
     homes: list[_Home] = []
     kinds: dict[str, MachineKind] = {}
@@ -135,8 +105,8 @@ def _from_machines(path: Path, file: PlaceFile) -> Cluster:
                 latency=profile.latency,
                 memory_bytes=memory,
                 layers=layers,
-                weight_bytes=table.parameters * table.bytes_per_parameter,
-                kv_bytes_per_token=kv_bytes,
+                weight_bytes=model.weight_bytes or 0.0,
+                kv_bytes_per_token=model.kv_bytes_per_token or 1,
                 max_num_seqs=engine.max_num_seqs or USUAL_SEQS,
                 max_num_batched_tokens=engine.max_num_batched_tokens or USUAL_BATCHED_TOKENS,
             ),
@@ -151,13 +121,14 @@ def _from_machines(path: Path, file: PlaceFile) -> Cluster:
             own = machine.name if machine.count == 1 else f"{machine.name}-{copy}"
             for gpu in range(machine.gpus):
                 name = own if machine.gpus == 1 else f"{own}-gpu{gpu}"
-                nodes.append(Node(name, kind.name, machine.site, len(kind.holdings), math.inf, math.inf))
+                most = len(kind.holdings)
+                nodes.append(Node(name, kind.name, machine.site, most, math.inf, math.inf, own, gpu))
                 homes.append(_Home(index, machine.gpu, machine.site))
     names = [node.name for node in nodes]
     if len(set(names)) < len(names) or len(kinds) < len(file.machines):
         raise ConfigError(f"{path}: machines: expected every name once")
     shape = ModelShape(table.name, layers, hidden * _ACTIVATION_VALUE_BYTES, _TOKEN_BYTES)
-    links = _links(path, file.links or PlaceLinks(), names, homes)
+    links = _links(path, file.links or LinkTable(), names, homes)
     return Cluster(model=shape, nodes=tuple(nodes), kinds=kinds, links=links)
 
 
@@ -182,41 +153,21 @@ def _profile(path: Path, key: str, machine: PlaceMachine) -> Profile:
     return load_profile(path.parent / named)
 
 
-def _shape(path: Path, table: PlaceModel) -> tuple[int, int]:
-    """Layers and hidden size of the model."""
-    raw: object = {}
-    if table.config is not None:
-        config = path.parent / table.config
-        try:
-            raw = msgspec.json.decode(read_text(config, ConfigError))
-        except msgspec.DecodeError as caught:
-            raise ConfigError(f"{config}: expected valid JSON: {caught}") from caught
-    found = []
-    for key, stated, theirs in (
-        ("layers", table.layers, "num_hidden_layers"),
-        ("hidden_size", table.hidden_size, "hidden_size"),
-    ):
-        value = stated if stated is not None or not isinstance(raw, dict) else raw.get(theirs)
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"{path}: model.{key}: expected a value or model.config, got {short(value)}")
-        found.append(value)
-    return found[0], found[1]
-
-
 def _links(
-    path: Path, table: PlaceLinks, names: Sequence[str], homes: Sequence[_Home]
+    path: Path, table: LinkTable, names: Sequence[str], homes: Sequence[_Home]
 ) -> dict[Edge, LinkSpec]:
     """All links between nodes, and those of the coordinator, which is beside the first machine."""
     matrix, machines = table.matrix, homes[-1].index + 1
     if matrix is not None and any(len(rows) != machines for rows in (matrix, *matrix)):
         raise ConfigError(f"{path}: links.matrix: expected {machines} rows and columns, one per machine")
-    apart = table.between if table.between_sites is None else table.between_sites
+    apart = table.apart
+    table.check(path)
 
     def rate(one: _Home, other: _Home) -> float:
         if matrix is not None:
             return matrix[one.index][other.index]
         if one.index == other.index:
-            return table.inside.get(one.gpu, table.inside.get("default", _INSIDE))
+            return table.rate_inside(one.gpu)
         return table.between if one.site == other.site else apart
 
     links: dict[Edge, LinkSpec] = {}

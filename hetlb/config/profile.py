@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,11 +16,15 @@ from hetlb.errors import ProfileError
 
 
 class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Hardware the profile was measured on. `memory_bytes` is of one GPU."""
+    """Hardware the profile was measured on. `memory_bytes` is of one GPU.
+
+    `all_reduce_bytes_s` is the bus bandwidth of a large all-reduce between the GPUs, as nccl-tests gives it.
+    """
 
     gpu: str
     gpus: PositiveInt = 1
     memory_bytes: PositiveInt | None = None
+    all_reduce_bytes_s: Positive | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -33,11 +37,18 @@ class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The engine and its limits, in vLLM's own spellings."""
+    """The engine and its limits, in vLLM's own spellings.
+
+    With `data_parallel_size` times and limits are those of one rank while all are alike busy.
+    `tokens_per_step`: tokens that a decode step yields with speculative decoding, accepted ones and one more.
+    """
 
     name: str = "vllm"
     version: str | None = None
     tensor_parallel_size: PositiveInt | None = None
+    data_parallel_size: PositiveInt | None = None
+    enable_expert_parallel: bool | None = None
+    tokens_per_step: Annotated[float, msgspec.Meta(ge=1)] | None = None
     kv_cache_tokens: PositiveInt | None = None
     block_size: PositiveInt | None = None
     max_num_seqs: PositiveInt | None = None
@@ -127,9 +138,10 @@ class MixedSteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class HostTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Time that no point shows: the host's share of every iteration, and what a server adds to a request."""
+    """Host time that no point shows: of every iteration, of each sequence in it, and of every request."""
 
     iteration_s: NonNegative = 0.0
+    sequence_s: NonNegative = 0.0
     request_s: NonNegative = 0.0
 
 
@@ -162,6 +174,17 @@ class FitReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     mixed: PhaseReport | None = None
 
 
+#: Basis of the times of each kind of source.
+_BASES = {
+    "live": "measured",
+    "csv": "measured",
+    "aiconfigurator": "composed",
+    "roofline": "roofline",
+    "log": "corrected by a log",
+    "proxy": "corrected by a proxy",
+}
+
+
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Origin of the points. `measured` is false for estimates that no hardware has confirmed."""
 
@@ -172,6 +195,11 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     licence: str | None = None
     attribution: str | None = None
     note: str | None = None
+
+    @property
+    def basis(self) -> str:
+        """Basis of the times: measured, composed of kernel times, a roofline, or corrected."""
+        return _BASES.get(self.kind, self.kind)
 
 
 class RawGrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -217,16 +245,29 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def latency(self) -> LatencyModel:
         """The latency model of these constants. Raises `ValueError`."""
         p, d, decode, mixed = self.prefill, self.decode, self.better_decode, self.mixed
+        host = self.host or HostTime()
+        share = 1.0 / (self.engine.tokens_per_step or 1.0)
+        table = None
+        if decode is not None:
+            # The model adds the host's time to every token; the tokens of a step share that too.
+            saved_s = [
+                (1.0 - share) * (host.iteration_s + host.sequence_s * batch) for batch in decode.batches
+            ]
+            seconds = (
+                max(1e-6, share * s - less_s) for s, less_s in zip(decode.seconds, saved_s, strict=True)
+            )
+            rising = tuple(accumulate(seconds, max))
+            table = DecodeTable(share * decode.token_s, share * decode.context_s, decode.batches, rising)
         return LatencyModel(
-            *(p.k1, p.k2, p.k3, p.k4, d.k5, d.k6, d.k7, d.k8),
+            *(p.k1, p.k2, p.k3, p.k4, share * d.k5, share * d.k6, share * d.k7, share * d.k8),
             better_prefill=self.better_prefill.form if self.better_prefill is not None else None,
-            better_decode=None
-            if decode is None
-            else DecodeTable(decode.token_s, decode.context_s, decode.batches, decode.seconds),
+            better_decode=table,
             mixed=None
             if mixed is None
             else MixedTerm(mixed.sequence_s, mixed.pair_s, mixed.token_s, mixed.context_s),
-            host_s=self.host.iteration_s if self.host is not None else 0.0,
+            host_s=host.iteration_s,
+            host_sequence_s=host.sequence_s,
+            request_s=host.request_s,
         )
 
     @property
@@ -242,7 +283,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
                 "mixed steps: the attention of decodes beside a prompt is taken to be 1.5 times as long"
             )
         if self.host is None:
-            found.append("host time: none is taken, per iteration and per request")
+            found.append("host time: none is taken, per iteration, per sequence and per request")
         return tuple(found)
 
     @property
@@ -273,12 +314,6 @@ def load_profile(path: Path) -> Profile:
         for key in _SECOND_VERSION:
             if getattr(profile, key):
                 raise ProfileError(f"{path}: {key}: expected version: 2 of the file for this key, got 1")
-    for section in ("prefill", "decode"):
-        table = getattr(profile, section)
-        for key in table.__struct_fields__:
-            value = getattr(table, key)
-            if not math.isfinite(value):
-                raise ProfileError(f"{path}: {section}.{key}: expected a finite number, got {value}")
     try:
         latency = profile.latency
     except ValueError as caught:

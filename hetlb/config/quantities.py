@@ -1,7 +1,7 @@
 """Quantities as people write them: `48GiB`, `8.03B`, `128KiB`; and a guess where a unit was forgotten.
 
-A plain number is taken as it stands. Memory sizes below a mebibyte and parameter counts below a million are
-refused with what was probably meant.
+A plain number is taken as it stands. Memory sizes below a mebibyte, parameter counts below a million and
+links below 10 kB/s are refused with what was probably meant.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BYTE_UNITS = {
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _WRITTEN = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 #: Smaller figures have lost their unit.
-_LEAST_MEMORY_BYTES, _LEAST_PARAMETERS = 2**20, 10**6
+_LEAST_MEMORY_BYTES, _LEAST_PARAMETERS, _LEAST_RATE = 2**20, 10**6, 10**4
 
 
 def _read(value: Quantity, units: dict[str, int], key: str, example: str) -> float:
@@ -71,3 +71,10 @@ def read_parameters(value: Quantity, key: str) -> float:
             f"{key}: expected a number of parameters, got {_shown(value)}: did you mean {found:g}B?"
         )
     return found
+
+
+def read_rate(value: float, key: str) -> float:
+    """Bytes/s of a link. Raises `ConfigError`, with a guess for a rate in GB/s."""
+    if 0.0 < value < _LEAST_RATE:
+        raise ConfigError(f"{key}: expected bytes/s, got {value:g}: did you mean {value:g}e9?")
+    return value

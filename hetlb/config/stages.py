@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, short
+from hetlb.config.mistakes import one_of, short
+from hetlb.config.urls import check_stage_url
+from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share
 from hetlb.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,20 +52,15 @@ class StagesTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class StageGroup(msgspec.Struct, frozen=True, kw_only=True):
     """`stages:` resolved. `workers` holds addresses by name; `links` all that are not as `link`."""
 
-    name: str
+    table: StagesTable
     model: str
     folder: Path
     workers: dict[str, str]
     key_file: Path | None
     ca_file: Path | None
-    scheduler: str
-    partial_inference: bool
-    high_water: float
-    max_model_len: int | None
     link: LinkSpec
     links: dict[Edge, LinkSpec]
     flows: dict[Edge, float]
-    reconnect_s: float
 
 
 def resolve_stages(table: StagesTable, model: str, key: str, base: Path) -> StageGroup:
@@ -76,9 +73,7 @@ def resolve_stages(table: StagesTable, model: str, key: str, base: Path) -> Stag
     if not table.workers:
         raise ConfigError(f"{key}.workers: expected at least one worker, got none")
     if table.scheduler not in PATH_POLICIES:
-        raise ConfigError(
-            f"{key}.scheduler: expected one of {', '.join(PATH_POLICIES)}, got {short(table.scheduler)}"
-        )
+        raise ConfigError(f"{key}.scheduler: {one_of(table.scheduler, PATH_POLICIES)}")
     if table.scheduler == "iwrr" and table.flows is None:
         raise ConfigError(f"{key}.flows: expected the plan that scheduler iwrr follows, got none")
     workers: dict[str, str] = {}
@@ -93,25 +88,13 @@ def resolve_stages(table: StagesTable, model: str, key: str, base: Path) -> Stag
             raise ConfigError(f"{at}.url: expected https:// with {key}.ca_file, got {short(worker.url)}")
         workers[worker.name] = url
     return StageGroup(
-        name=table.name,
+        table=table,
         model=model,
         folder=base / table.folder,
         workers=workers,
         key_file=None if table.key_file is None else base / table.key_file,
         ca_file=None if table.ca_file is None else base / table.ca_file,
-        scheduler=table.scheduler,
-        partial_inference=table.partial_inference,
-        high_water=table.high_water,
-        max_model_len=table.max_model_len,
         link=LinkSpec(table.bytes_per_s, table.latency_s),
         links={} if table.links is None else read_links(base / table.links, set(workers)),
         flows={} if table.flows is None else read_flows(base / table.flows, set(workers)),
-        reconnect_s=table.reconnect_s,
     )
-
-
-def check_stage_url(url: str, where: str) -> str:
-    """Address of a worker without a trailing slash. Raises `ConfigError`."""
-    if re.fullmatch(r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[1-9][0-9]{0,4}/?", url) is None:
-        raise ConfigError(f"{where}: expected a URL like http://host:9100, got {short(url)}")
-    return url.rstrip("/")

@@ -1,19 +1,20 @@
-"""The YAML reader of every file, and errors that name file, key, value and what was expected."""
+"""The YAML reader of every file: bounded, with the line of each key, and typed by the tables of the file.
+
+The events of the parser (libyaml's where PyYAML has it) become plain data at once: what is too large, too
+deep or repeated too often by aliases is refused before it is built.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import os
 import re
-import types
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 import yaml
 
+from hetlb.config.mistakes import mistakes_in, short
 from hetlb.errors import ConfigError, ConfigErrors, InputError
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -25,211 +26,223 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 _T = TypeVar("_T")
 
+#: Bounds of a file: bytes, values (those that aliases repeat too), levels, characters of a number.
+MOST_BYTES: Final = 8 << 20
+MOST_VALUES: Final = 200_000
+MOST_LEVELS: Final = 32
+_MOST_DIGITS: Final = 60
 
-# --- reading YAML ------------------------------------------------------------------------------------
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with YAML 1.2's floats (PyYAML reads `5e-8` as text) and no repeated keys."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"""^(?:[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?(?:[eE][-+]?[0-9]+)
-             |[-+]?(?:[0-9][0-9_]*)\.[0-9_]*
-             |[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?
-             |[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$""",
-        re.VERBOSE,
-    ),
-    list("-+0123456789."),
-)
-
-
-def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[str, Any]:
-    loader.flatten_mapping(node)
-    seen: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if not isinstance(key, str | int):
-            raise yaml.MarkedYAMLError(problem="expected a plain key", problem_mark=key_node.start_mark)
-        key = str(key)
-        if key in seen:
-            raise yaml.MarkedYAMLError(
-                problem=f"the key {key!r} stands here twice", problem_mark=key_node.start_mark
-            )
-        seen[key] = loader.construct_object(value_node, deep=True)
-    return seen
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_PREFIX: Final = "tag:yaml.org,2002:"
+#: The key `<<` until its mapping ends.
+_MERGE: Final = "\0<<"
 
 
 def read_text(path: Path, error: type[InputError]) -> str:
+    """The text of a file. Raises `error` where it cannot be read, is too large or is no UTF-8."""
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise error(f"{path}: expected at most {MOST_BYTES >> 20} MiB, got more")
+        return data.decode("utf-8")
     except OSError as caught:
         raise error(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught
     except UnicodeDecodeError as caught:
         raise error(f"{path}: expected UTF-8 text, got byte {caught.object[caught.start]:#04x}") from caught
 
 
-_AT = re.compile(r" - at `\$(?P<path>[^`]*)`$")
+class _Resolver(yaml.resolver.Resolver):
+    """PyYAML's rules of what plain text means, with YAML 1.2's floats (PyYAML reads `5e-8` as text)."""
 
 
-def _value_at(raw: Any, path: str) -> Any:
-    """The value that msgspec's `.a[0].b` points at, or a marker where it cannot be followed."""
-    for name, index in re.findall(r"\.([^.\[\]]+)|\[([^\]]*)\]", path):
+_Resolver.add_implicit_resolver(
+    f"{_PREFIX}float", re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+_resolver: Any = _Resolver()
+_scalars = yaml.constructor.SafeConstructor()
+
+
+class _Open:
+    """A list or a mapping whose end has not come."""
+
+    __slots__ = ("anchor", "key", "path", "value", "values_before")
+
+    def __init__(self, value: Any, anchor: str | None, values_before: int, path: str) -> None:
+        self.value = value
+        self.anchor = anchor
+        self.values_before = values_before
+        self.path = path
+        #: Key whose value comes next.
+        self.key: str | None = None
+
+
+class _Builder:
+    """Plain data from the events of one document; `lines` are those of its keys and items, by their paths."""
+
+    def __init__(self, *, lines: bool = False) -> None:
+        self._keeps_lines = lines
+        self.lines: dict[str, int] = {}
+        self._root: Any = None
+        self._documents = 0
+        self._values = 0
+        self._open: list[_Open] = []
+        #: Value of each anchor, and how many values it has.
+        self._anchors: dict[str, tuple[Any, int]] = {}
+
+    def build(self, text: str) -> Any:
+        """The document's data. Raises `yaml.YAMLError`."""
+        parser = _Loader(text)
         try:
-            raw = raw[name] if name else raw[int(index)]
-        except (KeyError, IndexError, TypeError, ValueError):
-            return ...
-    return raw
+            while not isinstance(event := parser.get_event(), yaml.StreamEndEvent):
+                self._take(event)
+        finally:
+            parser.dispose()
+        return self._root
+
+    def _take(self, event: Any) -> None:
+        if isinstance(event, yaml.ScalarEvent):
+            top = self._open[-1] if self._open else None
+            if top is not None and top.key is None and type(top.value) is dict:
+                merges = event.value == "<<" and event.implicit[0]
+                self._begin_value(top, _MERGE if merges else event.value, event)
+                return
+            value = _scalar(event)
+            if event.anchor is not None:
+                self._anchors[event.anchor] = value, 1
+            self._add(value, 1, event)
+        elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
+            self._push({} if isinstance(event, yaml.MappingStartEvent) else [], event)
+        elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
+            self._pop(event)
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor not in self._anchors:
+                raise _wrong(f"expected the anchor of *{event.anchor} before it", event)
+            self._add(*self._anchors[event.anchor], event)
+        elif isinstance(event, yaml.DocumentStartEvent):
+            self._documents += 1
+            if self._documents > 1:
+                raise _wrong("expected a single document", event)
+
+    def _begin_value(self, top: _Open, key: str, event: Any) -> None:
+        if key in top.value:
+            raise _wrong(f"the key {short(key)} stands here twice", event)
+        top.key = key
+        if self._keeps_lines:
+            self.lines[f"{top.path}.{key}" if top.path else key] = event.start_mark.line + 1
+
+    def _push(self, value: Any, event: Any) -> None:
+        if len(self._open) >= MOST_LEVELS:
+            raise _wrong(f"expected at most {MOST_LEVELS} levels, got more", event)
+        values = self._values
+        path = self._add(value, 1, event)
+        self._open.append(_Open(value, event.anchor, values, path))
+
+    def _pop(self, event: Any) -> None:
+        done = self._open.pop()
+        if type(done.value) is dict and _MERGE in done.value:
+            merged = done.value.pop(_MERGE)
+            for each in merged if isinstance(merged, list) else [merged]:
+                if not isinstance(each, dict):
+                    raise _wrong("expected a mapping, or a list of them, behind <<", event)
+                for key, value in each.items():
+                    done.value.setdefault(key, value)
+        if done.anchor is not None:
+            self._anchors[done.anchor] = done.value, self._values - done.values_before
+
+    def _add(self, value: Any, values: int, event: Any) -> str:
+        """Have a value where it stands; returns its path where lines are kept."""
+        self._values += values
+        if self._values > MOST_VALUES:
+            raise _wrong(f"expected at most {MOST_VALUES} values, got more", event)
+        if not self._open:
+            self._root = value
+            return ""
+        top, path = self._open[-1], ""
+        if type(top.value) is list:
+            top.value.append(value)
+            if self._keeps_lines:
+                path = f"{top.path}[{len(top.value) - 1}]"
+                self.lines[path] = event.start_mark.line + 1
+            return path
+        key, top.key = top.key, None
+        if key is None:
+            raise _wrong("expected a plain key", event)
+        top.value[key] = value
+        return f"{top.path}.{key}" if top.path else key
 
 
-#: msgspec's names of types in the words of someone who writes YAML.
-_PLAIN_WORDS = {
-    "float": "a number",
-    "int": "a whole number",
-    "str": "text",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "a mapping of keys",
-    "null": "nothing",
-}
+def _scalar(event: Any) -> Any:
+    """The value that a scalar means: text, a number, true or false, or nothing."""
+    text, tag = event.value, event.tag
+    if event.implicit[0]:
+        tag = _resolver.resolve(yaml.ScalarNode, text, (True, False))
+    elif tag is None or tag == "!":
+        return text
+    elif tag.removeprefix(_PREFIX) not in ("str", "int", "float", "bool", "null"):
+        raise _wrong(f"expected no tag, got {short(tag)}", event)
+    kind = tag.removeprefix(_PREFIX)
+    if kind not in ("int", "float", "bool", "null") or len(text) > _MOST_DIGITS:
+        return text
+    try:
+        value = _scalars.yaml_constructors[tag](_scalars, yaml.ScalarNode(tag, text))
+    except (ValueError, KeyError, OverflowError) as caught:
+        raise _wrong(f"expected a value of !!{kind}, got {short(text)}", event) from caught
+    # A number is a number however it is written: 8e9 is a whole one.
+    if kind == "float" and abs(value) < 2**53 and value == int(value):
+        return int(value)
+    return value
 
 
-def _keys_at(kind: Any, path: str) -> tuple[str, ...]:
-    """The keys that the table at `path` of a `kind` may have."""
-    for name, _ in re.findall(r"\.([^.\[\]]+)|\[([^\]]*)\]", path):
-        if name:
-            kind = get_type_hints(kind)[name]
-        for inner in get_args(kind):
-            if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
-                kind = inner
-    fields: tuple[str, ...] = kind.__struct_fields__
-    return fields
+def _wrong(problem: str, event: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 
 
-def _options_at(kind: Any, path: str) -> str:
-    """The values that the `Literal` at `path` of a `kind` lists, in words."""
-    table, _, key = path.rpartition(".")
-    for name in re.findall(r"[^.\[\]]+", table):
-        kind = get_type_hints(kind).get(name, kind)
-        structs = [each for each in get_args(kind) if isinstance(each, type)]
-        kind = next((each for each in structs if issubclass(each, msgspec.Struct)), kind)
-    options = [str(each) for each in get_args(get_type_hints(kind)[key])]
-    if options == ["1"] and key == "version":
-        return "1, the only version there is"
-    return " or ".join(options)
+def parse_yaml(path: Path, error: type[InputError]) -> Any:
+    """The plain data of a file. Raises `error`."""
+    text = read_text(path, error)
+    try:
+        return _Builder().build(text)
+    except yaml.MarkedYAMLError as caught:
+        mark = caught.problem_mark or caught.context_mark
+        where = f" line {mark.line + 1}:" if mark else ""
+        raise error(f"{path}:{where} expected valid YAML: {caught.problem or caught.context}") from caught
+    except yaml.YAMLError as caught:
+        line = str(caught).splitlines()[0] if str(caught) else type(caught).__name__
+        raise error(f"{path}: expected valid YAML: {line}") from caught
 
 
-def explain_validation_error(caught: msgspec.ValidationError, raw: Any, kind: Any) -> str:
-    """One `key: expected …, got …` phrase from msgspec's message and the data it complains about."""
-    text = str(caught)
-    match = _AT.search(text)
-    path = match["path"].lstrip(".") if match else ""
-    message = text[: match.start()] if match else text
-    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", message):
-        key = f"{path}.{unknown[1]}" if path else unknown[1]
-        keys = _keys_at(kind, match["path"] if match else "")
-        return f"{key}: unknown key, expected one of {', '.join(keys)}{did_you_mean(unknown[1], keys)}"
-    if missing := re.fullmatch(r"Object missing required field `(.*)`", message):
-        key = f"{path}.{missing[1]}" if path else missing[1]
-        return f"{key}: expected a value, but the key is missing"
-    value = _value_at(raw, match["path"]) if match else raw
-    if message.startswith("Invalid enum value"):
-        options = _options_at(kind, path)
-        return f"{path}: expected {options}, got {short(value)}{did_you_mean(value, options.split(' or '))}"
-    expected = re.sub(r", got `.*`$", "", message)
-    expected = re.sub(r"`(\w+)( \| \w+)*`", lambda m: _PLAIN_WORDS.get(m[1], m[1]), expected)
-    expected = expected[:1].lower() + expected[1:]
-    got = "" if value is ... else f", got {short(value)}"
-    return f"{path or 'the file'}: {expected}{got}"
-
-
-def did_you_mean(given: object, names: Iterable[str]) -> str:
-    """` (did you mean …?)` where one of `names` is close to what was given, else nothing."""
-    close = difflib.get_close_matches(str(given), list(names), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
-
-
-def short(value: object) -> str:
-    """`value` as Python writes it, in 60 characters at most."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def load_yaml(path: Path, kind: type[_T], error: type[InputError]) -> _T:
+    """Read `path` as a `kind`. Raises `error` with a line for each value that is not as expected."""
+    raw = parse_yaml(path, error)
+    if not isinstance(raw, dict):
+        raise error(f"{path}: the file: expected a mapping of keys, got {short(raw)}")
+    if found := [error(f"{path}: {each}") for each in mistakes_in(raw, kind)]:
+        raise with_lines(path, list(found))
+    return msgspec.convert(raw, kind)
 
 
 def convert(raw: Any, kind: type[_T]) -> _T:
     """Plain data as a `kind`. Raises `ConfigError` naming key, value and what was expected."""
-    try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as caught:
-        raise ConfigError(explain_validation_error(caught, raw, kind)) from caught
-
-
-def _mistakes(raw: Any, kind: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Every value of `raw` that is no `kind`: msgspec's message, and where, `.models[0].name`."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        origin, arguments = get_origin(arguments[0]), get_args(arguments[0])
-    options = arguments if origin in (Union, types.UnionType) else (kind,)
-    table = next(
-        (each for each in options if isinstance(each, type) and issubclass(each, msgspec.Struct)), None
-    )
-    if table is not None and isinstance(raw, dict):
-        hints = get_type_hints(table, include_extras=True)
-        for key in raw:
-            if key not in table.__struct_fields__:
-                yield f"Object contains unknown field `{key}`", path
-        for field in msgspec.structs.fields(table):
-            if field.name in raw:
-                yield from _mistakes(raw[field.name], hints[field.name], f"{path}.{field.name}")
-            elif field.required:
-                yield f"Object missing required field `{field.name}`", path
-    elif origin is tuple and arguments[1:] == (...,) and isinstance(raw, list):
-        for index, item in enumerate(raw):
-            yield from _mistakes(item, arguments[0], f"{path}[{index}]")
-    else:
-        try:
-            msgspec.convert(raw, kind)
-        except msgspec.ValidationError as caught:
-            message, _, inner = str(caught).partition(" - at `$")
-            yield message, path + inner.rstrip("`")
-
-
-def _lines_of(path: Path) -> dict[str, int]:
-    """The lines of a YAML file on which its keys and items stand, by their paths: `models[0].name`."""
-    lines: dict[str, int] = {}
-
-    def walk(node: yaml.Node, where: str) -> None:
-        if isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                inner = f"{where}.{key.value}" if where else str(key.value)
-                lines[inner] = key.start_mark.line + 1
-                walk(value, inner)
-        elif isinstance(node, yaml.SequenceNode):
-            for index, value in enumerate(node.value):
-                lines[f"{where}[{index}]"] = value.start_mark.line + 1
-                walk(value, f"{where}[{index}]")
-
-    with contextlib.suppress(yaml.YAMLError, RecursionError):
-        node = yaml.compose(read_text(path, InputError), _Loader)
-        if node is not None:
-            walk(node, "")
-    return lines
+    for each in mistakes_in(raw, kind):
+        raise ConfigError(each)
+    return msgspec.convert(raw, kind)
 
 
 def with_lines(path: Path, mistakes: list[InputError]) -> InputError:
     """The mistakes of a file as one error: each with the line of its key, in the order of the lines."""
-    lines = _lines_of(path)
+    builder = _Builder(lines=True)
+    try:
+        builder.build(read_text(path, InputError))
+    except (yaml.YAMLError, InputError):
+        return mistakes[0] if len(mistakes) == 1 else ConfigErrors(mistakes)
 
     def line_of(text: str) -> int:
         begin = f"{path}: "
         key = text[len(begin) :].partition(": ")[0] if text.startswith(begin) else ""
-        while key and key not in lines:
+        while key and key not in builder.lines:
             key = re.sub(r"(\.[^.\[\]]*|\[[^\]]*\]|^[^.\[]+)$", "", key)
-        return lines.get(key, 0)
+        return builder.lines.get(key, 0)
 
     placed = [(line_of(str(each)), each) for each in mistakes]
     for line, each in placed:
@@ -237,52 +250,3 @@ def with_lines(path: Path, mistakes: list[InputError]) -> InputError:
             each.args = (f"{each.args[0]} (line {line})", *each.args[1:])
     in_order = [each for _, each in sorted(placed, key=lambda pair: pair[0])]
     return in_order[0] if len(in_order) == 1 else ConfigErrors(in_order)
-
-
-class Mistakes:
-    """Mistakes that are looked for one after the other and told together."""
-
-    def __init__(self) -> None:
-        self.found: list[InputError] = []
-
-    @contextlib.contextmanager
-    def here(self) -> Iterator[None]:
-        """Keep the error of a check; the next check goes on."""
-        try:
-            yield
-        except InputError as caught:
-            self.found.append(caught)
-
-
-def parse_yaml(path: Path, error: type[InputError]) -> Any:
-    text = read_text(path, error)
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as caught:
-        mark = caught.problem_mark or caught.context_mark
-        where = f" line {mark.line + 1}:" if mark else ""
-        raise error(f"{path}:{where} expected valid YAML: {caught.problem or caught.context}") from caught
-    except (yaml.YAMLError, ValueError, RecursionError) as caught:
-        line = str(caught).splitlines()[0] if str(caught) else type(caught).__name__
-        raise error(f"{path}: expected valid YAML: {line}") from caught
-
-
-def load_yaml(path: Path, kind: type[_T], error: type[InputError]) -> _T:
-    """Read `path` as a `kind`. Raises `error` with one line on anything that is not as expected."""
-    raw = parse_yaml(path, error)
-    if not isinstance(raw, dict):
-        raise error(f"{path}: the file: expected a mapping of keys, got {short(raw)}")
-    try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as caught:
-        found = [
-            error(f"{path}: {explain_validation_error(_error(message, where), raw, kind)}")
-            for message, where in _mistakes(raw, kind, "")
-        ]
-        whole = [error(f"{path}: {explain_validation_error(caught, raw, kind)}")]
-        raise with_lines(path, list(found or whole)) from caught
-
-
-def _error(message: str, where: str) -> msgspec.ValidationError:
-    """A mistake as msgspec tells of it."""
-    return msgspec.ValidationError(f"{message} - at `${where}`" if where else message)

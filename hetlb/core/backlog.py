@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import Final
 
 from hetlb.core import rejections
-from hetlb.core.admission import MOST_OVERTAKEN, FairQueue, Flow, Queue, Queued, QueueKey
+from hetlb.core.admission import Head, Queue, Queued, QueueKey
 from hetlb.core.demand import size_of
 from hetlb.core.fleet_state import FleetState
 from hetlb.core.ledger import Ledger
-from hetlb.core.placement import Decision, Placement
+from hetlb.core.placement import Placement
 from hetlb.core.predictor import Predictor
 from hetlb.core.ready import ReadyInstances, least_tokens
 from hetlb.core.retries import Retries
@@ -64,8 +63,9 @@ class Backlog:
         if not len(queue):
             self.ticked_at = now
         size = round(size_of(request, predicted))
-        queue.push(request, now, predicted, size, again, fleet.fit_of(request))
-        return commands
+        due = self._placement.due(request, now, predicted)
+        queue.push(request, now, predicted, size, again, fleet.fit_of(request), due)
+        return commands + self.flush(now) if fleet.end_slow_starts(request.model) else commands
 
     def forget(self, request_id: RequestId) -> None:
         """A request waits no longer, nor is it retried."""
@@ -97,6 +97,7 @@ class Backlog:
             return []
         commands: list[Command] = []
         for key in self.queue.keys:
+            self._demote_late(key, now, commands)
             while (command := self._place_next(key, now)) is not None:
                 commands.append(command)
         return commands
@@ -104,75 +105,58 @@ class Backlog:
     def _place_next(self, key: QueueKey, now: float) -> Command | None:
         """Place one request of a line: the first that some instance can take now, by fit.
 
-        Where one has been overtaken as often as may be, what it could use is kept for it.
+        What one that waits could use is kept for it.
         """
         ready = self._fleet.ready.get(key.model)
         if ready is None:
             return None
         ceiling: int | None = None
-        for fair, flow, fit in self.queue.heads(key):
-            command = self._place_head(ready, key, fair, flow, fit, ceiling, now)
+        for head in self.queue.heads(key):
+            command = self._place_head(ready, key, head, ceiling, now)
             if command is not None:
                 return command
-            if fair.stopping(fit) is not None:
+            if not head.background:
+                fit = head.entry.fit
                 ceiling = fit if ceiling is None else min(ceiling, fit)
         return None
 
+    def _demote_late(self, key: QueueKey, now: float, commands: list[Command]) -> None:
+        """Refuse those that can meet their targets no more, or serve them after those that can."""
+        for entry in self.queue.late(key, now):
+            if entry.request.service.refuse_hopeless:
+                self.forget(entry.request.id)
+                commands.append(rejections.hopeless(entry.request))
+            else:
+                self.queue.demote(entry)
+
     def _place_head(
-        self,
-        ready: ReadyInstances,
-        key: QueueKey,
-        fair: FairQueue,
-        flow: Flow,
-        fit: int,
-        ceiling: int | None,
-        now: float,
+        self, ready: ReadyInstances, key: QueueKey, head: Head, ceiling: int | None, now: float
     ) -> Command | None:
-        """Place the head of a flow, or one close behind that suits the free instance better."""
-        queue, placement = self.queue, self._placement
-        stopping = fair.stopping(fit)
-        waiting = flow.by_fit[fit].values()
-        entries = [stopping] if stopping is not None else list(islice(waiting, placement.policy.lookahead))
-        head = entries[0]
-        request = head.request
+        queue, placement, request = self.queue, self._placement, head.entry.request
         if request.prompt_exact and least_tokens(request) > ready.longest_prompt:
             self.forget(request.id)
             return rejections.too_long(request, ready.instances)
         predicted = self._predictor.predict(request) if request.generates else 0.0
-        found = placement.choose(request, ready, now, predicted, head.size, ceiling=ceiling)
+        found = placement.choose(
+            request,
+            ready,
+            now,
+            predicted,
+            head.entry.size,
+            ceiling=ceiling,
+            waited_s=now - head.entry.arrived_at,
+        )
         if found is None:
             if key.retry and not placement.able(request, ready, now)[0]:
                 return self.give_up(request, unsent=False)
             return None
+        if key.retry and not self._retries.allowed(len(self._ledger.leased)):
+            return None
+        queue.remove(request.id)
+        placed = placement.book(found)
         if key.retry:
-            if not self._retries.allowed(len(self._ledger.leased)):
-                return None
-            queue.take(request.id, ready.class_of(found.instance))
-            placed = placement.book(found)
             self._retries.leases.add(placed.lease.id)
-            return placed
-        if len(entries) > 1:
-            found = self._suited(found, entries, ready, ceiling, now)
-        queue.take(found.ctx.request.id, ready.class_of(found.instance))
-        return placement.book(found)
-
-    def _suited(
-        self, found: Decision, entries: list[Queued], ready: ReadyInstances, ceiling: int | None, now: float
-    ) -> Decision:
-        """The choice for the head, or for one behind it that suits the same instance better."""
-        head, queue, placement = entries[0], self.queue, self._placement
-        for index, entry in enumerate(entries):  # none may be overtaken too often
-            if queue.overtaken(entry) >= MOST_OVERTAKEN:
-                del entries[index + 1 :]
-                break
-        demand = placement.demand(head.request.model)
-        entry = placement.policy.suited(found.instance, entries, demand, ready.instances)
-        if entry is head:
-            return found
-        other = placement.choose(
-            entry.request, ready, now, entry.predicted_output, entry.size, ceiling=ceiling
-        )
-        return other if other is not None and other.instance is found.instance else found
+        return placed
 
     # --- time ---
 

@@ -1,140 +1,35 @@
 """Demand: the work that is asked for, in sizes that no instance decides.
 
-The size of a request is `PROMPT_WEIGHT * prompt + predicted output` tokens (a prompt token is read
-together with many others, an output token takes a step of its own). A rate says what keeps arriving, not
-what came at once: it is the mean over the slots of the last seconds without those far above their median, so
-that a burst, which waits in the queue and is counted there, is not also taken for what is to come.
+The size of a request is `PROMPT_WEIGHT * prompt + predicted output` tokens (a prompt token is prefilled
+together with many others, an output token takes a step of its own).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
 from hetlb.core.instance import Instance, Parameters
 from hetlb.core.latency import ideal_batch
+from hetlb.core.objective import ServiceClass
 from hetlb.core.types import Request
 
 #: Weight of a prompt token against one output token.
 PROMPT_WEIGHT: Final = 0.15
-#: Arrivals are watched over so many spans, the first so many seconds long, each of the next so many times as
-#: long as the one before; each is cut into `SLOTS` slots.
-_HORIZONS: Final = 5
-_FIRST_HORIZON_S: Final = 1.0
-_HORIZON_GROWTH: Final = 4.0
-HORIZONS_S = tuple(_FIRST_HORIZON_S * _HORIZON_GROWTH**power for power in range(_HORIZONS))
-SLOTS: Final = 16
-#: A slot with more than this many times the median is a burst.
-BURST: Final = 3.0
-#: Arrivals are kept until a horizon is asked for, so many at most.
-_KEPT: Final = 128
-#: Nothing is expected any more after a silence in which so many mean requests should have come.
-_SILENCE: Final = 16.0
-#: Requests have begun to come when some arrived in so many slots of the first horizon.
-_BEGINNING: Final = 4
-#: Bounds of a rate allow for sums that were added up in another order.
-_BELOW: Final = 1.0 - 1e-9
-_ABOVE: Final = 1.0 + 1e-9
+#: Arrivals within so many seconds count as one: a burst is no stream.
+_TICK_S: Final = 0.25
+#: The mean gap and size of ticks with arrivals follow the newest so many.
+_TICKS: Final = 16.0
+#: Arrivals are a stream after so many ticks, and have stopped after so many mean gaps without one.
+_STREAM: Final = 4
+#: Means over requests with targets follow the newest so many.
+_GAPS: Final = 64.0
 
 
 def size_of(request: Request, predicted_output: float) -> float:
     """The size of a request in weighted tokens, all sequences together; at least 1."""
     return max(1.0, request.sequences * (PROMPT_WEIGHT * request.prompt_tokens + predicted_output))
-
-
-class _Slots:
-    """Sizes that arrived over one horizon, by slot; the newest slot is still filling."""
-
-    __slots__ = (
-        "_rate", "_slot", "_sums", "bounded", "counted", "filled", "least", "most", "nothing_in", "taken",
-        "width_s",
-    )  # fmt: skip
-
-    def __init__(self, horizon_s: float) -> None:
-        self.width_s = horizon_s / SLOTS
-        self._slot = 0
-        self._sums = [0.0] * SLOTS
-        #: Number of slots in which something arrived.
-        self.filled = 0
-        #: The newest slot, if that is known to be one of them.
-        self.counted = -1
-        self._rate: float | None = 0.0  # None when it must be computed again
-        #: Number of the arrivals kept by `Demand` that are counted here.
-        self.taken = 0
-        #: The slot in which the rate is 0 whatever arrives: in most of the others nothing did.
-        self.nothing_in = -1
-        #: The slot for which `least` and `most` hold.
-        self.bounded = -1
-        self.least = self.most = 0.0
-
-    def take(self, times: list[float], sizes: list[float]) -> None:
-        """Count the arrivals that are not counted yet, in the order of time."""
-        taken, count = self.taken, len(times)
-        if taken == count:
-            return
-        width_s, sums = self.width_s, self._sums
-        index = self._slot % SLOTS
-        before = total = sums[index]
-        for i in range(taken, count):
-            if int(times[i] / width_s) > self._slot:
-                self._fill(index, before, total)
-                self.advance(times[i])
-                index = self._slot % SLOTS
-                before = total = sums[index]
-            total += sizes[i]
-        self._fill(index, before, total)
-        self.taken = count
-        self._rate = None
-
-    def _fill(self, index: int, before: float, total: float) -> None:
-        """A slot had `before` and has `total`."""
-        self._sums[index] = total
-        if before == 0.0 and total > 0.0:
-            self.filled += 1
-
-    def advance(self, now: float) -> None:
-        slot = int(now / self.width_s)
-        if slot > self._slot:
-            for step in range(min(SLOTS, slot - self._slot)):
-                index = (slot - step) % SLOTS
-                if self._sums[index] > 0.0:
-                    self._sums[index] = 0.0
-                    self.filled -= 1
-            self._slot = slot
-            self._rate = None
-
-    def rate(self) -> float:
-        if self._rate is None:
-            self._rate = self._steady_rate()
-            if self._rate == 0.0 and self.filled < SLOTS // 2 - 1:
-                self.nothing_in = self._slot
-        return self._rate
-
-    def _steady_rate(self) -> float:
-        most = BURST * sorted(self._sums)[SLOTS // 2]
-        steady = [total for total in self._sums if total <= most]
-        return sum(steady) / (len(steady) * self.width_s)
-
-    def bound(self) -> None:
-        """Find `least` and `most`: between them `rate` stays whatever else arrives in the newest slot.
-
-        While the newest slot counts as steady, more in it only raises the rate; once it is a burst, it is
-        left out and the rate is that of the others.
-        """
-        self.bounded = self._slot
-        if self.nothing_in == self._slot:
-            self.least = self.most = 0.0
-            return
-        newest = self._slot % SLOTS
-        others = sorted(total for index, total in enumerate(self._sums) if index != newest)
-        most = BURST * others[SLOTS // 2]
-        steady = [total for total in others if total <= most]
-        without = sum(steady) / (len(steady) * self.width_s)
-        if self._sums[newest] > most:
-            self.least, self.most = without * _BELOW, without * _ABOVE
-            return
-        highest = (sum(steady) + most) / ((len(steady) + 1) * self.width_s)
-        self.least, self.most = min(self.rate(), without) * _BELOW, highest * _ABOVE
 
 
 #: The mean request follows the newest so many.
@@ -148,50 +43,38 @@ _MOST_FLEETS: Final = 128
 class Costs:
     """The mean request on an instance of given parameters.
 
-    `speed`: sizes per second, its batch full. `prompt_s`, `output_s`: what a prompt token and an output token
-    cost of its time; `batch_s`: how long a full batch takes; `first_token_s`: of the mean prompt, and one
-    step more, while it is idle; `read_s`: of the mean prompt alone, and per token that is computed;
-    `beside_s`: how much longer that takes beside a sequence that decodes. All in seconds.
+    `speed`: sizes per second, its batch full; `batch_s`: how long a full batch takes; `prefill_s`: the mean
+    prompt alone, and `token_prefill_s` per token that is computed; `beside_s`: how much longer it takes
+    beside a sequence that decodes; `delay_s`: by how much it delays each of half a batch. In seconds.
     """
 
-    __slots__ = (
-        "batch_s", "beside_s", "first_token_s", "output_s", "prompt_s", "read_s", "speed", "token_read_s",
-    )  # fmt: skip
+    __slots__ = ("batch_s", "beside_s", "delay_s", "prefill_s", "speed", "token_prefill_s")
 
     def __init__(
         self,
         speed: float,
-        prompt_s: float,
-        output_s: float,
         batch_s: float,
-        first_token_s: float,
-        read_s: float,
-        token_read_s: float,
+        prefill_s: float,
+        token_prefill_s: float,
         beside_s: float,
+        delay_s: float,
     ) -> None:
-        self.beside_s = beside_s
-        self.first_token_s = first_token_s
-        self.read_s = read_s
-        self.token_read_s = token_read_s
         self.speed = speed
-        self.prompt_s = prompt_s
-        self.output_s = output_s
         self.batch_s = batch_s
+        self.prefill_s = prefill_s
+        self.token_prefill_s = token_prefill_s
+        self.beside_s = beside_s
+        self.delay_s = delay_s
 
 
 class Fleet:
     """Facts about a sequence of instances under one mean request, until any of them changes.
 
-    `costs` of each, `speed` of all together; `order`: their indices, a full batch done soonest first;
-    `first_token_s`: of the mean prompt on the fastest one while it is idle; `token_read_s`: of a prompt token
-    there, `reads_alike` if on all. `groups`: for each the number of its group of instances with equal
-    parameters, -1 for one without an equal; there are `group_count`.
+    `costs` of each; `order`: their indices, a full batch done soonest first; `prefill_alike`: a prompt token
+    takes all the same time.
     """
 
-    __slots__ = (
-        "changes", "costs", "counter", "faster", "first_token_s", "group_count", "groups", "instances",
-        "members", "order", "reads_alike", "speed", "token_read_s",
-    )  # fmt: skip
+    __slots__ = ("changes", "costs", "counter", "instances", "members", "order", "prefill_alike")
 
     def __init__(self, instances: Sequence[Instance], costs: Sequence[Costs]) -> None:
         self.instances = instances
@@ -201,50 +84,27 @@ class Fleet:
         self.changes = self.counter.count
         self.costs = list(costs)
         self.order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
-        #: For each the speed of those before it in `order`.
-        self.faster = [0.0] * len(costs)
-        speed = 0.0
-        for i in self.order:
-            self.faster[i] = speed
-            speed += costs[i].speed
-        self.speed = speed
-        self.first_token_s = min([cost.first_token_s for cost in costs])
-        reading = [cost.token_read_s for cost in costs]
-        self.token_read_s = min(reading)
-        self.reads_alike = self.token_read_s == max(reading)
-        alike: dict[Parameters, list[int]] = {}
-        for i, instance in enumerate(self.members):
-            alike.setdefault(instance.parameters, []).append(i)
-        self.groups = [-1] * len(costs)
-        self.group_count = 0
-        for equals in alike.values():
-            if len(equals) > 1:
-                for i in equals:
-                    self.groups[i] = self.group_count
-                self.group_count += 1
+        self.prefill_alike = len({cost.token_prefill_s for cost in costs}) == 1
 
 
 class Mix:
     """The mean request of a model, and how fast each instance is at it. Lengths in tokens.
 
-    `output` is the mean prediction, `long` the mean of what counts as a long answer, `residual` what is
-    left on average of an answer met at a random moment: E[O^2] / 2 E[O]. `booked` is what prompts of one
-    sequence took of a KV cache and `read` what of them had to be computed, in the mean: less than `prompt`
-    where they begin alike.
+    `output` is the mean prediction. `booked` is what prompts of one sequence took of a KV cache and `prefill`
+    what of them had to be computed, in the mean: less than `prompt` where they begin alike.
     """
 
     __slots__ = (
-        "_bookings", "_costs", "_fleets", "_measured", "_measured_at", "_newest", "_residual_weight",
-        "booked", "count", "long", "output", "prompt", "read", "residual",
+        "_bookings", "_costs", "_fleets", "_measured", "_measured_at", "_newest", "booked", "count",
+        "output", "prefill", "prompt",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.booked = self.read = 0.0
+        self.booked = self.prefill = 0.0
         self._bookings = 0
-        self.prompt = self.output = self.long = self.residual = 0.0
+        self.prompt = self.output = 0.0
         #: Requests so far.
         self.count = 0
-        self._residual_weight = 0.0
         self._measured = (0.0, 0.0, 0.0, 0.0)
         #: By name, with the version of the instance's parameters.
         self._costs: dict[str, tuple[int, Costs]] = {}
@@ -255,40 +115,34 @@ class Mix:
         #: That of the last decision.
         self._newest: Fleet | None = None
 
-    def add(self, prompt: float, output: float, long: float, residual: float) -> None:
+    def add(self, prompt: float, output: float) -> None:
         """One more request, as predicted."""
         self.count = count = self.count + 1
         gain = 1.0 / count if count < MIX_REQUESTS else 1.0 / MIX_REQUESTS
         self.prompt = mean_prompt = self.prompt + gain * (prompt - self.prompt)
         self.output = mean_output = self.output + gain * (output - self.output)
-        self.long += gain * (long - self.long)
-        # Long answers are met more often: what is left counts as often as the answer is long.
-        self._residual_weight = weight = self._residual_weight + gain * (
-            output * residual - self._residual_weight
-        )
-        self.residual = weight / mean_output if mean_output > 0.0 else 0.0
         if not self._bookings:
-            self.booked = self.read = mean_prompt
-        old_prompt, old_output, old_booked, old_read = self._measured
-        booked, read = self.booked, self.read
+            self.booked = self.prefill = mean_prompt
+        old_prompt, old_output, old_booked, old_prefill = self._measured
+        booked, prefill = self.booked, self.prefill
         if (
             abs(mean_prompt - old_prompt) > _MIX_CHANGE * old_prompt
             or abs(mean_output - old_output) > _MIX_CHANGE * old_output
             or abs(booked - old_booked) > _MIX_CHANGE * old_booked
-            or abs(read - old_read) > _MIX_CHANGE * old_read
+            or abs(prefill - old_prefill) > _MIX_CHANGE * old_prefill
         ):
-            self._measured = (mean_prompt, mean_output, booked, read)
+            self._measured = (mean_prompt, mean_output, booked, prefill)
             self._costs.clear()
             self._measured_at.clear()
             self._fleets.clear()
             self._newest = None
 
     def add_booking(self, kv_prompt_tokens: float, unread_tokens: float) -> None:
-        """Of one sequence: tokens that its prompt took of a KV cache, and that had to be computed."""
+        """Record a sequence's KV tokens and uncached prompt tokens."""
         self._bookings = count = self._bookings + 1
         gain = 1.0 / count if count < MIX_REQUESTS else 1.0 / MIX_REQUESTS
         self.booked += gain * (kv_prompt_tokens - self.booked)
-        self.read += gain * (unread_tokens - self.read)
+        self.prefill += gain * (unread_tokens - self.prefill)
 
     @property
     def size(self) -> float:
@@ -326,150 +180,102 @@ class Mix:
         return costs
 
     def _measure(self, instance: Instance) -> Costs:
-        prompt, output, booked, read = self._measured
-        engines = instance.engines
+        prompt, output, booked, prefill = self._measured
+        latency, engines = instance.latency, instance.engines
         cache, slots = instance.kv_cache_tokens // engines, instance.max_num_seqs // engines
-
-        def stay_s(of_prompt: float, of_output: float) -> tuple[float, int]:
-            o = of_output * output
-            batch = ideal_batch(cache, of_prompt * booked, o, slots)
-            share_s = _share_s(instance, batch, of_prompt * prompt, of_prompt * read, o)
-            return share_s / engines, batch * engines
-
-        share_s, batch = stay_s(1.0, 1.0)
-        of_prompt_s = (stay_s(1.5, 1.0)[0] - stay_s(0.5, 1.0)[0]) / max(1.0, prompt)
-        of_output_s = (stay_s(1.0, 1.5)[0] - stay_s(1.0, 0.5)[0]) / max(1.0, output)
-        latency = instance.latency
-        computed = max(1.0, min(read, prompt))
+        batch = ideal_batch(cache, booked, output, slots)
+        computed = max(1.0, min(prefill, prompt))
         cached, context = max(0.0, prompt - computed), prompt + output / 2.0
-        read_s = latency.prefill_s(max(1.0, prompt), 1.0, cached)
+        # One request's share of the time of a full batch, prompts in passes as full as they may be.
+        together = max(1.0, min(batch, instance.token_budget / computed))
+        share_s = latency.prefill_s(max(1.0, prompt), together, cached) / together
+        share_s += output * latency.step_s(batch, batch * context) / batch
+        prefill_s = latency.prefill_s(max(1.0, prompt), 1.0, cached)
         beside_s = latency.first_token_s(prompt, cached, 0.0, 1.0, context, instance.token_budget)
         return Costs(
-            speed=max(1.0, PROMPT_WEIGHT * prompt + output) / max(share_s, 1e-9),
-            prompt_s=max(0.0, of_prompt_s),
-            output_s=max(0.0, of_output_s),
+            speed=engines * max(1.0, PROMPT_WEIGHT * prompt + output) / max(share_s, 1e-9),
             batch_s=share_s * batch,
-            first_token_s=read_s + latency.step_s(1.0, prompt),
-            read_s=read_s,
-            token_read_s=read_s / computed,
-            beside_s=max(0.0, beside_s - read_s),
+            prefill_s=prefill_s,
+            token_prefill_s=prefill_s / computed,
+            beside_s=max(0.0, beside_s - prefill_s),
+            delay_s=latency.read_delay_s(
+                prompt, cached, batch / 2.0, batch / 2.0 * context, instance.token_budget
+            ),
         )
 
 
-def _share_s(instance: Instance, batch: int, prompt: float, read: float, output: float) -> float:
-    """One request's share of the seconds that a batch of such requests takes on one engine.
+class Protected:
+    """Requests of a model with targets: what the background must leave room for.
 
-    `read` tokens of each prompt are computed, in passes as full as they may be.
+    The tightest targets among their classes, their mean prompt and output, and the mean gap between them.
     """
-    latency = instance.latency
-    read = max(1.0, min(read, prompt))
-    together = max(1.0, min(batch, instance.token_budget / read))
-    read_s = latency.prefill_s(max(1.0, prompt), together, max(0.0, prompt - read)) / together
-    return read_s + output * latency.step_s(batch, batch * (prompt + output / 2.0)) / batch
+
+    __slots__ = ("attainment", "count", "gap_s", "newest_s", "output", "prompt", "tpot_s", "ttft_s")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.attainment = 0.0
+        self.ttft_s = self.tpot_s = math.inf
+        self.prompt = self.output = self.gap_s = self.newest_s = 0.0
+
+    def arrived(self, service: ServiceClass, prompt: float, output: float, now: float) -> None:
+        """A request with targets came in."""
+        self.count = count = self.count + 1
+        gain = 1.0 / count if count < _GAPS else 1.0 / _GAPS
+        if count > 1:
+            self.gap_s += gain * (now - self.newest_s - self.gap_s)
+        self.newest_s = now
+        self.prompt += gain * (prompt - self.prompt)
+        self.output += gain * (output - self.output)
+        self.attainment = max(self.attainment, service.attainment)
+        self.ttft_s = min(self.ttft_s, service.ttft_s, service.e2e_s)
+        self.tpot_s = min(self.tpot_s, service.tpot_s)
+
+    def rate(self, now: float) -> float:
+        """Requests per second; it fades while none comes."""
+        gap_s = max(self.gap_s, now - self.newest_s)
+        return 1.0 / gap_s if self.count > 1 and gap_s > 0.0 else 0.0
 
 
 class Demand:
     """Demand for one model: the mean request, and the rate at which requests keep arriving."""
 
-    __slots__ = ("_horizons", "_sizes", "_times", "mix", "newest_s")
+    __slots__ = ("_gap_s", "_newest_tick", "_size", "_tick_size", "_ticks", "mix", "protected")
 
     def __init__(self) -> None:
-        self._horizons = [_Slots(horizon) for horizon in HORIZONS_S]
-        #: Arrivals are counted when a horizon is asked for: at most decisions none is.
-        self._times: list[float] = []
-        self._sizes: list[float] = []
+        #: Ticks with arrivals since arrivals had stopped, the last of them, and its size so far.
+        self._ticks = 0
+        self._newest_tick = 0
+        self._tick_size = 0.0
+        #: Means over the newest ticks: seconds between them, and their size.
+        self._gap_s = self._size = 0.0
         self.mix = Mix()
-        #: Time of the newest request.
-        self.newest_s = 0.0
+        self.protected = Protected()
 
     def arrived(self, size: float, now: float) -> None:
         """A request of this size came in."""
-        times, sizes = self._times, self._sizes
-        self.newest_s = now
-        times.append(now)
-        sizes.append(size)
-        if len(times) >= _KEPT:
-            for slots in self._horizons:
-                slots.take(times, sizes)
-                slots.taken = 0
-            times.clear()
-            sizes.clear()
+        tick = int(now / _TICK_S)
+        if self._ticks and tick <= self._newest_tick:
+            self._tick_size += size
+            return
+        if self._stopped(now):
+            self._ticks = 0
+        self._ticks = count = self._ticks + 1
+        if count > 1:
+            gain = 1.0 / (count - 1) if count <= _TICKS else 1.0 / _TICKS
+            self._size += gain * (self._tick_size - self._size)
+            self._gap_s += gain * ((tick - self._newest_tick) * _TICK_S - self._gap_s)
+        self._newest_tick, self._tick_size = tick, size
+
+    def _stopped(self, now: float) -> bool:
+        """True if no request came for many times the mean gap between arrivals."""
+        return self._ticks > 1 and now - self._newest_tick * _TICK_S > (_STREAM + 1) * self._gap_s
 
     def rate(self, horizon_s: float, now: float) -> float:
-        """Size arriving per second, judged by about the last `horizon_s` seconds and the silence since."""
-        rate = self._slot_rate(self._slots(horizon_s), now)
-        return 0.0 if self._silent(rate, now) else rate
+        """Size that keeps arriving per second, 0 if nothing more is expected within `horizon_s`.
 
-    def _slot_rate(self, slots: _Slots, now: float) -> float:
-        if slots.nothing_in == int(now / slots.width_s):
+        Requests that came at once are no stream: they wait, and are counted there.
+        """
+        if self._ticks < _STREAM or self._gap_s > horizon_s or self._stopped(now):
             return 0.0
-        slots.take(self._times, self._sizes)
-        slots.advance(now)
-        return slots.rate()
-
-    def _silent(self, rate: float, now: float) -> bool:
-        """True if arrivals at this rate have stopped: their slots notice it only when half of them are empty.
-
-        Poisson arrivals are silent for so long once in e^16 requests.
-        """
-        missing = rate * (now - self.newest_s)
-        return missing > 0.0 and missing > _SILENCE * self.mix.size
-
-    def below(self, limit: float, horizon_s: float, now: float) -> bool:
-        """True if `rate` is below a limit; mostly known without computing it."""
-        least, most = self.bounds(horizon_s, now)
-        if least >= limit:
-            return False
-        return most < limit or self.rate(horizon_s, now) < limit
-
-    def ended(self, limit: float, horizon_s: float, now: float) -> bool:
-        """True if requests have stopped coming: their rate is below a limit, and they have not just begun."""
-        return self.below(limit, horizon_s, now) and not self.beginning(now)
-
-    def beginning(self, now: float) -> bool:
-        """True if requests have begun to come, one after the other: in several slots of the last second.
-
-        The rate of a longer time does not show it yet. A burst comes in one slot or two.
-        """
-        slots = self._horizons[0]
-        slot = int(now / slots.width_s)
-        # More in the same slot changes nothing.
-        if slots.counted != slot:
-            slots.take(self._times, self._sizes)
-            slots.advance(now)
-            if int(self.newest_s / slots.width_s) == slot:
-                slots.counted = slot
-        return slots.filled >= _BEGINNING
-
-    def bounds(self, horizon_s: float, now: float) -> tuple[float, float]:
-        """Between which figures `rate` lies; computed once per slot of the horizon, but for the silence."""
-        return self._bounds(self._slots(horizon_s), now)
-
-    def most_rate(self, horizon_s: float, now: float) -> float:
-        """An upper bound of `rate` over any horizon not shorter."""
-        shortest, highest = self._slots(horizon_s), 0.0
-        for slots in self._horizons:
-            if slots.width_s >= shortest.width_s:
-                most = self._bounds(slots, now)[1]
-                if most > highest:
-                    highest = most
-        return highest
-
-    def _bounds(self, slots: _Slots, now: float) -> tuple[float, float]:
-        if slots.bounded != int(now / slots.width_s):
-            self._slot_rate(slots, now)
-            slots.bound()
-        least, most = slots.least, slots.most
-        if self._silent(most, now):
-            least = 0.0
-            if self._silent(slots.least, now):
-                most = 0.0
-        return least, most
-
-    def _slots(self, horizon_s: float) -> _Slots:
-        """The longest horizon that is not longer than asked for, or the shortest there is."""
-        index, next_s = 0, _HORIZON_GROWTH * _FIRST_HORIZON_S
-        while next_s <= horizon_s and index < _HORIZONS - 1:
-            index += 1
-            next_s *= _HORIZON_GROWTH
-        return self._horizons[index]
+        return self._size / self._gap_s

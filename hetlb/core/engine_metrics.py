@@ -28,11 +28,21 @@ PROMPT_TOKENS = ("vllm:prompt_tokens_total",)
 CACHED_TOKENS = ("vllm:prefix_cache_hits_total",)
 GENERATED_TOKENS = ("vllm:generation_tokens_total",)
 PREEMPTIONS = ("vllm:num_preemptions_total",)
+DRAFTS = ("vllm:spec_decode_num_drafts_total",)
+ACCEPTED_TOKENS = ("vllm:spec_decode_num_accepted_tokens_total",)
 SLEEP_STATE = ("vllm:engine_sleep_state",)
 LORA_INFO = ("vllm:lora_requests_info",)
 
 _WANTED = (RUNNING, WAITING, KV_USAGE, CACHE_CONFIG, PREEMPTIONS, SLEEP_STATE, LORA_INFO)
-_COUNTERS = (ITERATIONS, PROMPT_TOKENS, CACHED_TOKENS, GENERATED_TOKENS, PREEMPTIONS)
+_COUNTERS = (
+    ITERATIONS,
+    PROMPT_TOKENS,
+    CACHED_TOKENS,
+    GENERATED_TOKENS,
+    PREEMPTIONS,
+    DRAFTS,
+    ACCEPTED_TOKENS,
+)
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _ENGINE = re.compile(r'(?:^|,)engine="([^"\\]*)"')
 #: Texts of labels that were read and are kept: they are the same at every scrape, but for those of a restart.
@@ -57,6 +67,15 @@ class EngineCounters(PickleByFields):
     cached_tokens: int | None
     generated_tokens: int | None
     preemptions: int | None
+    drafts: int | None = None
+    accepted_tokens: int | None = None
+
+    def tokens_per_step(self, before: EngineCounters) -> float | None:
+        """Tokens of a decode step since `before`, with speculative decoding; None if nothing was drafted."""
+        if self.drafts is None or self.accepted_tokens is None:
+            return None
+        drafts = self.drafts - (before.drafts or 0)
+        return 1.0 + (self.accepted_tokens - (before.accepted_tokens or 0)) / drafts if drafts > 0 else None
 
 
 def parse_counters(text: str) -> EngineCounters:
@@ -103,6 +122,8 @@ def parse(text: str) -> EngineSample:
         kv_usage_max,
         _asleep(series),
         adapters,
+        process_began(text),
+        "vllm" if "\nvllm:" in "\n" + text else "",
     )
 
 
@@ -186,9 +207,10 @@ def process_began(text: str) -> float | None:
     """Start time of the server's process (Unix time, s), None where its page does not say."""
     for line in _lines("\n" + text, "process_start_time_seconds "):
         try:
-            return float(line.split()[1])
+            began = float(line.split()[1])
         except (IndexError, ValueError):
             return None
+        return began if math.isfinite(began) else None
     return None
 
 

@@ -15,7 +15,9 @@ from typing import Any, Final
 from hetlb.core.admission import QueueLimits
 from hetlb.core.block_index import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from hetlb.core.health import HealthParams
+from hetlb.core.journal import Booked
 from hetlb.core.latency import DecodeTable, LatencyModel, MixedTerm, PnormPrefill, PrefillGrid
+from hetlb.core.objective import ServiceClass
 from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.policies.base import PlannedShares, PolicyParams
 from hetlb.core.predictor import LengthDistribution
@@ -41,7 +43,6 @@ from hetlb.core.types import (
     KvTransfer,
     Lease,
     LeaseId,
-    LiveLease,
     ModelsLearned,
     Outcome,
     PassOn,
@@ -90,9 +91,15 @@ class RecordingScheduler(Scheduler):
         return self._record("hold_released", now, super().on_hold_released(hold, now), hold=hold.id)
 
     def on_lease_ended(
-        self, lease: Lease, outcome: Outcome, now: float, *, retry: bool = True, server_error: bool = False
+        self,
+        lease: Lease,
+        outcome: Outcome,
+        now: float,
+        *,
+        retry: bool = True,
+        generated: int | None = None,
     ) -> list[Command]:
-        commands = super().on_lease_ended(lease, outcome, now, retry=retry, server_error=server_error)
+        commands = super().on_lease_ended(lease, outcome, now, retry=retry, generated=generated)
         return self._record(
             "lease_ended",
             now,
@@ -102,7 +109,7 @@ class RecordingScheduler(Scheduler):
             output_tokens=lease.output_tokens,
             cached_tokens=lease.reported_cached_tokens,
             retry=retry,
-            server_error=server_error,
+            generated=generated,
         )
 
     def on_busy(
@@ -115,8 +122,8 @@ class RecordingScheduler(Scheduler):
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
         return self._record("cancelled", now, super().on_cancelled(request_id, now), request=request_id)
 
-    def restore(self, live: LiveLease, now: float, *, arrived: bool = False) -> Lease | None:
-        lease = super().restore(live, now, arrived=arrived)
+    def restore(self, live: Booked, now: float, *, own: bool = True, arrived: bool = False) -> Lease | None:
+        lease = super().restore(live, now, own=own, arrived=arrived)
         number = None if lease is None else lease.id
         self._record("restore", now, [], lease=number, live=asdict(live), arrived=arrived)
         return lease
@@ -161,7 +168,10 @@ def _read_request(raw: dict[str, Any]) -> Request:
         blocks = (int(blocks[0]), tuple(map(int, blocks[1])))
     subset, preferred = raw.pop("subset", None), tuple(raw.pop("preferred", ()))
     subset = None if subset is None else tuple(subset)
-    return Request(**raw, prefix_keys=prefix_keys, blocks=blocks, subset=subset, preferred=preferred)
+    service = ServiceClass(**raw.pop("service", {}))
+    return Request(
+        **raw, prefix_keys=prefix_keys, blocks=blocks, subset=subset, preferred=preferred, service=service
+    )
 
 
 def _read_kv_event(raw: dict[str, Any]) -> KvEvent:
@@ -246,7 +256,8 @@ def _params(raw: dict[str, Any]) -> PolicyParams:
         PlannedShares(**{**each, "instances": tuple((name, share) for name, share in each["instances"])})
         for each in raw.get("shares", ())
     )
-    return PolicyParams(**{**raw, "shares": tuple(shares)})
+    weights = tuple((str(name), float(weight)) for name, weight in raw.get("weights", ()))
+    return PolicyParams(**{**raw, "shares": tuple(shares), "weights": weights})
 
 
 def decode_setup(line: str) -> SchedulerSetup:
@@ -282,9 +293,11 @@ def _object(line: str) -> dict[str, Any]:
 
 
 _CHANGES: dict[str, Callable[[dict[str, Any]], InstanceChange]] = {
-    "InstanceAdded": lambda raw: InstanceAdded(_spec(raw["spec"])),
+    "InstanceAdded": lambda raw: InstanceAdded(
+        _spec(raw["spec"]), tuple(_spec(each) for each in raw.get("more", ()))
+    ),
     "InstanceUpdated": lambda raw: InstanceUpdated(_spec(raw["spec"])),
-    "InstanceRemoved": lambda raw: InstanceRemoved(**raw),
+    "InstanceRemoved": lambda raw: InstanceRemoved(raw["name"], tuple(raw.get("more", ()))),
     "AdminStateSet": lambda raw: AdminStateSet(raw["name"], AdminState(raw["state"])),
     "CapacityLearned": lambda raw: CapacityLearned(raw["name"], Capacity(**raw["capacity"])),
     "ModelsLearned": lambda raw: ModelsLearned(
@@ -345,8 +358,10 @@ class Replay:
             lease.output_tokens = raw["output_tokens"]
             lease.reported_cached_tokens = raw["cached_tokens"]
             outcome = Outcome(raw["outcome"])
+            if outcome is Outcome.UPSTREAM_ERROR and raw.get("server_error") is False:
+                outcome = Outcome.UPSTREAM_REFUSED  # as logs of 0.1 have it
             return scheduler.on_lease_ended(
-                lease, outcome, now, retry=raw["retry"], server_error=raw["server_error"]
+                lease, outcome, now, retry=raw["retry"], generated=raw.get("generated")
             )
         if kind == "prefilled":
             return scheduler.on_prefilled(self._leases[raw["lease"]], now)
@@ -364,7 +379,7 @@ class Replay:
             raw_live = raw["live"]
             request = _read_request(raw_live.pop("request"))
             arrived = raw.get("arrived", False)
-            restored = scheduler.restore(LiveLease(request, **raw_live), now, arrived=arrived)
+            restored = scheduler.restore(Booked(request=request, **raw_live), now, arrived=arrived)
             if restored is not None:
                 self._leases[restored.id] = restored
             return []

@@ -85,16 +85,36 @@ class FleetState:
         del self.instances[instance.name]
         self.publishers = [each for each in self.publishers if each is not instance]
 
-    def join(self, instance: Instance, now: float) -> None:
-        """An instance came (back): its prefix cache is taken for empty; it starts slowly once it is up."""
+    def restarted(self, instance: Instance, now: float) -> None:
+        """The process of an instance is new: its prefix cache is empty; it starts slowly once it is up."""
         instance.tree.retire()
         instance.tree = Tree(self.prefixes, self._next_cache)
         self._next_cache -= 1
+        instance.health.gone = False
         if instance.health.state is Health.UP:
-            instance.throttle.was_up = True
             instance.throttle.begin_slow_start(self._params.slow_start_s, now)
         else:
-            instance.throttle.rejoining = True
+            instance.throttle.restarted = True
+
+    def process_seen(self, instance: Instance, began: float, now: float) -> bool:
+        """An instance told when its process began. True if that is another process than before."""
+        known = instance.began
+        if known is None or began > known:
+            instance.began = began
+        if known is None or began <= known:  # an earlier one is that of another server at its address
+            if began == known:
+                instance.health.gone = False
+            return False
+        self.restarted(instance, now)
+        return True
+
+    def end_slow_starts(self, model: str) -> bool:
+        """Requests for a model wait: no instance of it starts slowly any more. True if one did."""
+        ready = self.ready.get(model)
+        if ready is None or not ready.throttled:
+            return False
+        ended = [instance.throttle.end_slow_start() for instance in ready.able]
+        return any(ended)
 
     def reindex(self, now: float) -> None:
         """Rebuild which instances answer to which name, and since when a name has had none to go to."""
@@ -124,17 +144,12 @@ class FleetState:
 
     def health_changed(self, instance: Instance, now: float) -> list[Command]:
         """The health of an instance changed state: rebuild what follows from it."""
-        state, throttle = instance.health.state, instance.throttle
-        if state is Health.EJECTED and throttle.was_up:
-            throttle.rejoining = True
-        elif state is Health.UP:
-            throttle.was_up = True
-            if throttle.rejoining:
-                self.join(instance, now)
+        if instance.health.state is Health.UP and (instance.throttle.restarted or instance.health.gone):
+            self.restarted(instance, now)
         self.reindex(now)
         if instance.removed:  # its name may be another's by now
             return []
-        return [HealthChanged(instance.name, state, instance.health.reason)]
+        return [HealthChanged(instance.name, instance.health.state, instance.health.reason)]
 
     # --- ejection ---
 

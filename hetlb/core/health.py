@@ -52,17 +52,17 @@ class Verdict(StrEnum):
 
 _VERDICTS: dict[Outcome, Verdict] = {
     Outcome.OK: Verdict.WELL,
-    Outcome.UPSTREAM_ERROR: Verdict.WELL,
+    Outcome.UPSTREAM_BUSY: Verdict.WELL,
+    Outcome.UPSTREAM_REFUSED: Verdict.WELL,
+    Outcome.UPSTREAM_ERROR: Verdict.ERROR,
     Outcome.CONNECT_FAILED: Verdict.ABSENT,
     Outcome.NO_RESPONSE: Verdict.FAILED,
     Outcome.BROKEN_STREAM: Verdict.FAILED,
 }
 
 
-def verdict(outcome: Outcome, server_error: bool) -> Verdict:
-    """Verdict of a lease that ended in `outcome`; `server_error`: a whole answer of 500 or more."""
-    if server_error and outcome is Outcome.UPSTREAM_ERROR:
-        return Verdict.ERROR
+def verdict(outcome: Outcome) -> Verdict:
+    """Verdict of a lease that ended in `outcome`."""
     return _VERDICTS.get(outcome, Verdict.NOTHING)
 
 
@@ -113,6 +113,7 @@ class HealthTracker:
     """The health of one incarnation of one instance."""
 
     __slots__ = (
+        "_been_up",
         "_clean",
         "_ejections",
         "_failed",
@@ -125,6 +126,7 @@ class HealthTracker:
         "_well",
         "_window_since",
         "ejected_until",
+        "gone",
         "probation",
         "reason",
         "state",
@@ -147,6 +149,9 @@ class HealthTracker:
         self._window_since: float | None = None
         self._failed = self._well = 0
         self.probation = Probation()
+        #: True if no process listened at its address since its process was seen last.
+        self.gone = False
+        self._been_up = state is Health.UP
 
     @property
     def clean(self) -> bool:
@@ -187,6 +192,7 @@ class HealthTracker:
         `detail`: why no connection could be made, where that is known.
         """
         self._probe_successes = 0
+        self.gone = self._been_up
         # What returns is another process: nothing is held against it.
         self._half_open = False
         self._window_since = None
@@ -278,6 +284,7 @@ class HealthTracker:
         self.state = state = transition.after
         self.reason = reason
         self._clean = False
+        self._been_up = self._been_up or state is Health.UP
         self._passive_failures = 0
         if state is Health.EJECTED:
             self._probe_successes = 0

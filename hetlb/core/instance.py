@@ -13,8 +13,10 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.core.adapters import DEFAULT_SLOTS, AdapterSlots
 from hetlb.core.block_index import BlockIndex, KvEventBatch
+from hetlb.core.forecast_errors import ForecastErrors
 from hetlb.core.health import HealthTracker
 from hetlb.core.latency import DEFAULT_LATENCY, LatencyModel
+from hetlb.core.objective import UNSTATED
 from hetlb.core.peak_ewma import PeakEwma
 from hetlb.core.prefix_index import PrefixIndex, Tree
 from hetlb.core.speed import SpeedTracker
@@ -80,27 +82,21 @@ class EngineLoad:
 
     `batch` of `slots` sequences run on each; of the instance's tokens in context `context_share` are theirs.
     With C tokens in context a decode step takes `step_s + token_s * C`, one with a sequence more
-    `next_step_s + next_token_s * C`, and `next_over` sequences wait for a slot then, if above 0.
-    `kv_cache_tokens` and `all_slots` are those of all `engines`, `latency_bound` is a lower bound of
-    `latency` (see `LatencyModel.most_over_bound` for `most_over_bound`), `read_bound` one of the seconds to
-    read a prompt (see `LatencyModel.read_bound`). It is never changed.
+    `next_step_s + next_token_s * C`.
+    `kv_cache_tokens` and `all_slots` are those of all `engines`; `asynchronous`: it schedules so.
+    It is never changed.
     """
 
     __slots__ = (
-        "_thin_s", "_thin_share", "all_slots", "batch", "budget", "context_share", "engines",
-        "kv_cache_tokens", "latency", "latency_bound", "most_over_bound", "next_over", "next_step_s",
-        "next_token_s", "read_bound", "slots", "step_s", "steps_grow", "token_s",
+        "all_slots", "asynchronous", "batch", "budget", "context_share", "engines", "kv_cache_tokens",
+        "latency", "next_step_s", "next_token_s", "slots", "step_s", "token_s",
     )  # fmt: skip
 
     def __init__(self, instance: Instance) -> None:
         sequences = instance.unfinished_sequences
         self.kv_cache_tokens = float(instance.kv_cache_tokens)
         self.latency = latency = instance.latency
-        self.latency_bound = instance.latency_bound
-        self.most_over_bound = self.latency_bound.most_over_bound()
-        self.steps_grow = latency.steps_grow()
-        self._thin_share, self._thin_s = -1.0, 0.0
-        self.read_bound = instance.read_bound
+        self.asynchronous = instance.capacity.async_scheduling is True
         self.budget = float(instance.token_budget)
         self.engines = float(instance.engines)
         slots, share = instance.max_num_seqs, 1.0 / instance.engines
@@ -117,14 +113,6 @@ class EngineLoad:
             self.step_s, self.token_s = fewer.next_step_s, fewer.next_token_s
         else:
             self.step_s, self.token_s = latency.step_line(batch)
-        self.next_over = sequences / instance.engines + 1.0 - self.slots
-
-    def thin_step_s(self, share: float) -> float:
-        """Seconds of a step of this share of the batch and a sequence more, without the tokens in context."""
-        if share != self._thin_share:
-            self._thin_share = share
-            self._thin_s = self.latency.step_line(self.batch * share + 1.0)[0]
-        return self._thin_s
 
     def own_batch(self, sequences: float) -> float:
         """Sequences of one request on each engine that has some: they are spread over all engines."""
@@ -180,6 +168,17 @@ class Occupancy:
             and self.oldest_at == other.oldest_at
         )
 
+    def ending(self, answer_s: float, now: float) -> float:
+        """Answers that will have ended when a prompt that is prefilled elsewhere from now on comes to decode.
+
+        An answer takes `answer_s`. The oldest of those on their way shows how long that takes; at most as
+        many end as are on their way.
+        """
+        if self.incoming <= 0.0 or answer_s <= 0.0:
+            return 0.0
+        ended = (self.running - self.incoming) * (now - self.oldest_at) / answer_s
+        return ended if ended < self.incoming else self.incoming
+
     def expected_kv_tokens(self, now: float) -> float:
         """Tokens of the KV cache in use: see `Instance.expected_kv_tokens`."""
         if self.kv_excess and now - self.sample_at <= SIGNAL_STALE_S:
@@ -197,10 +196,13 @@ class Instance:
         "adapters",
         "admin",
         "asleep",
+        "began",
         "blocks",
         "capacity",
         "changes",
+        "engine",
         "engines",
+        "errors",
         "finished_kv_tokens",
         "finished_sequences",
         "groups",
@@ -214,7 +216,6 @@ class Instance:
         "kv_prompt_tokens",
         "kv_tokens",
         "latency",
-        "latency_bound",
         "leases",
         "longest_request_tokens",
         "max_num_seqs",
@@ -227,14 +228,15 @@ class Instance:
         "profiled",
         "promised_tokens",
         "prompt_tokens",
-        "read_bound",
         "removed",
         "sample",
         "sample_at",
         "sequences",
         "served",
+        "slots_learnt_at",
         "spec",
         "speed",
+        "stated_sequences",
         "throttle",
         "token_budget",
         "tree",
@@ -261,9 +263,11 @@ class Instance:
         self.blocks: BlockIndex | None = None
         #: Its LoRA adapters, None where it lists none.
         self.adapters: AdapterSlots | None = None
-        self.throttle = Throttle(health.probation, was_up=health.state is Health.UP)
+        self.throttle = Throttle(health.probation)
         self.admin = AdminState.READY
         self.removed = False
+        #: Start of its process by its own clock (Unix time, s), None while it has not told.
+        self.began: float | None = None
         #: True if its engine sleeps (vLLM's sleep mode): it answers probes and takes no request.
         self.asleep = False
         self.profiled = spec.latency is not None
@@ -272,8 +276,6 @@ class Instance:
         self.latency: LatencyModel = self.nominal
         #: Parameters that derived figures rest on: instances with equal ones are of one kind.
         self.parameters: Parameters = (self.latency, 0, 0, 0, 1)
-        self.latency_bound = self.latency
-        self.read_bound = self.latency.read_bound()
         #: None when it must be made anew: after every change of the ledger or of the parameters.
         self._occupancy: Occupancy | None = None
         #: By the number of sequences, at the parameters of now.
@@ -281,7 +283,11 @@ class Instance:
         #: Number of their changes: what is derived from them goes by it.
         self.parameters_version = 0
         self.speed = SpeedTracker(self.profiled, now)
+        #: Errors of the forecasts made for it.
+        self.errors = ForecastErrors()
         self.capacity = Capacity()
+        #: Kind of its engine, "" while unknown.
+        self.engine = ""
         #: Data-parallel engines behind its URL: each has `1 / engines` of its sequences and KV cache.
         self.engines = 1
         #: The most tokens (prompt and output) one sequence may have, None while unknown.
@@ -314,6 +320,8 @@ class Instance:
         self.pending_prompt_tokens = 0
         self.in_flight = 0
         self.sequences = 0
+        #: Of them, those of requests with targets.
+        self.stated_sequences = 0
         #: Leases of requests of several sequences. Of these, sequences that have ended by the engine's own
         #: count though their requests have not, and what they held of the KV cache.
         self.groups: dict[LeaseId, Lease] = {}
@@ -322,12 +330,19 @@ class Instance:
         #: By how much the engine's own count of used KV tokens was above what is expected from the leases.
         self.kv_excess_tokens = 0.0
         self._waiting_seen = 0
+        #: Time at which its metrics showed how many sequences it runs at once, None if they have not.
+        self.slots_learnt_at: float | None = None
 
     # --- limits ---
 
     def own_batch(self, sequences: int) -> float:
         """Sequences of one request on each engine that has some."""
         return self.load.own_batch(sequences)
+
+    @property
+    def gives_ids(self) -> bool:
+        """True if its engine takes token ids for a prompt and gives those of an answer."""
+        return self.engine == "vllm"
 
     @property
     def unfinished_sequences(self) -> int:
@@ -445,8 +460,6 @@ class Instance:
         parameters = (self.latency, self.token_budget, slots, cache, self.engines)
         if parameters != self.parameters:
             self.parameters = parameters
-            self.latency_bound = self.latency.lower_bound()
-            self.read_bound = self.latency.read_bound()
             self._loads.clear()
             self._occupancy = None
             self.parameters_version += 1
@@ -519,6 +532,8 @@ class Instance:
         self.pending_prompt_tokens += lease.unread_tokens
         self.in_flight += 1
         self.sequences += lease.request.sequences
+        if lease.request.service is not UNSTATED and lease.request.service.stated:
+            self.stated_sequences += lease.request.sequences
         if lease.request.sequences > 1:
             self.groups[lease.id] = lease
         tree = self.tree
@@ -582,7 +597,7 @@ class Instance:
         speed = self.speed
         if now > speed.last:
             self._elapsed(now)
-        speed.read(lease.request.sequences, lease.unread_tokens)
+        speed.prefilled(lease.request.sequences, lease.unread_tokens, now)
         lease.first_token_at = now
         lease.first_mark = speed.mark()
         self._occupancy = None
@@ -609,6 +624,8 @@ class Instance:
             self.pending_prompt_tokens -= lease.unread_tokens
         self.in_flight -= 1
         self.sequences -= lease.request.sequences
+        if lease.request.service is not UNSTATED and lease.request.service.stated:
+            self.stated_sequences -= lease.request.sequences
         if lease.request.sequences > 1:
             del self.groups[lease.id]
             self._take_finished(self.finished_sequences)
@@ -690,6 +707,8 @@ class Instance:
         assert self.pending_prompt_tokens == unread, self.name
         assert self.in_flight == len(self.leases), self.name
         assert self.sequences == sum(lease.request.sequences for lease in leases), self.name
+        stated = sum(lease.request.sequences for lease in leases if lease.request.service.stated)
+        assert self.stated_sequences == stated, self.name
         groups = {lease.id: lease for lease in leases if lease.request.sequences > 1}
         assert self.groups == groups, self.name
         assert 0 <= self.finished_sequences <= sum(each.request.sequences - 1 for each in groups.values())
@@ -722,6 +741,7 @@ class Instance:
         self.sample = sample
         self.sample_at = now
         self.learn_capacity(sample.capacity)
+        self.engine = sample.engine or self.engine
         if self.adapters is not None and sample.adapters is not None:
             self.adapters.told(sample.adapters)
         if sample.kv_usage is not None:
@@ -741,13 +761,10 @@ class Instance:
         fullest = sample.kv_usage if sample.kv_usage_max is None else sample.kv_usage_max
         room = fullest is not None and fullest < KV_ROOM
         full = running if sample.waiting and room and not self._fills_iterations(running) else 0
-        if full and full == self._waiting_seen:
-            self.max_num_seqs = full
+        if running > self.max_num_seqs or (full and full == self._waiting_seen):
+            self.max_num_seqs, self.slots_learnt_at = running, now
             self._update_parameters()
         self._waiting_seen = full
-        if running > self.max_num_seqs:
-            self.max_num_seqs = running
-            self._update_parameters()
 
     def _fills_iterations(self, running: int) -> bool:
         """True if the prompts of so many sequences, its oldest, take all tokens of an iteration.
@@ -802,7 +819,7 @@ class Instance:
 
     def learn_prefill(self, lease: Lease, now: float) -> None:
         """Correct the speed by a prefill leg: its answer of one token shows how long the prompt took."""
-        if self.speed.prefilled(lease.expected_first_s, now - lease.dispatched_at, now):
+        if self.speed.observe_prefill(lease.expected_first_s, now - lease.dispatched_at, now):
             self._take_speed()
 
     def learn_speed(self, lease: Lease, now: float) -> bool:

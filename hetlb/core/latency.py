@@ -41,8 +41,6 @@ class IterationRule(StrEnum):
 MIXED_DECODE_ATTENTION_FACTOR: Final = 1.5
 #: Up to so many parts of a prompt are summed one by one; of more the mean part is taken.
 _EXACT_PARTS: Final = 8.0
-#: Points between which a corner is compared with its bound.
-_CORNERS: Final = 64
 #: Batches up to this one are found without a search.
 _MOST_PIECES: Final = 1024
 
@@ -117,14 +115,6 @@ class PrefillGrid(_Cells):
         at_high = high[j] + v * (high[j + 1] - high[j])
         return math.exp(at_low + u * (at_high - at_low))
 
-    def greatest_factor(self) -> float:
-        """The greatest that `factor` gives anywhere."""
-        return math.exp(max(max(row) for row in self.log_ratio))
-
-    def least_factor(self) -> float:
-        """The least that `factor` gives anywhere."""
-        return math.exp(min(min(row) for row in self.log_ratio))
-
 
 def _position(cell: _Cell, value: float) -> tuple[int, float]:
     """The cell that holds `value`, from the first one on, and how far in it lies, 0..1 in logarithms."""
@@ -147,63 +137,13 @@ def in_tiles(tokens: float, tile: float) -> float:
     return math.ceil(tokens / tile) * tile
 
 
-def _tangent(p: float, ratio: float) -> tuple[float, float]:
-    """Value at 0 and slope of the tangent of (1 + ratio^p)^(1/p)."""
-    value = math.pow(1.0 + math.pow(ratio, p), 1.0 / p)
-    slope = math.pow(ratio / value, p - 1.0)
-    return value - slope * ratio, slope
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillBound(PickleByFields):
-    """Lower bound of a `PnormPrefill` without powers or logarithms.
-
-    The corner (1 + ratio^p)^(1/p) is convex in the ratio of the shorter to the longer, so that its tangents
-    lie below it: at a ratio of 0 (value 1), 0.3, 0.6 and 0.9. `factor` is the least of the grid. The form is
-    at most `most` times its bound.
-    """
-
-    value_3: float
-    slope_3: float
-    value_6: float
-    slope_6: float
-    value_9: float
-    slope_9: float
-    factor: float
-    most: float = 1.0
-
-    @classmethod
-    def of(cls, p: float, grid: PrefillGrid | None) -> PrefillBound:
-        """The bound of a corner of power `p` and a grid."""
-        least = 1.0 if grid is None else grid.least_factor()
-        bound = cls(*_tangent(p, 0.3), *_tangent(p, 0.6), *_tangent(p, 0.9), least)
-        # Both rise with the ratio: between two points the corner is below its next, the bound above its last.
-        most = max(
-            math.pow(1.0 + math.pow((i + 1) / _CORNERS, p), 1.0 / p) / bound.corner(i / _CORNERS)
-            for i in range(_CORNERS)
-        )
-        return replace(bound, most=most if grid is None else most * grid.greatest_factor() / least)
-
-    def corner(self, ratio: float) -> float:
-        """At most (1 + ratio^p)^(1/p), for a ratio of 0..1."""
-        highest = self.value_3 + self.slope_3 * ratio
-        value = self.value_6 + self.slope_6 * ratio
-        if value > highest:
-            highest = value
-        value = self.value_9 + self.slope_9 * ratio
-        if value > highest:
-            highest = value
-        return highest if highest > 1.0 else 1.0
-
-
 @dataclass(frozen=True, slots=True)
 class PnormPrefill(PickleByFields):
     """Prefill as `(floor^p + (a*N*L)^p)^(1/p) + b*N*L^2`, times a measured correction if there is a grid.
 
     A pass takes the time to read the weights (`floor_s`) or to compute its tokens (`token_s` = a each),
     whichever is longer, with a soft corner (`p`); attention adds `attention_s` = b per token squared. Dense
-    kernels work on tiles of `tile` tokens: the last one takes as long as a full one. `bound`: see
-    `lower_bound`.
+    kernels work on tiles of `tile` tokens: the last one takes as long as a full one.
     """
 
     floor_s: float
@@ -212,7 +152,6 @@ class PnormPrefill(PickleByFields):
     p: float
     grid: PrefillGrid | None = None
     tile: int = 1
-    bound: PrefillBound | None = None
 
     def __post_init__(self) -> None:
         if self.tile < 1:
@@ -245,16 +184,13 @@ class PnormPrefill(PickleByFields):
         floor = max(self.floor_s, floor_s)
         rate = self.token_s * in_tiles(tokens + decodes, self.tile)
         low, high = (floor, rate) if floor < rate else (rate, floor)
-        bound = self.bound
         if high <= 0.0:
             dense_s = 0.0
-        elif bound is not None:
-            dense_s = high * bound.corner(low / high)
         else:
             dense_s = high * math.pow(1.0 + math.pow(low / high, self.p), 1.0 / self.p)
         attention_s = self.attention_s * attended
         if self.grid is not None:
-            factor = self.grid.factor(prompts, tokens / prompts) if bound is None else bound.factor
+            factor = self.grid.factor(prompts, tokens / prompts)
             attention_s *= factor
             dense_s *= factor
             if dense_s < floor_s:
@@ -284,10 +220,6 @@ class PnormPrefill(PickleByFields):
             self.grid,
             self.tile,
         )
-
-    def lower_bound(self) -> PnormPrefill:
-        """The form with its corner and grid bounded from below, at a fraction of the work."""
-        return replace(self, bound=PrefillBound.of(self.p, self.grid))
 
 
 @mypyc_attr(acyclic=True)
@@ -435,8 +367,10 @@ class LatencyModel(PickleByFields):
     """The eight constants k1..k8 and, where the profile has them, better forms.
 
     `host_s` is what the host adds to every iteration beyond the points that were fitted (0 where these hold
-    it already). Units: seconds, tokens, requests. `batch` counts decoding sequences, `kv_tokens` the tokens
-    that they hold in the KV cache together, the one computed in this step included.
+    it already), and `host_sequence_s` more for each sequence in it; `request_s` is what the server does with
+    a request before its engine has it (HTTP, tokenizer). Units: seconds, tokens, requests. `batch` counts
+    decoding sequences, `kv_tokens` the tokens that they hold in the KV cache together, the one computed in
+    this step included.
     """
 
     k1: float
@@ -451,14 +385,18 @@ class LatencyModel(PickleByFields):
     better_decode: DecodeTable | None = None
     mixed: MixedTerm | None = None
     host_s: float = 0.0
+    host_sequence_s: float = 0.0
+    request_s: float = 0.0
 
     def __post_init__(self) -> None:
         for index in range(1, 9):
             value = getattr(self, f"k{index}")
             if not math.isfinite(value):
                 raise ValueError(f"k{index}: expected a finite number, got {value}")
-        if not (math.isfinite(self.host_s) and self.host_s >= 0.0):
-            raise ValueError(f"host_s: expected a number from 0, got {self.host_s}")
+        for name in ("host_s", "host_sequence_s", "request_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0.0):
+                raise ValueError(f"{name}: expected a number from 0, got {value}")
 
     def __hash__(self) -> int:
         """Hash of the constants: models that differ in a better form alone are rare."""
@@ -485,15 +423,20 @@ class LatencyModel(PickleByFields):
 
     # --- one iteration ---
 
+    def host_of_s(self, sequences: float) -> float:
+        """Seconds of the host in an iteration with so many sequences, beyond what the points hold."""
+        return self.host_s + self.host_sequence_s * sequences
+
     def step_line(self, batch: float) -> tuple[float, float]:
         """Seconds of one decode step of `batch` sequences, and more of them per token that they hold."""
         if batch <= 0.0:
             return 0.0, 0.0
+        host_s = self.host_of_s(batch)
         better = self.better_decode
         if better is not None:
             own_s, token_s = better.step_line(batch)
-            return self.host_s + own_s, token_s
-        return self.host_s + self.k6 * batch + self.k8, self.k5 + self.k7 / batch
+            return host_s + own_s, token_s
+        return host_s + self.k6 * batch + self.k8, self.k5 + self.k7 / batch
 
     def step_s(self, batch: float, kv_tokens: float) -> float:
         """Seconds of one decode step. Affine in `kv_tokens` at a fixed batch."""
@@ -528,12 +471,13 @@ class LatencyModel(PickleByFields):
         if attended < 0.0:
             attended = prefill_tokens * longest
         better, mixed = self.better_prefill, self.mixed
+        host_s = self.host_of_s(prompts + batch)
         # One block of threads runs through a context alone, however few tokens attend to it.
         chain_s = mixed.context_s * (attended / prefill_tokens + longest) / 2.0 if mixed is not None else 0.0
         if batch <= 0.0:
             if better is not None:
-                return self.host_s + better.pass_s(prefill_tokens, prompts, attended, 0.0, 0.0, 0.0, chain_s)
-            return self.host_s + self._paper_pass_s(prefill_tokens, prompts, longest) + self.k4
+                return host_s + better.pass_s(prefill_tokens, prompts, attended, 0.0, 0.0, 0.0, chain_s)
+            return host_s + self._paper_pass_s(prefill_tokens, prompts, longest) + self.k4
         if mixed is None:
             # A profile without mixed steps: the attention of decodes is taken to be so many times as long.
             decodes_s = self.k5 * kv_tokens + self.k7 * kv_tokens / batch
@@ -549,7 +493,7 @@ class LatencyModel(PickleByFields):
             seconds = least_s + self._paper_pass_s(prefill_tokens, prompts, longest) + decodes_s
             if mixed is None:
                 seconds += self.k6 * batch
-        seconds += self.host_s
+        seconds += host_s
         if mixed is None:
             return seconds
         step_s = self.step_s(batch, kv_tokens)
@@ -578,6 +522,15 @@ class LatencyModel(PickleByFields):
 
     # --- one request ---
 
+    def joining_s(self, running_step_s: float, asynchronous: bool = True) -> float:
+        """Expected seconds from when the server gets a request to the iteration that computes its prompt.
+
+        For an engine with room. `running_step_s` is the iteration that runs there, 0 on an idle engine: half
+        of it is left on average, and with asynchronous scheduling the next one is already fixed. To this
+        `first_token_s` adds the iterations of the prompt itself.
+        """
+        return self.request_s + (1.5 if asynchronous else 0.5) * running_step_s
+
     def prefill_s(self, prompt_tokens: float, sequences: float = 1.0, cached_tokens: float = 0.0) -> float:
         """Seconds to prefill `sequences` prompts of `prompt_tokens` tokens each in one pass of their own.
 
@@ -599,10 +552,10 @@ class LatencyModel(PickleByFields):
     ) -> float:
         """Seconds until the first token of `sequences` prompts of `prompt_tokens` tokens each.
 
-        `cached_tokens` of each are in the prefix cache. `pending_tokens` of other prompts, taken to be like
-        these, are read first; `batch` sequences decode beside them. An iteration computes at most `budget`
-        tokens (`max_num_batched_tokens`), decodes included. For one prompt on an idle engine this is what
-        `sim.engine` takes.
+        `joining_s` comes before it. `cached_tokens` of each are in the prefix cache. `pending_tokens` of
+        other prompts, taken to be like these, are read first; `batch` sequences decode beside them. An
+        iteration computes at most `budget` tokens (`max_num_batched_tokens`), decodes included. For one
+        prompt on an idle engine this is what `sim.engine` takes.
         """
         new = prompt_tokens - cached_tokens
         if new < 1.0:
@@ -664,35 +617,6 @@ class LatencyModel(PickleByFields):
         tokens = sequences * (new if new >= 1.0 else 1.0)
         return delay_of_reading_s(read_s, tokens, batch, self.step_s(batch, kv_tokens), budget)
 
-    def least_read_s(self, tokens: float) -> float:
-        """A lower bound of `first_token_s` with so many tokens to compute: dense work, or the weights."""
-        fixed_s, floor_s, token_s = self.read_bound()
-        read_s = token_s * tokens
-        return fixed_s + (read_s if read_s > floor_s else floor_s)
-
-    def read_bound(self) -> tuple[float, float, float]:
-        """Seconds (fixed, floor, per token): the parts of `least_read_s`."""
-        prefill = self.better_prefill
-        if prefill is None:
-            least = min(self.k1, self.k2, self.k3, self.k4, self.k5, self.k6, self.k7)
-            return (0.0, 0.0, 0.0) if least < 0.0 else (self.host_s + self.k2 + self.k4, 0.0, self.k1)
-        factor = 1.0 if prefill.grid is None else prefill.grid.least_factor()
-        return self.host_s, factor * prefill.floor_s, factor * prefill.token_s
-
-    def lower_bound(self) -> LatencyModel:
-        """A model that never says more seconds and is cheap to ask; itself where it is cheap."""
-        prefill = self.better_prefill
-        return self if prefill is None else replace(self, better_prefill=prefill.lower_bound())
-
-    def most_over_bound(self) -> float:
-        """The factor within which, of a `lower_bound`, `first_token_s` of the model itself stays."""
-        prefill = self.better_prefill
-        return 1.0 if prefill is None or prefill.bound is None else prefill.bound.most
-
-    def steps_grow(self) -> bool:
-        """True if a larger batch never makes a step shorter, nor longer per token in context."""
-        return self.better_decode is not None or (self.k6 >= 0.0 and self.k7 >= 0.0)
-
     def scaled(self, factor: float) -> LatencyModel:
         """The same engine, every duration multiplied by `factor`."""
         prefill, decode, mixed = self.better_prefill, self.better_decode, self.mixed
@@ -709,7 +633,47 @@ class LatencyModel(PickleByFields):
             better_decode=None if decode is None else decode.scaled(factor),
             mixed=None if mixed is None else mixed.scaled(factor),
             host_s=self.host_s * factor,
+            host_sequence_s=self.host_sequence_s * factor,
+            request_s=self.request_s * factor,
         )
+
+
+def corrected(
+    k: LatencyModel,
+    prefill: float = 1.0,
+    mixed: float = 1.0,
+    decode: float = 1.0,
+    host_s: float = 0.0,
+    request_s: float = 0.0,
+) -> LatencyModel:
+    """The model with factors on its parts, and seconds more of the host per iteration and request."""
+    term = k.mixed or MixedTerm(
+        k.k6, 0.0, MIXED_DECODE_ATTENTION_FACTOR * k.k5, MIXED_DECODE_ATTENTION_FACTOR * k.k7
+    )
+    host_s += k.host_s
+    better, table = k.better_prefill, k.better_decode
+    if table is not None:
+        table = table.scaled(decode)
+        if host_s < 0.0:
+            # Where the host takes less than the profile says, the steps' own times hold it.
+            least_s = 0.1 * table.seconds[0]
+            table = replace(table, seconds=tuple([max(least_s, each + host_s) for each in table.seconds]))
+    return replace(
+        k,
+        k1=k.k1 * prefill,
+        k2=k.k2 * prefill,
+        k3=k.k3 * prefill,
+        k4=k.k4 * prefill,
+        k5=k.k5 * decode,
+        k6=k.k6 * decode,
+        k7=k.k7 * decode,
+        k8=k.k8 * decode,
+        better_prefill=None if better is None else better.scaled(prefill),
+        better_decode=table,
+        mixed=k.mixed if mixed == 1.0 else term.scaled(mixed),
+        host_s=max(0.0, host_s),
+        request_s=max(0.0, k.request_s + request_s),
+    )
 
 
 def delay_of_reading_s(read_s: float, tokens: float, batch: float, step_s: float, budget: float) -> float:

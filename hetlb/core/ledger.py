@@ -6,10 +6,12 @@ from collections.abc import Iterable
 
 from mypy_extensions import mypyc_attr
 
+from hetlb.core.admission import Queue
 from hetlb.core.instance import Instance
+from hetlb.core.journal import Begun, Change, Ended, Journal, booked
 from hetlb.core.policies.base import SchedulingContext, SplitChoice
 from hetlb.core.prefix_index import Shared
-from hetlb.core.types import Lease, LeaseId, Request
+from hetlb.core.types import Lease, LeaseId, Outcome, Request
 
 
 def _nearest(value: float) -> int:
@@ -23,18 +25,24 @@ def _nearest(value: float) -> int:
 class Ledger:
     """Leases that have not ended, each with the incarnation that it is booked on."""
 
-    __slots__ = ("_next_lease", "leased")
+    __slots__ = ("_next_lease", "_queue", "journals", "leased")
 
-    def __init__(self) -> None:
+    def __init__(self, queue: Queue) -> None:
+        """`queue` is told what each tenant is served."""
+        self._queue = queue
         #: Also those of removed instances.
         self.leased: dict[LeaseId, Instance] = {}
         self._next_lease = 1
+        #: Readers of what is booked here and given back.
+        self.journals: tuple[Journal, ...] = ()
 
     def book(self, ctx: SchedulingContext, instance: Instance, work_s: float) -> Lease:
         """Lease of a whole request on an instance, for so many seconds of work."""
         predicted, work_ns = ctx.predicted_output, _nearest(work_s * 1e9)
         lease = self.grant(ctx.request, instance, predicted, work_ns, ctx.now)
         instance.acquire(lease)
+        if self.journals:
+            self._tell(booked(lease, ctx.now))
         return lease
 
     def book_pair(
@@ -50,15 +58,36 @@ class Ledger:
         source.acquire(lease)
         target.reserve(decode)
         lease.decode = decode
+        if self.journals:
+            self._tell(booked(lease, now))
+            self._tell(booked(decode, now))
         return lease
 
-    def drop(self, lease: Lease, now: float) -> Instance:
-        """Give back what a lease booked; the instance that it was booked on."""
+    def _tell(self, change: Change) -> None:
+        for journal in self.journals:
+            journal.add(change)
+
+    def drop(self, lease: Lease, now: float, outcome: Outcome = Outcome.CLIENT_GONE) -> Instance:
+        """Give back what a lease booked; the instance that it was booked on. Readers are told the outcome."""
         leased, key = self.leased, lease.key
         instance = leased[key]
         del leased[key]
         instance.release(lease, now)
+        self._queue.service.ended(lease.request.tenant, lease.promised_tokens)
+        if self.journals and lease.own:
+            self._tell(Ended(lease.id, outcome, lease.output_tokens, lease.reported_cached_tokens))
         return instance
+
+    def begun(self, lease: Lease) -> None:
+        """The answer of a lease began."""
+        if lease.own:
+            self._tell(Begun(lease.id))
+
+    def restored(self, lease: Lease, now: float, own: bool) -> None:
+        """A lease was booked again, of a request of this process (`own`) or of another."""
+        lease.own = own
+        if own:
+            self._tell(booked(lease, now))
 
     def grant(
         self,
@@ -115,6 +144,7 @@ class Ledger:
         )
         self._next_lease += 1
         self.leased[lease.key] = instance
+        self._queue.booked(request.tenant, promised)
         return lease
 
     def leases(self) -> list[Lease]:

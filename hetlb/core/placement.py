@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from mypy_extensions import mypyc_attr
@@ -13,7 +14,7 @@ from hetlb.core.fleet_state import FleetState
 from hetlb.core.holds import Holds
 from hetlb.core.instance import Instance
 from hetlb.core.ledger import Ledger
-from hetlb.core.policies.base import Policy, SchedulingContext, SplitChoice, best, paper_terms
+from hetlb.core.policies.base import Policy, SchedulingContext, SplitChoice, best, forecast, paper_terms
 from hetlb.core.predicted_duration import expected_s
 from hetlb.core.predictor import Predictor
 from hetlb.core.prefix_index import Held
@@ -64,8 +65,8 @@ class Placement:
     """The policy with all that it is asked about: the fleet, what is asked for, lengths, prefixes."""
 
     __slots__ = (
-        "_fleet", "_holds", "_ledger", "_predictor", "_queue", "_retries", "_usual", "adapter_load",
-        "demands", "elsewhere", "policy", "policy_name", "reads_demand",
+        "_fleet", "_holds", "_ledger", "_patience_s", "_predictor", "_queue", "_retries", "_usual",
+        "adapter_load", "demands", "elsewhere", "policy", "policy_name", "reads_demand",
     )  # fmt: skip
 
     def __init__(
@@ -90,9 +91,11 @@ class Placement:
         #: Sizes of what waits at other schedulers of the fleet, by model.
         self.elsewhere: dict[str, int] = {}
         self.adapter_load = AdapterLoadTime(policy.params.adapter_load_s)
+        #: Longest target of a first token by model.
+        self._patience_s: dict[str, float] = {}
         self._usual = Mix()
         prompt, output = _USUAL_REQUEST
-        self._usual.add(prompt, output, prompt, output)
+        self._usual.add(prompt, output)
 
     def use(self, policy: Policy) -> None:
         """Decide by this policy from now on."""
@@ -124,6 +127,25 @@ class Placement:
         mix = self._mix(model)
         return {instance.name: mix.speed(instance) for instance in instances}
 
+    def due(self, request: Request, now: float, predicted: float) -> float:
+        """Latest time of the dispatch of a request that came now, for its targets to be met.
+
+        A request without targets is due as late as any of its model, so that it comes after older ones.
+        """
+        service, ready = request.service, self._fleet.ready.get(request.model)
+        if ready is None or not service.stated:
+            return now + self._patience_s.get(request.model, 0.0)
+        if service.ttft_s < math.inf:
+            self._patience_s[request.model] = max(service.ttft_s, self._patience_s.get(request.model, 0.0))
+        fastest_s = min([each.latency.prefill_s(request.prompt_tokens) for each in ready.able], default=0.0)
+        due = now + service.ttft_s - fastest_s
+        if service.e2e_s < math.inf:
+            steps_s = [
+                each.latency.answer_s(request.prompt_tokens, predicted, 0.0, 0.0) for each in ready.able
+            ]
+            due = min(due, now + service.e2e_s - fastest_s - min(steps_s, default=0.0))
+        return due
+
     # --- filter, score, pick, book ---
 
     def place(self, request: Request, ready: ReadyInstances, now: float, predicted: float) -> Dispatch | None:
@@ -139,18 +161,18 @@ class Placement:
         predicted: float,
         own_size: int = 0,
         long: float | None = None,
-        residual: float = 0.0,
         ceiling: int | None = None,
+        waited_s: float = 0.0,
     ) -> Decision | None:
         """Filter, then let the policy choose; None if no instance would get the request now. Books nothing.
 
-        `own_size` is what it counts for in the queue; `long` and `residual` are the predictor's, where it was
-        asked already; instances of class `ceiling` and above are kept for another.
+        `own_size` is what it counts for in the queue; `long` is the predictor's, where it was asked already;
+        instances of class `ceiling` and above are kept for another; it came `waited_s` ago.
         """
         queue, policy = self._queue, self.policy
         if ready.parts and request.splittable and (parts := self._parts(request, ready, now, ceiling)):
             waiting = queue.waiting(request.model) - own_size if queue.held else 0
-            ctx = self.context(request, predicted, waiting, now, None, long, residual)
+            ctx = self.context(request, predicted, waiting, now, None, long, waited_s)
             choice = policy.choose_split(ctx, parts, self._holds.transfers, ready.mixed)
             if choice is None:
                 return None
@@ -169,7 +191,7 @@ class Placement:
         waiting = queue.waiting(request.model) - own_size if queue.held else 0
         if self.elsewhere:
             waiting += self.elsewhere.get(request.model, 0)
-        ctx = self.context(request, predicted, waiting, now, availabilities, long, residual)
+        ctx = self.context(request, predicted, waiting, now, availabilities, long, waited_s)
         index, work_s, candidates = policy.choose(ctx, able)
         if index is None:
             return None
@@ -210,28 +232,27 @@ class Placement:
         now: float,
         availabilities: list[tuple[int, str]] | None,
         long: float | None = None,
-        residual: float = 0.0,
+        waited_s: float = 0.0,
     ) -> SchedulingContext:
-        """Context of a decision; `long` and `residual` as for `choose`."""
+        """Context of a decision; `long` and `waited_s` as for `choose`."""
         fleet, reads_demand = self._fleet, self.reads_demand
         if not request.generates or not reads_demand:
-            long = residual = 0.0
+            long = 0.0
         elif long is None:
-            long, residual = self._predictor.long(request), self._predictor.residual(request)
+            long = self._predictor.long(request)
         demand = self.demands.get(request.model)
         if demand is None:
             demand = self.demand(request.model)
         if not demand.mix.count and reads_demand:  # to explain one request: it is the mean one
             demand = Demand()
-            demand.mix.add(request.prompt_tokens, predicted, long, residual)
+            demand.mix.add(request.prompt_tokens, predicted)
         held: Held | None = None
         if request.prefix_keys:
             held = fleet.prefixes.held(request.prefix_keys, request.prompt_tokens)
         if fleet.publishers and request.blocks is not None:
             held = self._exact(request, held)
-        ctx = SchedulingContext(
-            request, predicted, long, waiting, demand, now, held, availabilities, residual
-        )
+        ctx = SchedulingContext(request, predicted, long, waiting, demand, now, held, availabilities)
+        ctx.waited_s = waited_s
         if fleet.adapters and request.model in fleet.adapters:
             ctx.adapter_load_s = self.adapter_load.seconds
         return ctx
@@ -252,6 +273,7 @@ class Placement:
         """Book what was decided."""
         ctx, instance, target = found.ctx, found.instance, found.target
         request, now = ctx.request, ctx.now
+        expected = forecast(ctx, target or instance)
         if found.pair is not None and target is not None:
             lease = self._ledger.book_pair(ctx, found.pair, instance, target)
         else:
@@ -261,6 +283,10 @@ class Placement:
             if loads is not None:
                 _, first_s, _ = expected_s(instance, lease)
                 self.adapter_load.expected[lease.id] = first_s * instance.speed.factor, loads
+        if found.pair is None:
+            lease.forecast_first_s = expected.first_token_s
+            lease.forecast_step_s = expected.step_s
+            lease.forecast_end_s = expected.end_s
         if ctx.availabilities is not None:
             instance.health.probation.dispatched(now)
             for other in found.ready.able:

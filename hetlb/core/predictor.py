@@ -36,7 +36,7 @@ class LengthDistribution:
     Raises `ValueError` on an empty sample.
     """
 
-    __slots__ = ("_lengths", "_prefix", "long", "mean", "residual", "std")
+    __slots__ = ("_lengths", "_prefix", "long", "mean", "std")
 
     def __init__(self, lengths: Iterable[int]) -> None:
         self._lengths = sorted(max(1, length) for length in lengths)
@@ -45,8 +45,6 @@ class LengthDistribution:
         self._prefix = [0, *accumulate(self._lengths)]
         n = len(self._lengths)
         self.mean = self._prefix[-1] / n
-        #: E[O^2] / 2 E[O]: what is left of an answer met at a random moment, tokens.
-        self.residual = sum(length * length for length in self._lengths) / (2.0 * self._prefix[-1])
         self.std = math.sqrt(sum((length - self.mean) ** 2 for length in self._lengths) / n)
         #: The length that `LONG_SHARE` of the sample stay within.
         self.long = float(self._lengths[min(n - 1, int(LONG_SHARE * n))])
@@ -71,18 +69,15 @@ class LengthDistribution:
 class Predictor(Protocol):
     """Output length predictor: asked before a request is placed, told when one has ended."""
 
-    def outlook(self, request: Request) -> tuple[float, float, float]:
-        """`predict`, `long` and `residual` at once: all three are asked for at every arrival."""
-        return self.predict(request), self.long(request), self.residual(request)
+    def outlook(self, request: Request) -> tuple[float, float]:
+        """`predict` and `long` at once: both are asked for at every arrival."""
+        return self.predict(request), self.long(request)
 
     def predict(self, request: Request) -> float:
         """Expected output tokens of one sequence of `request`."""
 
     def long(self, request: Request) -> float:
         """A length that `LONG_SHARE` of such answers stay within."""
-
-    def residual(self, request: Request) -> float:
-        """Mean tokens that are left of such an answer, met at a random moment: E[O^2] / 2 E[O]."""
 
     def observe(self, request: Request, output_tokens: float) -> None:
         """A request ended well with this many output tokens per sequence."""
@@ -107,9 +102,6 @@ class NormalPredictor(Predictor):
     def long(self, request: Request) -> float:
         return _cap(request, self._lengths.mean + 2.0 * self._lengths.std)
 
-    def residual(self, request: Request) -> float:
-        return self._lengths.residual
-
     def observe(self, request: Request, output_tokens: float) -> None:
         """Nothing to learn."""
 
@@ -125,9 +117,6 @@ class MeanPredictor(Predictor):
 
     def long(self, request: Request) -> float:
         return _cap(request, self._lengths.long)
-
-    def residual(self, request: Request) -> float:
-        return self._lengths.residual
 
     def observe(self, request: Request, output_tokens: float) -> None:
         """Nothing to learn."""
@@ -145,9 +134,6 @@ class EmpiricalPredictor(Predictor):
     def long(self, request: Request) -> float:
         return _cap(request, self._lengths.long)
 
-    def residual(self, request: Request) -> float:
-        return self._lengths.residual
-
     def observe(self, request: Request, output_tokens: float) -> None:
         """Nothing to learn."""
 
@@ -163,10 +149,6 @@ class OraclePredictor(Predictor):
 
     def long(self, request: Request) -> float:
         return self.predict(request)
-
-    def residual(self, request: Request) -> float:
-        """Half of this one: which ones are met is for who adds them up."""
-        return self.predict(request) / 2.0
 
     def observe(self, request: Request, output_tokens: float) -> None:
         """Nothing to learn."""
@@ -197,7 +179,7 @@ class _Histogram:
     """
 
     __slots__ = ("_below", "_counts", "_cum_counts", "_cum_totals", "_fresh", "_quantile",
-                 "_totals", "_unit", "_used", "residual_tokens", "seen")  # fmt: skip
+                 "_totals", "_unit", "_used", "seen")  # fmt: skip
 
     def __init__(self) -> None:
         size = _bucket(1 << 31) + 1
@@ -207,8 +189,6 @@ class _Histogram:
         self._used: list[int] = []
         self._cum_counts: list[float] = []
         self._cum_totals: list[float] = []
-        #: E[O^2] / 2 E[O], as of the last sums.
-        self.residual_tokens = 0.0
         #: Of the caps and the quantile that were asked for since: where they fall, and what is below.
         self._below: dict[int, tuple[int, float, float]] = {}
         self._quantile: tuple[float, int] = (-1.0, 0)
@@ -293,10 +273,8 @@ class _Histogram:
     def _refresh(self) -> None:
         counts, totals, used = self._counts, self._totals, self._used
         end = used[-1] + 1 if used else 1
-        squares = sum([totals[i] * totals[i] / counts[i] for i in used if counts[i]])
         self._cum_counts = list(accumulate(counts[:end]))
         self._cum_totals = list(accumulate(totals[:end]))
-        self.residual_tokens = squares / (2.0 * self._cum_totals[-1]) if squares else 0.0
         self._below.clear()
         self._quantile = (-1.0, 0)
         self._fresh = True
@@ -329,11 +307,11 @@ class OnlinePredictor(Predictor):
         tenant = request.tenant
         return None if tenant is None else self._by_tenant.get((request.model, tenant))
 
-    def outlook(self, request: Request) -> tuple[float, float, float]:
+    def outlook(self, request: Request) -> tuple[float, float]:
         own = self._tenant(request)
         histogram = self._by_model.get(request.model)
         if histogram is None or histogram.seen < _SPREAD_SEEN:
-            return self.predict(request), self.long(request), self.residual(request)
+            return self.predict(request), self.long(request)
         cap = request.max_tokens
         predicted = self._mean(histogram, own, cap)
         spread = histogram if own is None or own.seen < _SPREAD_SEEN else own
@@ -346,7 +324,6 @@ class OnlinePredictor(Predictor):
         return (
             predicted if predicted > 1.0 else 1.0,
             long if long > 1.0 else 1.0,
-            spread.residual_tokens,
         )
 
     def _mean(self, histogram: _Histogram | None, own: _Histogram | None, cap: int | None) -> float:
@@ -375,16 +352,6 @@ class OnlinePredictor(Predictor):
         if histogram.seen < _SPREAD_SEEN and seen < 4.0 * PRIOR_OUTPUT_TOKENS:
             seen = 4.0 * PRIOR_OUTPUT_TOKENS
         return _cap(request, seen)
-
-    def residual(self, request: Request) -> float:
-        """Of what was seen, an even spread (two thirds of the prediction) while little was."""
-        histogram, own = self._by_model.get(request.model), self._tenant(request)
-        if own is not None and own.seen >= _SPREAD_SEEN:
-            histogram = own
-        if histogram is None or histogram.seen < _SPREAD_SEEN:
-            return self.predict(request) * 2.0 / 3.0
-        histogram.mean_capped(None)
-        return histogram.residual_tokens
 
     def observe(self, request: Request, output_tokens: float) -> None:
         tokens = max(1, round(output_tokens))

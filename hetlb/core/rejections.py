@@ -20,6 +20,12 @@ def expired(request_id: RequestId, waited_s: float) -> Reject:
     return Reject(request_id, RejectReason.QUEUE_EXPIRED, text, retry_after_s=1.0)
 
 
+def hopeless(request: Request) -> Reject:
+    """A request can meet the targets of its class no more, and the class refuses such requests."""
+    text = f"The targets of the class `{request.service.name}` can no longer be met for this request."
+    return Reject(request.id, RejectReason.QUEUE_EXPIRED, text, retry_after_s=1.0)
+
+
 def unknown_model(request: Request, instances: Iterable[Instance]) -> Reject:
     """No instance serves the model, as far as `instances`, those of the fleet, have told."""
     if any(each.served is None and not each.spec.model for each in instances):

@@ -22,16 +22,17 @@ from hetlb.core.fleet_state import FleetState
 from hetlb.core.health import Verdict, verdict
 from hetlb.core.holds import Holds
 from hetlb.core.instance import Instance
+from hetlb.core.journal import Booked, Journal, booked
 from hetlb.core.ledger import Ledger
+from hetlb.core.objective import UNSTATED
 from hetlb.core.placement import Placement
 from hetlb.core.policies.registry import make_policy
 from hetlb.core.predictor import OnlinePredictor, Predictor
-from hetlb.core.ready import ReadyInstances, least_tokens
+from hetlb.core.ready import least_tokens
 from hetlb.core.retries import Retries
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import (
     HAND_OVER,
-    AdminState,
     AdminStateSet,
     Candidate,
     CapacityLearned,
@@ -45,7 +46,6 @@ from hetlb.core.types import (
     InstanceRemoved,
     InstanceUpdated,
     Lease,
-    LiveLease,
     ModelsLearned,
     Outcome,
     PassOn,
@@ -85,7 +85,7 @@ class Scheduler:
         self.queue = queue = Queue(setup.limits)
         #: The instances by model. To be read, not written.
         self.fleet = FleetState(setup, queue, self._rng)
-        self._ledger = Ledger()
+        self._ledger = Ledger(queue)
         self._holds = Holds()
         self._retries = Retries()
         #: Chooses and books. To be read, not written.
@@ -123,6 +123,18 @@ class Scheduler:
         """Leases that have not ended, also those of removed instances."""
         return len(self._ledger.leased)
 
+    def subscribe(self, journal: Journal) -> None:
+        """Tell a journal of every change from now on."""
+        self._ledger.journals += (journal,)
+
+    def unsubscribe(self, journal: Journal) -> None:
+        """Tell it of nothing more; harmless if it was not told."""
+        self._ledger.journals = tuple([each for each in self._ledger.journals if each is not journal])
+
+    def live(self, now: float) -> list[Booked]:
+        """The own leases that have not ended, as another process must know them."""
+        return [booked(lease, now) for lease in self._ledger.leases() if lease.own]
+
     def holder(self, lease: Lease) -> Instance:
         """The incarnation that a live lease is booked on. To be read, not written."""
         return self._ledger.leased[lease.id]
@@ -147,38 +159,25 @@ class Scheduler:
         if request.prompt_exact and least_tokens(request) > ready.longest_prompt:
             return [rejections.too_long(request, ready.instances)]
         long: float | None = None
-        residual = 0.0
         if placement.reads_demand:
             demand = placement.demands.get(request.model)
             if demand is None:
                 demand = placement.demand(request.model)
             predictor = self._predictor
             if request.generates:
-                predicted, long, residual = predictor.outlook(request)
+                predicted, long = predictor.outlook(request)
             else:
-                predicted, long, residual = 0.0, predictor.long(request), predictor.residual(request)
+                predicted, long = 0.0, predictor.long(request)
             demand.arrived(size_of(request, predicted), now)
-            demand.mix.add(request.prompt_tokens, predicted, long, residual)
+            demand.mix.add(request.prompt_tokens, predicted)
+            if request.service is not UNSTATED and request.service.stated:
+                demand.protected.arrived(request.service, request.prompt_tokens, predicted, now)
         else:
             predicted = self._predictor.predict(request) if request.generates else 0.0
-        if self.queue.held:
-            return self._arrive_behind(request, ready, now, predicted)
-        found = placement.choose(request, ready, now, predicted, long=long, residual=residual)
+        if self.queue.held and self.queue.ahead(request):
+            return self._backlog.push(request, now, predicted) + self._backlog.flush(now)
+        found = placement.choose(request, ready, now, predicted, long=long)
         return self._backlog.push(request, now, predicted) if found is None else [placement.book(found)]
-
-    def _arrive_behind(
-        self, request: Request, ready: ReadyInstances, now: float, predicted: float
-    ) -> list[Command]:
-        """A request came in while others wait: it may be what suits an instance that they do not suit."""
-        queue, backlog = self.queue, self._backlog
-        # With restraints slots come with time, and those that wait have been waiting for them.
-        if ready.throttled or not queue.may_pass(request):
-            return backlog.push(request, now, predicted) + backlog.flush(now)
-        found = self.placement.choose(request, ready, now, predicted)
-        if found is None:
-            return backlog.push(request, now, predicted)
-        queue.passed(request, size_of(request, predicted), ready.class_of(found.instance))
-        return [self.placement.book(found)]
 
     def on_prefilled(self, lease: Lease, now: float) -> list[Command]:
         """A prefill leg ended well: its KV blocks are held there, and the decode leg is dispatched.
@@ -207,7 +206,7 @@ class Scheduler:
         """
         self._ledger.leased[lease.id].first_token(lease, now)
         self._retries.leases.discard(lease.id)
-        source = self._ledger.drop(lease, now)
+        source = self._ledger.drop(lease, now, _OK)
         source.learn_prefill(lease, now)
         link = source.spec.kv_transfer
         planned = lease.decode
@@ -249,7 +248,7 @@ class Scheduler:
             self._end_prefill(lease, None, now)
         else:
             instance = self._drop(lease, now)
-            commands = self._ended_badly(instance, outcome, now, False)
+            commands = self._ended_badly(instance, outcome, now)
         attempts = self._retries.of(request.id)
         attempts.whole = True
         if outcome in (Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE):
@@ -290,6 +289,8 @@ class Scheduler:
         elif lease.hold is not None and not lease.hold.ended:
             self._holds.fetched(lease.hold, lease, instance, now)
         instance.first_token(lease, now)
+        if self._ledger.journals:
+            self._ledger.begun(lease)
         adapter_load = self.placement.adapter_load
         if adapter_load.expected:
             adapter_load.first_token(lease.id, now - lease.dispatched_at)
@@ -302,37 +303,47 @@ class Scheduler:
         return []
 
     def on_lease_ended(
-        self, lease: Lease, outcome: Outcome, now: float, *, retry: bool = True, server_error: bool = False
+        self,
+        lease: Lease,
+        outcome: Outcome,
+        now: float,
+        *,
+        retry: bool = True,
+        generated: int | None = None,
     ) -> list[Command]:
         """A lease ended; its work, tokens and slot are given back.
 
         `lease.output_tokens` holds what the engine produced. After `CONNECT_FAILED` (nothing was sent) and
         `NO_RESPONSE` (sent, dropped without a byte), with `retry`, the commands hold what becomes of the
         request: another dispatch, or a reject; or none if it waits in the queue again. With any other
-        outcome the request is finished. `server_error`: an `UPSTREAM_ERROR` that says 5xx, which may be the
-        request's fault or the engine's.
+        outcome the request is finished, unless its answer goes on elsewhere: then `generated` tokens of it
+        are part of the prompt.
         """
         request, retries, adapter_load = lease.request, self._retries, self.placement.adapter_load
         if retries.leases:
             retries.leases.discard(lease.id)
         if adapter_load.expected:
             adapter_load.expected.pop(lease.id, None)
-        instance = self._ledger.drop(lease, now)
+        instance = self._ledger.drop(lease, now, outcome)
         lease.outcome, lease.ended_at = outcome, now
         if lease.decode is not None and not lease.decode.ended:
             self._drop(lease.decode, now)
         health = instance.health
         commands: list[Command] = []
         if outcome is _OK:
-            if request.generates:
+            if request.generates and not request.generated:
                 self._predictor.observe(request, lease.output_tokens / request.sequences)
                 instance.learn_speed(lease, now)
+                instance.errors.learn(lease, now)
                 if self.queue.held and self.placement.reads_demand:
                     self._backlog.predict_again()
             if health.on_success(now):
                 commands = self.fleet.health_changed(instance, now)
         else:
-            commands = self._ended_badly(instance, outcome, now, server_error)
+            commands = self._ended_badly(instance, outcome, now)
+            if generated is not None:
+                commands += self._go_on(lease, lease.request.goes_on(generated), now)
+                return commands + self._backlog.flush(now)
             if retry and outcome in (Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE):
                 commands += self._retry(lease, outcome, now)
                 return commands + self._backlog.flush(now)
@@ -340,11 +351,9 @@ class Scheduler:
             retries.forget(request.id)
         return commands + self._backlog.flush(now) if self.queue.held else commands
 
-    def _ended_badly(
-        self, instance: Instance, outcome: Outcome, now: float, server_error: bool
-    ) -> list[Command]:
+    def _ended_badly(self, instance: Instance, outcome: Outcome, now: float) -> list[Command]:
         """Effect of the end of a lease on the health of its instance."""
-        health, fleet, says = instance.health, self.fleet, verdict(outcome, server_error)
+        health, fleet, says = instance.health, self.fleet, verdict(outcome)
         capacity = self.placement.capacity
         if says is Verdict.ABSENT:
             changed = health.on_refused(now)
@@ -428,22 +437,43 @@ class Scheduler:
             return self._backlog.push(request, now, predicted)
         return [self._backlog.give_up(request, unsent=unsent)]
 
-    def restore(self, live: LiveLease, now: float, *, arrived: bool = False) -> Lease | None:
+    def _go_on(self, lease: Lease, rest: Request, now: float) -> list[Command]:
+        """Place the rest of an answer whose engine was lost: elsewhere, or where it is first possible.
+
+        It counts as a request that may run twice: where an engine had many, the others get them bit by bit.
+        """
+        retries, placement, request_id = self._retries, self.placement, rest.id
+        retries.forget(request_id)
+        predicted = max(1.0, lease.predicted_output - (rest.generated - lease.request.generated))
+        ready = self.fleet.ready.get(rest.model)
+        if ready is not None and retries.allowed(self.in_flight):
+            retries.of(request_id).tried.append(lease.instance)
+            placed = placement.place(rest, ready, now, predicted)
+            if placed is not None:
+                retries.leases.add(placed.lease.id)
+                return [placed]
+            retries.forget(request_id)
+        return self._backlog.push(rest, now, predicted, again=True)
+
+    def restore(self, live: Booked, now: float, *, own: bool = True, arrived: bool = False) -> Lease | None:
         """Book a lease that another scheduler granted; None where its instance is gone.
 
         It ends like any other, but teaches nothing about speed: the load beside its first part is unknown.
-        `arrived`: its request has just come to a scheduler of the same fleet, and is demand here too.
+        `own`: its request is of this process. `arrived`: it has just come to a scheduler of the same fleet,
+        and is demand here too.
         """
         request = live.request
         assert request.id not in self.queue, f"request {request.id} waits and is restored"
         instance = self.fleet.instances.get(live.instance)
         if instance is None:
             return None
-        lease = self._ledger.grant(request, instance, live.predicted_output, live.work_ns, live.dispatched_at)
+        dispatched_at = now - live.age_s
+        lease = self._ledger.grant(request, instance, live.predicted_output, live.work_ns, dispatched_at)
         instance.acquire(lease)
         if live.begun:
             instance.first_token(lease, now)
         lease.mark = lease.first_mark = None
+        self._ledger.restored(lease, now, own)
         if arrived and self.placement.reads_demand:
             self.placement.demand(request.model).arrived(size_of(request, live.predicted_output), now)
         return lease
@@ -452,8 +482,14 @@ class Scheduler:
         """Book a request as if it had come, None where no instance would get it now: it waits nowhere."""
         ready = self.fleet.ready.get(request.model)
         predicted = self._predictor.predict(request) if request.generates else 0.0
+        ledger = self._ledger
+        journals, ledger.journals = ledger.journals, ()  # to be told to no other
         placed = None if ready is None else self.placement.place(request, ready, now, predicted)
-        return None if placed is None else placed.lease
+        ledger.journals = journals
+        if placed is None:
+            return None
+        placed.lease.own = False
+        return placed.lease
 
     def on_waiting_elsewhere(self, sizes: Mapping[str, int], now: float) -> list[Command]:
         """Other schedulers of the same fleet have requests of these sizes waiting, by model."""
@@ -471,7 +507,15 @@ class Scheduler:
         """Something about an instance changed. Unknown names are ignored: facts may arrive late."""
         fleet = self.fleet
         if isinstance(change, InstanceAdded):
-            fleet.join(fleet.add(change.spec, now), now)
+            for spec in (change.spec, *change.more):
+                fleet.restarted(fleet.add(spec, now), now)
+            fleet.reindex(now)
+            return self._backlog.flush(now)
+        if isinstance(change, InstanceRemoved):
+            for name in (change.name, *change.more):
+                if (leaving := fleet.instances.get(name)) is not None:
+                    fleet.remove(leaving)
+                    self._holds.transfers.forget(leaving.incarnation)
             fleet.reindex(now)
             return self._backlog.flush(now)
         instance = fleet.instances.get(change.name)
@@ -486,13 +530,8 @@ class Scheduler:
             if not instance.health.on_probe(change.result, now, alone=alone, detail=change.detail):
                 return []
             return fleet.health_changed(instance, now) + self._backlog.flush(now)
-        if isinstance(change, InstanceRemoved):
-            fleet.remove(instance)
-            self._holds.transfers.forget(instance.incarnation)
-        elif isinstance(change, AdminStateSet):
-            left, instance.admin = instance.admin, change.state
-            if left is not AdminState.READY and change.state is AdminState.READY:
-                fleet.join(instance, now)
+        if isinstance(change, AdminStateSet):
+            instance.admin = change.state
         elif isinstance(change, InstanceUpdated):
             instance.update(change.spec, now)
         elif isinstance(change, ModelsLearned):
@@ -512,7 +551,8 @@ class Scheduler:
         instance.learn_sample(sample, now)
         if sample.asleep is not None:
             instance.asleep = sample.asleep
-        if instance.longest_request_tokens != longest or instance.asleep is not slept:
+        restarted = sample.began is not None and self.fleet.process_seen(instance, sample.began, now)
+        if restarted or instance.longest_request_tokens != longest or instance.asleep is not slept:
             self.fleet.reindex(now)
         woken = slept and not instance.asleep
         return self._backlog.flush(now) if woken or instance.finished_sequences > finished else []

@@ -1,8 +1,8 @@
 """One view of several schedulers: each books what the others have booked.
 
-A scheduler's leases go to its peers in short form (`Booked`, `Begun`, `Ended`), and a peer's lease is a lease
-of this scheduler as well: it counts in the ledger, its prefix is held, its end teaches lengths, speeds and
-health, and places what waits. So nothing else has to be shared. A peer that is gone takes its leases along.
+A scheduler's journal (`core/journal.py`) goes to its peers, and a peer's lease is a lease of this scheduler
+as well: it counts in the ledger, its prefix is held, its end teaches lengths, speeds and health, and places
+what waits. So nothing else has to be shared. A peer that is gone takes its leases along.
 
 News of a lease is old when it comes: within that delay all schedulers would choose the same instance. As many
 requests as peers book within the delay are therefore unseen at a decision, and it is not known which of them
@@ -18,15 +18,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from collections.abc import Sequence
+from typing import Final
 
 from hetlb.core.instance import Instance
-from hetlb.core.pickle_by_fields import PickleByFields
+from hetlb.core.journal import Booked, Change, Journal, Waiting
 from hetlb.core.policies.groups import LARGEST_WHOLE
+from hetlb.core.remote_leases import RemoteLeases
 from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import Command, Lease, LeaseId, LiveLease, Outcome, Request
+from hetlb.core.types import Command, Outcome, Request
 
 #: Seconds over which the rate of peers' bookings is a mean.
 _RATE_S: Final = 1.0
@@ -34,47 +34,6 @@ _RATE_S: Final = 1.0
 _MOST_UNSEEN: Final = 8.0
 #: An instance of the own share may be so much worse than the best, at most (a share of the score).
 _MOST_WORSE: Final = 0.15
-
-
-@dataclass(frozen=True, slots=True)
-class Booked(PickleByFields):
-    """A lease began, `age_s` ago. `number` is its scheduler's."""
-
-    number: int
-    instance: str
-    request: Request
-    work_ns: int
-    predicted_output: float
-    age_s: float = 0.0
-    begun: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Begun(PickleByFields):
-    """The answer of a lease began."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ended(PickleByFields):
-    """A lease ended."""
-
-    number: int
-    outcome: Outcome
-    output_tokens: int = 0
-    cached_tokens: int | None = None
-    server_error: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Waits(PickleByFields):
-    """Sizes of the requests that wait at a scheduler, added up, by model."""
-
-    sizes: dict[str, int]
-
-
-Change: TypeAlias = Booked | Begun | Ended | Waits
 
 
 class SharedView:
@@ -90,12 +49,12 @@ class SharedView:
         #: Names of the own share of the instances, and of what it is the share.
         self._own_share: tuple[str, ...] = ()
         self._share_of: tuple[str, ...] = ()
-        self._outbox: list[Change] = []
-        self._own: dict[LeaseId, Lease] = {}
-        self._peers: dict[str, dict[int, Lease]] = {}
+        #: Changes for peers. To be read by the transport.
+        self.journal = Journal()
+        scheduler.subscribe(self.journal)
+        self._remote = RemoteLeases(scheduler, arrived=True)
         self._waits: dict[str, dict[str, int]] = {}
         self._said: dict[str, int] = {}
-        self._next_request = -(1 << 40)
         #: Age of news of peers when it comes, in seconds.
         self.delay_s = 0.0
         #: Requests per second that peers book, as of a time.
@@ -106,84 +65,46 @@ class SharedView:
     @property
     def peers(self) -> list[str]:
         """Names of the peers whose leases are known."""
-        return list(self._peers)
+        return list(self._remote.of)
 
     @property
     def peer_leases(self) -> int:
         """Number of peers' leases."""
-        return sum([len(leases) for leases in self._peers.values()])
+        return len(self._remote)
 
     # --- of this scheduler ---
-
-    def booked(self, lease: Lease, now: float) -> None:
-        """A request was dispatched here."""
-        self._own[lease.id] = lease
-        self._outbox.append(_short(lease, now))
-
-    def begun(self, lease: Lease) -> None:
-        """The answer of an own lease began."""
-        if lease.id in self._own:
-            self._outbox.append(Begun(lease.id))
-
-    def ended(self, lease: Lease, outcome: Outcome, *, server_error: bool = False) -> None:
-        """An own lease ended."""
-        if self._own.pop(lease.id, None) is not None:
-            tokens, cached = lease.output_tokens, lease.reported_cached_tokens
-            self._outbox.append(Ended(lease.id, outcome, tokens, cached, server_error))
 
     def take(self) -> list[Change]:
         """Changes since the last time, for the peers."""
         waits = self._scheduler.queue.waiting_sizes()
         if waits != self._said:
             self._said = waits
-            self._outbox.append(Waits(waits))
-        changes, self._outbox = self._outbox, []
-        return changes
+            return [*self.journal.take(), Waiting(waits)]
+        return self.journal.take()
 
     def live(self, now: float) -> list[Change]:
         """All that a new peer must know: every live lease, and what waits."""
-        leases: list[Change] = [_short(lease, now) for lease in self._own.values()]
-        return [*leases, Waits(self._scheduler.queue.waiting_sizes())]
+        return [*self._scheduler.live(now), Waiting(self._scheduler.queue.waiting_sizes())]
 
     # --- of peers ---
 
-    def receive(self, peer: str, changes: Iterable[Change], now: float) -> list[Command]:
+    def receive(self, peer: str, changes: Sequence[Change], now: float) -> list[Command]:
         """Take over what a peer says; the commands are what this scheduler's own requests get of it."""
-        leases = self._peers.setdefault(peer, {})
-        scheduler = self._scheduler
-        commands: list[Command] = []
         for change in changes:
             if isinstance(change, Booked):
-                lease = None if change.number in leases else self._restore(change, now)
-                if lease is not None:
-                    leases[change.number] = lease
                 self._heard(now)
-            elif isinstance(change, Begun):
-                begun = leases.get(change.number)
-                if begun is not None:
-                    commands += scheduler.on_first_token(begun, now)
-            elif isinstance(change, Ended):
-                over = leases.pop(change.number, None)
-                if over is not None:
-                    over.output_tokens = change.output_tokens
-                    over.reported_cached_tokens = change.cached_tokens
-                    commands += scheduler.on_lease_ended(
-                        over, change.outcome, now, retry=False, server_error=change.server_error
-                    )
-            else:
+            elif isinstance(change, Waiting):
                 self._waits[peer] = change.sizes
                 self._say_elsewhere(now)
-        return commands
+        return self._remote.receive(peer, changes, now)
 
-    def replace(self, peer: str, changes: Iterable[Change], now: float) -> list[Command]:
+    def replace(self, peer: str, changes: Sequence[Change], now: float) -> list[Command]:
         """Forget what a peer said before: `changes` are all that holds of it."""
         return self.gone(peer, now) + self.receive(peer, changes, now)
 
     def gone(self, peer: str, now: float) -> list[Command]:
         """A peer is no more: its leases end, and count against no instance."""
-        commands: list[Command] = []
-        for lease in self._peers.pop(peer, {}).values():
-            commands += self._scheduler.on_lease_ended(lease, Outcome.CLIENT_GONE, now, retry=False)
+        commands = self._remote.gone(peer, now)
         if self._waits.pop(peer, None):
             self._say_elsewhere(now)
         return commands
@@ -191,7 +112,7 @@ class SharedView:
     def on_arrival(self, request: Request, now: float) -> list[Command]:
         """A request came to this scheduler: place it as if unseen requests of peers had been placed."""
         scheduler = self._scheduler
-        if not self._peers:
+        if not self._remote.of:
             return scheduler.on_arrival(request, now)
         expected = self._unseen(now)
         if expected and len(scheduler.instances) <= LARGEST_WHOLE:
@@ -202,8 +123,7 @@ class SharedView:
             return scheduler.on_arrival(request, now)
         leases = []
         for _ in range(unseen):
-            assumed = scheduler.assume(_copy(request, self._next_request), now)
-            self._next_request -= 1
+            assumed = scheduler.assume(self._remote.copy(request), now)
             if assumed is None:
                 break
             leases.append(assumed)
@@ -214,7 +134,7 @@ class SharedView:
 
     def _share(self) -> tuple[str, ...]:
         """Instances that are this scheduler's more than its peers': all deal them out alike, kind by kind."""
-        names, instances = sorted([self._name, *self._peers]), self._scheduler.instances
+        names, instances = sorted([self._name, *self._remote.of]), self._scheduler.instances
         of = (*names, *[str(each.incarnation) for each in instances])
         if of != self._share_of:
             self._share_of = of
@@ -241,45 +161,8 @@ class SharedView:
                 sizes[model] = sizes.get(model, 0) + size
         self._scheduler.on_waiting_elsewhere(sizes, now)
 
-    def _restore(self, change: Booked, now: float) -> Lease | None:
-        request = _copy(change.request, self._next_request)
-        self._next_request -= 1
-        live = LiveLease(
-            request,
-            change.instance,
-            change.work_ns,
-            change.predicted_output,
-            now - change.age_s,
-            change.begun,
-        )
-        return self._scheduler.restore(live, now, arrived=True)
-
 
 def _kind(instance: Instance) -> tuple[float, str]:
     """Order in which instances of a kind are beside each other."""
     latency = instance.spec.latency
     return 0.0 if latency is None else latency.step_s(1.0, 1.0), instance.name
-
-
-def _short(lease: Lease, now: float) -> Booked:
-    begun = lease.first_token_at is not None
-    age_s = now - lease.dispatched_at
-    return Booked(
-        lease.id, lease.instance, lease.request, lease.work_ns, lease.predicted_output, age_s, begun
-    )
-
-
-def _copy(request: Request, request_id: int) -> Request:
-    """A request under another id: those of two schedulers are not told apart."""
-    return Request(
-        request_id,
-        request.model,
-        request.prompt_tokens,
-        request.max_tokens,
-        request.sequences,
-        request.longest_prompt_tokens,
-        request.generates,
-        prefix_keys=request.prefix_keys,
-        tenant=request.tenant,
-        samples=request.samples,
-    )

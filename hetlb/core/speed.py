@@ -52,24 +52,23 @@ class Mark(PickleByFields):
 
 
 class _RecentRate:
-    """Rate of a count that only grows, over about its last `MEMORY_S` seconds."""
+    """Rate of a count over about its last `MEMORY_S` seconds, older events weighing less."""
 
-    __slots__ = ("_at", "_per_s", "_seen")
+    __slots__ = ("_at", "_per_s")
 
     def __init__(self, now: float) -> None:
         self._at = now
-        self._per_s, self._seen = 0.0, 0
+        self._per_s = 0.0
 
-    def per_s(self, count: int, now: float, explaining: bool) -> float:
-        """The rate now; unless `explaining`, what was counted since the last call is folded in."""
+    def add(self, count: float, now: float) -> None:
+        """So many were counted now."""
+        self._per_s = self.per_s(now) + count / MEMORY_S
+        self._at = now
+
+    def per_s(self, now: float) -> float:
+        """The rate now."""
         since = now - self._at
-        if since <= 0.0:
-            return self._per_s
-        keep = math.exp(-since / MEMORY_S)
-        per_s = self._per_s * keep + (count - self._seen) / since * (1.0 - keep)
-        if not explaining:
-            self._at, self._per_s, self._seen = now, per_s, count
-        return per_s
+        return self._per_s * math.exp(-since / MEMORY_S) if since > 0.0 else self._per_s
 
 
 class SpeedTracker:
@@ -78,14 +77,12 @@ class SpeedTracker:
     __slots__ = (
         "_at",
         "_expected_s",
-        "_joined",
-        "_joining",
         "_most",
         "_observed_s",
+        "_prefilling",
         "_profiled",
         "_prompt_tokens",
         "_prompts",
-        "_reading",
         "_sequence_s",
         "_token_s",
         "engines",
@@ -103,9 +100,7 @@ class SpeedTracker:
         self._at = now
         self._sequence_s = self._token_s = 0.0
         self._prompt_tokens = self._prompts = 0
-        self._reading, self._joining = _RecentRate(now), _RecentRate(now)
-        #: Prompts that were there already: all but one token came from elsewhere, or from the prefix cache.
-        self._joined = 0
+        self._prefilling = _RecentRate(now)
         # The default model is a guess: the first answer may replace it.
         self._observed_s = self._expected_s = PRIOR_S if profiled else 0.0
         #: Factor for the model's durations.
@@ -121,6 +116,16 @@ class SpeedTracker:
         """True if some answer has shown a speed."""
         return self._observed_s > (PRIOR_S if self._profiled else 0.0)
 
+    @property
+    def seen_at(self) -> float:
+        """Time of the newest evidence."""
+        return self._at
+
+    @property
+    def confidence(self) -> float:
+        """Share of the seen seconds of answers in all that the factor rests on, 0 to 1."""
+        return self._observed_s / (self._observed_s + PRIOR_S)
+
     def elapsed(self, running: float, tokens: float, now: float) -> None:
         """Until now `running` sequences ran, with `tokens` in the KV cache; call it before they change."""
         since = now - self.last
@@ -129,23 +134,15 @@ class SpeedTracker:
             self._token_s += since * tokens
             self.last = now
 
-    def read(self, prompts: int, tokens: int) -> None:
-        """Prompts of so many tokens together have been read."""
+    def prefilled(self, prompts: int, tokens: int, now: float) -> None:
+        """Prompts of so many tokens together have been prefilled."""
         self._prompts += prompts
         self._prompt_tokens += tokens
-        if tokens <= prompts:
-            self._joined += prompts
+        self._prefilling.add(tokens, now)
 
-    def read_per_s(self, now: float, *, explaining: bool = False) -> float:
-        """Prompt tokens that were read per second over about the last `MEMORY_S` seconds.
-
-        A decision folds in what was read since the one before; `explaining` changes nothing.
-        """
-        return self._reading.per_s(self._prompt_tokens, now, explaining)
-
-    def joins_per_s(self, now: float, *, explaining: bool = False) -> float:
-        """Sequences per second that began to decode with their prompt there already; as `read_per_s`."""
-        return self._joining.per_s(self._joined, now, explaining) if self._joined else 0.0
+    def prefill_per_s(self, now: float) -> float:
+        """Prompt tokens that were prefilled per second over about the last `MEMORY_S` seconds."""
+        return self._prefilling.per_s(now)
 
     def mark(self) -> Mark:
         """The work so far, `elapsed` up to now."""
@@ -179,9 +176,8 @@ class SpeedTracker:
         self.last_mixed = delay_s > _MIXED_SHARE * expected_s
         return self._observe(expected_s, seconds, now)
 
-    def prefilled(self, expected_s: float, seconds: float, now: float) -> bool:
-        """A prompt was read in `seconds` where the uncorrected model says `expected_s`. True if the factor
-        changed."""
+    def observe_prefill(self, expected_s: float, seconds: float, now: float) -> bool:
+        """A prompt took `seconds`, and `expected_s` uncorrected. True if the factor changed."""
         return seconds > 0.0 and expected_s > 0.0 and self._observe(expected_s, seconds, now)
 
     def _observe(self, expected_s: float, seconds: float, now: float) -> bool:

@@ -1,4 +1,4 @@
-"""Restraints on an instance for a while: it has come back, it said that it is busy, it has failed.
+"""Restraints on an instance for a while: its process is new, it said that it is busy, it has failed.
 
 What an instance may take never rises because it failed.
 """
@@ -24,13 +24,12 @@ BLOCKED: Final = 2
 class Throttle:
     """Slow start, busy time and probation of one instance."""
 
-    __slots__ = ("_busy_slots", "_probation", "_ramp_s", "_ramp_since", "busy_until", "rejoining", "was_up")
+    __slots__ = ("_busy_slots", "_probation", "_ramp_s", "_ramp_since", "busy_until", "restarted")
 
-    def __init__(self, probation: Probation, *, was_up: bool) -> None:
+    def __init__(self, probation: Probation) -> None:
         self._probation = probation
-        #: True if it has been up, and whether it starts slowly when it is the next time.
-        self.was_up = was_up
-        self.rejoining = False
+        #: True if its process is another than the one that was up: it starts slowly once it is up.
+        self.restarted = False
         #: Since when, and for how many seconds, what it may run at once grows.
         self._ramp_since: float | None = None
         self._ramp_s = 0.0
@@ -39,9 +38,15 @@ class Throttle:
         self._busy_slots = 0
 
     def begin_slow_start(self, seconds: float, now: float) -> None:
-        """It has come back: for so long it may run only a growing part of what it can; 0 is not at all."""
-        self.rejoining = False
+        """Its process is new: for so long it may run only a growing part of what it can; 0 is not at all."""
+        self.restarted = False
         self._ramp_since, self._ramp_s = (now, seconds) if seconds > 0.0 else (None, 0.0)
+
+    def end_slow_start(self) -> bool:
+        """Let it run all that it can. True if it was in a slow start."""
+        ended = self._ramp_since is not None
+        self._ramp_since = None
+        return ended
 
     def mark_busy(self, seconds: float, sequences: int, now: float) -> None:
         """It asked to come again after `seconds`, with so many sequences running."""
@@ -53,6 +58,21 @@ class Throttle:
         if self._ramp_since is not None and now - self._ramp_since >= self._ramp_s:
             self._ramp_since = None
         return self._ramp_since is not None or now < self.busy_until or self._probation.active(now)
+
+    def reason(self, max_num_seqs: int, now: float) -> str:
+        """Reason of what restrains it now, "" if nothing does; for people."""
+        if self._probation.active(now):
+            return f"on probation: {self._probation.reason}"
+        if self._ramp_since is not None and now - self._ramp_since < self._ramp_s:
+            return self._slow_start(max_num_seqs, now)
+        if now < self.busy_until:
+            return f"busy by its own word for {self.busy_until - now:.3g} s more"
+        return ""
+
+    def _slow_start(self, max_num_seqs: int, now: float) -> str:
+        assert self._ramp_since is not None
+        slots = max_num_seqs * max(0.0, now - self._ramp_since) / self._ramp_s
+        return f"slow start: {max(1, int(slots))} of {max_num_seqs} slots"
 
     def availability(
         self, sequences: int, max_num_seqs: int, now: float, *, doubt: bool = True
@@ -67,7 +87,7 @@ class Throttle:
         if self._ramp_since is not None:
             slots = max_num_seqs * max(0.0, now - self._ramp_since) / self._ramp_s
             if wanted > max(1.0, slots):
-                return BLOCKED, f"slow start: {max(1, int(slots))} of {max_num_seqs} places"
+                return BLOCKED, self._slow_start(max_num_seqs, now)
         if now < self.busy_until:
             left = f"it said it is busy, for {self.busy_until - now:.3g} s more"
             if wanted > self._busy_slots:

@@ -16,6 +16,7 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.core.block_index import PromptBlocks
 from hetlb.core.latency import LatencyModel
+from hetlb.core.objective import UNSTATED, ServiceClass
 from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.prefix_index import PrefixKey, Shared
 from hetlb.core.speed import Mark
@@ -44,11 +45,18 @@ class Health(StrEnum):
 
 
 class Outcome(StrEnum):
-    """End of a request, or of one lease of it. Every accepted request has exactly one."""
+    """End of a request, or of one lease of it. Every accepted request has exactly one; `CAUSES` says whose.
+
+    `UPSTREAM_REFUSED` is an engine's whole answer of 4xx, `UPSTREAM_ERROR` one of 5xx, `UPSTREAM_BUSY` one of
+    429 or 503 that says when to come again.
+    """
 
     OK = "ok"
+    UPSTREAM_REFUSED = "upstream_refused"
+    UPSTREAM_BUSY = "upstream_busy"
     UPSTREAM_ERROR = "upstream_error"
     BAD_REQUEST = "bad_request"
+    RATE_LIMITED = "rate_limited"
     REJECTED_FULL = "rejected_full"
     NO_INSTANCE = "no_instance"
     EXPIRED_QUEUE = "expired_queue"
@@ -58,6 +66,26 @@ class Outcome(StrEnum):
     CLIENT_GONE = "client_gone"
     LOCAL_FAULT = "local_fault"
     SHUTDOWN = "shutdown"
+
+
+#: Causes of the ends of requests: the client, a limit of its key, an engine, or hetlb and its fleet.
+CAUSES: Final[dict[str, str]] = {
+    Outcome.OK.value: "none",
+    Outcome.UPSTREAM_REFUSED.value: "client",
+    Outcome.BAD_REQUEST.value: "client",
+    Outcome.CLIENT_GONE.value: "client",
+    Outcome.RATE_LIMITED.value: "limit",
+    Outcome.UPSTREAM_BUSY.value: "engine",
+    Outcome.UPSTREAM_ERROR.value: "engine",
+    Outcome.CONNECT_FAILED.value: "engine",
+    Outcome.NO_RESPONSE.value: "engine",
+    Outcome.BROKEN_STREAM.value: "engine",
+    Outcome.REJECTED_FULL.value: "hetlb",
+    Outcome.NO_INSTANCE.value: "hetlb",
+    Outcome.EXPIRED_QUEUE.value: "hetlb",
+    Outcome.LOCAL_FAULT.value: "hetlb",
+    Outcome.SHUTDOWN.value: "hetlb",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +170,8 @@ class InstanceSpec(PickleByFields):
     """One vLLM server as configured: a pool (`model`), a name unique in the fleet, what is known of it.
 
     `latency` is None where no profile was given; `model` is "" where only the engine knows what it serves.
-    `kv_transfer` is None where prefill and decode of a request are never split.
+    `kv_transfer` is None where prefill and decode of a request are never split. `slots_stated`: a person said
+    `max_num_seqs` of its capacity; `gpu` is the name of its GPU, for people.
     """
 
     name: str
@@ -153,6 +182,8 @@ class InstanceSpec(PickleByFields):
     capacity: Capacity = Capacity()
     role: Role = Role.BOTH
     kv_transfer: KvTransfer | None = None
+    slots_stated: bool = False
+    gpu: str = ""
 
 
 @mypyc_attr(acyclic=True)
@@ -174,7 +205,9 @@ class Request(PickleByFields):
     prompt of known token ids, for engines that publish KV events. `splittable`: prefill and decode may run
     on different instances; `streamed`: its first token can be seen before the answer is whole. Of the
     instances `preferred` the best one is chosen where it is worse than the best of all by `preferred_within`
-    at most (a share of the score).
+    at most (a share of the score). `generated` tokens of `prompt_tokens` are output of earlier leases.
+    `service` is its class
+    with the targets that it may have narrowed.
     """
 
     id: RequestId
@@ -197,6 +230,8 @@ class Request(PickleByFields):
     subset: tuple[str, ...] | None
     preferred: tuple[str, ...]
     preferred_within: float
+    generated: int
+    service: ServiceClass
 
     def __init__(
         self,
@@ -220,6 +255,8 @@ class Request(PickleByFields):
         subset: tuple[str, ...] | None = None,
         preferred: tuple[str, ...] = (),
         preferred_within: float = 0.0,
+        generated: int = 0,
+        service: ServiceClass = UNSTATED,
     ) -> None:
         self.id = id
         self.model = model
@@ -241,6 +278,37 @@ class Request(PickleByFields):
         self.streamed = streamed
         self.preferred = preferred
         self.preferred_within = preferred_within
+        self.service = service
+        self.generated = generated
+
+    def goes_on(self, generated: int) -> Request:
+        """The request for the rest of an answer: `generated` tokens of it are part of the prompt now."""
+        more = generated - self.generated
+        most = None if self.max_tokens is None else max(1, self.max_tokens - more)
+        return Request(
+            self.id,
+            self.model,
+            self.prompt_tokens + more,
+            most,
+            self.sequences,
+            self.longest_prompt_tokens + more,
+            self.generates,
+            self.body_bytes,
+            self.prompt_exact,
+            self.pinned,
+            self.prefix_keys,
+            self.priority,
+            self.tenant,
+            self.samples,
+            self.blocks,
+            False,
+            self.streamed,
+            self.subset,
+            self.preferred,
+            self.preferred_within,
+            generated,
+            self.service,
+        )
 
     @property
     def restriction(self) -> str | None:
@@ -301,6 +369,9 @@ class Lease:
         "expected_s",
         "first_mark",
         "first_token_at",
+        "forecast_end_s",
+        "forecast_first_s",
+        "forecast_step_s",
         "hold",
         "id",
         "incarnation",
@@ -313,6 +384,7 @@ class Lease:
         "mixed",
         "outcome",
         "output_tokens",
+        "own",
         "predicted_output",
         "promised_tokens",
         "prompt_tokens",
@@ -358,6 +430,8 @@ class Lease:
         self.dispatched_at = dispatched_at
         self.shared = shared
         self.first_token_at: float | None = None
+        #: Forecast at the dispatch, seconds: until the first token, per further token, until the end.
+        self.forecast_first_s = self.forecast_step_s = self.forecast_end_s = 0.0
         #: Work of the instance when the lease began and when its first token came (see `core.speed`).
         self.mark: Mark | None = None
         self.first_mark: Mark | None = None
@@ -368,6 +442,8 @@ class Lease:
         self.output_tokens = 0
         self.reported_cached_tokens: int | None = None
         self.ended = False
+        #: True if its request is of this process: other processes are told of it.
+        self.own = True
         #: Outcome and time of its end, None before.
         self.outcome: Outcome | None = None
         self.ended_at: float | None = None
@@ -383,33 +459,26 @@ class Lease:
         return f"Lease({self.id}, request={self.request.id}, instance={self.instance!r})"
 
 
-@dataclass(frozen=True, slots=True)
-class LiveLease(PickleByFields):
-    """A lease of an earlier scheduler that still runs: what it booked; `begun`: its first token has come."""
-
-    request: Request
-    instance: str
-    work_ns: int
-    predicted_output: float
-    dispatched_at: float
-    begun: bool
-
-
 # --- facts about instances ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceAdded(PickleByFields):
-    """A server joined the fleet (or came back under the same name: then it is a new incarnation)."""
+    """A server joined the fleet (or came back under the same name: then it is a new incarnation).
+
+    `more` are those that came with it: what follows for the fleet is computed once for all.
+    """
 
     spec: InstanceSpec
+    more: tuple[InstanceSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceRemoved(PickleByFields):
-    """A server left the fleet: no new work; its leases end when their requests do."""
+    """A server left the fleet, and `more` with it: no new work; their leases end when their requests do."""
 
     name: str
+    more: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,6 +567,10 @@ class EngineSample(PickleByFields):
     asleep: bool | None = None
     #: LoRA adapters with running requests.
     adapters: tuple[str, ...] | None = None
+    #: Start of the server's process, Unix time in seconds.
+    began: float | None = None
+    #: Kind of the engine by its metrics, a key of `core.engines.ENGINES`; "" where none is known.
+    engine: str = ""
 
 
 # --- commands ----------------------------------------------------------------------------------------

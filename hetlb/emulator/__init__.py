@@ -4,6 +4,6 @@ The engine is `hetlb.sim.engine`, the same one that the simulator drives; this p
 (`runner`), sockets (`http`), and the requests and answers of vLLM 0.32 (`requests`, `replies`, `api`).
 """
 
-from hetlb.emulator.engine import EmulatedEngine
+from hetlb.emulator.emulated_engine import EmulatedEngine
 
 __all__ = ["EmulatedEngine"]

@@ -15,14 +15,14 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from hetlb.emulator import metrics
-from hetlb.emulator.audio import TranscriptionReply, read_transcription
+from hetlb.emulator import vllm_metrics
+from hetlb.emulator.anthropic_answers import MessagesReply, error_body
+from hetlb.emulator.counting import chat_text, token_ids
 from hetlb.emulator.data_parallel import EngineGroup
-from hetlb.emulator.fields import ApiError, bad_type, chat_text, read_object, token_ids
+from hetlb.emulator.generation import Generation, Reader
 from hetlb.emulator.http import Connection, Message
 from hetlb.emulator.kv_transfer import KvExchange
-from hetlb.emulator.messages import MessagesReply
-from hetlb.emulator.realtime import RealtimeSession
+from hetlb.emulator.real_time import Choice
 from hetlb.emulator.replies import (
     VERSION,
     ChatReply,
@@ -31,8 +31,7 @@ from hetlb.emulator.replies import (
     Reply,
     ResponsesReply,
 )
-from hetlb.emulator.requests import Generation, Reader
-from hetlb.emulator.runner import Choice
+from hetlb.openai.requests import ApiError, bad, read
 
 Handler: TypeAlias = Callable[[Connection, Message], None]
 
@@ -67,9 +66,6 @@ class Api:
             "/v1/messages": {"POST": self._generator(reader.message, MessagesReply)},
             "/v1/messages/count_tokens": {"POST": self._count_tokens},
             "/v1/embeddings": {"POST": self._embeddings},
-            "/v1/audio/transcriptions": {"POST": self._audio("transcription")},
-            "/v1/audio/translations": {"POST": self._audio("translation")},
-            "/v1/realtime": {"GET": self._realtime},
         }
         if kv is not None:
             self._routes["/kv_transfer/pull"] = {"POST": self._pull}
@@ -86,27 +82,25 @@ class Api:
             connection.respond(405, b'{"detail":"Method Not Allowed"}', extra=allow)
         else:
             try:
+                if message.method == "POST" and message.path != "/ping":
+                    _check_type(message)
                 handler(connection, message)
             except ApiError as error:
                 anthropic = message.path.startswith("/v1/messages")
-                connection.respond(error.status, error.messages_body() if anthropic else error.body())
+                connection.respond(error.status, error_body(error) if anthropic else error.body())
 
     # --- generating ---
 
-    def _generator(self, read: Callable[[dict[str, Any]], Generation], kind: type[Reply]) -> Handler:
+    def _generator(self, read: Callable[[bytes], Generation], kind: type[Reply]) -> Handler:
         def handle(connection: Connection, message: Message) -> None:
-            data = read_object(message.body, message.content_type)
             try:
-                generation = read(data)
+                generation = read(message.body)
             except ApiError:
-                if self._kv is not None and isinstance(params := data.get("kv_transfer_params"), dict):
-                    self._kv.reject(params)
+                if self._kv is not None:
+                    self._kv.reject(message.body)
                 raise
-            request_id = message.request_id
-            if kind is ResponsesReply:  # named in the body alone
-                request_id = str(data.get("request_id") or "").removeprefix(kind.PREFIX)
-            request_id = request_id or self._new_id()
-            reply = kind(connection, generation, self._reader.max_model_len, request_id)
+            request_id = generation.request_id if kind is ResponsesReply else message.request_id
+            reply = kind(connection, generation, self._reader.max_model_len, request_id or self._new_id())
             if self._kv is not None:
                 self._kv.prepare(reply, generation.kv_transfer_params)
             if generation.stream:
@@ -116,28 +110,12 @@ class Api:
         return handle
 
     def _embeddings(self, connection: Connection, message: Message) -> None:
-        model, prompts = self._reader.embedding(read_object(message.body, message.content_type))
+        model, prompts = self._reader.embedding(message.body)
         reply = EmbeddingReply(connection, model, prompts, message.request_id or self._new_id())
         self._run(connection, reply.choices)
 
-    def _audio(self, task: str) -> Handler:
-        def handle(connection: Connection, message: Message) -> None:
-            request = read_transcription(message.body, message.content_type, self._reader)
-            reply = TranscriptionReply(connection, request, task, message.request_id or self._new_id())
-            if request.stream:
-                connection.start_stream()
-            self._run(connection, [reply])
-
-        return handle
-
-    def _realtime(self, connection: Connection, message: Message) -> None:
-        if message.websocket_key:
-            RealtimeSession(connection, self._engines, self._reader, message.websocket_key)
-        else:
-            connection.respond(404, b'{"detail":"Not Found"}')
-
     def _count_tokens(self, connection: Connection, message: Message) -> None:
-        tokens = self._reader.message_tokens(read_object(message.body, message.content_type))
+        tokens = self._reader.message_tokens(message.body)
         body = {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
         connection.respond(200, _encode(body))
 
@@ -153,7 +131,7 @@ class Api:
     # --- between engines ---
 
     def _pull(self, connection: Connection, message: Message) -> None:
-        asked = read_object(message.body, message.content_type)
+        asked = read(message.body, dict[str, Any])
         assert self._kv is not None
 
         def answer(done: asyncio.Task[str]) -> None:
@@ -172,7 +150,7 @@ class Api:
 
     def _done(self, connection: Connection, message: Message) -> None:
         assert self._kv is not None
-        self._kv.done(str(read_object(message.body, message.content_type).get("key")))
+        self._kv.done(str(read(message.body, dict[str, Any]).get("key")))
         connection.respond(200, b'{"state":"released"}')
 
     def _query(self, connection: Connection, message: Message) -> None:
@@ -195,8 +173,10 @@ class Api:
         connection.respond(200, b'{"server_load":0}')
 
     def _metrics(self, connection: Connection, message: Message) -> None:
-        page = metrics.render(self._engines.runners, self._reader.served[0], self._kv_cache_tokens, self._kv)
-        connection.respond(200, page, content_type=metrics.CONTENT_TYPE)
+        page = vllm_metrics.render(
+            self._engines.runners, self._reader.served[0], self._kv_cache_tokens, self._kv
+        )
+        connection.respond(200, page, content_type=vllm_metrics.CONTENT_TYPE)
 
     def _models(self, connection: Connection, message: Message) -> None:
         root = self._reader.served[0]
@@ -209,51 +189,44 @@ class Api:
                 "root": root,
                 "parent": None,
                 "max_model_len": self._reader.max_model_len,
-                "permission": [
-                    {
-                        "id": f"modelperm-{self._new_id()}",
-                        "object": "model_permission",
-                        "created": self._started,
-                        "allow_create_engine": False,
-                        "allow_sampling": True,
-                        "allow_logprobs": True,
-                        "allow_search_indices": False,
-                        "allow_view": True,
-                        "allow_fine_tuning": False,
-                        "organization": "*",
-                        "group": None,
-                        "is_blocking": False,
-                    }
-                ],
             }
             for name in self._reader.served
         ]
         connection.respond(200, _encode({"object": "list", "data": data}))
 
     def _tokenize(self, connection: Connection, message: Message) -> None:
-        data = read_object(message.body, message.content_type)
-        if isinstance(prompt := data.get("prompt"), str):
-            tokens = token_ids(prompt)
-        elif isinstance(messages := data.get("messages"), list):
-            text, count = chat_text(messages)
+        asked = read(message.body, _Tokenize)
+        if asked.prompt is not None:
+            tokens = token_ids(asked.prompt)
+        elif asked.messages is not None:
+            text, count = chat_text(asked.messages)
             ids = token_ids(text)
             tokens = [ids[number % len(ids)] for number in range(count)]
         else:
-            raise bad_type("missing", "body.prompt", "Field required", data)
-        self._reader.model(data)
-        body = {
-            "count": len(tokens),
-            "max_model_len": self._reader.max_model_len,
-            "tokens": tokens,
-            "token_strs": None,
-        }
+            raise bad("Expected a prompt or messages.", "prompt")
+        self._reader.model(asked.model)
+        longest = self._reader.max_model_len
+        body = {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": None}
         connection.respond(200, _encode(body))
 
     def _detokenize(self, connection: Connection, message: Message) -> None:
-        data = read_object(message.body, message.content_type)
-        tokens = data.get("tokens")
-        if not isinstance(tokens, list):
-            raise bad_type("missing", "body.tokens", "Field required", data)
-        self._reader.model(data)
+        asked = read(message.body, _Detokenize)
+        self._reader.model(asked.model)
         # The ids of this emulator cannot be turned back into text; each stands for itself.
-        connection.respond(200, _encode({"prompt": "".join(f" t{token}" for token in tokens)}))
+        connection.respond(200, _encode({"prompt": "".join(f" t{token}" for token in asked.tokens)}))
+
+
+class _Tokenize(msgspec.Struct):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+
+
+class _Detokenize(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[Any]
+
+
+def _check_type(message: Message) -> None:
+    if message.content_type.partition(";")[0].strip().lower() != "application/json":
+        raise bad("Expected the content type application/json.")

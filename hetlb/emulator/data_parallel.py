@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from hetlb.emulator.runner import Choice, Runner
+from hetlb.emulator.real_time import Choice, RealTimeEngine
 
 #: A waiting sequence weighs as much as so many running ones.
 _WAITING_WEIGHT = 4
@@ -21,7 +21,7 @@ class EngineGroup:
 
     __slots__ = ("_next", "runners")
 
-    def __init__(self, runners: Sequence[Runner]) -> None:
+    def __init__(self, runners: Sequence[RealTimeEngine]) -> None:
         self.runners = tuple(runners)
         self._next = 0
 
@@ -74,7 +74,7 @@ class EngineGroup:
         for runner in self.runners:
             runner.close()
 
-    def _least_loaded(self) -> Runner:
+    def _least_loaded(self) -> RealTimeEngine:
         count = len(self.runners)
         turn = [self.runners[(self._next + i) % count] for i in range(count)]
         self._next = (self._next + 1) % count

@@ -28,7 +28,7 @@ _PHRASES = {
 class Message:
     """One request: what the handlers look at. Header names were compared without regard to case."""
 
-    __slots__ = ("body", "content_type", "keep_alive", "method", "path", "request_id", "websocket_key")
+    __slots__ = ("body", "content_type", "keep_alive", "method", "path", "request_id")
 
     def __init__(
         self,
@@ -38,16 +38,13 @@ class Message:
         request_id: str,
         body: bytes,
         keep_alive: bool,
-        websocket_key: bytes = b"",
     ) -> None:
-        """`websocket_key` comes with an upgrade to WebSocket and is b"" without one."""
         self.method = method
         self.path = path
         self.content_type = content_type
         self.request_id = request_id
         self.body = body
         self.keep_alive = keep_alive
-        self.websocket_key = websocket_key
 
 
 class Listener:
@@ -95,10 +92,8 @@ class Connection(asyncio.Protocol):
         "_queue",
         "_request_id",
         "_running",
-        "_take",
         "_transport",
         "_url",
-        "_websocket_key",
         "write",
     )
 
@@ -116,7 +111,6 @@ class Connection(asyncio.Protocol):
         self._method = ""  # of the request being answered
         self._idle: asyncio.TimerHandle | None = None
         self._gone: Callable[[], None] | None = None
-        self._take: Callable[[bytes], None] | None = None  # what comes is no HTTP any more
         self._reset()
 
     # --- the transport's side ---
@@ -127,24 +121,15 @@ class Connection(asyncio.Protocol):
         self._listener.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._switched(data):
-            return
         if self._idle is not None:
             self._idle.cancel()
             self._idle = None
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            # The request was answered; what is behind it is of the other protocol, if that was agreed on.
-            self._switched(data[upgrade.args[0] :])
+        except httptools.HttpParserUpgrade:
+            pass  # the request was answered, and the connection ends with it
         except httptools.HttpParserError:
             self._refuse()
-
-    def _switched(self, data: bytes) -> bool:
-        """True if the connection speaks another protocol, whose bytes these are."""
-        if self._take is not None and data:
-            self._take(data)
-        return self._take is not None
 
     def eof_received(self) -> None:
         # Returning None lets the transport close itself; what runs for this client stops now.
@@ -175,7 +160,6 @@ class Connection(asyncio.Protocol):
         self._url = b""
         self._content_type = ""
         self._request_id = ""
-        self._websocket_key = b""
         self._expects = False
         self._body: list[bytes] = []
 
@@ -191,8 +175,6 @@ class Connection(asyncio.Protocol):
             self._content_type = value.decode("latin-1")
         elif lower == b"x-request-id":
             self._request_id = value.decode("latin-1")
-        elif lower == b"sec-websocket-key":
-            self._websocket_key = value
         elif lower == b"expect":
             self._expects = value.lower() == b"100-continue"
 
@@ -212,7 +194,6 @@ class Connection(asyncio.Protocol):
             self._request_id,
             self._body[0] if len(self._body) == 1 else b"".join(self._body),
             parser.get_http_version() != "1.0" and parser.should_keep_alive() and not parser.should_upgrade(),
-            self._websocket_key if parser.should_upgrade() else b"",
         )
         self._queue.append(message)
         if self._busy and not self._paused:
@@ -241,15 +222,6 @@ class Connection(asyncio.Protocol):
     def watch(self, gone: Callable[[], None]) -> None:
         """Call `gone` once if the client leaves before the response is done."""
         self._gone = gone
-
-    def upgrade(self, take: Callable[[bytes], None], gone: Callable[[], None], accept: bytes) -> None:
-        """Agree to a WebSocket: `take` gets what comes from now on, `gone` is called if the client leaves."""
-        self.write(
-            b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: Upgrade\r\n"
-            b"sec-websocket-accept: %b\r\n%b\r\n" % (accept, self._listener.date())
-        )
-        self._take = take
-        self.watch(gone)
 
     def start_stream(self) -> None:
         """Begin a chunked event stream; the caller writes chunks, then calls `done`."""

@@ -22,14 +22,12 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
+from hetlb.emulator.real_time import Choice
 from hetlb.emulator.replies import Reply, ReplyChoice
-from hetlb.emulator.runner import Choice
 from hetlb.sim.engine import SequenceState
 
 #: Seconds until an engine that does not answer is taken for dead, as in NIXL's handshake.
 CONNECT_S = 5.0
-
-_encode = msgspec.json.encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +39,12 @@ class KvSettings:
     bandwidth_bytes_per_s: float = 5e9
     policy: Literal["fail", "recompute"] = "fail"
     folder: Path | None = None
+
+
+class _Refused(msgspec.Struct):
+    """Fields that are read of a body that is refused."""
+
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class _Held:
@@ -216,8 +220,12 @@ class KvExchange:
                 return
             self._start(self._tell_done(reply.kv_source))
 
-    def reject(self, params: dict[str, Any]) -> None:
-        """A request with these parameters is refused before it runs."""
+    def reject(self, body: bytes) -> None:
+        """A request with this body is refused before it runs: what it would have fetched is let go."""
+        try:
+            params = msgspec.json.decode(body, type=_Refused).kv_transfer_params or {}
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+            return
         if self.settings.connector != "nixl-push" and _has_source(params):
             self._start(self._tell_done(params))
 

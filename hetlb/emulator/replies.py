@@ -1,8 +1,8 @@
-"""The shapes of vLLM 0.32's answers, recorded from a real server (`tests/vllm/data`).
+"""Answers of the emulated engine, in the shapes of vLLM 0.32 as far as a client can use them.
 
-Keys, their order and their nulls are those of the recordings. The text of every answer is
-` t0 t1 t2 ...`, one word a token, so that a reader sees what is missing or out of order. What does not
-change from token to token is built once per answer: a token costs one formatting and one write.
+The text of every answer is ` t0 t1 t2 ...`, one word a token, so that a reader sees what is missing or out of
+order. What does not change from token to token is built once per answer: a token costs one formatting and one
+write.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from typing import Any, Protocol
 
 import msgspec
 
-from hetlb.emulator.requests import Generation, Prompt
-from hetlb.emulator.runner import Choice
+from hetlb.emulator.counting import GENERATED, token_ids
+from hetlb.emulator.generation import Generation, Prompt
+from hetlb.emulator.real_time import Choice
 from hetlb.emulator.tools import ToolCall
+from hetlb.openai import answers
+from hetlb.openai.requests import ApiError
 
 VERSION = "0.32.0"
 FINGERPRINT = f"vllm-{VERSION}-emulated"
 
-#: Stands where a token's text goes while a template is built; JSON never holds it unescaped.
-_MARK = "\0"
-DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+#: Stands where a token's text goes while a template is built: a character that nothing else holds.
+_MARK = "\ue000"
 LAST_CHUNK = b"0\r\n\r\n"
 
 _encode = msgspec.json.encode
@@ -50,9 +52,7 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def quoted(text: str) -> str:
-    """A JSON string."""
-    return _encode(text).decode()
+DONE = chunk(answers.DONE) + LAST_CHUNK
 
 
 class Out(Protocol):
@@ -71,6 +71,9 @@ class Out(Protocol):
 class Reply:
     """One response being generated: `prompts * n` choices, answered when all of them are complete."""
 
+    #: Begins the id.
+    PREFIX = ""
+
     def __init__(self, out: Out, generation: Generation, max_model_len: int, request_id: str) -> None:
         self.out = out
         self.generation = generation
@@ -79,7 +82,7 @@ class Reply:
         self.output_tokens = 0
         #: Prefix of the number of a token: `x` where its KV cache is that of another prompt.
         self.word = "t"
-        #: KV hand-over: what the answer says of the blocks that are kept, and whence they are fetched.
+        #: KV transfer: what the answer says of the blocks that are kept, and whence they are fetched.
         self.on_finished: Callable[[Reply], dict[str, Any] | None] | None = None
         self.kv_source: dict[str, Any] | None = None
         self.kv_done = False
@@ -91,21 +94,14 @@ class Reply:
                 self.choices.append(kind(self, len(self.choices), prompt, output, reason))
         self.open = len(self.choices)
 
-    PREFIX = ""
-
     def choice_type(self) -> type[ReplyChoice]:
         """Class of the choices, by the way their tokens are sent."""
-        return PlainChoice
+        return EventChoice if self.generation.stream else PlainChoice
 
     @property
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, int]:
         """Tokens in and out so far, all choices together."""
-        prompt_tokens = sum(prompt.tokens for prompt in self.generation.prompts)
-        return {
-            "prompt_tokens": prompt_tokens,
-            "total_tokens": prompt_tokens + self.output_tokens,
-            "completion_tokens": self.output_tokens,
-        }
+        return answers.usage(sum(prompt.tokens for prompt in self.generation.prompts), self.output_tokens)
 
     def finished(self, choice: ReplyChoice, tail: bytes = b"") -> None:
         """A choice is complete; `tail` is the last piece of its stream."""
@@ -131,13 +127,12 @@ class Reply:
 
     def fail(self, message: str) -> None:
         """Answer that the engine has failed: a status, or the event of a stream whose head is out."""
-        error = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
-        body = _encode({"error": error})
+        error = ApiError(500, message)
         if self.generation.stream:
-            self.out.write(chunk(b"data: %b\n\n" % body) + DONE)
+            self.out.write(chunk(b"data: %b\n\n" % error.body()) + DONE)
             self.out.done()
         else:
-            self.out.respond(500, body)
+            self.out.respond(error.status, error.body())
 
     def body(self) -> dict[str, Any]:
         """The whole answer of a plain request."""
@@ -147,8 +142,8 @@ class Reply:
         """Bytes before the first token of a stream, framed."""
         return b""
 
-    def event(self, choice: ReplyChoice, text: str, *, last: bool = False) -> str:
-        """One event of a stream; `text` goes in as it is."""
+    def event(self, choice: ReplyChoice, text: str, *, last: bool = False) -> bytes:
+        """The event, or events, of one token."""
         raise NotImplementedError
 
     def finish_reason(self, choice: ReplyChoice) -> str:
@@ -160,37 +155,6 @@ class Reply:
     def closing(self) -> bytes:
         """Bytes that end a stream, framed."""
         return DONE
-
-    def usage_event(self, kind: str) -> bytes:
-        """The event with the usage of the whole answer, framed; nothing where the client asked for none."""
-        if not self.generation.include_usage:
-            return b""
-        event = {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.generation.model,
-            "choices": [],
-            "usage": self.usage,
-            "system_fingerprint": FINGERPRINT,
-        }
-        return chunk(b"data: %b\n\n" % _encode(event))
-
-    def usage_so_far(self, choice: ReplyChoice, extra: str = "") -> str:
-        """The `usage` of one event under `continuous_usage_stats`."""
-        if not self.generation.continuous_usage:
-            return ""
-        prompt, output = choice.prompt_tokens, choice.sent
-        return (
-            f',"usage":{{"prompt_tokens":{prompt},"total_tokens":{prompt + output},'
-            f'"completion_tokens":{output}{extra}}}'
-        )
-
-    def stamp(self, last: bool) -> str:
-        """The fingerprint on a choice's last event, unless a usage event follows and carries it."""
-        if last and not self.generation.include_usage:
-            return f',"system_fingerprint":"{FINGERPRINT}"'
-        return ""
 
 
 class ReplyChoice(Choice):
@@ -215,7 +179,36 @@ class ReplyChoice(Choice):
     @property
     def content(self) -> str:
         """The text that follows the reasoning."""
-        return self.reply.text(self.output_tokens)[len(words(self.reasoning_tokens)) :]
+        return self.text[len(words(self.reasoning_tokens)) :]
+
+    @property
+    def text(self) -> str:
+        """Its text; of an answer that goes on, what is new."""
+        said = self.prompt.said
+        return self.reply.text(said + self.output_tokens)[len(self.reply.text(said)) :]
+
+    def next_word(self) -> tuple[bytes, str]:
+        """Begin the next token: what opens the stream, if anything does now, and its text."""
+        opening, word = b"", f" {self.reply.word}{self.prompt.said + self.sent}"
+        if not self.sent:
+            opening = self.reply.opening()
+        self.sent += 1
+        return opening, word
+
+    @property
+    def ids(self) -> list[int] | None:
+        """The ids of its last token, None where the client did not ask for them."""
+        if not self.reply.generation.token_ids:
+            return None
+        return [GENERATED + (self.output_tokens - self.sent if self.finish_reason == "stop" else 0)]
+
+    @property
+    def prompt_ids(self) -> list[int] | None:
+        """The token ids of its prompt, with its first event."""
+        if not self.reply.generation.token_ids or not self.prompt.text or self.sent > 1:
+            return None
+        ids = token_ids(self.prompt.text)
+        return [ids[number % len(ids)] for number in range(self.prompt.tokens)]
 
     def arguments(self, tool: ToolCall) -> str:
         """The arguments of its call, as far as its tokens reach."""
@@ -244,25 +237,23 @@ class StreamChoice(ReplyChoice):
         self._widen_at = 0
 
     def token(self) -> None:
-        number = self.sent
+        number = self.prompt.said + self.sent
         if number >= self._widen_at:
             self._widen(number)
-        self.sent = number + 1
+        self.sent += 1
         self._write(b"%b%d%b" % (self._prefix, number, self._suffix))
 
     def finish(self) -> None:
-        number = self.sent
-        opening = self.reply.opening() if number == 0 else b""
-        self.sent = number + 1
-        event = self.reply.event(self, f" {self.reply.word}{number}", last=True)
-        self.reply.finished(self, opening + chunk(event.encode()))
+        opening, word = self.next_word()
+        event = self.reply.event(self, word, last=True)
+        self.reply.finished(self, opening + chunk(event))
 
     def _widen(self, number: int) -> None:
         """Prepare for numbers of one more digit: the chunk's size is part of what is constant."""
-        if number == 0:
-            head, _, tail = self.reply.event(self, _MARK).partition(_MARK)
-            self._head = head.encode() + f" {self.reply.word}".encode()
-            self._suffix = tail.encode() + b"\r\n"
+        if self.sent == 0:
+            head, _, tail = self.reply.event(self, _MARK).partition(_MARK.encode())
+            self._head = head + f" {self.reply.word}".encode()
+            self._suffix = tail + b"\r\n"
             if opening := self.reply.opening():
                 self._write(opening)
         digits = len(str(number))
@@ -283,72 +274,78 @@ class EventChoice(ReplyChoice):
         self.reply.finished(self, self._event(last=True))
 
     def _event(self, *, last: bool) -> bytes:
-        number = self.sent
-        opening = self.reply.opening() if number == 0 else b""
-        self.sent = number + 1
-        return opening + chunk(self.reply.event(self, f" {self.reply.word}{number}", last=last).encode())
+        opening, word = self.next_word()
+        return opening + chunk(self.reply.event(self, word, last=last))
 
 
-class CompletionReply(Reply):
+class OpenAIReply(Reply):
+    """Common part of completions and chat."""
+
+    CHAT = False
+
+    def __init__(self, out: Out, generation: Generation, max_model_len: int, request_id: str) -> None:
+        super().__init__(out, generation, max_model_len, request_id)
+        self.envelope = answers.Envelope(request_id, generation.model, chat=self.CHAT)
+        self.id = self.envelope.id
+
+    def content(self, choice: ReplyChoice) -> str | dict[str, Any]:
+        """The text of a choice, or the fields of its message."""
+        raise NotImplementedError
+
+    def body(self) -> dict[str, Any]:
+        choices = [
+            self.envelope.choice(
+                each.index, self.content(each), self.finish_reason(each), streamed=False, stop_reason=None
+            )
+            for each in self.choices
+        ]
+        return self.envelope.whole(choices, self.usage) | {"system_fingerprint": FINGERPRINT}
+
+    def piece(self, choice: ReplyChoice, text: str | dict[str, Any], *, last: bool, **more: Any) -> bytes:
+        """The event of one token."""
+        reason = self.finish_reason(choice) if last else None
+        fields = self.envelope.choice(choice.index, text, reason, streamed=True, **more)
+        body = self.envelope.chunk([fields], self.usage_so_far(choice))
+        if last and not self.generation.include_usage:  # else the event with the usage carries it
+            body["system_fingerprint"] = FINGERPRINT
+        return answers.event(body)
+
+    def usage_so_far(self, choice: ReplyChoice) -> dict[str, int] | None:
+        """The usage of one event under `continuous_usage_stats`."""
+        return answers.usage(choice.prompt_tokens, choice.sent) if self.generation.continuous_usage else None
+
+    def closing(self) -> bytes:
+        if not self.generation.include_usage:
+            return DONE
+        body = self.envelope.chunk([], self.usage) | {"system_fingerprint": FINGERPRINT}
+        return chunk(answers.event(body)) + DONE
+
+
+class CompletionReply(OpenAIReply):
     """`POST /v1/completions`."""
-
-    PREFIX = "cmpl-"
 
     def choice_type(self) -> type[ReplyChoice]:
         generation = self.generation
         if not generation.stream:
             return PlainChoice
-        return EventChoice if generation.continuous_usage or generation.echo else StreamChoice
+        varies = generation.continuous_usage or generation.echo or generation.token_ids
+        return EventChoice if varies else StreamChoice
 
-    def body(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.generation.model,
-            "choices": [
-                {
-                    "index": choice.index,
-                    "text": (choice.prompt.text if self.generation.echo else "")
-                    + self.text(choice.output_tokens),
-                    "logprobs": None,
-                    "finish_reason": choice.finish_reason,
-                    "stop_reason": None,
-                    "token_ids": None,
-                    "prompt_logprobs": None,
-                    "prompt_token_ids": None,
-                    "routed_experts": None,
-                }
-                for choice in self.choices
-            ],
-            "service_tier": None,
-            "system_fingerprint": FINGERPRINT,
-            "usage": {**self.usage, "prompt_tokens_details": None, "completion_tokens_details": None},
-            "kv_transfer_params": None,
-            "ec_transfer_params": None,
-            "metrics": None,
-        }
+    def content(self, choice: ReplyChoice) -> str:
+        echoed = choice.prompt.text if self.generation.echo else ""
+        return echoed + choice.text
 
-    def event(self, choice: ReplyChoice, text: str, *, last: bool = False) -> str:
+    def event(self, choice: ReplyChoice, text: str, *, last: bool = False) -> bytes:
         if self.generation.echo and choice.sent == 1:
-            text = quoted(choice.prompt.text)[1:-1] + text
-        reason = f'"{choice.finish_reason}"' if last else "null"
-        return (
-            f'data: {{"id":{quoted(self.id)},"object":"text_completion","created":{self.created},'
-            f'"model":{quoted(self.generation.model)},"choices":[{{"index":{choice.index},"text":"{text}",'
-            f'"logprobs":null,"finish_reason":{reason},"stop_reason":null,"prompt_token_ids":null,'
-            f'"token_ids":null}}]{self.usage_so_far(choice)}{self.stamp(last)}}}\n\n'
-        )
-
-    def closing(self) -> bytes:
-        return self.usage_event("text_completion") + DONE
+            text = choice.prompt.text + text
+        ids = {"prompt_token_ids": choice.prompt_ids, "token_ids": choice.ids}
+        return self.piece(choice, text, last=last, stop_reason=None, **ids)
 
 
-class ChatReply(Reply):
+class ChatReply(OpenAIReply):
     """`POST /v1/chat/completions`."""
 
-    PREFIX = "chatcmpl-"
-
+    CHAT = True
     _opened = False
 
     def choice_type(self) -> type[ReplyChoice]:
@@ -356,100 +353,45 @@ class ChatReply(Reply):
         if not generation.stream:
             return PlainChoice
         varies = generation.continuous_usage or generation.tool is not None or generation.reasoning
-        return EventChoice if varies else StreamChoice
+        return EventChoice if varies or generation.token_ids else StreamChoice
 
-    def _message(self, choice: ReplyChoice) -> dict[str, Any]:
+    def content(self, choice: ReplyChoice) -> dict[str, Any]:
         tool = self.generation.tool
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": choice.content if tool is None else None,
-            "refusal": None,
-            "annotations": None,
-            "audio": None,
-            "function_call": None,
-        }
+        message: dict[str, Any] = {"content": choice.content if tool is None else None}
         if tool is not None and choice.output_tokens > choice.reasoning_tokens:
             function = {"name": tool.name, "arguments": choice.arguments(tool)}
             message["tool_calls"] = [{"id": self.call_id(choice), "type": "function", "function": function}]
-        return {**message, "reasoning": choice.reasoning}
+        return message | {"reasoning": choice.reasoning}
 
     def call_id(self, choice: ReplyChoice) -> str:
         """The id of the call of a choice."""
-        return f"chatcmpl-tool-{self.id[len(self.PREFIX) :]}{choice.index or ''}"
-
-    def body(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "chat.completion",
-            "created": self.created,
-            "model": self.generation.model,
-            "choices": [
-                {
-                    "index": choice.index,
-                    "message": self._message(choice),
-                    "logprobs": None,
-                    "finish_reason": self.finish_reason(choice),
-                    "stop_reason": None,
-                    "token_ids": None,
-                    "routed_experts": None,
-                }
-                for choice in self.choices
-            ],
-            "service_tier": None,
-            "system_fingerprint": FINGERPRINT,
-            "usage": {**self.usage, "prompt_tokens_details": None, "completion_tokens_details": None},
-            "prompt_logprobs": None,
-            "prompt_token_ids": None,
-            "prompt_text": None,
-            "kv_transfer_params": None,
-            "ec_transfer_params": None,
-            "metrics": None,
-        }
-
-    def _frame(self, rest: str) -> str:
-        return (
-            f'data: {{"id":{quoted(self.id)},"object":"chat.completion.chunk","created":{self.created},'
-            f'"model":{quoted(self.generation.model)},"choices":[{rest}}}\n\n'
-        )
+        return f"chatcmpl-tool-{self.id.partition('-')[2]}{choice.index or ''}"
 
     def opening(self) -> bytes:
         """The role of every choice, with the first token of any."""
         if self._opened:
             return b""
         self._opened = True
-        events = []
-        for choice in self.choices:
-            usage = self.usage_so_far(choice, ',"completion_tokens_details":null')
-            rest = (
-                f'{{"index":{choice.index},"delta":{{"role":"assistant","content":""}},"logprobs":null,'
-                f'"finish_reason":null}}]{usage},"prompt_token_ids":null,"prompt_text":null'
-            )
-            events.append(chunk(self._frame(rest).encode()))
-        return b"".join(events)
+        chunks = (self.envelope.chunk([self.envelope.role(choice.index)], self.usage_so_far(choice))
+                  | {"prompt_token_ids": choice.prompt_ids} for choice in self.choices)  # fmt: skip
+        return b"".join(chunk(answers.event(each)) for each in chunks)
 
-    def event(self, choice: ReplyChoice, text: str, *, last: bool = False) -> str:
-        reason = f'"{self.finish_reason(choice)}","stop_reason":null' if last else "null"
-        usage = self.usage_so_far(choice, ',"completion_tokens_details":null')
-        return self._frame(
-            f'{{"index":{choice.index},"delta":{{{self._delta(choice, text)}}},"logprobs":null,'
-            f'"finish_reason":{reason},"token_ids":null}}]{usage}{self.stamp(last)}'
-        )
+    def event(self, choice: ReplyChoice, text: str, *, last: bool = False) -> bytes:
+        more = {"stop_reason": None} if last else {}
+        return self.piece(choice, self._delta(choice, text), last=last, **more, token_ids=choice.ids)
 
-    def _delta(self, choice: ReplyChoice, text: str) -> str:
-        """The fields of a delta, as JSON without braces."""
+    def _delta(self, choice: ReplyChoice, text: str) -> dict[str, Any]:
         number = choice.sent - 1 - choice.reasoning_tokens
         if choice.sent and number < 0:
-            return f'"reasoning":"{text}"'
+            return {"reasoning": text}
         tool = self.generation.tool
         if tool is None:
-            return f'"content":"{text}"'
+            return {"content": text}
+        call: dict[str, Any] = {"index": 0, "function": {"arguments": tool.piece(number)}}
         if number == 0:
-            call = f'"id":{quoted(self.call_id(choice))},"type":"function","index":0,'
-            return f'"tool_calls":[{{{call}"function":{{"name":{quoted(tool.name)},"arguments":""}}}}]'
-        return f'"tool_calls":[{{"index":0,"function":{{"arguments":{quoted(tool.piece(number))}}}}}]'
-
-    def closing(self) -> bytes:
-        return self.usage_event("chat.completion.chunk") + DONE
+            named = {"name": tool.name, "arguments": ""}
+            call = {"id": self.call_id(choice), "type": "function", "index": 0, "function": named}
+        return {"tool_calls": [call]}
 
 
 class ResponsesReply(Reply):
@@ -459,138 +401,93 @@ class ResponsesReply(Reply):
 
     _sequence = 0
 
-    def choice_type(self) -> type[ReplyChoice]:
-        return EventChoice if self.generation.stream else PlainChoice
-
-    @property
-    def item_id(self) -> str:
-        """The id of the one message it holds."""
-        return f"msg_{self.id[len(self.PREFIX) :]}"
-
     def body(self) -> dict[str, Any]:
         choice = self.choices[0]
         cut = choice.finish_reason == "length"
         usage = self.usage
         return self._response(
             status="incomplete" if cut else "completed",
-            incomplete={"reason": "max_output_tokens"} if cut else None,
-            output=[self._item(self.text(choice.output_tokens))],
+            incomplete_details={"reason": "max_output_tokens"} if cut else None,
+            output=[self._item(self.text(choice.output_tokens), "completed")],
             usage={
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {
-                    "cached_tokens": 0,
-                    "cache_write_tokens": 0,
-                    "input_tokens_per_turn": [],
-                    "cached_tokens_per_turn": [],
-                },
+                "input_tokens_details": {"cached_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {
-                    "reasoning_tokens": 0,
-                    "tool_output_tokens": 0,
-                    "output_tokens_per_turn": [],
-                    "tool_output_tokens_per_turn": [],
-                },
+                "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
             },
         )
 
-    def _item(self, text: str) -> dict[str, Any]:
-        return {
-            "id": self.item_id,
-            "content": [self._part(text, None)],
-            "role": "assistant",
-            "status": "completed",
-            "type": "message",
-            "phase": None,
-        }
-
-    def _part(self, text: str, logprobs: list[Any] | None) -> dict[str, Any]:
-        return {"annotations": [], "text": text, "type": "output_text", "logprobs": logprobs}
-
-    def _response(
-        self,
-        status: str,
-        incomplete: dict[str, str] | None = None,
-        output: list[dict[str, Any]] | None = None,
-        usage: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        return {
+    def _response(self, **more: Any) -> dict[str, Any]:
+        generation, longest = self.generation, self.choices[0].output_tokens
+        fields = {
             "id": self.id,
-            "created_at": self.created,
-            "incomplete_details": incomplete,
-            "instructions": None,
-            "metadata": None,
-            "model": self.generation.model,
             "object": "response",
-            "output": output or [],
+            "created_at": self.created,
+            "model": generation.model,
+            "output": [],
             "parallel_tool_calls": True,
-            "temperature": self.generation.temperature,
             "tool_choice": "none",
             "tools": [],
+            "temperature": generation.temperature,
             "top_p": 1.0,
-            "background": False,
-            "max_output_tokens": self.choices[0].output_tokens
-            if self.generation.max_tokens is None
-            else self.generation.max_tokens,
-            "max_tool_calls": None,
-            "previous_response_id": None,
-            "prompt": None,
-            "reasoning": None,
-            "service_tier": "auto",
+            "max_output_tokens": longest if generation.max_tokens is None else generation.max_tokens,
+            "incomplete_details": None,
+            "usage": None,
+        }
+        return fields | more
+
+    def _item(self, text: str | None, status: str) -> dict[str, Any]:
+        """The one message; None for one that has no content yet."""
+        content = [] if text is None else [_part(text)]
+        return {
+            "id": self._place["item_id"],
+            "type": "message",
+            "role": "assistant",
             "status": status,
-            "text": None,
-            "top_logprobs": None,
-            "truncation": "disabled",
-            "usage": usage,
-            "user": None,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "kv_transfer_params": None,
-            "ec_transfer_params": None,
-            "input_messages": None,
-            "output_messages": None,
+            "content": content,
         }
 
-    def _named(self, name: str, fields: dict[str, Any]) -> str:
-        event = {**fields, "sequence_number": self._sequence, "type": name}
-        self._sequence += 1
-        return f"event: {name}\ndata: {_encode(dict(sorted(event.items()))).decode()}\n\n"
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": f"msg_{self.id[len(self.PREFIX) :]}", "output_index": 0, "content_index": 0}
+
+    def _named(self, name: str, **fields: Any) -> bytes:
+        number, self._sequence = self._sequence, self._sequence + 1
+        return answers.event({"type": name, "sequence_number": number, **fields}, name)
 
     def opening(self) -> bytes:
-        item = {**self._item(""), "content": [], "status": "in_progress"}
-        part = {"content_index": 0, "item_id": self.item_id, "output_index": 0, "part": self._part("", [])}
+        started = self._response(status="in_progress")
         return b"".join(
-            chunk(self._named(name, fields).encode())
-            for name, fields in (
-                ("response.created", {"response": self._response("in_progress")}),
-                ("response.in_progress", {"response": self._response("in_progress")}),
-                ("response.output_item.added", {"item": item, "output_index": 0}),
-                ("response.content_part.added", part),
+            chunk(event)
+            for event in (
+                self._named("response.created", response=started),
+                self._named("response.in_progress", response=started),
+                self._named(
+                    "response.output_item.added", item=self._item(None, "in_progress"), output_index=0
+                ),
+                self._named("response.content_part.added", part=_part(""), **self._place),
             )
         )
 
-    def event(self, choice: ReplyChoice, text: str, *, last: bool = False) -> str:
-        fields = {
-            "content_index": 0,
-            "delta": text,
-            "item_id": self.item_id,
-            "logprobs": [],
-            "output_index": 0,
-        }
-        return self._named("response.output_text.delta", fields)
+    def event(self, choice: ReplyChoice, text: str, *, last: bool = False) -> bytes:
+        return self._named("response.output_text.delta", delta=text, logprobs=[], **self._place)
 
     def closing(self) -> bytes:
         text = self.text(self.choices[0].output_tokens)
-        place = {"content_index": 0, "item_id": self.item_id}
-        done = {**place, "logprobs": [], "output_index": 0, "text": text}
-        part = {**place, "output_index": 0, "part": self._part(text, None)}
-        events = (
-            ("response.output_text.done", done),
-            ("response.content_part.done", part),
-            ("response.output_item.done", {"item": self._item(text), "output_index": 0}),
-            ("response.completed", {"response": self.body()}),
-        )
-        return b"".join(chunk(self._named(name, fields).encode()) for name, fields in events) + LAST_CHUNK
+        return b"".join(
+            chunk(event)
+            for event in (
+                self._named("response.output_text.done", text=text, logprobs=[], **self._place),
+                self._named("response.content_part.done", part=_part(text), **self._place),
+                self._named("response.output_item.done", item=self._item(text, "completed"), output_index=0),
+                self._named("response.completed", response=self.body()),
+            )
+        ) + LAST_CHUNK  # fmt: skip
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"annotations": [], "text": text, "type": "output_text"}
 
 
 class EmbeddingReply:
@@ -620,12 +517,7 @@ class EmbeddingReply:
                 {"index": index, "object": "embedding", "embedding": _embedding(prompt)}
                 for index, prompt in enumerate(self.prompts)
             ],
-            "usage": {
-                "prompt_tokens": tokens,
-                "total_tokens": tokens,
-                "completion_tokens": 0,
-                "prompt_tokens_details": None,
-            },
+            "usage": answers.usage(tokens, 0),
         }
         self.out.respond(200, _encode(body))
 

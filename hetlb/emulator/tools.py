@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from hetlb.emulator.fields import BYTES_PER_TOKEN, bad_type, bad_value
+from hetlb.emulator.counting import BYTES_PER_TOKEN
+from hetlb.openai.requests import ChatRequest, bad
 
 #: Share of an answer's tokens that are reasoning, by `reasoning_effort`.
 _EFFORTS = {"none": 0.0, "minimal": 0.0, "low": 0.25, "medium": 0.5, "high": 0.75}
@@ -42,40 +43,37 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
         return self.arguments[(number - 1) * BYTES_PER_TOKEN : number * BYTES_PER_TOKEN] if number else ""
 
 
-def tool_call(data: dict[str, Any], messages: list[Any]) -> ToolCall | None:
+def tool_call(fields: ChatRequest) -> ToolCall | None:
     """The call that answers a chat request; None where the model answers in text. Raises `ApiError`."""
-    tools, choice = data.get("tools"), data.get("tool_choice")
-    if tools is None or tools == []:
+    choice = fields.tool_choice
+    if not fields.tools:
         if choice not in (None, "none", "auto"):
-            raise bad_value("When using `tool_choice`, `tools` must be set.", "tool_choice")
+            raise bad("When using `tool_choice`, `tools` must be set.", "tool_choice")
         return None
-    functions = _functions(tools)
+    functions = _functions(fields.tools)
     if choice == "none":
         return None
     if isinstance(choice, dict):
-        name = (choice.get("function") or {}).get("name")
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
         if name not in functions:
-            message = "The tool specified in `tool_choice` does not match any of the specified `tools`"
-            raise bad_value(message, "tool_choice")
+            raise bad("`tool_choice` does not match any of the specified `tools`.", "tool_choice")
         return ToolCall(name=name, arguments=_arguments(functions[name]), forced=True)
     if choice not in (None, "auto", "required"):
-        raise bad_value(f"Invalid value for `tool_choice`: {choice}!", "tool_choice")
-    last = messages[-1].get("role") if messages and isinstance(messages[-1], dict) else None
-    if choice != "required" and last != "user":
+        raise bad(f"Invalid value for `tool_choice`: {choice}!", "tool_choice")
+    if choice != "required" and fields.messages[-1].get("role") != "user":
         return None
     name, schema = next(iter(functions.items()))
     return ToolCall(name=name, arguments=_arguments(schema))
 
 
-def _functions(tools: object) -> dict[str, Any]:
+def _functions(tools: list[dict[str, Any]]) -> dict[str, Any]:
     """Schemas of the parameters by the functions' names."""
-    if not isinstance(tools, list):
-        raise bad_type("list_type", "body.tools", "Input should be a valid list", tools)
     found = {}
-    for number, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
+    for tool in tools:
+        function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad_type("missing", f"body.tools.{number}.function.name", "Field required", tool)
+            raise bad("Expected a function with a name in every tool.", "tools")
         found[function["name"]] = function.get("parameters")
     return found
 
@@ -114,13 +112,9 @@ def example(schema: object, depth: int = 0) -> Any:
     return {name: example(properties.get(name), depth + 1) for name in required if isinstance(name, str)}
 
 
-def reasoning_share(data: dict[str, Any]) -> float:
-    """The share of an answer's tokens that is reasoning. Raises `ApiError`."""
-    effort = data.get("reasoning_effort")
-    if effort is not None:
-        if not isinstance(effort, str) or effort not in _EFFORTS:
-            expected = ", ".join(f"'{each}'" for each in _EFFORTS)
-            raise bad_type("literal_error", "body.reasoning_effort", f"Input should be {expected}", effort)
-        return _EFFORTS[effort]
-    template = data.get("chat_template_kwargs")
-    return _THINKING if isinstance(template, dict) and template.get("enable_thinking") is True else 0.0
+def reasoning_share(fields: ChatRequest) -> float:
+    """The share of an answer's tokens that is reasoning."""
+    if fields.reasoning_effort is not None:
+        return _EFFORTS[fields.reasoning_effort]
+    thinks = (fields.chat_template_kwargs or {}).get("enable_thinking") is True
+    return _THINKING if thinks else 0.0

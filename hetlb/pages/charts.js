@@ -17,8 +17,8 @@ export function lineClass(index) {
 }
 
 /** Multiples of 1, 2 or 5 times a power of 10 from `low` to `high`, in about `steps` steps. */
-function linearTicks(low, high, steps) {
-  const rough = (high - low) / steps;
+function linearTicks(low, high, steps, least = 0) {
+  const rough = Math.max(least, (high - low) / steps);
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.999);
   const ticks = [];
@@ -39,7 +39,7 @@ function logTicks(low, high) {
 
 /**
  * Values of an axis to pixels between `start` and `end`.
- * An axis is `{label, log, least, most, steps, ticks, format}`: `least` and `most` are shown at least, `ticks` are
+ * An axis is `{label, log, least, most, steps, ticks, format, counts}`: `counts` are whole numbers, `least` and `most` are shown at least, `ticks` are
  * fixed values, `format` makes text of a value. A `log` axis leaves out what is not above 0.
  */
 function scaleOf(axis, values, start, end) {
@@ -49,14 +49,25 @@ function scaleOf(axis, values, start, end) {
   let low = usable.reduce((a, b) => Math.min(a, b), Infinity);
   let high = usable.reduce((a, b) => Math.max(a, b), -Infinity);
   if (low > high) [low, high] = axis.log ? [1, 10] : [0, 1];
+  if (axis.counts) high = Math.max(1, high);
   if (low === high) {
     if (axis.log) [low, high] = [low / 2, high * 2];
     else [low, high] = [low === axis.least ? low : low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
   }
-  const ticks = axis.ticks ?? (axis.log ? logTicks(low, high) : linearTicks(low, high, axis.steps ?? 5));
+  const ticks = axis.ticks ?? (axis.log ? logTicks(low, high) : linearTicks(low, high, axis.steps ?? 5, axis.counts ? 1 : 0));
   if (axis.whole && !axis.log && axis.most === undefined && ticks.length > 1 && ticks.at(-1) < high) {
     high = ticks.at(-1) + ticks[1] - ticks[0];
     ticks.push(high);
+  }
+  // Values that look alike beside the axis are no scale.
+  if (axis.least === 0 && !axis.log && !axis.ticks) {
+    const texts = new Set();
+    const distinct = ticks.filter((tick) => !texts.has(format(tick)) && texts.add(format(tick)));
+    if (distinct.length < 2) {
+      for (let top = 10 ** Math.ceil(Math.log10(Math.max(high, 1e-6))); format(high) === format(low) && top < 1e12; top *= 10) high = top;
+      distinct.splice(0, 2, low, high);
+    }
+    ticks.splice(0, ticks.length, ...distinct);
   }
   const share = axis.log
     ? (value) => Math.log(value / low) / Math.log(high / low)
@@ -272,14 +283,14 @@ export class TimeChart {
   #columns;
   #chart;
 
-  constructor(title, lines, format) {
+  constructor(title, lines, format, counts = false) {
     this.#columns = lines.map(([column]) => column);
     const x = {
       format: (s) => (s === 0 ? "now" : `−${Math.round(-s / MINUTE_S)} min`),
       where: (s) => `${Math.round(-s)} s ago`,
     };
     const named = lines.map(([, name, kind]) => [name, kind]);
-    this.#chart = new LineChart(title, named, x, { least: 0, steps: 2, format }, { newest: true });
+    this.#chart = new LineChart(title, named, x, { least: 0, steps: 2, format, counts }, { newest: true });
     this.element = this.#chart.element;
   }
 

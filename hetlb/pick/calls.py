@@ -1,104 +1,145 @@
-"""Methods of the picker's gRPC service: external processing, and health checks."""
+"""Calls of external processing over grpcio: messages of a gateway to an `HttpStream`, its answers back."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+import math
+from collections import deque
+from typing import Any, Final
 
+import grpc
+import grpc.aio
 from google.protobuf.message import DecodeError
 
 from hetlb.pick import messages
-from hetlb.pick.grpc_call import INTERNAL, INVALID_ARGUMENT, NOT_FOUND, GrpcCall
-from hetlb.pick.http2 import MAX_FRAME, Http2Connection
+from hetlb.pick.envoy_fields import MalformedMessage
 from hetlb.pick.stream import HttpStream, PickerState
-from hetlb.proxy.http.error_responses import TOO_MANY_BYTES, Refusal
+from hetlb.pick.stream_states import StreamState
 
 logger = logging.getLogger("hetlb.pick")
 
+#: Bytes of a message beside the body in it, at most: headers, metadata, attributes. A byte of them costs more
+#: than one of a body, in time and in memory.
+MAX_BESIDE_BODY: Final = 128 << 10
+#: Seconds between two lines about an error of ours.
+_LOG_S: Final = 60.0
+#: Tags of the fields `request_body`, `response_body` of a ProcessingRequest, and `body` of an HttpBody.
+_BODIES: Final = (0x22, 0x2A)
+_BODY: Final = 0x0A
 
-class ProcessCall(GrpcCall):
-    """A stream of external processing: one HTTP request."""
 
-    def __init__(self, connection: Http2Connection, number: int, state: PickerState) -> None:
-        super().__init__(connection, number, state.largest)
-        self._state = state
-        self._stream = HttpStream(state, self.send)
-        #: Bytes of a request that is not whole.
-        self._held = 0
-        state.streams.add(self._stream)
+class Calls:
+    """The calls of all gateways."""
 
-    def on_data(self, piece: bytes, end: bool) -> None:
-        """Take a part of a message; beyond `proxy.max_held_bytes` of all requests this one is refused."""
-        super().on_data(piece, end)
-        stream = self._stream
-        held = self.unread + stream.body_bytes if stream.reading and not self.finished else 0
-        if held != self._held:
-            self._hold(held)
+    def __init__(self, state: PickerState) -> None:
+        self.state = state
+        self._logged_at = -math.inf
 
-    def _hold(self, held: int) -> None:
-        state = self._state
-        state.held_bytes += held - self._held
-        self._held = held
-        if held and state.held_bytes > state.driver.table.max_held_bytes:
-            self._stream.refuse(Refusal(TOO_MANY_BYTES, "Too many bytes of bodies are being read."))
-            self.finish()
-            self.on_reset()
+    async def process(self, context: Any) -> None:
+        """Serve one call, that is one HTTP request, until it is over."""
+        await ProcessCall(self, context).run()
 
-    def on_message(self, data: bytes) -> None:
-        """Take a message; an error of ours ends this request, not all of the connection."""
-        stream = self._stream
+    def failed(self, error: Exception) -> None:
+        """An error of ours ended a call: it is logged with its traceback, once a minute."""
+        now = self.state.driver.now()
+        if now - self._logged_at >= _LOG_S:
+            self._logged_at = now
+            logger.error("a request of a gateway failed", exc_info=error)
+
+
+class ProcessCall:
+    """One call. What the stream says is written in order; a gateway that does not read is not read from."""
+
+    def __init__(self, calls: Calls, context: Any) -> None:
+        self._calls = calls
+        self._context = context
+        self._stream = HttpStream(calls.state, self._send)
+        self._task = asyncio.current_task()
+        self._out: deque[bytes] = deque()
+        #: Held while something is written: grpcio takes one message of a call at a time.
+        self._writing = asyncio.Lock()
+        #: Writes what was said outside of this call's own task.
+        self._writer: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Serve the call."""
+        stream, streams = self._stream, self._calls.state.streams
+        streams.add(stream)
         try:
-            stream.receive(messages.ProcessingRequest.FromString(data))
-            if stream.ended or stream.complete:
-                self.finish()
-        except DecodeError:
-            self.finish(INVALID_ARGUMENT, "expected a ProcessingRequest")
-        except Exception:
-            logger.exception("a request of a gateway failed")
-            self.finish(INTERNAL, "the endpoint picker failed")
-        if self.finished:
-            self.on_reset()
+            await self._take_all()
+        except asyncio.CancelledError:
+            if self._task is None or stream.state is not StreamState.REFUSED:
+                raise
+            self._task.uncancel()  # it was refused outside of this task: that is all there is to say
+        finally:
+            self._task = None
+            streams.discard(stream)
+            stream.closed()
 
-    def on_end(self) -> None:
-        """The gateway sends nothing more: the request is over."""
-        self.on_reset()
-        self.finish()
+    async def _take_all(self) -> None:
+        """Take messages until the request is over."""
+        stream, read = self._stream, self._context.read
+        while not stream.over:
+            data = await read()
+            if data is grpc.aio.EOF:
+                return
+            try:
+                receive(stream, data)
+            except (DecodeError, MalformedMessage) as error:
+                said = str(error) if isinstance(error, MalformedMessage) else "expected a ProcessingRequest"
+                await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, said)
+            except Exception as error:
+                self._calls.failed(error)
+                await self._context.abort(grpc.StatusCode.INTERNAL, "the endpoint picker failed")
+            if self._out or self._writing.locked():
+                await self._write()
 
-    def on_reset(self) -> None:
-        """The request is over, and nothing can be said to it."""
-        self._state.streams.discard(self._stream)
-        self._state.held_bytes -= self._held
-        self._held = 0
-        self._stream.closed()
+    def _send(self, message: bytes) -> None:
+        self._out.append(message)
+        if self._task is not asyncio.current_task() and not self._writing.locked():
+            self._writer = asyncio.create_task(self._write_outside())
+
+    async def _write(self) -> None:
+        out, write = self._out, self._context.write
+        async with self._writing:
+            while out:
+                await write(out.popleft())
+
+    async def _write_outside(self) -> None:
+        """Write what was said while this call waits for a message."""
+        with contextlib.suppress(grpc.aio.BaseError):  # the call is over, which its own task learns too
+            await self._write()
+            if self._task is not None and self._stream.state is StreamState.REFUSED:
+                self._task.cancel()
+        self._writer = None
 
 
-class CheckCall(GrpcCall):
-    """A health check. `serves` says whether a service does, None where there is none of that name."""
+def receive(stream: HttpStream, data: bytes) -> None:
+    """Give a message to its stream. Raises `DecodeError` and `MalformedMessage`."""
+    if len(data) > MAX_BESIDE_BODY and not is_body(data):
+        raise MalformedMessage(f"expected at most {MAX_BESIDE_BODY} bytes beside a body")
+    stream.receive(messages.ProcessingRequest.FromString(data))
 
-    def __init__(
-        self, connection: Http2Connection, number: int, serves: Callable[[str], bool | None]
-    ) -> None:
-        super().__init__(connection, number, MAX_FRAME)
-        self._serves = serves
 
-    def on_message(self, data: bytes) -> None:
-        """Answer the check."""
-        try:
-            service: str = messages.HealthCheckRequest.FromString(data).service
-        except DecodeError:
-            self.finish(INVALID_ARGUMENT, "expected a HealthCheckRequest")
-            return
-        serving = self._serves(service)
-        if serving is None:
-            self.finish(NOT_FOUND, "unknown service")
-            return
-        status = messages.SERVING if serving else messages.NOT_SERVING
-        self.send(messages.HealthCheckResponse(status=status).SerializeToString())
-        self.finish()
+def is_body(data: bytes) -> bool:
+    """True if a large message is a body but for `MAX_BESIDE_BODY` bytes: reading it is copying it."""
+    if data[0] not in _BODIES:
+        return False
+    length, at = _varint(data, 1)
+    if len(data) - length > MAX_BESIDE_BODY or data[at] != _BODY:
+        return False
+    return len(data) - _varint(data, at + 1)[0] <= MAX_BESIDE_BODY
 
-    def on_end(self) -> None:
-        """The client asked for nothing."""
-        self.finish(INVALID_ARGUMENT, "expected a HealthCheckRequest")
 
-    def on_reset(self) -> None:
-        """Nothing to do."""
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Number at a place, of five bytes at most, and the place behind it."""
+    value = 0
+    for shift in range(0, 35, 7):
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            break
+    return value, at

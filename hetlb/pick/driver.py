@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from hetlb.core.journal import Booked
 from hetlb.core.policies.groups import LARGEST_WHOLE
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
@@ -15,7 +16,6 @@ from hetlb.core.types import (
     InstanceChange,
     InstanceRemoved,
     Lease,
-    LiveLease,
     Outcome,
     Probed,
     ProbeResult,
@@ -24,9 +24,8 @@ from hetlb.core.types import (
     RequestId,
 )
 from hetlb.pick.foreign import ForeignLoad
-from hetlb.proxy.driver import DriverSetup
+from hetlb.proxy.driver import Driver, DriverSetup
 from hetlb.proxy.exchange import Exchange
-from hetlb.proxy.shared_driver import SharedDriver
 from hetlb.proxy.upstream import Upstream
 
 #: Instances of a large fleet out of which those for the gateway's retries are taken.
@@ -37,7 +36,7 @@ _REASONS: Final = {
 }
 
 
-class PickDriver(SharedDriver):
+class PickDriver(Driver):
     """The scheduler's driver over streams of Envoy."""
 
     def __init__(self, scheduler: Scheduler, setup: DriverSetup) -> None:
@@ -46,6 +45,10 @@ class PickDriver(SharedDriver):
         self.streams: dict[RequestId, Upstream] = {}
         #: Requests at the engines that are not ours.
         self.foreign = ForeignLoad(scheduler)
+
+    @property
+    def resume(self) -> bool | None:
+        return False  # the answers are Envoy's
 
     def pool(self, lease: Lease) -> Upstream:
         return self.streams[lease.request.id]
@@ -57,8 +60,8 @@ class PickDriver(SharedDriver):
         super().finished(exchange)
         self.streams.pop(exchange.request.id, None)
 
-    def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool, server_error: bool = False) -> None:
-        super().lease_ended(lease, outcome, retry=False, server_error=server_error)
+    def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool) -> None:
+        super().lease_ended(lease, outcome, retry=False)
         if retry:  # the request is with Envoy, whose own retries are over
             reason, detail = _REASONS[outcome]
             request_id = lease.request.id
@@ -73,9 +76,10 @@ class PickDriver(SharedDriver):
 
     def change(self, change: InstanceChange) -> None:
         super().change(change)
-        if isinstance(change, InstanceRemoved) or (
-            isinstance(change, Probed) and change.result is ProbeResult.REFUSED
-        ):
+        if isinstance(change, InstanceRemoved):
+            for name in (change.name, *change.more):
+                self.carry_out(self.foreign.gone(name, self.now()))
+        elif isinstance(change, Probed) and change.result is ProbeResult.REFUSED:
             self.carry_out(self.foreign.gone(change.name, self.now()))
 
     def served_elsewhere(self, exchange: Exchange, instance: str) -> None:
@@ -83,20 +87,13 @@ class PickDriver(SharedDriver):
         lease = exchange.lease
         assert lease is not None, "expected a request with a lease"
         now = self.now()
-        live = LiveLease(
-            lease.request, instance, lease.work_ns, lease.predicted_output, lease.dispatched_at, False
-        )
+        age_s = now - lease.dispatched_at
+        live = Booked(lease.id, instance, lease.request, lease.work_ns, lease.predicted_output, age_s)
         if instance not in self.scheduler.fleet.instances:
             return  # outside the fleet: the lease stays where it was booked
-        view = self.view
-        if view is not None:
-            view.ended(lease, Outcome.NO_RESPONSE)
         commands = self.scheduler.on_lease_ended(lease, Outcome.NO_RESPONSE, now, retry=False)
         self.totals.tried_again(lease.instance, Outcome.NO_RESPONSE)
-        moved = exchange.lease = self.scheduler.restore(live, now)
-        if view is not None and moved is not None:
-            view.booked(moved, now)
-            self._changed()
+        exchange.lease = self.scheduler.restore(live, now)
         exchange.retries += 1
         self.carry_out(commands)
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from hetlb.core.journal import Booked
 from hetlb.core.policies.base import PolicyParams, paper_terms
 from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import Command, EngineSample, Lease, LiveLease, Outcome, Request
+from hetlb.core.types import Command, EngineSample, Lease, Outcome, Request
 
 #: An engine's figure and the ledger are not of the same moment: so much above it is taken for noise.
 _SLACK: Final = 1
@@ -62,8 +63,8 @@ class ForeignLoad:
                 self._next -= 1
                 predicted = self._scheduler.predictor.predict(request)
                 work_s = paper_terms(instance, request, predicted, _PARAMS).workload or 0.0
-                live = LiveLease(request, name, round(work_s * 1e9), predicted, now, True)
-                lease = self._scheduler.restore(live, now)
+                live = Booked(0, name, request, round(work_s * 1e9), predicted, begun=True)
+                lease = self._scheduler.restore(live, now, own=False)
                 assert lease is not None, "expected an instance that was looked up"
                 booked.append(lease)
         return []

@@ -23,7 +23,6 @@ FULL_DUPLEX: Final = 4
 
 SERVING: Final = 1
 NOT_SERVING: Final = 2
-SERVICE_UNKNOWN: Final = 3
 
 _OVERWRITE: Final = 2  # HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 

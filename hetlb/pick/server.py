@@ -1,4 +1,4 @@
-"""The picker's gRPC listener: Envoy's external processing, and the health checks of gateways."""
+"""The picker's gRPC listener (grpcio): Envoy's external processing, and the health checks of gateways."""
 
 from __future__ import annotations
 
@@ -8,105 +8,56 @@ import os
 import socket
 import ssl
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
+import grpc
+import grpc.aio
 import msgspec
+from google.protobuf.message import DecodeError
 
-from hetlb.config.fleet import Fleet, ProxyTable
+from hetlb.addresses import is_loopback
+from hetlb.config.fleet import Fleet
+from hetlb.config.fleet_tables import ProxyTable
 from hetlb.errors import ConfigError
 from hetlb.pick import messages
-from hetlb.pick.calls import CheckCall, ProcessCall
+from hetlb.pick.calls import MAX_BESIDE_BODY, Calls
 from hetlb.pick.driver import PickDriver
-from hetlb.pick.grpc_call import GrpcCall, Methods
-from hetlb.pick.http2 import Http2Connection
-from hetlb.pick.stream import FAIRNESS, PickerState
-from hetlb.proxy.access import Access, server_context, show_newest
+from hetlb.pick.stream import PickerState
+from hetlb.pick.tenant_names import FAIRNESS
+from hetlb.proxy.access import Access, server_context
 from hetlb.proxy.router import FleetView, Router
 from hetlb.proxy.telemetry.events import Event, tell
 
 logger = logging.getLogger("hetlb.pick")
 
-#: A message may be so much larger than the largest body that it holds.
-_ENVELOPE: Final = 1 << 20
 _SWEEP_S: Final = 1.0
-#: A connection whose preface or header block is not whole by then is dropped.
-_INCOMPLETE_S: Final = 10.0
-#: A gateway with open streams that has said nothing for so long is asked for a sign of life, and has as long.
-_SILENT_S: Final = 30.0
-
-
-class _GatewayConnection(asyncio.Protocol):
-    """A connection of a gateway: reads go to `Http2Connection`, and what it has to say is written."""
-
-    def __init__(self, server: PickServer) -> None:
-        self._server = server
-        self._loop = asyncio.get_running_loop()
-        self.http2 = Http2Connection(server.methods.accept, self._wake, server.most_pending)
-        self._transport: asyncio.Transport | None = None
-        self._flushing = False
-        self._heard_at = self._loop.time()
-        self._incomplete_at: float | None = self._heard_at
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        self._server.gateways.add(self)
-        self._flush()
-
-    def data_received(self, data: bytes) -> None:
-        now = self._heard_at = self._loop.time()
-        http2 = self.http2
-        http2.receive(data, now)
-        if not http2.incomplete:
-            self._incomplete_at = None
-        elif self._incomplete_at is None:
-            self._incomplete_at = now
-        self._flush()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._transport = None
-        self._server.gateways.discard(self)
-        self.http2.lost()
-
-    def pause_writing(self) -> None:
-        # A peer that does not read is not read from: what is to be written stays bounded.
-        if self._transport is not None:
-            self._transport.pause_reading()
-
-    def resume_writing(self) -> None:
-        if self._transport is not None:
-            self._transport.resume_reading()
-
-    def _wake(self) -> None:
-        if not self._flushing:
-            self._flushing = True
-            self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flushing = False
-        transport = self._transport
-        if transport is None or transport.is_closing():
-            return
-        if data := self.http2.take():
-            transport.write(data)
-        if self.http2.closing:
-            transport.close()
-
-    def sweep(self, now: float) -> None:
-        """Drop a connection that has stopped."""
-        since = self._incomplete_at
-        silent = now - self._heard_at
-        stopped = since is not None and now - since > _INCOMPLETE_S
-        if not stopped and self.http2.streams and silent > _SILENT_S:
-            stopped = silent > 2.0 * _SILENT_S
-            self.http2.ping()
-            self._flush()
-        if stopped:
-            self.abort()
-
-    def abort(self) -> None:
-        """Drop the connection."""
-        if self._transport is not None:
-            self._transport.abort()
+#: Connections, and calls open at once in all of them.
+MAX_CONNECTIONS: Final = 1024
+MAX_CALLS: Final = 16_384
+#: Bytes of a call that are read ahead of the picker.
+_AHEAD_BYTES: Final = 64 << 10
+_MS: Final = 1000
+#: Longer than any drain: `close` ends it.
+_UNTIL_CLOSED_S: Final = 1e6
+#: Options of grpcio's server (grpc_types.h), beside the size of a message.
+_OPTIONS: Final = (
+    ("grpc.so_reuseport", 0),  # a second picker on the port is a mistake
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.max_concurrent_streams", MAX_CALLS),
+    ("grpc.http2.lookahead_bytes", _AHEAD_BYTES),
+    ("grpc.http2.bdp_probe", 0),  # it would raise what is read ahead, and pings at every read
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.absolute_max_metadata_size", 16 << 10),
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: what is sent is what is held
+    ("grpc.server_handshake_timeout_ms", 10 * _MS),
+    # A gateway that has said nothing for so long is asked for a sign of life, and has as long.
+    ("grpc.keepalive_time_ms", 30 * _MS),
+    ("grpc.keepalive_timeout_ms", 30 * _MS),
+    # Envoy pings every few seconds, with calls and without.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+)
 
 
 class PickServer:
@@ -117,32 +68,23 @@ class PickServer:
         self._driver = driver
         self._ready = ready
         self.router = Router(driver, view)
-        self.state = PickerState(driver, self.router, fleet.pick, driver.access)
+        self.state = PickerState(driver, self.router, fleet.file.pick, driver.access)
         self.configure(driver.table)
         self._fleet = fleet
-        #: The certificate shown to gateways that connect from now on, None without TLS.
-        self.tls: ssl.SSLContext | None = gateway_context(fleet)
+        #: Certificates for gateways that connect from now on, None without TLS.
+        self.tls = gateway_certificates(fleet)
+        self._calls = Calls(self.state)
         self._files = _stamps(fleet)
-        self.methods = Methods(
-            {
-                b"/%s/Process" % messages.PROCESS_SERVICE.encode("ascii"): self._process,
-                b"/%s/Check" % messages.HEALTH_SERVICE.encode("ascii"): self._check,
-            }
-        )
-        #: Connections that are open.
-        self.gateways: set[_GatewayConnection] = set()
-        self._servers: list[asyncio.Server] = []
+        self._grpc: grpc.aio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
+        self._stopping: asyncio.Task[None] | None = None
 
     def configure(self, table: ProxyTable) -> None:
         """Names and limits that hold from now on; the Gateway API names the header of a fair share."""
         if table.tenant_header is None:
             table = msgspec.structs.replace(table, tenant_header=FAIRNESS)
         self.router.configure(table)
-        state = self.state
-        state.largest = max(table.max_body_bytes, table.max_multipart_bytes) + _ENVELOPE
-        #: Bytes that may wait for windows of one connection.
-        self.most_pending = max(table.max_held_bytes, state.largest)
+        self.state.tenants.configure(table.tenant_header or FAIRNESS)
 
     def secure(self, access: Access) -> None:
         """Clients' keys that hold from now on; the certificate is read again when its files change."""
@@ -150,7 +92,7 @@ class PickServer:
 
     @property
     def connections(self) -> Collection[object]:
-        """Streams that are open."""
+        """Calls that are open."""
         return self.state.streams
 
     @property
@@ -160,37 +102,71 @@ class PickServer:
 
     @property
     def descriptors(self) -> list[int]:
-        """Of the listening sockets."""
-        return [each.fileno() for server in self._servers for each in server.sockets]
+        """Of the listening sockets: none that another process could take over."""
+        return []
 
     def leave(self) -> None:
         """Nothing to do: no other process takes over."""
 
     async def start(self, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> tuple[str, int]:
-        """Accept gateways; returns the address in use. Raises `OSError` if it cannot be bound.
+        """Accept gateways; returns the address in use. Raises `OSError` if it cannot be bound."""
+        assert not sockets, "expected an address: grpcio takes no listening sockets"
+        largest = self.state.table.buffer_bytes + MAX_BESIDE_BODY
+        server = self._grpc = grpc.aio.server(
+            handlers=(
+                grpc.method_handlers_generic_handler(
+                    messages.PROCESS_SERVICE,
+                    {"Process": grpc.stream_stream_rpc_method_handler(self._process)},
+                ),
+                grpc.method_handlers_generic_handler(
+                    messages.HEALTH_SERVICE, {"Check": grpc.unary_unary_rpc_method_handler(self._check)}
+                ),
+            ),
+            options=(*_OPTIONS, ("grpc.max_receive_message_length", largest)),
+            maximum_concurrent_rpcs=MAX_CALLS,
+        )
+        _check_free(host, port)
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if self.tls is None:
+                port = server.add_insecure_port(where)
+            else:
+                port = server.add_secure_port(where, self._credentials(self.tls))
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+        await server.start()
+        self._sweeper = self._driver.loop.call_later(_SWEEP_S, self._sweep)
+        return host, port
 
-        With `sockets`, which are bound already, on those.
-        """
-        loop = self._driver.loop
-        tls: dict[str, Any] = {}
-        if self.tls is not None:
-            show_newest(self.tls, lambda: self.tls)
-            tls = {"ssl": self.tls, "ssl_handshake_timeout": _INCOMPLETE_S}
-        addressed: dict[str, Any] = {"host": host, "port": port, "reuse_address": True}
-        wheres: list[dict[str, Any]] = [{"sock": each} for each in sockets] or [addressed]
-        for where in wheres:
-            self._servers.append(
-                await loop.create_server(lambda: _GatewayConnection(self), backlog=2048, **where, **tls)
-            )
-        self._sweeper = loop.call_later(_SWEEP_S, self._sweep)
-        name = self._servers[0].sockets[0].getsockname()
-        return name[0], name[1]
+    def _credentials(self, tls: GatewayCertificates) -> grpc.ServerCredentials:
+        """Credentials of the listener; one that was read again is shown from the next handshake on."""
+        shown = tls
 
-    def _process(self, connection: Http2Connection, number: int) -> GrpcCall:
-        return ProcessCall(connection, number, self.state)
+        def newest() -> Any:
+            nonlocal shown
+            if self.tls is None or self.tls is shown:
+                return None
+            shown = self.tls
+            return shown.configuration()
 
-    def _check(self, connection: Http2Connection, number: int) -> GrpcCall:
-        return CheckCall(connection, number, self._serves)
+        return grpc.dynamic_ssl_server_credentials(
+            tls.configuration(), newest, require_client_authentication=tls.authorities is not None
+        )
+
+    async def _process(self, _: Any, context: Any) -> None:
+        await self._calls.process(context)
+
+    async def _check(self, data: bytes, context: Any) -> bytes:
+        """Answer a health check."""
+        try:
+            service = messages.HealthCheckRequest.FromString(data).service
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "expected a HealthCheckRequest")
+        serving = self._serves(service)
+        if serving is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
+        status = messages.SERVING if serving else messages.NOT_SERVING
+        return bytes(messages.HealthCheckResponse(status=status).SerializeToString())
 
     def _serves(self, service: str) -> bool | None:
         """Answer to a health check, None where there is no such service."""
@@ -202,69 +178,95 @@ class PickServer:
 
     def stop_accepting(self) -> None:
         """Take no further request; those that are open go on, and gateways are told to go elsewhere."""
+        if self._grpc is not None and not self.state.stopping:
+            self._stopping = asyncio.create_task(self._grpc.stop(_UNTIL_CLOSED_S))
         self.state.stopping = True
-        for server in self._servers:
-            server.close()
-        for gateway in self.gateways:
-            gateway.http2.go_away()
 
     async def close(self) -> None:
         """Drop every connection that is left."""
         if self._sweeper is not None:
             self._sweeper.cancel()
-        for gateway in list(self.gateways):
-            gateway.abort()
-        servers, self._servers = self._servers, []
-        for server in servers:
-            server.close()
-            await server.wait_closed()
+        if self._grpc is not None:
+            await self._grpc.stop(None)
+            self._grpc = None
+        if self._stopping is not None:
+            await self._stopping
 
     def _sweep(self) -> None:
         self._sweeper = self._driver.loop.call_later(_SWEEP_S, self._sweep)
-        now = self._driver.loop.time()
-        for gateway in list(self.gateways):
-            gateway.sweep(now)
         for stream in list(self.state.streams):
             stream.sweep(_SWEEP_S)
         if self.tls is not None and (stamps := _stamps(self._fleet)) != self._files:
             self._files = stamps
             try:
-                self.tls = gateway_context(self._fleet)
+                self.tls = gateway_certificates(self._fleet)
             except ConfigError as error:
                 tell(logger, Event.RELOAD_REFUSED, "the certificate in use stays: %s", error)
 
 
-def gateway_context(fleet: Fleet) -> ssl.SSLContext | None:
+@dataclass(frozen=True)
+class GatewayCertificates:
+    """PEM files of the listener: its certificates and their key, and the authorities of gateways or None."""
+
+    chain: bytes
+    key: bytes = field(repr=False)
+    authorities: bytes | None
+
+    def configuration(self) -> grpc.ServerCertificateConfiguration:
+        """The same for grpcio."""
+        return grpc.ssl_server_certificate_configuration([(self.key, self.chain)], self.authorities)
+
+
+def gateway_certificates(fleet: Fleet) -> GatewayCertificates | None:
     """Certificate of the listener, and the authorities of its gateways; None without TLS.
 
-    Raises `ConfigError`.
+    Raises `ConfigError`, also where any peer could be a gateway and the file does not say so.
     """
-    table, where, base = fleet.pick.tls, fleet.where, fleet.base
-    if table is None:
-        if fleet.pick.client_ca_file is not None:
+    pick, where, base = fleet.file.pick, fleet.where, fleet.base
+    if not (is_loopback(pick.host) or pick.any_gateway or (pick.tls and pick.client_ca_file)):
+        raise ConfigError(
+            f"{where}pick.host: expected a loopback address, or pick.tls and pick.client_ca_file beside it,"
+            f" or pick.any_gateway: true (every peer that reaches the port is a gateway), got {pick.host!r}"
+        )
+    if pick.tls is None:
+        if pick.client_ca_file is not None:
             raise ConfigError(f"{where}pick.client_ca_file: expected pick.tls beside it, got none")
         return None
-    context = server_context(table, f"{where}pick.tls", base)
-    context.set_alpn_protocols(["h2"])
-    if fleet.pick.client_ca_file is not None:
-        authorities = base / fleet.pick.client_ca_file
+    context = server_context(pick.tls, f"{where}pick.tls", base)
+    authorities = None
+    if pick.client_ca_file is not None:
+        path = base / pick.client_ca_file
         try:
-            context.load_verify_locations(authorities)
+            authorities = path.read_bytes()
+            context.load_verify_locations(path)
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(
-                f"{where}pick.client_ca_file: expected a file of certificates, got {str(authorities)!r}"
+                f"{where}pick.client_ca_file: expected a file of certificates, got {str(path)!r}"
             ) from error
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
+    try:
+        chain, key = (base / pick.tls.cert).read_bytes(), (base / pick.tls.key).read_bytes()
+    except OSError as error:  # replaced since they were looked at
+        raise ConfigError(f"{where}pick.tls: expected readable files, got {error.strerror}") from error
+    return GatewayCertificates(chain, key, authorities)
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raise `OSError` if an address cannot be listened on: grpcio does not say why."""
+    family, kind, number, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, number) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
 
 
 def _stamps(fleet: Fleet) -> list[tuple[int, int, int]]:
     """Times, sizes and numbers of the files of the listener's TLS: others once one is replaced."""
-    table = fleet.pick.tls
+    table = fleet.file.pick.tls
     if table is None:
         return []
     stamps = []
-    for name in (table.cert, table.key, fleet.pick.client_ca_file):
+    for name in (table.cert, table.key, fleet.file.pick.client_ca_file):
         if name is not None:
             try:
                 found = os.stat(fleet.base / name)

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-import msgspec
-
-from hetlb.config.fleet import Fleet, Listen, SharedTable
+from hetlb.config.fleet import Fleet
+from hetlb.config.fleet_tables import Listen, SharedTable
 from hetlb.core.types import InstanceSpec
 from hetlb.pick.driver import PickDriver
-from hetlb.pick.server import PickServer, gateway_context
+from hetlb.pick.server import PickServer, gateway_certificates
 from hetlb.proxy.discovery.inference_pool import ObjectiveSource
 from hetlb.proxy.discovery.source import Source
 from hetlb.proxy.leader import Leader, LeaseLeader
@@ -37,14 +36,12 @@ class PickService(Service):
 
     driver: PickDriver
     server: PickServer
-    _make_driver = _make_sharing_driver = PickDriver
+    _make_driver = PickDriver
     _hands_over = False  # gRPC's listener cannot be given to another process
 
     def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
-        pick = fleet.pick
-        super().__init__(
-            msgspec.structs.replace(fleet, listen=Listen(host=pick.host, port=pick.port)), event_log
-        )
+        pick = fleet.file.pick
+        super().__init__(fleet.with_tables(listen=Listen(host=pick.host, port=pick.port)), event_log)
         self._resolver: asyncio.Task[None] | None = None
         self._lookups = asyncio.Semaphore(_LOOKUPS)
         self.roster.on_coming = self._coming
@@ -103,7 +100,7 @@ class PickService(Service):
 
     def _discovery_sources(self) -> list[Source]:
         fleet, state = self.fleet, self.server.state
-        clusters = () if fleet.discovery is None else fleet.discovery.clusters
+        clusters = () if fleet.file.discovery is None else fleet.file.discovery.clusters
         pools = [each for each in clusters if each.resource == "inferencepools"]
         objectives = [ObjectiveSource(each, fleet.base, state.set_objectives) for each in pools]
         return [*super()._discovery_sources(), *objectives]
@@ -133,9 +130,9 @@ class PickService(Service):
 
 def _shared_table(fleet: Fleet) -> tuple[SharedTable | None, str]:
     """Table of what is shared with other pickers, and its key."""
-    if fleet.pick.shared is not None:
-        return fleet.pick.shared, f"{fleet.where}pick.shared"
-    return fleet.shared, f"{fleet.where}shared"
+    if fleet.file.pick.shared is not None:
+        return fleet.file.pick.shared, f"{fleet.where}pick.shared"
+    return fleet.file.shared, f"{fleet.where}shared"
 
 
 def lease_of(fleet: Fleet) -> LeaseLeader | None:
@@ -149,7 +146,7 @@ def lease_of(fleet: Fleet) -> LeaseLeader | None:
 
 def check_pick(fleet: Fleet) -> None:
     """Raise `ConfigError` unless all that the section `pick` names is there."""
-    gateway_context(fleet)
+    gateway_certificates(fleet)
     table, key = _shared_table(fleet)
     if table is not None:
         shared_url(table, key)

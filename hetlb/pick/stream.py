@@ -13,17 +13,41 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from hetlb.config.fleet import PickTable
+from hetlb.config.fleet_tables import PickTable
+from hetlb.core.transition import Transition
 from hetlb.core.types import RejectReason
 from hetlb.pick import messages
 from hetlb.pick.driver import PickDriver
+from hetlb.pick.envoy_fields import (
+    ENDPOINT,
+    LB_SPACE,
+    MalformedMessage,
+    code_details,
+    local_reply,
+    request_head,
+    response_head,
+    served_by,
+    subset,
+)
+from hetlb.pick.stream_states import (
+    BODY,
+    CLOSING,
+    HEADERS,
+    OWN_ANSWER,
+    RESPONSE,
+    TOLD,
+    WHOLE,
+    WHOLE_ANSWER,
+    StreamState,
+)
+from hetlb.pick.tenant_names import TenantNames
 from hetlb.proxy import ends
 from hetlb.proxy.access import EngineAccess, Tenant
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http import error_responses
-from hetlb.proxy.http.error_responses import Refusal
-from hetlb.proxy.http.http1 import GateError, RequestHead, ResponseHead
+from hetlb.proxy.http.error_responses import TOO_MANY_BYTES, Refusal
+from hetlb.proxy.http.http1 import GateError, RequestHead
 from hetlb.proxy.http.multipart import FormReader
 from hetlb.proxy.router import Router
 from hetlb.proxy.telemetry.events import Event, tell
@@ -31,13 +55,7 @@ from hetlb.proxy.upstream import Carried, Upstream
 
 logger = logging.getLogger("hetlb.pick")
 
-ENDPOINT: Final = "x-gateway-destination-endpoint"
-SERVED: Final = "x-gateway-destination-endpoint-served"
-SUBSET: Final = "x-gateway-destination-endpoint-subset"
-_SUBSET_SPACE: Final = "envoy.lb.subset_hint"
-_LB_SPACE: Final = "envoy.lb"
 OBJECTIVE: Final = b"x-gateway-inference-objective"
-FAIRNESS: Final = "x-gateway-inference-fairness-id"
 #: Larger pieces than this are not sent in full duplex mode (Envoy's recommendation).
 _PIECE: Final = 64 << 10
 #: A body of which nothing came in so many seconds has stopped.
@@ -48,17 +66,6 @@ _STRAYED_S: Final = 60.0
 _FRAMING = frozenset({b"content-length", b"connection"})
 #: Keys of clients: not for engines where they are checked here, or where the engine has its own.
 _KEYS = ("authorization", "x-api-key", "api-key")
-#: Envoy's `response.code_details` of answers that are its own, by how they begin.
-_LOCAL_REPLIES: Final = (
-    ("upstream_reset_before_response_started{remote_connection_failure", ends.NOT_ACCEPTED),
-    ("upstream_reset_before_response_started{connection_timeout", ends.NOT_ACCEPTED),
-    ("upstream_reset_before_response_started{overflow", ends.LOCAL),
-    ("upstream_reset_before_response_started", ends.DROPPED),
-    ("upstream_response_timeout", ends.SILENT),
-    ("upstream_per_try_timeout", ends.SILENT),
-    ("response_timeout", ends.SILENT),
-    ("no_healthy_upstream", ends.NOT_ACCEPTED),
-)
 
 
 class PickerState:
@@ -80,11 +87,12 @@ class PickerState:
         #: Priorities by the names of objectives: those of the cluster, and above them those of the file.
         self.objectives: dict[str, int] = dict(table.objectives)
         self.stopping = False
-        #: Streams that are open, and bytes of one message at most.
+        #: Streams that are open.
         self.streams: set[HttpStream] = set()
-        self.largest = 0
         #: Bytes of requests that have not come whole yet.
         self.held_bytes = 0
+        #: Tenants that the gateway's header may name.
+        self.tenants = TenantNames()
         #: Time of the last line about a gateway that does not reach an instance.
         self._strayed_at: dict[str, float] = {}
 
@@ -115,19 +123,15 @@ class HttpStream(Upstream):
     __slots__ = (
         "_body",
         "_chunks",
-        "_committed",
         "_exchange",
-        "_extended",
-        "_feeding",
         "_form",
         "_head",
         "_original",
         "_out",
         "_request_mode",
         "_response_mode",
-        "_response_seen",
         "_send",
-        "_state",
+        "_shared",
         "_stopped_s",
         "_subset",
         "_swept_chunks",
@@ -136,76 +140,86 @@ class HttpStream(Upstream):
         "_told",
         "_trailers",
         "body_bytes",
-        "complete",
-        "ended",
-        "reading",
+        "state",
     )  # fmt: skip
 
-    def __init__(self, state: PickerState, send: Callable[[bytes], None]) -> None:
-        self._state = state
+    def __init__(self, shared: PickerState, send: Callable[[bytes], None]) -> None:
+        self._shared = shared
         self._send = send
+        self.state = StreamState.OPENED
         self._request_mode = self._response_mode = messages.FULL_DUPLEX
         self._head: RequestHead | None = None
         self._tenant: Tenant | None = None
         self._form: FormReader | None = None
         self._subset: tuple[str, ...] | None = None
         self._body: list[bytes] = []
-        #: Bytes of the body so far; True until the request is whole.
+        #: Bytes of the body so far.
         self.body_bytes = 0
-        self.reading = True
         #: Messages that the body came in, and what `sweep` knows of them.
         self._chunks = self._swept_chunks = -1
         self._taken_s = self._stopped_s = 0.0
         self._original = b""
+        #: Answer to the trailers that ended the body, if any did.
+        self._trailers = b""
         #: Addresses that Envoy was told, in order.
         self._told: list[str] = []
-        self._trailers = False
         self._exchange: Exchange | None = None
-        self._extended = self._response_seen = self._committed = self._feeding = False
-        self._out = b""
-        #: True once Envoy was given an answer in place of an engine's: it sends nothing more.
-        self.ended = False
-        #: True once the engine's answer was seen to its end: no message follows.
-        self.complete = False
+        #: Bytes for the client while a part of the answer is fed to the exchange, None else.
+        self._out: bytes | None = None
+
+    @property
+    def over(self) -> bool:
+        """True once no message of the gateway changes anything."""
+        return self.state in _OVER
+
+    def _enter(self, transition: Transition[StreamState]) -> None:
+        """Take a row of `stream_states.TRANSITIONS`."""
+        assert self.state in transition.before, f"{self.state}: {transition.event}"
+        if self.state is StreamState.READING:
+            self._shared.held_bytes -= self.body_bytes
+            self._body = []
+        self.state = transition.after
 
     # --- from Envoy ---
 
     def receive(self, message: Any) -> None:
-        """Take one message."""
+        """Take one message. Raises `MalformedMessage`."""
         kind = message.WhichOneof("request")
+        state = self.state
         if kind == "response_body":
             self._response_body(message.response_body)
         elif kind == "request_body":
-            self._guarded(self._request_body, message.request_body)
+            if state is StreamState.READING:
+                self._guarded(self._request_body, message.request_body)
         elif kind == "request_headers":
-            self._guarded(self._request_headers, message)
+            if state is StreamState.OPENED:
+                self._guarded(self._request_headers, message)
         elif kind == "response_headers":
             self._response_headers(message)
         elif kind == "request_trailers":
-            self._trailers = True
-            self._guarded(self._serve, None)
+            self._request_trailers()
         elif kind == "response_trailers":
-            self._feed(b"", last=True)
-            self._reply(messages.RESPONSE_TRAILERS_GO_ON)
-            self.complete = True
+            self._response_trailers()
+        if state is StreamState.OPENED and self._head is None and not self.over:
+            raise MalformedMessage("expected the request's headers first")
 
     def closed(self) -> None:
         """Envoy's stream has ended, with or without a word."""
+        seen = self.state in _ANSWER
         exchange = self._exchange
-        self.ended = True
+        if self.state is not StreamState.CLOSED:
+            self._enter(CLOSING)
         # No cycle is left: what was allocated goes now, not in a pause of the garbage collector.
-        self._exchange, self._send = None, _unsent
+        self._exchange, self._send, self._body, self._form = None, _unsent, [], None
         if exchange is None or exchange.phase is Phase.DONE:
             return
-        if self._response_mode == messages.NONE and self._response_seen:
+        if seen and self._response_mode == messages.NONE:
             exchange.answered_unseen()
         else:
             exchange.client_gone()
 
     def _guarded(self, take: Callable[[Any], None], message: Any) -> None:
         """Take a part of the request; what may not pass is answered."""
-        if self.ended:
-            return
         try:
             take(message)
         except GateError as error:
@@ -217,12 +231,12 @@ class HttpStream(Upstream):
         headers = error_responses.refusal_headers(answer, 1.0 if answer.should_retry else None)
         if isinstance(error, Refusal):
             headers += error_responses.header_pairs(error.lines)
-        state = self._state
+        shared = self._shared
         if self._head is None:
-            state.driver.refused(answer.outcome)
+            shared.driver.refused(answer.outcome, error.status)
         else:
-            now = state.driver.now()
-            label = state.router.refused(self._head, self._tenant, answer, error.status, now)
+            now = shared.driver.now()
+            label = shared.router.refused(self._head, self._tenant, answer, error.status, now, self.address)
             headers += ((b"x-request-id", label.encode("ascii")),)
         self._answer(error.status, headers, error_responses.error_body(answer, error.message))
 
@@ -232,12 +246,14 @@ class HttpStream(Upstream):
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
-        head = self._head = _request_head(message.request_headers.headers.headers)
-        router = self._state.router
-        if self._state.stopping:
+        head = self._head = request_head(message.request_headers.headers.headers)
+        self._enter(HEADERS)
+        shared = self._shared
+        if shared.stopping:
             raise Refusal(error_responses.SHUTTING_DOWN, "The endpoint picker is shutting down.")
-        self._tenant = router.authenticate(head)
-        self._subset = _subset(message)
+        self._tenant = shared.router.authenticate(head)
+        shared.tenants.confine(head.fields, shared.driver.now())
+        self._subset = subset(message)
         if message.request_headers.end_of_stream:
             self._request_mode = messages.NONE
             self._serve(None)
@@ -251,21 +267,25 @@ class HttpStream(Upstream):
                 "request_body_mode: expected FULL_DUPLEX_STREAMED, BUFFERED, or STREAMED beside"
                 " send_body_without_waiting_for_header_response, in Envoy's configuration.",
             )
-        self._form = router.form(head)
+        self._form = shared.router.form(head)
         self._chunks = 0
         if self._request_mode == messages.BUFFERED:
             self._reply(messages.REQUEST_HEADERS_GO_ON)
 
     def _request_body(self, part: Any) -> None:
         piece: bytes = part.body
+        shared = self._shared
         self.body_bytes += len(piece)
+        shared.held_bytes += len(piece)
         self._chunks += 1
-        table = self._state.driver.table
+        table = shared.driver.table
         limit = table.max_body_bytes if self._form is None else table.max_multipart_bytes
         if self._request_mode == messages.STREAMED:
-            limit = min(limit, self._state.table.buffer_bytes)
+            limit = min(limit, shared.table.buffer_bytes)
         if self.body_bytes > limit:
             raise GateError(413, f"The request body is larger than {limit} bytes.")
+        if shared.held_bytes > table.max_held_bytes:
+            raise Refusal(TOO_MANY_BYTES, "Too many bytes of bodies are being read.")
         if piece:
             self._body.append(piece)
             if self._form is not None:
@@ -273,15 +293,24 @@ class HttpStream(Upstream):
         if part.end_of_stream or self._request_mode == messages.BUFFERED:
             self._serve(None)
 
+    def _request_trailers(self) -> None:
+        """The body has ended with trailers; Envoy waits for an answer to them, behind that to the body."""
+        if self.state in (StreamState.READING, StreamState.WAITING):
+            self._trailers = messages.REQUEST_TRAILERS_GO_ON
+            if self.state is StreamState.READING:
+                self._guarded(self._serve, None)
+        elif not self.over:
+            self._reply(messages.REQUEST_TRAILERS_GO_ON)
+
     def sweep(self, passed_s: float) -> None:
         """Answer a body that has stopped, and keep Envoy waiting for one that has not; each `passed_s`."""
-        if not self.reading or self.ended or self._chunks < 0 or self._request_mode == messages.BUFFERED:
+        if self.state is not StreamState.READING or self._request_mode == messages.BUFFERED:
             return
         self._taken_s += passed_s
         moved = self._chunks != self._swept_chunks
         self._swept_chunks = self._chunks
         self._stopped_s = 0.0 if moved else self._stopped_s + passed_s
-        table = self._state.driver.table
+        table = self._shared.driver.table
         if self._stopped_s > _BODY_STOP_S or self._taken_s > table.body_timeout_s:
             self.refuse(GateError(408, "The request body took too long."))
         elif moved and self._request_mode == messages.STREAMED:
@@ -289,28 +318,28 @@ class HttpStream(Upstream):
 
     def _serve(self, _: object) -> None:
         """The request is whole. Raises `GateError`."""
-        state, head = self._state, self._head
+        shared, head = self._shared, self._head
         assert head is not None, "expected headers before a body"
-        self.reading = False
-        pieces, self._body = self._body or [b""], []
+        pieces = self._body or [b""]
+        self._enter(WHOLE)
         if self._form is None and len(pieces) > 1:
             pieces = [b"".join(pieces)]
         self._original = b"".join(pieces) if len(pieces) > 1 else pieces[0]
-        taken = state.router.handle(self, head, pieces, self._tenant, self._form)
+        taken = shared.router.handle(self, head, pieces, self._tenant, self._form)
         self._form = None
         if isinstance(taken, bytes):
             self._answer_bytes(taken)
             return
-        driver, request = state.driver, taken.request
+        driver, request = shared.driver, taken.request
         request.splittable = False  # a gateway sends a request to one instance
         sheddable = False
         objective = head.fields.get(OBJECTIVE)
         if objective is not None:
-            priority = state.objectives.get(objective.decode("latin-1"), 0)
+            priority = shared.objectives.get(objective.decode("latin-1"), 0)
             request.priority -= priority  # in vLLM's priorities the lower value goes first
             sheddable = priority < 0
         if self._subset is not None:
-            request.subset = tuple(state.names[each] for each in self._subset if each in state.names)
+            request.subset = tuple(shared.names[each] for each in self._subset if each in shared.names)
         self._exchange = taken
         driver.streams[request.id] = self
         if request.subset is not None and not driver.scheduler.fleet.any_routable(request):
@@ -324,33 +353,33 @@ class HttpStream(Upstream):
         if taken.phase is Phase.QUEUED:
             if sheddable:
                 driver.shed(taken)
-            elif not self._extended:
-                self._extended = True
+            else:
                 self._reply(messages.go_on_for(driver.scheduler.queue.limits.timeout_s or 3600.0))
 
     # --- from the exchange, to which this is the engine's side ---
 
     def send(self, exchange: Carried, *, fresh: bool = False) -> None:
         """An instance was chosen: tell Envoy, with the next ones in order."""
-        taken, state = self._exchange, self._state
+        taken, shared = self._exchange, self._shared
         assert taken is not None, "expected a request that was submitted"
         assert taken.lease is not None, "expected a lease"
         name = taken.lease.instance
         taken.sent_by_gateway()
-        wanted = [name, *state.driver.fallbacks(state.table.fallbacks)]
-        self._told = [state.addresses[each] for each in wanted if each in state.addresses]
+        wanted = [name, *shared.driver.fallbacks(shared.table.fallbacks)]
+        self._told = [shared.addresses[each] for each in wanted if each in shared.addresses]
         endpoint = ",".join(self._told)
-        if name not in state.addresses:
+        if name not in shared.addresses:
             taken.engine_failed(ends.LOCAL, "its address is not known")
             return
+        self._enter(TOLD)
         response = messages.ProcessingResponse()
         buffered = self._request_mode == messages.BUFFERED
         common = response.request_body.response if buffered else response.request_headers.response
         mutation = common.header_mutation
         headers = [(ENDPOINT, endpoint.encode("ascii")), ("x-request-id", taken.label_for_engine)]
-        access = state.access.get(name)
+        access = shared.access.get(name)
         authorization = None if access is None else access.authorization
-        if authorization is not None or (state.router.tenants is not None and not _passes(access)):
+        if authorization is not None or (shared.router.tenants is not None and not _passes(access)):
             mutation.remove_headers.extend(_KEYS)
         if authorization is not None:
             headers.append(("authorization", authorization))
@@ -361,7 +390,7 @@ class HttpStream(Upstream):
             common.body_mutation.body = body
             headers.append(("content-length", b"%d" % len(body)))
         messages.set_headers(mutation, headers)
-        metadata = response.dynamic_metadata.fields[_LB_SPACE].struct_value
+        metadata = response.dynamic_metadata.fields[LB_SPACE].struct_value
         metadata.fields[ENDPOINT].string_value = endpoint
         self._reply(response.SerializeToString())
         if self._request_mode == messages.FULL_DUPLEX:
@@ -369,7 +398,7 @@ class HttpStream(Upstream):
         elif self._request_mode == messages.STREAMED:
             self._release_body(body)
         if self._trailers:
-            self._reply(messages.REQUEST_TRAILERS_GO_ON)
+            self._reply(self._trailers)
         self._original = b""
 
     def _send_body(self, body: bytes) -> None:
@@ -397,24 +426,33 @@ class HttpStream(Upstream):
 
     def _response_headers(self, message: Any) -> None:
         exchange = self._exchange
-        self._response_seen = True
-        if self.ended or exchange is None or exchange.phase is Phase.DONE or exchange.lease is None:
+        if self.over:
+            return
+        if self.state not in RESPONSE.before or exchange is None or exchange.phase is Phase.DONE:
+            if self.state in RESPONSE.before:
+                self._enter(RESPONSE)
             self._reply(messages.RESPONSE_HEADERS_GO_ON)
             return
-        head = _response_head(message.response_headers.headers.headers)
-        state = self._state
-        if served := _field(message.metadata_context.filter_metadata, _LB_SPACE, SERVED):
-            name = state.names.get(served)
+        head = response_head(message.response_headers.headers.headers)
+        self._enter(RESPONSE)
+        if exchange.lease is None:  # the gateway has answered what waits here for an instance
+            exchange.client_gone()
+            self._reply(messages.RESPONSE_HEADERS_GO_ON)
+            return
+        shared = self._shared
+        if served := served_by(message):
+            name = shared.names.get(served)
             if served not in self._told:
-                state.strayed(exchange.lease.instance, served)
+                shared.strayed(exchange.lease.instance, served)
             if name is not None and name != exchange.lease.instance:
-                state.driver.served_elsewhere(exchange, name)
-        local = _local_reply(message, head)
+                shared.driver.served_elsewhere(exchange, name)
+        details = code_details(message)
+        local = local_reply(details, head)
         if local is not None:
-            exchange.engine_failed(local, "the gateway reports " + _details(message))
+            exchange.engine_failed(local, "the gateway reports " + details)
         else:
             exchange.engine_head(head, None)
-        if self._answered:
+        if self.state is StreamState.REFUSED:
             return
         lease = exchange.lease
         response = messages.ProcessingResponse()
@@ -426,12 +464,13 @@ class HttpStream(Upstream):
         self._reply(response.SerializeToString())
         if message.response_headers.end_of_stream:
             self._feed(b"", last=True)
-            self.complete = True
         elif self._response_mode == messages.NONE:
             self._feed(b"", last=False)
             exchange.since = math.inf  # nothing more of it is seen here
 
     def _response_body(self, part: Any) -> None:
+        if self.state not in WHOLE_ANSWER.before:
+            return
         piece: bytes = part.body
         last: bool = part.end_of_stream
         out = self._feed(piece, last=last)
@@ -441,22 +480,25 @@ class HttpStream(Upstream):
             self._reply(messages.RESPONSE_BODY_GO_ON)
         else:
             self._reply(messages.replaced_body("response_body", out))
-        if last:
-            self.complete = True
+
+    def _response_trailers(self) -> None:
+        if self.state in WHOLE_ANSWER.before:
+            self._feed(b"", last=True)
+            self._reply(messages.RESPONSE_TRAILERS_GO_ON)
 
     def _feed(self, piece: bytes, *, last: bool) -> bytes:
         """Give a part of the answer to the exchange; returns what the client gets of it."""
         exchange = self._exchange
-        if exchange is None or exchange.phase is Phase.DONE or self.ended:
-            return piece
-        self._feeding = True
-        self._out = b""
-        if piece or not last:
-            exchange.engine_body(piece)
-        if last and not exchange.done:
-            exchange.engine_end(b"")
-        self._feeding = False
-        out, self._out = self._out, b""
+        out = piece
+        if exchange is not None and exchange.phase is not Phase.DONE:
+            self._out = b""
+            if piece or not last:
+                exchange.engine_body(piece)
+            if last and not exchange.done:
+                exchange.engine_end(b"")
+            out, self._out = self._out, None
+        if last and self.state in WHOLE_ANSWER.before:
+            self._enter(WHOLE_ANSWER)
         return out
 
     # --- from the exchange, to which this is the client's side ---
@@ -468,13 +510,16 @@ class HttpStream(Upstream):
 
     def write(self, data: bytes) -> None:
         """Take what goes to the client: an answer of our own, or the engine's body behind a head."""
-        if not self._committed:
+        if self.state is not StreamState.ANSWERING:
             if data.startswith(b"HTTP/1.1 "):
                 self._answer_bytes(data)
                 return
-            self._committed = True
+            if self.state is not StreamState.HEAD_SEEN:
+                return
+            self._enter(BODY)
             data = data.partition(b"\r\n\r\n")[2]
-        self._out += data
+        if self._out is not None:
+            self._out += data
 
     def upgraded(self, take: Callable[[bytes], None]) -> None:
         """Never called: a gateway's request is no handshake."""
@@ -487,20 +532,20 @@ class HttpStream(Upstream):
     def end(self, *, keep: bool) -> None:
         """The exchange is done."""
 
+    @property
+    def address(self) -> str:
+        """Address of the client: Envoy alone knows it, and says so in `x-forwarded-for`."""
+        return "-"
+
     def break_off(self) -> None:
         """The answer is broken off: Envoy resets it, unless what is being fed ends it."""
-        if not self._feeding:
+        if self._out is None:
             self._answer(502, (), b"")
 
     # --- out ---
 
-    @property
-    def _answered(self) -> bool:
-        """True once Envoy has an answer of our own (a property: calls in between may change it)."""
-        return self.ended
-
     def _reply(self, data: bytes) -> None:
-        if not self.ended:
+        if self.state is not StreamState.REFUSED:
             self._send(data)
 
     def _answer_bytes(self, response: bytes) -> None:
@@ -515,8 +560,14 @@ class HttpStream(Upstream):
         kept = [(name.decode("ascii"), value) for name, value in headers if name not in _FRAMING]
         if body and not any(name == "content-type" for name, _ in kept):
             kept.append(("content-type", b"application/json"))
-        self._reply(messages.immediate(status, kept, body, "hetlb"))
-        self.ended = True
+        if self.state in OWN_ANSWER.before:
+            self._reply(messages.immediate(status, kept, body, "hetlb"))
+            self._enter(OWN_ANSWER)
+
+
+#: States in which an answer is under way, or is over; those in which nothing more is to be done.
+_ANSWER: Final = (StreamState.HEAD_SEEN, StreamState.ANSWERING, StreamState.PASSED)
+_OVER: Final = (StreamState.PASSED, StreamState.REFUSED, StreamState.CLOSED)
 
 
 def _unsent(_: bytes) -> None:
@@ -525,86 +576,3 @@ def _unsent(_: bytes) -> None:
 
 def _passes(access: EngineAccess | None) -> bool:
     return access is not None and access.passthrough
-
-
-def _request_head(headers: Any) -> RequestHead:
-    """A request's head as the router reads it."""
-    head = RequestHead()
-    head.http11 = False
-    fields, lines = head.fields, head.headers
-    for header in headers:
-        key: str = header.key
-        value: bytes = header.raw_value or header.value.encode("latin-1", "replace")
-        if key == ":method":
-            head.method = value
-        elif key == ":path":
-            path, _, head.query = value.partition(b"?")
-            try:
-                head.path = path.decode("ascii")
-            except UnicodeDecodeError as error:
-                raise GateError(400, "The path is not ASCII.") from error
-        elif key == ":authority":
-            fields.setdefault(b"host", value)
-        elif not key.startswith(":"):
-            name = key.encode("latin-1", "replace")
-            lines.append((name, value))
-            fields.setdefault(name, value)
-    head.content_type = fields.get(b"content-type", b"").lower()
-    return head
-
-
-def _response_head(headers: Any) -> ResponseHead:
-    """An answer's head as the exchange reads it."""
-    head = ResponseHead()
-    for header in headers:
-        key: str = header.key
-        value: bytes = header.raw_value or header.value.encode("latin-1", "replace")
-        if key == ":status":
-            head.status = int(value)
-        else:
-            head.fields.setdefault(key.encode("latin-1", "replace"), value)
-    head.forwarded = b""  # Envoy sends the headers on
-    return head
-
-
-def _field(spaces: Any, space: str, key: str) -> str:
-    """A text of a metadata space, "" where there is none."""
-    if space not in spaces:
-        return ""
-    fields = spaces[space].fields
-    return str(fields[key].string_value) if key in fields else ""
-
-
-def _subset(message: Any) -> tuple[str, ...] | None:
-    """The addresses that the gateway restricts a request to, None for all."""
-    spaces = message.metadata_context.filter_metadata
-    if _SUBSET_SPACE not in spaces or SUBSET not in spaces[_SUBSET_SPACE].fields:
-        return None
-    value = spaces[_SUBSET_SPACE].fields[SUBSET]
-    if value.WhichOneof("kind") == "list_value":
-        return tuple(str(each.string_value) for each in value.list_value.values)
-    return tuple(part.strip() for part in str(value.string_value).split(",") if part.strip())
-
-
-def _details(message: Any) -> str:
-    """Envoy's `response.code_details` attribute, "" where it is not sent."""
-    for struct in message.attributes.values():
-        if "response.code_details" in struct.fields:
-            return str(struct.fields["response.code_details"].string_value)
-    return ""
-
-
-def _local_reply(message: Any, head: ResponseHead) -> ends.End | None:
-    """End of the lease of an answer that is Envoy's own, None for an engine's answer."""
-    if head.status < 500:
-        return None
-    details = _details(message)
-    if details:
-        for beginning, end in _LOCAL_REPLIES:
-            if details.startswith(beginning):
-                return end
-        return None
-    # Without the attribute: servers date their answers, and Envoy says how long one took that it asked.
-    if head.fields.keys() & {b"date", b"server", b"x-envoy-upstream-service-time"}:
-        return None
-    return ends.DROPPED if head.fields.get(b"content-type") == b"text/plain" else None

@@ -12,12 +12,12 @@ from scipy.optimize import linprog
 
 from hetlb.core.paths.stages import SINK, SOURCE
 from hetlb.errors import PlanError
-from hetlb.plan.disaggregation.cluster import Cluster as SplitCluster
-from hetlb.plan.disaggregation.cluster import Group, Role, Stage
-from hetlb.plan.disaggregation.cluster import Plan as SplitPlan
+from hetlb.plan.disaggregation.split_cluster import Cluster as SplitCluster
+from hetlb.plan.disaggregation.split_cluster import Group, Role, Stage
+from hetlb.plan.disaggregation.split_cluster import Plan as SplitPlan
 from hetlb.plan.model_shape import refusal
-from hetlb.plan.placement.cluster import Cluster, Placement
 from hetlb.plan.placement.flow import Flow
+from hetlb.plan.placement.place_cluster import Cluster, Placement
 from hetlb.plan.rent import Configuration, Plan, Problem
 from hetlb.plan.tp_search import Machine, MachinePlan, Option, PlanModel
 

@@ -22,6 +22,7 @@ from hetlb.plan.layouts import (
     choose_together,
     instances_of,
 )
+from hetlb.plan.throughput import Mix
 from hetlb.plan.tp_search import Estimator, Machine, MachinePlan, Rows, static_estimate
 from hetlb.sim.engine import DEFAULT_MAX_NUM_SEQS, EngineLimits, EngineModel
 from hetlb.sim.engine import Sequence as EngineSequence
@@ -139,7 +140,8 @@ def lay_out(
     """Layouts of every machine by itself, then of all of them together."""
     kinds = {machine.kind: machine for machine in cluster.machines}
     instances = {
-        kind: _instances(cluster, machine, throughputs.of, most_stages) for kind, machine in kinds.items()
+        kind: _instances(cluster, machine, throughputs.of, most_stages, [(1.0, sample.rows)])
+        for kind, machine in kinds.items()
     }
     fleet = Fleet(cluster.machines, instances, sample.rows, target)
     # Each machine gets its share of the rate by what it does at most.
@@ -164,9 +166,10 @@ def _instances(
     machine: Machine,
     throughput: Callable[[Profile, int], float],
     most_stages: int | None,
+    mix: Mix,
 ) -> dict[Part, Instance]:
     """Instances that run on a machine; pipelines unasked where without them GPUs are left over."""
-    found = instances_of(cluster.model, machine, cluster.profiles, throughput, most_stages or 1)
+    found = instances_of(cluster.model, machine, cluster.profiles, throughput, most_stages or 1, mix)
     if most_stages is None:
         sizes = {part.gpus for part in found}
         reached = {0}
@@ -175,7 +178,7 @@ def _instances(
                 reached.add(used)
         if machine.gpus not in reached:
             stages = min(MOST_STAGES, machine.gpus)
-            found = instances_of(cluster.model, machine, cluster.profiles, throughput, stages)
+            found = instances_of(cluster.model, machine, cluster.profiles, throughput, stages, mix)
     return found
 
 

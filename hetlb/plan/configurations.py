@@ -4,10 +4,6 @@ Enumerated (Jiang et al., ICML 2025, section 4.3 and appendix D): tensor paralle
 of two; pipelines of such stages, of one kind of GPU or of two, inside a machine where they fit and else
 across machines; layers in proportion to a stage's memory or, where stages differ, its speed. An instance
 that cannot hold its weights and the longest request goes. Each has the latency profile of the whole instance.
-
-A pipeline of S stages keeps S batches in flight. Such a batch comes round in the time that its stages and
-links take together, or S times the slowest stage where that is longer; S of them are one larger iteration
-of an instance, so its profile is that of one engine with everything a batch costs divided by S.
 """
 
 from __future__ import annotations
@@ -20,31 +16,35 @@ from itertools import combinations, pairwise
 
 import msgspec
 
+from hetlb.config.plan_tables import Model
 from hetlb.config.profile import (
-    BetterDecode,
-    BetterPrefill,
-    DecodeCoefficients,
     EngineInfo,
     Hardware,
     ModelInfo,
-    PrefillCoefficients,
-    PrefillGridTable,
     Profile,
     Source,
 )
-from hetlb.core.latency import DecodeTable, LatencyModel, PnormPrefill, PrefillGrid
 from hetlb.errors import ConfigError
+from hetlb.plan.common.capacity import divide_layers, exact, kv_cache_tokens, usable_bytes
+from hetlb.plan.common.composition import (
+    ACTIVATION_BYTES,
+    LinkSeconds,
+    StageProfile,
+    compose_profile,
+    engine_stages,
+)
 from hetlb.plan.highs import INFINITY
-from hetlb.plan.market import Market, Model, OfferTable
+from hetlb.plan.market import Market, OfferTable
 from hetlb.profiler.fit import Point, fit
 from hetlb.profiler.sources import Roofline, make_profile
-from hetlb.sim.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
+from hetlb.sim.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS
+from hetlb.sim.staged_engine import EngineStage
 
 #: The most stages of an enumerated pipeline, and the most GPUs of an instance.
 MOST_STAGES = 8
 MOST_GPUS = 16
-#: The bytes of one value that stages and GPUs send each other.
-ACTIVATION_BYTES = 2
+#: Bytes/s inside a rented machine where the file does not say.
+_USUAL_INSIDE = 60e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,8 @@ class Candidate:
     """A configuration before its throughput is known. `profile` is None where that is stated.
 
     `origin` says what the profile rests on: measured, roofline, or stated in the file; `across` whether its
-    stages are in several machines; `written` the path of its profile in the market file, where it is that.
+    stages are in several machines; `engine_stages` what a pipeline's profile was composed of; `written` the
+    path of its profile in the market file, where it is that.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Candidate:
     throughput: dict[str, float] | None = None
     across: bool = False
     written: str | None = None
+    engine_stages: tuple[EngineStage, ...] = ()
 
 
 def candidates(market: Market, longest_tokens: dict[str, int]) -> list[Candidate]:
@@ -148,7 +150,7 @@ def _with_capacity(market: Market, model: Model, stages: tuple[Stage, ...], prof
     memory = all(market.offers[stage.gpu].memory_bytes for stage in stages)
     if profile.engine.kv_cache_tokens is not None or not known or not memory:
         return profile
-    tokens = max(1, kv_cache_tokens(market, model, stages))
+    tokens = max(1, capacity_of(market, model, stages))
     return msgspec.structs.replace(
         profile, engine=msgspec.structs.replace(profile.engine, kv_cache_tokens=tokens)
     )
@@ -235,9 +237,9 @@ def _candidate(
     weights = [speed_of(profile) for profile in known] if by_speed else memory
     stages = tuple(
         Stage(gpu, degree, share)
-        for (gpu, degree), share in zip(kinds, divide_layers(weights, model), strict=True)
+        for (gpu, degree), share in zip(kinds, divide_layers(weights, model.layers), strict=True)
     )
-    tokens = kv_cache_tokens(market, model, stages)
+    tokens = capacity_of(market, model, stages)
     if tokens < longest_tokens:
         return None
     count = sum(stage.tensor_parallel_size for stage in stages)
@@ -251,23 +253,11 @@ def _candidate(
     name += "-by-speed" if by_speed else ""
     name = name if len(market.models) == 1 else f"{model.name.rpartition('/')[2].lower()}-{name}"
     if len(stages) == 1:
-        profile, written = profiles[0]
-        assert profile is not None
-        stated = profile.engine.kv_cache_tokens
-        engine = msgspec.structs.replace(
-            profile.engine,
-            kv_cache_tokens=tokens if stated is None else stated,
-            tensor_parallel_size=stages[0].tensor_parallel_size,
-        )
-        if (engine.kv_cache_tokens or 0) < longest_tokens:
+        tokens = known[0].engine.kv_cache_tokens or tokens
+        if tokens < longest_tokens:
             return None
-        written = written if stated is not None and engine == profile.engine else None
-        profile = msgspec.structs.replace(profile, engine=engine)
-    else:
-        written = None
-        profile = pipeline_profile(
-            name, model, stages, known, tokens, _link_seconds(market, model, stages, across)
-        )
+    profile, own_stages = composed(market, model, name, stages, known, tokens, across=across)
+    written = profiles[0][1] if len(stages) == 1 and profile == known[0] else None
     return Candidate(
         name,
         model.name,
@@ -278,6 +268,7 @@ def _candidate(
         profile,
         across=across,
         written=written,
+        engine_stages=own_stages,
     )
 
 
@@ -288,38 +279,21 @@ def speed_of(profile: Profile) -> Fraction:
     return Fraction(1.0 / seconds)
 
 
-def divide_layers(weights: Sequence[Fraction], model: Model) -> list[Fraction]:
-    """Shares of the layers in proportion to weights, whole layers where their number is known.
-
-    What rounding leaves goes to the largest remainders.
-    """
-    total = sum(weights)
-    shares = [each / total for each in weights]
-    layers = model.layers
-    if layers is None:
-        return shares
-    whole = [max(1, math.floor(share * layers)) for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda s: shares[s] * layers - whole[s], reverse=True)
-    for s in by_remainder[: max(0, layers - sum(whole))]:
-        whole[s] += 1
-    return [Fraction(each, layers) for each in whole]
-
-
-def kv_cache_tokens(market: Market, model: Model, stages: Sequence[Stage]) -> int:
-    """Tokens that the KV cache of an instance holds: that of the stage with the least room for its layers."""
+def capacity_of(market: Market, model: Model, stages: Sequence[Stage]) -> int:
+    """Tokens that the KV cache of an instance of these stages holds."""
     assert model.weight_bytes is not None
     assert model.kv_bytes_per_token is not None
-    least: float = INFINITY
-    kv_bytes = model.kv_bytes_per_token
+    room = []
     for stage in stages:
         offer = market.offers[stage.gpu]
-        per_gpu = (
-            Fraction(repr(offer.gpu_memory_utilization)) * (offer.memory_bytes or 0)
-            - offer.reserved_bytes_per_gpu
+        usable = usable_bytes(
+            stage.tensor_parallel_size,
+            offer.memory_bytes or 0,
+            offer.gpu_memory_utilization,
+            offer.reserved_bytes_per_gpu,
         )
-        room = stage.tensor_parallel_size * per_gpu - Fraction(repr(model.weight_bytes)) * stage.layers
-        least = min(least, math.floor(room / (kv_bytes * stage.layers)))
-    return max(0, int(least))
+        room.append((usable, stage.layers))
+    return kv_cache_tokens(room, exact(model.weight_bytes), model.kv_bytes_per_token)
 
 
 def _profile(
@@ -335,8 +309,7 @@ def _profile(
 
 
 def _inside(market: Market, gpu: str) -> float:
-    inside = market.file.links.inside
-    return inside.get(gpu, inside.get("default", 60e9))
+    return market.file.links.rate_inside(gpu, _USUAL_INSIDE)
 
 
 def hidden_size(model: Model) -> float:
@@ -392,8 +365,13 @@ def roofline_profile(market: Market, model: Model, offer: OfferTable, degree: in
     )
 
 
-def compose(market: Market, model: Model, stages: Sequence[Stage], *, across: bool) -> Profile:
-    """The profile of given stages, one or several. Raises `ConfigError` where one has no profile."""
+def compose(
+    market: Market, model: Model, stages: Sequence[Stage], *, across: bool
+) -> tuple[Profile, tuple[EngineStage, ...]]:
+    """The profile of given stages and, of several, what it is composed of.
+
+    Raises `ConfigError` where one has no profile.
+    """
     profiles = []
     for stage in stages:
         profile, _ = _profile(market, model, market.offers[stage.gpu], stage.tensor_parallel_size)
@@ -403,147 +381,44 @@ def compose(market: Market, model: Model, stages: Sequence[Stage], *, across: bo
                 f"{stage.tensor_parallel_size} for {model.name}, or a roofline"
             )
         profiles.append(profile)
-    tokens = kv_cache_tokens(market, model, stages)
-    return pipeline_profile(
-        "composed", model, stages, profiles, tokens, _link_seconds(market, model, stages, across)
-    )
+    tokens = capacity_of(market, model, stages)
+    return composed(market, model, "composed", stages, profiles, tokens, across=across)
 
 
-# --- pipelines ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class LinkSeconds:
-    """Seconds that all hand-overs between stages take: for one token, and for one batch whatever its size."""
-
-    token_s: float
-    batch_s: float
-
-
-def _link_seconds(market: Market, model: Model, stages: Sequence[Stage], across: bool) -> LinkSeconds:
-    links = market.file.links
-    size = hidden_size(model) * ACTIVATION_BYTES
-    token_s = batch_s = 0.0
-    for stage, following in pairwise(stages):
-        # Across machines, stages of one kind share a machine as far as it reaches: the slow link is counted
-        # at every hand-over, since which one crosses is not planned.
-        bandwidth = links.between if across or stage.gpu != following.gpu else _inside(market, stage.gpu)
-        token_s += size / bandwidth
-        batch_s += links.latency_s
-    return LinkSeconds(token_s, batch_s)
-
-
-def pipeline_latency(
-    shares: Sequence[float], latencies: Sequence[LatencyModel], links: LinkSeconds
-) -> LatencyModel:
-    """The latency model of a pipeline as one engine; `latencies` are of the whole model on each stage."""
-    count = len(shares)
-
-    def round_s(values: Sequence[float], link_s: float = 0.0) -> float:
-        """Seconds that one batch takes to come round, of one coefficient."""
-        parts = [share * value for share, value in zip(shares, values, strict=True)]
-        return max(count * max(parts), math.fsum(parts) + link_s)
-
-    def whole(key: str, link_s: float = 0.0) -> float:
-        return round_s([getattr(each, key) for each in latencies], link_s)
-
-    token_s, batch_s = links.token_s, links.batch_s
-    better = [each.better_prefill for each in latencies]
-    form: PnormPrefill | None = None
-    if all(each is not None for each in better):
-        known = [each for each in better if each is not None]
-        grid = known[0].grid if all(each.grid == known[0].grid for each in known) else None
-        form = PnormPrefill(
-            floor_s=round_s([each.floor_s for each in known], batch_s),
-            token_s=round_s([each.token_s for each in known], token_s) / count,
-            attention_s=round_s([each.attention_s for each in known]) / count,
-            p=min(each.p for each in known),
-            grid=None
-            if grid is None
-            else PrefillGrid(tuple(batch * count for batch in grid.batches), grid.lengths, grid.log_ratio),
-            tile=count * min(each.tile for each in known),
-        )
-    tables = [each.better_decode for each in latencies]
-    decode: DecodeTable | None = None
-    if all(each is not None for each in tables):
-        bending = [each for each in tables if each is not None]
-        batches = sorted({batch for each in bending for batch in each.batches})
-        decode = DecodeTable(
-            token_s=round_s([each.token_s for each in bending]) / count,
-            context_s=round_s([each.context_s for each in bending]),
-            batches=tuple(batch * count for batch in batches),
-            seconds=tuple(
-                round_s([each.step_s(batch, 0.0) for each in bending], batch_s + token_s * batch)
-                for batch in batches
-            ),
-        )
-    return LatencyModel(
-        k1=whole("k1", token_s) / count,
-        k2=whole("k2") / count,
-        k3=whole("k3"),
-        k4=whole("k4", batch_s),
-        k5=whole("k5") / count,
-        k6=whole("k6", token_s) / count,
-        k7=whole("k7"),
-        k8=whole("k8", batch_s),
-        better_prefill=form,
-        better_decode=decode,
-    )
-
-
-def pipeline_profile(
-    name: str,
+def composed(
+    market: Market,
     model: Model,
+    name: str,
     stages: Sequence[Stage],
     profiles: Sequence[Profile],
     tokens: int,
-    links: LinkSeconds,
-) -> Profile:
-    """The profile of a pipeline as one engine; `profiles`: the whole model on the GPUs of each stage."""
-    count = len(stages)
-    latency = pipeline_latency([float(s.layers) for s in stages], [p.latency for p in profiles], links)
-    form = latency.better_prefill
-    grid = None if form is None else form.grid
-    decode = latency.better_decode
-    batched = min(p.engine.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS for p in profiles)
-    seqs = min(p.engine.max_num_seqs or DEFAULT_MAX_NUM_SEQS for p in profiles)
-    return Profile(
-        version=1 if decode is None else 2,
-        name=name,
-        prefill=PrefillCoefficients(k1=latency.k1, k2=latency.k2, k3=latency.k3, k4=latency.k4),
-        decode=DecodeCoefficients(k5=latency.k5, k6=latency.k6, k7=latency.k7, k8=latency.k8),
-        better_prefill=None
-        if form is None
-        else BetterPrefill(
-            floor_s=form.floor_s,
-            token_s=form.token_s,
-            attention_s=form.attention_s,
-            p=form.p,
-            grid=None
-            if grid is None
-            else PrefillGridTable(batches=grid.batches, lengths=grid.lengths, log_ratio=grid.log_ratio),
-            tile=form.tile,
-        ),
-        better_decode=None
-        if decode is None
-        else BetterDecode(
-            token_s=decode.token_s, context_s=decode.context_s, batches=decode.batches, seconds=decode.seconds
-        ),
-        hardware=Hardware(
-            gpu="+".join(dict.fromkeys(stage.gpu for stage in stages)),
-            gpus=sum(stage.tensor_parallel_size for stage in stages),
-        ),
-        model=ModelInfo(name=model.name, kv_bytes_per_token=model.kv_bytes_per_token),
-        engine=EngineInfo(
-            tensor_parallel_size=stages[0].tensor_parallel_size,
-            kv_cache_tokens=tokens,
-            max_num_seqs=seqs,
-            max_num_batched_tokens=batched * count,
-        ),
-        source=Source(
-            kind="pipeline",
-            measured=False,
-            name=" ".join(dict.fromkeys(p.name for p in profiles)),
-            note=f"{count} stages composed from profiles of the whole model and the links between them",
-        ),
-    )
+    *,
+    across: bool,
+) -> tuple[Profile, tuple[EngineStage, ...]]:
+    """The profile of stages whose GPUs, with the whole model, have these profiles; of several the stages."""
+    parts = [
+        StageProfile(profile, float(stage.layers), stage.gpu, stage.tensor_parallel_size)
+        for stage, profile in zip(stages, profiles, strict=True)
+    ]
+    info = ModelInfo(name=model.name, kv_bytes_per_token=model.kv_bytes_per_token)
+    links = _links(market, model, stages, across)
+    profile = compose_profile(name, info, parts, tokens, links)
+    return profile, engine_stages(parts, links) if len(parts) > 1 else ()
+
+
+# --- links between stages ---------------------------------------------------------------------------------
+
+
+def _links(market: Market, model: Model, stages: Sequence[Stage], across: bool) -> list[LinkSeconds]:
+    """The links behind all stages but the last."""
+    links = market.file.links
+    size = hidden_size(model) * ACTIVATION_BYTES
+    # Across machines, stages of one kind share a machine as far as it reaches: the slow link is counted
+    # at every boundary, since which one crosses is not planned.
+    return [
+        LinkSeconds(
+            size / (links.between if across or stage.gpu != following.gpu else _inside(market, stage.gpu)),
+            links.latency_s,
+        )
+        for stage, following in pairwise(stages)
+    ]

@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -53,17 +53,32 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True)
 class SolveLimits:
-    """Limits of a solve: `gap` is relative, `deadline` a `time.monotonic()`; `seed` makes runs repeatable."""
+    """Limits of a solve: `gap` is relative, `deadline` a time of `clock`; `seed` makes runs repeatable."""
 
     gap: float = 1e-4
     deadline: float = INFINITY
     seed: int = 0
     interrupt: Interrupt | None = None
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def interrupted(self) -> bool:
+        """True if an interrupt came."""
+        return self.interrupt is not None and self.interrupt.requested
 
     @property
     def over(self) -> bool:
         """True if the time is up or an interrupt came."""
-        return time.monotonic() >= self.deadline or (self.interrupt is not None and self.interrupt.requested)
+        return self.interrupted or self.clock() >= self.deadline
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline, 0 after an interrupt."""
+        return 0.0 if self.interrupted else max(0.0, self.deadline - self.clock())
+
+    def within(self, seconds: float) -> SolveLimits:
+        """The same limits, with a deadline so many seconds from now at most."""
+        return replace(self, deadline=min(self.deadline, self.clock() + seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +209,7 @@ class LinearProgram:
         highs = self._highs
         highs.setOptionValue("random_seed", limits.seed)
         highs.setOptionValue("mip_rel_gap", limits.gap)
-        left = limits.deadline - time.monotonic()
+        left = limits.left_s
         # The solver's clock goes on from solve to solve.
         highs.setOptionValue(
             "time_limit", highs.getRunTime() + max(0.01, left) if left < INFINITY else INFINITY

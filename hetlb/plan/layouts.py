@@ -13,21 +13,24 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import groupby
 
-import msgspec
-
-from hetlb.config.profile import Profile
+from hetlb.config.profile import ModelInfo, Profile
 from hetlb.core.admission import QueueLimits
 from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health, InstanceSpec
-from hetlb.plan.configurations import LinkSeconds, Stage, divide_layers, pipeline_profile
-from hetlb.plan.market import Model
-from hetlb.plan.simulation import capacity
-from hetlb.plan.throughput import SloLimits, engine_spec
+from hetlb.plan.common.capacity import divide_layers
+from hetlb.plan.common.composition import (
+    ACTIVATION_BYTES,
+    LinkSeconds,
+    StageProfile,
+    compose_profile,
+    engine_stages,
+)
+from hetlb.plan.rent_simulation import capacity
+from hetlb.plan.throughput import Mix, SloLimits, bubbles, engine_spec, slowed
 from hetlb.plan.tp_search import Machine, PlanModel, Rows, memory, misfit
 from hetlb.sim.fleet import EngineSpec, FleetSimulation
 from hetlb.workload.arrivals import make_plan
@@ -47,6 +50,8 @@ MOST_INSTANCES = 64
 #: Link between stages inside a machine: bytes/s of a PCIe 4.0 link, seconds per batch.
 _LINK_BYTES_S = 25e9
 _LINK_BATCH_S = 5e-5
+#: Values of a token between layers where the model's shape is not known.
+_USUAL_HIDDEN = 8192
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -102,8 +107,11 @@ def instances_of(
     profiles: Mapping[str, Profile],
     estimate: Callable[[Profile, int], float],
     most_stages: int,
+    mix: Mix,
 ) -> dict[Part, Instance]:
     """Every part that runs on a machine; `estimate` gives tokens/s of a profile with so many KV tokens.
+
+    Pipelines count with the bubbles that they have on this mix of requests.
 
     Of pipelines on equally many GPUs only the fastest is kept.
     """
@@ -115,7 +123,7 @@ def instances_of(
             if part.gpus > machine.gpus or misfit(model, machine, degree, stages):
                 continue
             tokens = memory(model, machine, part.gpus).kv_cache_tokens
-            profile = _profile(model, machine, part, profiles[key], tokens)
+            profile = _profile(model, machine, part, profiles[key], tokens, mix)
             instance = Instance(part, profile, estimate(profile, tokens))
             if stages == 1:
                 found[part] = instance
@@ -124,29 +132,23 @@ def instances_of(
     return found | {instance.part: instance for instance in best.values()}
 
 
-def _profile(model: PlanModel, machine: Machine, part: Part, profile: Profile, tokens: int) -> Profile:
-    if part.pipeline_parallel_size == 1:
-        engine = msgspec.structs.replace(profile.engine, kv_cache_tokens=tokens)
-        return msgspec.structs.replace(profile, engine=engine)
-    stages = part.pipeline_parallel_size
-    shape = model.shape
-    hidden = shape.attention_heads * shape.head_dim if shape is not None else 8192
-    info = Model(
-        name=model.name,
-        weight_bytes=float(model.weight_bytes),
-        parameters=model.parameters,
-        bytes_per_parameter=model.bytes_per_parameter,
-        kv_bytes_per_token=model.kv_bytes_per_token,
-        layers=shape.layers if shape is not None else None,
-        hidden_size=hidden,
+def _profile(
+    model: PlanModel, machine: Machine, part: Part, profile: Profile, tokens: int, mix: Mix
+) -> Profile:
+    stages, shape = part.pipeline_parallel_size, model.shape
+    hidden = shape.attention_heads * shape.head_dim if shape is not None else _USUAL_HIDDEN
+    links = [LinkSeconds(ACTIVATION_BYTES * hidden / _LINK_BYTES_S, _LINK_BATCH_S)] * (stages - 1)
+    held = [
+        StageProfile(profile, float(share), machine.gpu, part.tensor_parallel_size)
+        for share in divide_layers([1] * stages, shape.layers if shape is not None else None)
+    ]
+    info = ModelInfo(name=model.name, kv_bytes_per_token=model.kv_bytes_per_token)
+    whole = compose_profile(
+        f"{profile.name}-pp{stages}" if stages > 1 else profile.name, info, held, tokens, links
     )
-    links = LinkSeconds(
-        token_s=(stages - 1) * 2.0 * hidden / _LINK_BYTES_S, batch_s=(stages - 1) * _LINK_BATCH_S
-    )
-    shares = divide_layers([Fraction(1)] * stages, info)
-    held = [Stage(machine.gpu, part.tensor_parallel_size, share) for share in shares]
-    name = f"{profile.name}-pp{stages}"
-    return pipeline_profile(name, info, held, [profile] * stages, tokens, links)
+    if stages == 1:
+        return whole
+    return slowed(whole, bubbles(engine_spec(whole), mix, engine_stages(held, links)))
 
 
 def layouts_of(gpus: int, parts: Sequence[Part], *, partly: bool) -> list[Layout]:

@@ -13,36 +13,13 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from hetlb.config.cluster import model_kv_bytes
+from hetlb.config.plan_tables import LinkRates, Model, ModelTable, RooflineTable, read_model
 from hetlb.config.profile import Profile, load_profile
 from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml
 from hetlb.errors import ConfigError
 from hetlb.plan.highs import INFINITY
 
 _NAME = re.compile(r"[A-Za-z0-9._/ +-]{1,100}")
-
-
-class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A model to serve. Pipelines need `layers`; `hidden_size` says what their stages send each other."""
-
-    name: str
-    parameters: Positive | None = None
-    bytes_per_parameter: Positive = 2.0
-    kv_bytes_per_token: PositiveInt | None = None
-    kv_bytes_per_value: Positive = 2.0
-    config: str | None = None
-    layers: PositiveInt | None = None
-    hidden_size: PositiveInt | None = None
-
-
-class RooflineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Peak figures of one GPU, and the shares of them that are reached: an estimate, never measured."""
-
-    flops: Positive
-    bandwidth_bytes_per_s: Positive
-    flops_efficiency: Share = 0.5
-    bandwidth_efficiency: Share = 0.7
-    overhead_ms: NonNegative = 2.0
 
 
 class OfferTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -60,14 +37,6 @@ class OfferTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     reserved_bytes_per_gpu: Annotated[int, msgspec.Meta(ge=0)] = 0
     profiles: dict[str, dict[str, str]] = {}
     roofline: RooflineTable | None = None
-
-
-class LinksTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Bytes/s between GPUs inside a machine, by kind of GPU (or `default`), and between machines."""
-
-    inside: dict[str, Positive] = {}
-    between: Positive = 0.625e9
-    latency_s: NonNegative = 2e-4
 
 
 class WorkloadTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -118,19 +87,7 @@ class MarketFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     target: TargetTable | None = None
     slo: SloTable | None = None
     requests: PositiveInt | None = None
-    links: LinksTable = LinksTable()
-
-
-class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A model with what planning needs of it; sizes in bytes, None where nothing was stated."""
-
-    name: str
-    weight_bytes: float | None
-    parameters: float | None
-    bytes_per_parameter: float
-    kv_bytes_per_token: int | None
-    layers: int | None
-    hidden_size: int | None
+    links: LinkRates = LinkRates()
 
 
 class Market(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,6 +130,7 @@ class Market(msgspec.Struct, frozen=True, kw_only=True):
 def load_market(path: Path) -> Market:
     """Read MARKET.yaml and every profile it names. Raises `ConfigError` or `ProfileError`."""
     file = load_yaml(path, MarketFile, ConfigError)
+    file.links.check(path)
     if not file.offers:
         raise ConfigError(f"{path}: offers: expected at least one offer, got none")
     if (file.budget_per_hour is None) == (file.target is None):
@@ -184,8 +142,8 @@ def load_market(path: Path) -> Market:
     for kind in ("models", "workloads", "configurations"):
         _check_names(path, kind, "name", [each.name for each in getattr(file, kind)])
     _check_finite(path, file)
-    models = {table.name: _model(table, path, f"models[{m}]") for m, table in enumerate(file.models)} or {
-        "model": _model(ModelTable(name="model"), path, "models")
+    models = {table.name: read_model(table, path, f"models[{m}]") for m, table in enumerate(file.models)} or {
+        "model": read_model(ModelTable(name="model"), path, "models")
     }
     market = Market(path=path, file=file, models=models, profiles=_profiles(file, path, models))
     gpus = market.offers
@@ -224,24 +182,6 @@ def _check_finite(path: Path, file: MarketFile) -> None:
     for key, value in values:
         if value is not None and not math.isfinite(value):
             raise ConfigError(f"{path}: {key}: expected a finite number, got {value}")
-
-
-def _model(table: ModelTable, path: Path, where: str) -> Model:
-    kv_bytes = table.kv_bytes_per_token
-    if table.config is not None:
-        kv_bytes = model_kv_bytes(
-            path, f"{where}.", table.kv_bytes_per_token, table.config, table.kv_bytes_per_value
-        )
-    parameters = table.parameters
-    return Model(
-        name=table.name,
-        weight_bytes=None if parameters is None else parameters * table.bytes_per_parameter,
-        parameters=parameters,
-        bytes_per_parameter=table.bytes_per_parameter,
-        kv_bytes_per_token=kv_bytes,
-        layers=table.layers,
-        hidden_size=table.hidden_size,
-    )
 
 
 def _profiles(file: MarketFile, path: Path, models: dict[str, Model]) -> dict[str, Profile]:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hetlb.config.profile import Profile
 from hetlb.errors import ConfigError, PlanError
 from hetlb.plan import decompose
 from hetlb.plan.check import check_rent
@@ -19,8 +20,8 @@ from hetlb.plan.configurations import Candidate, candidates
 from hetlb.plan.highs import INFINITY, OnProgress, SolveLimits
 from hetlb.plan.market import Market
 from hetlb.plan.rent import Configuration, Plan, Problem, Workload, assign, prune
-from hetlb.plan.simulation import Simulated, simulate
-from hetlb.plan.throughput import Measured
+from hetlb.plan.rent_simulation import Simulated, simulate
+from hetlb.plan.throughput import Measured, bubbles, engine_spec, slowed
 from hetlb.plan.workloads import Clustering, RequestType, cluster
 
 #: Rounds of measuring mixes and planning anew, and the relative difference that ends them.
@@ -32,7 +33,7 @@ AGREED = 0.005
 class Table:
     """All that a plan is made from: types, candidates with their throughput, and the problem they make.
 
-    `clustering` is None for stated types.
+    `clustering` and `longest_tokens`, the longest request of a trace, are None for stated types.
     """
 
     market: Market
@@ -40,6 +41,7 @@ class Table:
     candidates: Mapping[str, Candidate]
     problem: Problem
     clustering: Clustering | None = None
+    longest_tokens: int | None = None
 
     @property
     def simulated(self) -> bool:
@@ -114,7 +116,7 @@ def make_table(
         on_progress(done, len(found))
         if candidate.profile is not None:
             rates = {
-                kind.name: measured.alone(candidate.profile, kind)
+                kind.name: measured.alone(candidate.profile, kind, candidate.engine_stages)
                 for kind in types
                 if kind.model == candidate.model
             }
@@ -140,7 +142,8 @@ def make_table(
         market.budget,
         None if market.file.target is None else market.file.target.request_rate,
     )
-    return Table(market, types, with_rates, problem, clustering)
+    longest_row = None if rows is None else max(prompt + output for prompt, output in rows)
+    return Table(market, types, with_rates, problem, clustering, longest_row)
 
 
 # --- the plan -------------------------------------------------------------------------------------------
@@ -200,12 +203,12 @@ def correct_mixes(
     changed: dict[str, Configuration] = {}
     for configuration in problem.configurations:
         rates = {name: rate for (name, c), rate in plan.rates.items() if c == configuration.name}
-        profile = table.candidates[configuration.name].profile
-        if len(rates) < 2 or profile is None:
+        candidate = table.candidates[configuration.name]
+        if len(rates) < 2 or candidate.profile is None:
             continue
         total = math.fsum(rates.values())
         planned = total / plan.counts[configuration.name]
-        served = measured.together(profile, rates, kinds)
+        served = measured.together(candidate.profile, rates, kinds, candidate.engine_stages)
         # What the plan leaves idle is no disagreement: instances are whole, work is not.
         load = least_load(configuration, rates) / plan.counts[configuration.name]
         ratio = served / (planned / load) if planned > 0 else 1.0
@@ -232,6 +235,16 @@ def least_load(configuration: Configuration, rates: Mapping[str, float]) -> floa
     return 1.0 / plan.throughput
 
 
+def profile_of(table: Table, plan: Plan, name: str) -> Profile | None:
+    """The profile of a configuration under its part of a plan: of a pipeline with the bubbles it then has."""
+    candidate = table.candidates[name]
+    if candidate.profile is None or not candidate.engine_stages:
+        return candidate.profile
+    kinds = {kind.name: kind for kind in table.types}
+    mix = [(rate, kinds[kind].rows) for (kind, c), rate in sorted(plan.rates.items()) if c == name]
+    return slowed(candidate.profile, bubbles(engine_spec(candidate.profile), mix, candidate.engine_stages))
+
+
 def simulate_plan(
     table: Table,
     plan: Plan,
@@ -245,9 +258,7 @@ def simulate_plan(
     if not table.simulated:
         return None
     profiles = {
-        name: candidate.profile
-        for name, candidate in table.candidates.items()
-        if candidate.profile is not None
+        name: profile for name in plan.counts if (profile := profile_of(table, plan, name)) is not None
     }
     return simulate(plan, profiles, table.types, policy=policy, predictor=predictor, seed=seed, load=load)
 

@@ -14,7 +14,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -27,15 +27,18 @@ from hetlb.core.latency import IterationRule
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
 from hetlb.errors import ProfileError
+from hetlb.plan.common.composition import with_latency
 from hetlb.plan.workloads import RequestType
 from hetlb.sim import alone as alone_module
 from hetlb.sim import block_pool as kvcache
 from hetlb.sim import engine as engine_module
 from hetlb.sim import fleet as fleet_module
+from hetlb.sim import staged_engine as staged_module
 from hetlb.sim.alone import batch_of, full_part
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.engine import Sequence as EngineSequence
 from hetlb.sim.fleet import EngineSpec, FleetSimulation
+from hetlb.sim.staged_engine import EngineStage, StagedEngine
 from hetlb.workload.arrivals import PlannedRequest, gaps_s
 from hetlb.workload.records import RequestResult
 
@@ -92,8 +95,11 @@ def interleave(mix: Mix, count: int) -> list[tuple[int, int]]:
     return rows
 
 
-def saturated_rate(spec: EngineSpec, mix: Mix) -> float:
-    """Requests/s that one instance serves of this mix; 0 where some request does not fit it."""
+def saturated_rate(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage] = ()) -> float:
+    """Requests/s that one instance serves of this mix; 0 where some request does not fit it.
+
+    With `stages` it is a pipeline, of which `spec` is the composed engine: its rate stage by stage.
+    """
     limits = spec.limits
     if any(i + o > limits.max_sequence_tokens for _, rows in mix for i, o in rows):
         return 0.0
@@ -106,9 +112,30 @@ def saturated_rate(spec: EngineSpec, mix: Mix) -> float:
     rows = interleave(mix, count if len(mix) == 1 else _OF_A_MIX * count)
     if len(mix) > 1:
         random.Random(0).shuffle(rows)
+    if len(stages) > 1:
+        one = replace(limits, max_num_batched_tokens=max(1, limits.max_num_batched_tokens // len(stages)))
+        return StagedEngine(stages, one).run(rows, batch)
     model = spec.model(IterationRule.TOKEN)
     part = full_part(model, [EngineSequence(prompt, output) for prompt, output in rows], batch)
     return (part.last - part.first) / part.seconds if part.seconds > 0 else 0.0
+
+
+def bubbles(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage]) -> float:
+    """Share of a composed engine's throughput on a mix that its pipeline reaches, at most 1.
+
+    A batch that holds a prompt is longer than one that only decodes, and stages wait for it.
+    """
+    if len(stages) < 2:
+        return 1.0
+    whole = saturated_rate(spec, mix)
+    return min(1.0, saturated_rate(spec, mix, stages) / whole) if whole > 0.0 else 1.0
+
+
+def slowed(profile: Profile, share: float) -> Profile:
+    """A composed profile that takes the bubbles of its pipeline into account."""
+    latency = profile.latency
+    slow = replace(latency.scaled(1.0 / share), request_s=latency.request_s)
+    return profile if share >= 1.0 else with_latency(profile, slow)
 
 
 def rate_within(spec: EngineSpec, mix: Mix, slo: SloLimits, seed: int = 0) -> float:
@@ -163,7 +190,7 @@ def attainment(
 def _engine_digest() -> str:
     """The source of the engine model and of what it computes with: a change of it forgets all results."""
     digest = hashlib.sha256()
-    for module in (alone_module, engine_module, fleet_module, latency, kvcache):
+    for module in (alone_module, engine_module, fleet_module, staged_module, latency, kvcache):
         digest.update(source_of(str(module.__file__)))
     digest.update(source_of(__file__))
     return digest.hexdigest()
@@ -214,25 +241,33 @@ class Measured:
                 entry = _decode_entry(line)
                 self._known[entry.key] = entry.requests_per_s
 
-    def alone(self, profile: Profile, kind: RequestType) -> float:
-        """Requests/s of one type alone."""
-        return self._rate(profile, [(1.0, kind.rows)])
+    def alone(self, profile: Profile, kind: RequestType, stages: Sequence[EngineStage] = ()) -> float:
+        """Requests/s of one type alone; `stages` where the profile is composed of them."""
+        return self._rate(profile, [(1.0, kind.rows)], stages)
 
     def together(
-        self, profile: Profile, rates: Mapping[str, float], kinds: Mapping[str, RequestType]
+        self,
+        profile: Profile,
+        rates: Mapping[str, float],
+        kinds: Mapping[str, RequestType],
+        stages: Sequence[EngineStage] = (),
     ) -> float:
         """Requests/s of all types together, in the proportions of `rates`."""
-        return self._rate(profile, [(rate, kinds[name].rows) for name, rate in sorted(rates.items())])
+        return self._rate(profile, [(rate, kinds[name].rows) for name, rate in sorted(rates.items())], stages)
 
-    def _rate(self, profile: Profile, mix: Mix) -> float:
+    def _rate(self, profile: Profile, mix: Mix, stages: Sequence[EngineStage]) -> float:
         spec = engine_spec(profile)
         total = math.fsum(share for share, _ in mix)
         # Proportions to three digits: plans that differ in the tenth digit are the same to an engine.
         rounded = [(float(f"{share / total:.{_RATIO_DIGITS}g}"), list(rows)) for share, rows in mix]
-        text = repr((_engine_digest(), spec, rounded, self.slo))
+        text = repr((_engine_digest(), spec, rounded, self.slo, tuple(stages)))
         key = hashlib.sha256(text.encode()).hexdigest()
         if key not in self._known:
-            rate = saturated_rate(spec, rounded) if self.slo is None else rate_within(spec, rounded, self.slo)
+            if self.slo is None:
+                rate = saturated_rate(spec, rounded, stages)
+            else:
+                share = bubbles(spec, rounded, stages)
+                rate = rate_within(engine_spec(slowed(profile, share)), rounded, self.slo)
             self._known[key] = rate
             self.runs += 1
             self._keep(key, rate)

@@ -15,6 +15,7 @@ from fractions import Fraction
 
 from hetlb.core.latency import LatencyModel
 from hetlb.errors import PlanError
+from hetlb.plan.common.capacity import exact, usable_bytes
 from hetlb.plan.model_shape import ModelShape, refusal
 
 #: Requests of a trace: (input tokens, output tokens).
@@ -37,7 +38,7 @@ class PlanModel:
     @property
     def weight_bytes(self) -> Fraction:
         """Bytes of all weights."""
-        return _exact(self.parameters) * _exact(self.bytes_per_parameter)
+        return exact(self.parameters) * exact(self.bytes_per_parameter)
 
     @property
     def longest_request_bytes(self) -> int:
@@ -114,8 +115,10 @@ Estimator = Callable[[str, int, int], float]
 
 def memory(model: PlanModel, machine: Machine, degree: int) -> Memory:
     """`M_kv = t * (utilization * memory - reserved) - weights`, and whether the longest request fits it."""
-    per_gpu = _exact(machine.gpu_memory_utilization) * machine.memory_bytes - machine.reserved_bytes_per_gpu
-    kv_bytes = degree * per_gpu - model.weight_bytes
+    usable = usable_bytes(
+        degree, machine.memory_bytes, machine.gpu_memory_utilization, machine.reserved_bytes_per_gpu
+    )
+    kv_bytes = usable - model.weight_bytes
     missing = max(0, math.ceil(model.longest_request_bytes - kv_bytes))
     return Memory(kv_bytes, max(0, math.floor(kv_bytes / model.kv_bytes_per_token)), missing)
 
@@ -221,8 +224,3 @@ def static_estimate(latency: LatencyModel, rows: Rows, kv_cache_tokens: int, max
     )
     tokens = sum(i + o for i, o in rows if i + o <= kv_cache_tokens)
     return tokens / seconds if seconds > 0 else 0.0
-
-
-def _exact(value: float) -> Fraction:
-    """The decimal that was written, not its binary neighbour: 0.9 is 9/10."""
-    return Fraction(repr(value))

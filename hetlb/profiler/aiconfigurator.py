@@ -1,7 +1,6 @@
 """Points without hardware from NVIDIA's aiconfigurator-core: tables of kernels measured on real GPUs.
 
-The extra `aic` is needed only here. Its times leave the host out, so they are too good at small
-batches and high degrees: `overhead_s` is added to every pass, `scale` multiplies the result.
+The extra `aic` is needed only here. Its times leave the host out.
 """
 
 from __future__ import annotations
@@ -15,67 +14,144 @@ from importlib.metadata import version
 from typing import Any
 
 from hetlb.errors import InputError, ProfileError
-from hetlb.profiler.fit import DEFAULT_DECODE_GRID, DEFAULT_PREFILL_GRID, Phase, Point
+from hetlb.profiler.fit import Phase, Point
 
 _DISTRIBUTION = "aiconfigurator-core"
+#: Asking costs nothing here: more points than a live sweep takes.
+_PREFILL = tuple((b, n) for b in (1, 2, 4, 8, 16) for n in (128, 256, 512, 1024, 2048, 4096))
+_DECODE = tuple((b, n) for b in (1, 2, 4, 8, 16, 32, 64, 96, 128) for n in (256, 1024, 4096))
+#: Corners, which some tables lack. Without them large batches and long contexts are extrapolated: up to 50 %
+#: off, a prompt of 128k tokens up to four times.
+_LONG_PREFILL = (32768, 131072)
+_LARGE_DECODE = (
+    *((256, 256), (256, 2048), (512, 256), (512, 1024)),
+    *((1, 32768), (1, 131072), (4, 32768), (16, 16384)),
+)
 #: The KV cache is what vLLM would leave with its own default share of memory.
 _MEMORY_SHARE = 0.9
 _MAX_NUM_BATCHED_TOKENS, _MAX_NUM_SEQS = 8192, 256
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """GPUs of one server: `tp` of a data-parallel rank, `dp` ranks; experts whole on a GPU each, or split.
+
+    Experts lie on all `tp * dp` GPUs: as vLLM has it, `--enable-expert-parallel` gives each GPU whole
+    experts, otherwise each GPU has its share of every expert.
+    """
+
+    tp: int
+    dp: int = 1
+    expert_parallel: bool = False
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        """The layout in the words of the library. A dense model ignores those of experts."""
+        gpus = self.tp * self.dp
+        experts = (1, gpus) if self.expert_parallel else (gpus, 1)
+        return {
+            "tp_size": self.tp,
+            "attention_dp_size": self.dp,
+            "moe_tp_size": experts[0],
+            "moe_ep_size": experts[1],
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class AicResult:
-    """The default grid of one model, system and degree. `kv_cache_tokens` is None where it does not fit."""
+    """Points of one model, system and layout, of one data-parallel rank while all ranks are alike busy.
+
+    `kv_cache_tokens` is None where it does not fit.
+    """
 
     points: tuple[Point, ...]
     kv_cache_tokens: int | None
     kv_bytes_per_token: int | None
     memory_bytes: int | None
     version: str
+    vllm_version: str | None
+    all_reduce_bytes_s: float | None
     max_num_batched_tokens: int = _MAX_NUM_BATCHED_TOKENS
     max_num_seqs: int = _MAX_NUM_SEQS
 
 
-def query(model: str, system: str, tp: int, *, overhead_s: float = 0.0, scale: float = 1.0) -> AicResult:
-    """Ask for the default grid. Raises `InputError` or `ProfileError` where there is no answer."""
+def query(model: str, system: str, layout: Layout, *, scale: float = 1.0) -> AicResult:
+    """Ask for the grid. Raises `InputError` or `ProfileError` where there is no answer."""
     try:
         engine = importlib.import_module("aiconfigurator_core.sdk.engine")
         memory = importlib.import_module("aiconfigurator_core.sdk.memory")
+        utils = importlib.import_module("aiconfigurator_core.sdk.utils")
+        database = importlib.import_module("aiconfigurator_core.sdk.perf_database")
     except ImportError as error:
         raise InputError(
             "--from aiconfigurator: expected aiconfigurator-core to be installed (pip install 'hetlb[aic]')"
         ) from error
     with _quiet():
         try:
-            handle = engine.EngineHandle.compile(model, system, "vllm", tp_size=tp)
-            points = [
-                *(
-                    Point(Phase.PREFILL, b, n, handle.predict_prefill_latency(b, n) / 1e3)
-                    for b, n in DEFAULT_PREFILL_GRID
-                ),
-                *(
-                    Point(Phase.DECODE, b, n, handle.predict_decode_latency(b, n, osl=2) / 1e3)
-                    for b, n in DEFAULT_DECODE_GRID
-                ),
-            ]
+            handle = engine.EngineHandle.compile(model, system, "vllm", **layout.arguments)
+            points = _points(handle, scale)
+            vllm_version = database.resolve_query_version(system, "vllm", "current")
+            hidden = utils.get_model_config_from_model_path(model)["hidden_size"]
+            all_reduce_bytes_s = _all_reduce_bytes_s(handle, int(hidden), layout.tp)
         except Exception as error:  # the library raises types of its own for names it does not know
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ProfileError(
-                f"--from aiconfigurator: expected a model and system it knows at --tp {tp}, "
-                f"got --model {model} --system {system}: {first}"
+                f"--from aiconfigurator: expected a model, system and layout it has tables for, got "
+                f"--model {model} --system {system} --tp {layout.tp} --data-parallel {layout.dp}"
+                f"{' --expert-parallel' if layout.expert_parallel else ''}: {first}"
             ) from error
-        cache = _kv_cache(memory, model, system, tp)
+        cache = _kv_cache(memory, model, system, layout)
     return AicResult(
-        tuple(Point(p.phase, p.batch, p.length, (p.seconds + overhead_s) * scale) for p in points),
+        tuple(points),
         cache.get("total_kv_size_tokens"),
-        None if "kv_size_per_token_bytes" not in cache else tp * int(cache["kv_size_per_token_bytes"]),
+        None if "kv_size_per_token_bytes" not in cache else layout.tp * int(cache["kv_size_per_token_bytes"]),
         cache.get("total_gpu_capacity_bytes"),
         version(_DISTRIBUTION),
+        str(vllm_version) if vllm_version else None,
+        all_reduce_bytes_s,
     )
 
 
-def _kv_cache(memory: Any, model: str, system: str, tp: int) -> dict[str, Any]:
-    """KV cache by the library; empty where the model does not fit."""
+def _points(handle: Any, scale: float) -> list[Point]:
+    """The default grid, and the corners beyond it for which the tables have data."""
+    found = [
+        *(
+            Point(Phase.PREFILL, b, n, scale * handle.predict_prefill_latency(b, n) / 1e3)
+            for b, n in _PREFILL
+        ),
+        *(
+            Point(Phase.DECODE, b, n, scale * handle.predict_decode_latency(b, n, osl=2) / 1e3)
+            for b, n in _DECODE
+        ),
+    ]
+    for length in _LONG_PREFILL:
+        with contextlib.suppress(Exception):
+            found.append(_long_prefill(handle, length, scale))
+    for batch, length in _LARGE_DECODE:
+        with contextlib.suppress(Exception):
+            seconds = scale * handle.predict_decode_latency(batch, length, osl=2) / 1e3
+            found.append(Point(Phase.DECODE, batch, length, seconds))
+    return found
+
+
+def _long_prefill(handle: Any, length: int, scale: float) -> Point:
+    """A prompt in passes of the token budget, as an engine reads it."""
+    step = _MAX_NUM_BATCHED_TOKENS
+    starts = range(0, length, step)
+    total_ms = sum(handle.predict_prefill_latency(1, start + step, prefix=start) for start in starts)
+    return Point(Phase.PREFILL, 1, length, scale * total_ms / 1e3, passes=len(starts))
+
+
+def _all_reduce_bytes_s(handle: Any, hidden: int, tp: int) -> float | None:
+    """Bus bandwidth of the all-reduce after the embedding of 4,096 tokens; None where a layout has none."""
+    tokens = 4096
+    context, _ = handle.run_static_per_op(batch_size=1, isl=tokens, osl=2, mode="static")
+    ms = next((each[1] for each in context if each[0] == "context_embedding_ar"), 0.0)
+    return 2.0 * hidden * tokens * 2.0 * (tp - 1) / tp / (ms / 1e3) if tp > 1 and ms > 0.0 else None
+
+
+def _kv_cache(memory: Any, model: str, system: str, layout: Layout) -> dict[str, Any]:
+    """KV cache of a rank by the library; empty where the model does not fit."""
     try:
         found: dict[str, Any] = memory.estimate_kv_cache(
             model,
@@ -86,7 +162,7 @@ def _kv_cache(memory: Any, model: str, system: str, tp: int) -> dict[str, Any]:
             max_batch_size=_MAX_NUM_SEQS,
             memory_fraction_kind="of_total",
             memory_fraction_value=_MEMORY_SHARE,
-            tp_size=tp,
+            **layout.arguments,
         )
     except ValueError:
         return {}

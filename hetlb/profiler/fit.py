@@ -33,10 +33,11 @@ MAX_ERROR_LIMIT = 0.30
 DEFAULT_PREFILL_GRID = tuple((b, n) for b in (1, 4, 16) for n in (128, 512, 2048, 4096))
 #: A step is a straight line in the length at a fixed batch, and bends in the batch: two lengths, six batches.
 DEFAULT_DECODE_GRID = tuple((b, n) for b in (1, 4, 16, 32, 64, 128) for n in (256, 4096))
-
 #: A table over the batch is taken where its held-out error, times this, is below that of k5..k8.
 _TABLE_GAIN = 0.75
 
+#: Fewer points of a phase are not fitted.
+_LEAST_POINTS = 8
 #: Up to so many points each is left out once; beyond, they are left out in this many groups.
 _FOLDS = 12
 
@@ -170,8 +171,8 @@ def fit(
     if better is not None and prefill_fit.form is Form.GRID:
         better = with_grid(better, prefill)
     latency = LatencyModel(
-        *fit_linear(prefill, relative=relative),
-        *fit_linear(decode, relative=relative),
+        *fit_linear(_usual(prefill), relative=relative),
+        *fit_linear(_usual(decode), relative=relative),
         better_prefill=better,
         better_decode=None if decode_fit.form is DecodeForm.PAPER else fit_table(decode),
     )
@@ -195,6 +196,13 @@ def fit(
 
 
 _AnyForm = Form | DecodeForm
+#: Sizes up to which k1..k8 are fitted: planes through larger ones are wrong where most requests are.
+_USUAL_BATCH, _USUAL_LENGTH = 128, 8192
+
+
+def _usual(points: Sequence[Point]) -> Sequence[Point]:
+    usual = [p for p in points if p.length <= _USUAL_LENGTH and p.batch <= _USUAL_BATCH]
+    return usual if len(usual) >= _LEAST_POINTS else points
 
 
 def _choose(
@@ -234,10 +242,10 @@ def _check_enough(phase: Phase, points: Sequence[Point]) -> None:
     if phase is Phase.MIXED:
         return
     batches, lengths = {p.batch for p in points}, {p.length for p in points}
-    if len(points) < 8 or len(batches) < 2 or len(lengths) < 2:
+    if len(points) < _LEAST_POINTS or len(batches) < 2 or len(lengths) < 2:
         raise ProfileError(
-            f"{phase}: expected at least 8 points over 2 batch sizes and 2 lengths, got {len(points)} "
-            f"over {len(batches)} and {len(lengths)}"
+            f"{phase}: expected at least {_LEAST_POINTS} points over 2 batch sizes and 2 lengths, "
+            f"got {len(points)} over {len(batches)} and {len(lengths)}"
         )
 
 
@@ -441,6 +449,10 @@ def with_grid(base: PnormPrefill, points: Sequence[Point]) -> PnormPrefill:
     such surface above the measurements and the largest below are averaged; the constraints are linear,
     so the mean keeps them. Beyond the grid the correction of its edge goes on.
     """
+    # The correction of a pass is looked up by what the pass computes, not by the prompt that it is a part of.
+    single = [p for p in points if p.passes == 1]
+    if len({p.batch for p in single}) > 1 and len({p.length for p in single}) > 1:
+        points = single
     batches = sorted({p.batch for p in points})
     lengths = sorted({p.length for p in points})
     ratio: dict[tuple[int, int], float] = {
@@ -535,39 +547,17 @@ LEAST_MIXED = 2
 _PRIOR = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Layers of a model and its attention heads on one GPU."""
-
-    layers: int
-    heads_per_gpu: float
-
-
-#: Seconds per layer and head that a decode beside a prompt costs, and per layer, head and prompt token; per
-#: layer and token of context where one block runs through it. Attention kernels of one GPU (RTX 4090, 128
-#: multiprocessors): they follow its clock and its blocks in flight, which differ little between GPUs.
-_SEQUENCE_S, _PAIR_S, _CONTEXT_S = 3.3e-8, 5e-11, 2.9e-8
-#: The same as multiples of `token_s` of a decode step where the shape is not known.
-_SEQUENCE_TOKENS, _PAIR_TOKENS, _CONTEXT_TOKENS = 240.0, 0.36, 6.7
 #: Factor by which the attention of decodes takes longer beside a prompt: 1.3 to 3.4 were measured.
-_SHARED_READS = 2.0
+MIXED_FACTOR = 2.0
+#: Start of the search for the constants that are assumed 0, in tokens of a decode step's attention.
+_SEQUENCE_TOKENS, _PAIR_TOKENS = 24.0, 0.036
 
 
-def assumed_mixed(latency: LatencyModel, shape: ModelShape | None) -> MixedTerm:
-    """The mixed term of a model without mixed points: from its shape, else from its decode steps."""
+def assumed_mixed(latency: LatencyModel) -> MixedTerm:
+    """The mixed term of a model without mixed points: `MIXED_FACTOR` times its own decode attention."""
     table = latency.better_decode
-    token_s = table.token_s if table is not None else latency.k5
-    if shape is None:
-        return MixedTerm(
-            _SEQUENCE_TOKENS * token_s,
-            _PAIR_TOKENS * token_s,
-            _SHARED_READS * token_s,
-            _CONTEXT_TOKENS * token_s,
-        )
-    blocks = shape.layers * shape.heads_per_gpu
-    return MixedTerm(
-        _SEQUENCE_S * blocks, _PAIR_S * blocks, _SHARED_READS * token_s, _CONTEXT_S * shape.layers
-    )
+    token_s, context_s = (table.token_s, table.context_s) if table else (latency.k5, latency.k7)
+    return MixedTerm(0.0, 0.0, MIXED_FACTOR * token_s, MIXED_FACTOR * (token_s + context_s))
 
 
 def mixed_s(latency: LatencyModel, point: Point) -> float:
@@ -576,10 +566,11 @@ def mixed_s(latency: LatencyModel, point: Point) -> float:
     return latency.mixed_step_s(tokens, 1.0, tokens, point.batch, point.batch * point.length)
 
 
-def fit_mixed(latency: LatencyModel, points: Sequence[Point], shape: ModelShape | None = None) -> MixedTerm:
+def fit_mixed(latency: LatencyModel, points: Sequence[Point]) -> MixedTerm:
     """The mixed term, weighted by 1/seconds, near the assumed one where the points do not decide."""
-    assumed = assumed_mixed(latency, shape)
-    start = np.array([assumed.sequence_s, assumed.pair_s, assumed.token_s, assumed.context_s])
+    assumed = assumed_mixed(latency)
+    token_s = assumed.token_s / MIXED_FACTOR
+    start = np.array([_SEQUENCE_TOKENS * token_s, _PAIR_TOKENS * token_s, assumed.token_s, assumed.context_s])
     start = np.maximum(start, 1e-15)
     seconds = np.array([p.seconds for p in points])
 

@@ -49,15 +49,19 @@ class Size:
 
 #: Lengths at which tiles are full and others: powers of two alone are the best case. The shortest: the floor.
 _LIVE_PREFILL = {1: (32, 128, 400, 1024, 3000), 4: (128, 300, 1024, 4096), 16: (100, 400, 1024, 4096)}
-#: Prompt tokens, decodes beside them, tokens cached by each.
+#: Corners that the others do not tell: one long context, and a large batch.
+_LIVE_CORNERS = ((1, 32768), (256, 1024))
+#: Prompt tokens, decodes beside them, tokens cached by each. The last is clipped to what the server can run.
 _LIVE_MIXED = (
     *((prompt, decodes, cached) for prompt in (300, 1500) for decodes in (4, 32) for cached in (256, 1024)),
     (700, 96, 512),
+    *((700, decodes, cached) for decodes, cached in _LIVE_CORNERS),
+    (300, 1024, 256),
 )
 
 DEFAULT_GRID = (
     *(Size(Phase.PREFILL, batch, length) for batch, lengths in _LIVE_PREFILL.items() for length in lengths),
-    *(Size(Phase.DECODE, batch, length) for batch, length in DEFAULT_DECODE_GRID),
+    *(Size(Phase.DECODE, batch, length) for batch, length in (*DEFAULT_DECODE_GRID, *_LIVE_CORNERS)),
     *(Size(Phase.MIXED, decodes, cached, prompt) for prompt, decodes, cached in _LIVE_MIXED),
 )
 
@@ -71,6 +75,8 @@ def clip(grid: Iterable[Size], capacity: Capacity, *, fill: bool = True) -> list
     clipped: list[Size] = []
     for phase in (Phase.PREFILL, Phase.DECODE):
         wanted = [size for size in sizes if size.phase is phase]
+        corners = [size for size in wanted if (size.batch, size.length) in _LIVE_CORNERS]
+        wanted = [size for size in wanted if size not in corners]
         fitting = _fit_all(wanted, capacity)
         lengths = sorted({size.length for size in fitting})
         batches = sorted({size.batch for size in fitting})
@@ -82,7 +88,7 @@ def clip(grid: Iterable[Size], capacity: Capacity, *, fill: bool = True) -> list
                 break
             lengths = more
             fitting = _fit_all([Size(phase, b, n) for b in batches for n in reversed(lengths)], capacity)
-        clipped += fitting
+        clipped += _fit_all([*fitting, *corners], capacity)
     return clipped + _clip_mixed([size for size in sizes if size.phase is Phase.MIXED], capacity)
 
 

@@ -39,15 +39,14 @@ from hetlb.files import write_text
 from hetlb.profiler.fit import (
     DEFAULT_DECODE_GRID,
     DEFAULT_PREFILL_GRID,
+    MIXED_FACTOR,
     DecodeForm,
     ErrorSummary,
     FitResult,
     Form,
-    ModelShape,
     Phase,
     Point,
     assumed_mixed,
-    fit_mixed,
     merge_repeats,
 )
 
@@ -279,12 +278,13 @@ def _constants(k: LatencyModel) -> dict[str, Any]:
 
 def corrected(profile: Profile, latency: LatencyModel, source: Source) -> Profile:
     """A profile with other constants; points and errors, which are of the old ones, are left out."""
-    request_s = profile.host.request_s if profile.host is not None else 0.0
     return msgspec.structs.replace(
         profile,
         version=2,
         **_constants(latency),
-        host=HostTime(iteration_s=latency.host_s, request_s=request_s),
+        host=HostTime(
+            iteration_s=latency.host_s, sequence_s=latency.host_sequence_s, request_s=latency.request_s
+        ),
         source=source,
         fit=None,
         grid=None,
@@ -294,64 +294,56 @@ def corrected(profile: Profile, latency: LatencyModel, source: Source) -> Profil
 #: Tokens of a tile where no point shows it: the usual size of GPU kernels of matrix products.
 ASSUMED_TILE = 128
 
-#: Layers and attention heads of models whose names are met often.
-_KNOWN_SHAPES = {
-    "llama-3-8b": (32, 32),
-    "llama-3.1-8b": (32, 32),
-    "llama-3-70b": (80, 64),
-    "llama-3.1-70b": (80, 64),
-    "llama-3.3-70b": (80, 64),
-    "llama-2-7b": (32, 32),
-    "llama-2-13b": (40, 40),
-    "mistral-7b": (32, 32),
-    "qwen2.5-7b": (28, 28),
-    "qwen2.5-14b": (48, 40),
-    "qwen2.5-32b": (64, 40),
-    "qwen2.5-72b": (80, 64),
-    "qwen3-4b": (36, 32),
-    "qwen3-8b": (36, 32),
-    "qwen3-14b": (40, 40),
-    "qwen3-32b": (64, 64),
-}
+#: Host time beyond tables of kernels: of an iteration, and of each sequence in it. Asynchronous scheduling
+#: (True) hides most of it behind the GPU.
+_ASSUMED_HOST = {True: (0.4e-3, 1.2e-5), False: (1.2e-3, 4.5e-5)}
+#: Time that a server takes over a request: HTTP, tokenizer, and the way to the engine's process.
+_ASSUMED_REQUEST_S = 4e-3
+_RANGES = {True: "0 to 1.5 ms an iteration were found", False: "1 to 8 ms an iteration were found"}
 
 
-def shape_of(model: ModelInfo | None, tensor_parallel_size: int | None) -> ModelShape | None:
-    """Layers and heads per GPU: as stated, or those of a model of that name; None where not known."""
-    if model is None:
-        return None
-    layers, heads = model.layers, model.attention_heads
-    if layers is None or heads is None:
-        name = model.name.lower().replace("meta-", "").replace("_", "-")
-        known = next((shape for key, shape in _KNOWN_SHAPES.items() if key in name), None)
-        if known is None:
-            return None
-        layers, heads = known
-    return ModelShape(layers, heads / (tensor_parallel_size or 1))
+def assumed_host(asynchronous: bool | None) -> HostTime:
+    """The host time where no point shows it; unknown scheduling is asynchronous, as vLLM's default is."""
+    iteration_s, sequence_s = _ASSUMED_HOST[asynchronous is not False]
+    return HostTime(iteration_s=iteration_s, sequence_s=sequence_s, request_s=_ASSUMED_REQUEST_S)
 
 
 def complete(
-    result: FitResult, points: Sequence[Point], shape: ModelShape | None, host: HostTime
+    result: FitResult, points: Sequence[Point], host: HostTime, asynchronous: bool | None = None
 ) -> tuple[FitResult, tuple[str, ...]]:
-    """The fit with what its points do not show assumed, and one phrase for each assumption."""
+    """The fit with what its points do not show assumed; one phrase for each assumption.
+
+    A phrase says what is taken, in which range it was found elsewhere, and what would measure it.
+    """
     latency, assumed = result.latency, []
     better = latency.better_prefill
     if better is not None and result.tile is None:
         assumed.append(
-            f"tile: {better.tile} tokens (every prefill point holds whole tiles of 128 or few tokens)"
+            f"tile: {better.tile} tokens (every prefill point holds whole tiles of 128 or few tokens); "
+            "prefill points such as 1 x 300 would show it"
         )
-    mixed = [p for p in points if p.phase is Phase.MIXED]
-    heads = "unknown" if shape is None else f"{shape.layers} layers, {shape.heads_per_gpu:g} heads a GPU"
     if latency.mixed is None:
-        latency = replace(latency, mixed=assumed_mixed(latency, shape))
-        seen = f"{len(mixed)} mixed point{'s' * (len(mixed) != 1)}" if mixed else "no mixed step"
-        assumed.append(f"mixed: from decode steps and the model's shape ({heads}), {seen} among the points")
-    elif shape is not None:
-        latency = replace(latency, mixed=fit_mixed(latency, mixed, shape))
-    if not host.iteration_s:
-        assumed.append("host.iteration_s: none beyond the points")
-    if not host.request_s:
-        assumed.append("host.request_s: none")
+        latency = replace(latency, mixed=assumed_mixed(latency))
+        assumed.append(
+            f"mixed: {MIXED_FACTOR:g} times the attention of a decode step (1.3 to 3.4 were found); "
+            "2 or more mixed points measure it, as a live sweep does, and a log corrects it"
+        )
+    if host == assumed_host(asynchronous):
+        scheduling = "synchronous" if asynchronous is False else "asynchronous"
+        assumed.append(
+            f"host: {1e3 * host.iteration_s:g} ms an iteration and {1e3 * host.sequence_s:g} ms for each "
+            f"sequence in it ({scheduling} scheduling; {_RANGES[asynchronous is not False]}), "
+            f"{1e3 * host.request_s:g} ms a request; a live sweep or a log measures it"
+        )
+    for phase, what in ((Phase.PREFILL, "prompts"), (Phase.DECODE, "contexts")):
+        most = max(p.length for p in points if p.phase is phase)
+        if most < _LONG:
+            assumed.append(f"{what} beyond {most} tokens: extrapolated; longer points measure them")
     return replace(result, latency=latency), tuple(assumed)
+
+
+#: Points of such a length say what long contexts cost.
+_LONG = 16384
 
 
 def _report(form: str, error: ErrorSummary) -> PhaseReport:

@@ -10,30 +10,16 @@ import ipaddress
 import os
 import re
 import ssl
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import TypeAlias
 
+from hetlb.addresses import Network, is_loopback
 from hetlb.config.api_keys import LimitsTable, load_api_keys
-from hetlb.config.fleet import EngineSource, Fleet, SecretSource, TlsTable, secret_source
+from hetlb.config.fleet import EngineSource, Fleet, SecretSource, secret_source
+from hetlb.config.fleet_tables import TlsTable
 from hetlb.errors import ConfigError
-
-Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
-Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
-
-#: Addresses at which clouds hand out credentials, besides the link-local ones.
-_METADATA = frozenset(
-    ipaddress.ip_address(text)
-    for text in ("100.100.100.200", "168.63.129.16", "fd00:ec2::254", "fd20:ce::254")
-)
-#: IPv6 addresses that lead to the IPv4 address in their last four bytes: translated (RFC 6052, RFC 8215, RFC
-#: 2765) and compatible ones (RFC 4291, 2.5.5.1).
-_EMBEDDED = tuple(
-    ipaddress.IPv6Network(text) for text in ("64:ff9b::/96", "64:ff9b:1::/48", "::ffff:0:0:0/96", "::/96")
-)
-#: Interface identifiers of ISATAP (RFC 5214), in the bytes before the IPv4 address.
-_ISATAP = frozenset({0x00005EFE, 0x02005EFE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +28,8 @@ class EngineAccess:
 
     `authorization` is the value of that header; without one, `passthrough` lets the client's own through.
     `tls` is there for https. `address` is connected to in place of the URL's host, where that was resolved
-    once and for all. `kv_bootstrap` is the URL of its Mooncake bootstrap server.
+    once and for all. `kv_bootstrap` is the URL of its Mooncake bootstrap server. `confined`: its name may not
+    lead to an address where no engine can be (`hetlb.addresses`).
     """
 
     authorization: bytes | None = field(default=None, repr=False)
@@ -50,6 +37,7 @@ class EngineAccess:
     tls: ssl.SSLContext | None = None
     address: str | None = None
     kv_bootstrap: str | None = None
+    confined: bool = False
 
 
 #: Access to an engine of which nothing is said: no key, no TLS.
@@ -58,11 +46,12 @@ PLAIN_ACCESS = EngineAccess()
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The owner of a client's key; `models` None is all of them."""
+    """The owner of a client's key; `models` or `classes` None is all of them."""
 
     name: str
     models: frozenset[str] | None = None
     limits: LimitsTable | None = None
+    classes: tuple[str, ...] | None = None
 
     def may_use(self, model: str) -> bool:
         """True if this key is for that model."""
@@ -89,13 +78,17 @@ class Access:
 
 def load_access(fleet: Fleet) -> Access:
     """Read what the fleet names. Raises `ConfigError`."""
-    where, base, proxy, admin = fleet.where, fleet.base, fleet.proxy, fleet.admin
+    where, base, proxy, admin = fleet.where, fleet.base, fleet.file.proxy, fleet.file.admin
     if proxy.passthrough_authorization and proxy.api_keys_file is not None:
         raise ConfigError(
             f"{where}proxy.passthrough_authorization: expected false where proxy.api_keys_file is set, "
             "got true: the engines would see those keys"
         )
-    networks = tuple(_network(text, where) for text in admin.registration_networks)
+    networks = tuple(
+        _network(text, f"{where}admin.registration_networks") for text in admin.registration_networks
+    )
+    for text in fleet.file.proxy.trusted_proxies:
+        _network(text, f"{where}proxy.trusted_proxies")
     if admin.registration and not networks:
         _check_unconfined(fleet)
     token = secret_source(admin.token_file, admin.token_env, f"{where}admin.token", base)
@@ -120,7 +113,7 @@ def load_access(fleet: Fleet) -> Access:
         model_keys=model_keys,
         admin_token=None if token is None else read_secret(token),
         tenants=tenants,
-        tls=_listener_context(fleet.listen.tls, f"{where}listen.tls", base),
+        tls=_listener_context(fleet.file.listen.tls, f"{where}listen.tls", base),
         admin_tls=_listener_context(admin.tls, f"{where}admin.tls", base),
         networks=networks,
     )
@@ -132,21 +125,26 @@ def _check_unconfined(fleet: Fleet) -> None:
     if fleet.model_keys:
         model = next(iter(fleet.model_keys))
         raise ConfigError(f"{expected}to which the api key of {model!r} may be sent, but the key is missing")
-    if fleet.proxy.passthrough_authorization:
+    if fleet.file.proxy.passthrough_authorization:
         raise ConfigError(f"{expected}to which the clients' keys may be sent, but the key is missing")
-    if not is_loopback(fleet.admin.host):
+    if not is_loopback(fleet.file.admin.host):
         raise ConfigError(
             f"{expected}in which instances may be registered where admin.host is not on loopback, "
             "but the key is missing"
         )
 
 
+@cache
+def _system_authorities() -> ssl.SSLContext:
+    return _Authorities().context(EngineSource(key="instance"))
+
+
 def registered_access(
     url: str, model_key: bytes | None, *, passthrough: bool, address: str | None
 ) -> EngineAccess:
     """Access to an instance that is in no file: the system's authorities, the key of its model."""
-    tls = _Authorities().context(EngineSource(key="instance")) if url.startswith("https:") else None
-    return EngineAccess(_bearer(model_key), passthrough, tls, address)
+    tls = _system_authorities() if url.startswith("https:") else None
+    return EngineAccess(_bearer(model_key), passthrough, tls, address, confined=address is None)
 
 
 # --- secrets -----------------------------------------------------------------------------------------
@@ -187,7 +185,7 @@ def _bearer(key: bytes | None) -> bytes | None:
 def _tenants(path: Path) -> dict[bytes, Tenant]:
     return {
         bytes.fromhex(key.sha256): Tenant(
-            key.name, None if key.models is None else frozenset(key.models), key.limits
+            key.name, None if key.models is None else frozenset(key.models), key.limits, key.classes
         )
         for key in load_api_keys(path)
     }
@@ -269,69 +267,8 @@ def _pem(path: Path, key: str) -> bytes:
 # --- networks ----------------------------------------------------------------------------------------
 
 
-def is_loopback(host: str) -> bool:
-    """True if a listener on `host` is reached from this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _network(text: str, where: str) -> Network:
     try:
         return ipaddress.ip_network(text)
     except ValueError as caught:
-        raise ConfigError(
-            f"{where}admin.registration_networks: expected networks like 10.0.0.0/8, got {text!r}"
-        ) from caught
-
-
-def allowed_address(addresses: Iterable[str], networks: tuple[Network, ...]) -> str:
-    """The first of the addresses at which an instance may be registered. Raises `ConfigError`.
-
-    With `networks` it is one in them. Where no model is served and much can be learnt (link-local and
-    metadata addresses, and those that are not one machine's) it is refused unless a network of such
-    addresses, or the address itself, is listed.
-    """
-    refused = ""
-    for text in addresses:
-        address = _plain(ipaddress.ip_address(text))
-        listed = [network for network in networks if address in network]
-        if _is_special(address):
-            allowed = any(network.is_link_local or network.num_addresses == 1 for network in listed)
-        else:
-            allowed = bool(listed) or not networks
-        if allowed:
-            return text
-        refused = refused or text
-    inside = f"one in {', '.join(map(str, networks))}" if networks else "no link-local or metadata address"
-    raise ConfigError(f"url: expected an address that may be registered ({inside}), got {refused}")
-
-
-def _is_special(address: Address) -> bool:
-    broadcast = address == ipaddress.IPv4Address(0xFFFFFFFF)
-    return (
-        address.is_link_local
-        or address.is_multicast
-        or address.is_unspecified
-        or broadcast
-        or address in _METADATA
-    )
-
-
-def _plain(address: Address) -> Address:
-    """The IPv4 address that an IPv6 one stands for, or the address itself."""
-    if not isinstance(address, ipaddress.IPv6Address):
-        return address
-    if address.scope_id is not None:
-        address = ipaddress.IPv6Address(int(address))
-    if address.ipv4_mapped is not None:
-        return address.ipv4_mapped
-    if address.sixtofour is not None:
-        return address.sixtofour
-    if address.teredo is not None:
-        return address.teredo[1]
-    embeds = any(address in network for network in _EMBEDDED) and int(address) > 1  # but `::` and `::1`
-    if embeds or (int(address) >> 32) & 0xFFFFFFFF in _ISATAP:
-        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-    return address
+        raise ConfigError(f"{where}: expected networks like 10.0.0.0/8, got {text!r}") from caught

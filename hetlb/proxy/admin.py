@@ -22,8 +22,9 @@ from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, AdminStateSet, Dispatch
 from hetlb.errors import InputError
+from hetlb.proxy.beliefs import believed
 from hetlb.proxy.dashboard.decisions import Wanted, decision_document
-from hetlb.proxy.dashboard.routes import Dashboard, Source
+from hetlb.proxy.dashboard.routes import Dashboard, Source, pools
 from hetlb.proxy.roster import Roster
 from hetlb.proxy.scheduling import DECISIONS_KEPT
 from hetlb.proxy.telemetry.prometheus import CONTENT_TYPE, MetricsPage, usage_document
@@ -56,28 +57,28 @@ def fleet_document(
     scheduler: Scheduler, now: float, stages: Mapping[str, Callable[[], list[dict[str, Any]]]]
 ) -> dict[str, Any]:
     """The body of `GET /v1/fleet`. An instance that is made of stages lists them."""
-    pools: dict[str, list[Instance]] = {}
-    for instance in scheduler.instances:
-        names = [instance.spec.model] if instance.spec.model else list(instance.served or [""])[:1]
-        pools.setdefault(names[0], []).append(instance)
+    by_model = pools(scheduler)
+    speeds: dict[str, float] = {}
+    for name, instances in by_model.items():
+        speeds |= scheduler.placement.speeds(name, instances)
     return {
         "policy": scheduler.policy_name,
         "models": [
             {
                 "name": name,
                 "instances": [
-                    _instance_document(each, now)
+                    _instance_document(each, speeds[each.name], now)
                     | ({"stages": stages[each.name]()} if each.name in stages else {})
                     for each in instances
                 ],
             }
-            for name, instances in pools.items()
+            for name, instances in by_model.items()
         ],
         "queue": {"requests": len(scheduler.queue), "bytes": scheduler.queue.bytes},
     }
 
 
-def _instance_document(instance: Instance, now: float) -> dict[str, Any]:
+def _instance_document(instance: Instance, tokens_per_s: float, now: float) -> dict[str, Any]:
     sample = instance.sample
     return {
         "name": instance.name,
@@ -86,6 +87,7 @@ def _instance_document(instance: Instance, now: float) -> dict[str, Any]:
         "state": instance.admin.value,
         "health": instance.health.state.value,
         "health_reason": instance.health.reason,
+        "restraint": instance.throttle.reason(instance.max_num_seqs, now),
         "in_flight": instance.in_flight,
         # The queue is shared: nothing waits here bound to an instance.
         "queued": 0,
@@ -102,6 +104,9 @@ def _instance_document(instance: Instance, now: float) -> dict[str, Any]:
         "preemptions": None if sample is None else sample.preemptions,
         "models": list(instance.served) if instance.served is not None else None,
         "profiled": instance.profiled,
+        "gpu": instance.spec.gpu or None,
+        "believes": believed(instance, tokens_per_s, now),
+        "forecast": instance.errors.document(),
         "kv_events": None if instance.blocks is None else instance.blocks.reason or "live",
     }
 
@@ -191,6 +196,7 @@ class _AdminApi:
                 *self._dashboard.routes,
             ]
         )
+        app.on_startup.append(self._dashboard.start)
         app.on_shutdown.append(self._dashboard.close)
         return app
 
@@ -295,7 +301,7 @@ class _AdminApi:
     async def _unregister(self, request: web.Request) -> web.Response:
         self._check_registration()
         name = self._instance(request)
-        self._control.roster.leave(name)
+        self._control.roster.leave([name])
         await self._control.settled()
         return _reply({"name": name})
 

@@ -13,11 +13,10 @@ import contextlib
 import resource
 import socket
 import sys
-from collections import deque
 from collections.abc import Callable
 from typing import Final, cast
 
-from hetlb.config.fleet import ProxyTable
+from hetlb.config.fleet_tables import ProxyTable
 from hetlb.core.transition import Transition
 from hetlb.proxy.access import Tenant
 from hetlb.proxy.connection_states import (
@@ -54,13 +53,12 @@ from hetlb.proxy.http.http1 import (
 )
 from hetlb.proxy.http.multipart import FormReader
 from hetlb.proxy.router import Router
+from hetlb.turns import turns
 
 #: Bytes of a next request that may wait behind the one being answered.
 _MAX_PIPELINED: Final = 64 << 10
 #: Bytes of a chunked body that are decoded before other connections have their turn.
 TURN_BYTES: Final = 64 << 10
-#: So many connections that have much to read go on in one turn of the loop.
-AT_ONCE: Final = 8
 #: A read of this size or more is a turn of its own: more is waiting in the kernel.
 _LARGE_READ: Final = 128 << 10
 #: So large a body is looked at in a turn of its own.
@@ -112,9 +110,8 @@ class Clients:
         self.stopping = False
         #: True if connections are still served, each with one more answer that says that it is the last.
         self.leaving = False
-        #: Those with more to read than one turn takes, in the order in which they asked for another.
-        self._turns: deque[ClientConnection] = deque()
-        self._turning = False
+        #: Connections with more to read than one turn takes wait here for another.
+        self.turns = turns(driver.loop)
 
     def admit(self, connection: ClientConnection) -> bool:
         """True if there is room for a new connection; where not, the oldest without a request makes it."""
@@ -136,23 +133,6 @@ class Clients:
             waiter = self.all_parted
             if not self.parting and waiter is not None and not waiter.done():
                 waiter.set_result(None)
-
-    def have_turn(self, connection: ClientConnection) -> None:
-        """A connection has more to read: it goes on when those before it have, a few in each turn."""
-        self._turns.append(connection)
-        if len(self._turns) == 1 and not self._turning:
-            self.driver.loop.call_soon(self._next_turn)
-
-    def _next_turn(self) -> None:
-        turns = self._turns
-        self._turning = True
-        try:
-            for _ in range(min(AT_ONCE, len(turns))):
-                turns.popleft().go_on()
-        finally:  # an error in one of them holds up no other
-            self._turning = False
-            if turns:
-                self.driver.loop.call_soon(self._next_turn)
 
     def sweep(self, now: float) -> None:
         """End what has taken too long."""
@@ -183,12 +163,14 @@ class ClientConnection(asyncio.Protocol):
     __slots__ = (
         "_at", "_backlog", "_blank_lines", "_body", "_body_left", "_buffer", "_clients", "_decoder",
         "_exchange", "_fed_at", "_form", "_head", "_held", "_now", "_raw", "_searched", "_since", "_small",
-        "_stalled_since", "_tenant", "_transport", "reading", "state",
+        "_stalled_since", "_tenant", "_transport", "address", "reading", "state",
     )  # fmt: skip
 
     def __init__(self, clients: Clients) -> None:
         self._clients = clients
         self._transport: asyncio.Transport | None = None
+        #: IP address of the client, "-" where it has none.
+        self.address = "-"
         self.state = _IDLE
         self.reading = _OPEN
         #: The read that is looked at, and the position in it.
@@ -225,6 +207,9 @@ class ClientConnection(asyncio.Protocol):
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+            peer = transport.get_extra_info("peername")
+            if peer:
+                self.address = str(peer[0])
         transport.set_write_buffer_limits(high=64 << 10)
         self._since = self._now()
         if not self._clients.admit(self):
@@ -375,7 +360,7 @@ class ClientConnection(asyncio.Protocol):
         if self.reading is _OPEN:
             self._transport.pause_reading()
         self._enter_reading(TURN_TAKEN)
-        self._clients.have_turn(self)
+        self._clients.turns.later(self.go_on)
 
     def go_on(self) -> None:
         """The turn of this connection has come."""
@@ -635,9 +620,11 @@ class ClientConnection(asyncio.Protocol):
             answer = error_responses.bad_request(error.status)
         head = self._head
         if head is None:
-            self._clients.driver.refused(answer.outcome)
+            self._clients.driver.refused(answer.outcome, error.status)
         else:
-            label = self._clients.router.refused(head, self._tenant, answer, error.status, self._since)
+            label = self._clients.router.refused(
+                head, self._tenant, answer, error.status, self._since, self.address
+            )
             lines += ((b"x-request-id", label.encode("ascii")),)
         # A body that was read whole leaves the connection in a known state.
         whole = self._decoder.done if self._decoder is not None else not self._body_left

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
 
-from hetlb.config.fleet import ProxyTable
+from hetlb.config.fleet_tables import ProxyTable
 from hetlb.core.predicted_duration import expected_s
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
@@ -30,9 +30,11 @@ from hetlb.core.types import (
     Lease,
     Outcome,
     Reject,
+    Request,
     RequestId,
 )
 from hetlb.proxy.access import EngineAccess
+from hetlb.proxy.ends import End
 from hetlb.proxy.engine_pools import EnginePools, Target
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.exchange_states import Phase
@@ -136,11 +138,23 @@ class ExchangeDriver(ABC):
         """The answer of a lease began."""
 
     @abstractmethod
-    def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool, server_error: bool = False) -> None:
-        """A lease ended; with `retry` the scheduler says what becomes of its request.
+    def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool) -> None:
+        """A lease ended; with `retry` the scheduler says what becomes of its request."""
 
-        `server_error`: the engine answered in full, with a status of 500 or more.
-        """
+    def goes_on(self, exchange: Exchange, lease: Lease, end: End) -> None:
+        """The engine of a lease is lost; `exchange.request`, the rest of its answer, goes on elsewhere."""
+        self._totals.resumed(exchange.request.model, end.name, lease)
+        self._go_on(exchange.request, lease, end)
+
+    @abstractmethod
+    def _go_on(self, rest: Request, lease: Lease, end: End) -> None:
+        """Have the scheduler end a lease and place the rest of its answer."""
+
+    @property
+    def resume(self) -> bool | None:
+        """`proxy.resume`: False never, None by token ids alone ("ids"), True also by text."""
+        stated = self.table.resume
+        return stated if isinstance(stated, bool) else None
 
     @abstractmethod
     def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None:
@@ -226,7 +240,7 @@ class ExchangeDriver(ABC):
             self._drain_rate.ended(ended_at)
             end = exchange.end
             assert end is not None, "expected a lease to end in one of the ways of `proxy.ends`"
-            self.lease_ended(lease, end.told, retry=False, server_error=end.server_error)
+            self.lease_ended(lease, end.told, retry=False)
         elif exchange.ended_in is Phase.QUEUED and outcome in (Outcome.CLIENT_GONE, Outcome.SHUTDOWN):
             self.cancelled(exchange.request.id, ended_at)
         if self._idle_waiters and not self.exchanges:
@@ -234,9 +248,9 @@ class ExchangeDriver(ABC):
                 if not waiter.done():
                     waiter.set_result(None)
 
-    def refused(self, outcome: Outcome, record: RequestRecord | None = None) -> None:
+    def refused(self, outcome: Outcome, status: int, record: RequestRecord | None = None) -> None:
         """A request was answered before the scheduler saw it; `record` where its head was read."""
-        self._totals.count(outcome, Phase.QUEUED.value)
+        self._totals.count(outcome, Phase.QUEUED.value, "", status)
         if record is not None and self._on_refused is not None:
             self._on_refused(record)
 
@@ -424,18 +438,21 @@ class Driver(ExchangeDriver, SchedulerDriver):
         if commands := self.scheduler.on_first_token(lease, now):
             self.carry_out(commands)
 
-    def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool, server_error: bool = False) -> None:
+    def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool) -> None:
         if retry:
             self._totals.tried_again(lease.instance, outcome)
-        commands = self._end_lease(lease, outcome, self.now(), retry, server_error)
+        commands = self._end_lease(lease, outcome, self.now(), retry)
         if commands or self._ticker is None:
             self.carry_out(commands)
+
+    def _go_on(self, rest: Request, lease: Lease, end: End) -> None:
+        self.carry_out(self._end_lease(lease, end.told, self.now(), True, rest.generated))
 
     def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None:
         commands = self.scheduler.on_busy(lease, retry_after_s, self.now())
         if lease.ended:
             exchange.turned_away()
-            self._totals.tried_again(lease.instance, Outcome.UPSTREAM_ERROR)
+            self._totals.tried_again(lease.instance, Outcome.UPSTREAM_BUSY)
         self.carry_out(commands)
 
     def cancelled(self, request_id: RequestId, now: float) -> None:
@@ -509,7 +526,7 @@ class Driver(ExchangeDriver, SchedulerDriver):
             target = self.scheduler.holder(lease.decode)
             self.open_pool(target.incarnation, target.name, target.spec.url)
         total_s, first_s, mixed = expected_s(instance, lease)
-        exchange.dispatched(lease, lease.dispatched_at, total_s, first_s, mixed)
+        exchange.dispatched(lease, lease.dispatched_at, total_s, first_s, mixed, instance.gives_ids)
 
     def close(self) -> None:
         super().close()

@@ -25,7 +25,6 @@ class End:
     happened: str
     outcome: Outcome
     lease: Outcome | None = None
-    server_error: bool = False
 
     @property
     def told(self) -> Outcome:
@@ -35,7 +34,7 @@ class End:
     @property
     def counts_as(self) -> Verdict:
         """Verdict about the instance."""
-        return verdict(self.told, self.server_error)
+        return verdict(self.told)
 
 
 ANSWERED: Final = End("answered", "the whole answer, below 400", Outcome.OK)
@@ -43,11 +42,11 @@ UNSEEN: Final = End(
     "unseen",
     "a gateway passed on an answer and showed none of its body (`hetlb pick`)",
     Outcome.OK,
-    Outcome.UPSTREAM_ERROR,
+    Outcome.UPSTREAM_REFUSED,
 )
-REFUSED: Final = End("refused", "the whole answer, 4xx", Outcome.UPSTREAM_ERROR)
-BUSY: Final = End("busy", "429 or 503 with `Retry-After`, no room elsewhere", Outcome.UPSTREAM_ERROR)
-SERVER_ERROR: Final = End("server-error", "the whole answer, 5xx", Outcome.UPSTREAM_ERROR, server_error=True)
+REFUSED: Final = End("refused", "the whole answer, 4xx", Outcome.UPSTREAM_REFUSED)
+BUSY: Final = End("busy", "429, or 503 with `Retry-After`, no room elsewhere", Outcome.UPSTREAM_BUSY)
+SERVER_ERROR: Final = End("server-error", "the whole answer, 5xx", Outcome.UPSTREAM_ERROR)
 NOT_ACCEPTED: Final = End(
     "not-accepted",
     "the connection was refused, or not accepted in time, or the name has no address",
@@ -73,12 +72,27 @@ NOT_HANDED_OVER: Final = End(
     Outcome.CLIENT_GONE,
 )
 JUNK: Final = End("junk", "no valid HTTP, a redirect, another protocol", Outcome.NO_RESPONSE)
+HEAD_CUT: Final = End(
+    "head-cut", "it closed the connection within the head of its answer", Outcome.NO_RESPONSE
+)
 SILENT: Final = End("silent", "no first byte within `proxy.first_byte_timeout_s`", Outcome.NO_RESPONSE)
 BROKEN: Final = End("broken", "the answer broke off, or ended without `[DONE]`", Outcome.BROKEN_STREAM)
 STALLED: Final = End("stalled", "nothing came for `proxy.idle_timeout_s`", Outcome.BROKEN_STREAM)
 ERROR_EVENT: Final = End("error-event", "an error event in a stream", Outcome.BROKEN_STREAM)
 REFUSED_IN_STREAM: Final = End(
-    "refused-in-stream", "an error event with a code of 4xx", Outcome.BROKEN_STREAM, Outcome.UPSTREAM_ERROR
+    "refused-in-stream", "an error event with a code of 4xx", Outcome.UPSTREAM_REFUSED
+)
+LAST_MISSING: Final = End(
+    "last-missing",
+    "the answer broke off after its last token: hetlb ended it",
+    Outcome.OK,
+    Outcome.BROKEN_STREAM,
+)
+OTHERWISE: Final = End(
+    "otherwise",
+    "an instance could not go on with an answer, or said something else than was said before",
+    Outcome.BROKEN_STREAM,
+    Outcome.CLIENT_GONE,
 )
 HELD_UP: Final = End(
     "held-up",
@@ -96,7 +110,8 @@ STOPPED: Final = End("stopped", "the proxy shuts down", Outcome.SHUTDOWN)
 #: All of them, in the order of the table.
 ENDS: tuple[End, ...] = (
     ANSWERED, UNSEEN, REFUSED, BUSY, SERVER_ERROR, NOT_ACCEPTED, LOOP, MOVED, DROPPED, UNREAD,
-    NOT_HANDED_OVER, JUNK, SILENT, BROKEN, STALLED, ERROR_EVENT, REFUSED_IN_STREAM, HELD_UP, IDLE, LEFT,
+    NOT_HANDED_OVER, JUNK, HEAD_CUT, SILENT, BROKEN, STALLED, ERROR_EVENT, REFUSED_IN_STREAM, LAST_MISSING,
+    OTHERWISE, HELD_UP, IDLE, LEFT,
     LOCAL, STOPPED,
 )  # fmt: skip
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from hetlb.config.fleet import ProxyTable
+from hetlb.config.fleet_tables import ProxyTable
 from hetlb.core.types import Lease
 from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
 from hetlb.proxy.upstream import EnginePool

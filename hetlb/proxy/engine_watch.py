@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hetlb.config.fleet import ScrapeTable
+from hetlb.config.fleet_tables import ScrapeTable
 from hetlb.config.profile import Profile
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler

@@ -29,6 +29,7 @@ from hetlb.proxy.exchange_states import (
     PREFILL_REFUSED,
     PREFILLED,
     RECONNECTING,
+    RESUMED,
     RETRIED,
     TURNED_AWAY,
     WRITTEN,
@@ -42,7 +43,10 @@ from hetlb.proxy.http.forward_headers import ForwardRules
 from hetlb.proxy.http.http1 import RequestHead, ResponseHead
 from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.http.sse import TAIL_BYTES, usage_in_tail
+from hetlb.proxy.http.transfer_fields import TransferFilter, harmless
 from hetlb.proxy.kv_handovers import KvHandOvers
+from hetlb.proxy.progress import Progress
+from hetlb.proxy.resume import Leg, ends_here, next_leg
 from hetlb.proxy.streamed_answer import StreamedAnswer
 from hetlb.proxy.telemetry.histograms import Gaps
 from hetlb.proxy.telemetry.request_record import RequestRecord
@@ -62,6 +66,7 @@ class DriverSide(Protocol):
     def pool(self, lease: Lease) -> Upstream: ...
     def first_token(self, lease: Lease, now: float) -> None: ...
     def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool) -> None: ...
+    def goes_on(self, exchange: Exchange, lease: Lease, end: End) -> None: ...
     def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None: ...
     def give_up(self, exchange: Exchange) -> float: ...
     def retry_after_s(self, reject: Reject) -> float | None: ...
@@ -79,6 +84,9 @@ _PATIENCE = {b"x-stainless-read-timeout": 1.0, b"x-envoy-expected-rq-timeout-ms"
 _NUMBER = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})?")
 #: Statuses of an engine that has no room now, if it says when to come again.
 _BUSY = frozenset({429, 503})
+#: An answer goes on elsewhere so often at most: it may be what engines fail of.
+MOST_RESUMED: Final = 5
+_TOKEN_IDS: Final = b"return_token_ids"
 #: A client is answered so much before it gives up that it can read the answer.
 _MARGIN_S: Final = 1.0
 #: Kinds of which a stream is server-sent events, and may hold comments.
@@ -90,6 +98,10 @@ _CHAT: Final = Kind.CHAT
 _RESPONSES: Final = Kind.RESPONSES
 _QUEUED: Final = Phase.QUEUED
 _PREFILLING: Final = Phase.PREFILLING
+_DONE_EVENT: Final = b"data: [DONE]\n\n"
+
+#: Content types of answers with fields that are looked at.
+_WITH_FIELDS: Final = (b"application/json", b"text/event-stream")
 
 #: RFC 5842, 7.2.
 LOOP_STATUS: Final = 508
@@ -100,9 +112,10 @@ class Exchange(RequestRecord):
     """One request and its answer."""
 
     __slots__ = (
-        "_answer_head", "_answer_length", "_body", "_body_bytes", "_call", "_deadline_at",
-        "_driver", "_dropped", "_engine", "_engine_label", "_handover", "_head", "_now", "_stream", "_tail",
-        "end", "phase", "response", "since",
+        "_answer_head", "_answer_length", "_begun", "_body", "_body_bytes", "_call", "_deadline_at",
+        "_driver", "_dropped", "_engine", "_engine_label", "_gives_ids", "_handover", "_head", "_leg",
+        "_now", "_progress", "_stream", "_tail", "_transfers", "_whole_only", "asks_ids", "by_text", "end",
+        "phase", "response", "resumes", "since",
     )  # fmt: skip
 
     def __init__(
@@ -138,12 +151,25 @@ class Exchange(RequestRecord):
         self._answer_head: ResponseHead | None = None
         self._answer_length: int | None = None
         self._stream: StreamedAnswer | None = None
+        #: Empties the answer's fields about KV transfers, None before its first part.
+        self._transfers: TransferFilter | None = None
         #: Time from which it is of no use to wait; read from the head only if it does have to wait.
         self._deadline_at: float | None = None
         #: True if an engine dropped it and may have run it.
         self._dropped = False
         #: Last bytes of an answer that is no stream.
         self._tail = b""
+        #: True once a byte of the answer of this lease came.
+        self._begun = False
+        #: True if its answer may go on at another instance where its engine is lost; if so also by its text;
+        #: and if token ids are asked for on the client's behalf.
+        self.resumes = self.by_text = self.asks_ids = False
+        #: True if the engine gives token ids; what has come of a stream; and the request of a second lease.
+        self._gives_ids = False
+        self._progress: Progress | None = None
+        self._leg: Leg | None = None
+        #: True if nothing of a plain answer goes out before it is whole.
+        self._whole_only = False
         #: End of its last lease.
         self.end: End | None = None
         #: The two legs of a split request, until the first token of the second.
@@ -158,17 +184,23 @@ class Exchange(RequestRecord):
         expected_s: float = 0.0,
         expected_first_s: float = 0.0,
         mixed: bool = False,
+        gives_ids: bool = False,
     ) -> None:
-        """The scheduler chose an instance: go there."""
+        """The scheduler chose an instance: go there. `gives_ids`: its engine takes and gives token ids."""
         self.lease = lease
+        self._gives_ids = gives_ids
         split = lease.decode is not None or self._handover is not None
         if split and self._dispatched_leg(lease, now, expected_s):
             return
-        self.expected_s = expected_s
-        self.expected_first_s = expected_first_s
-        self.mixed = mixed
-        self.dispatched_at = now
+        if not self.resumed:
+            self.expected_s = expected_s
+            self.expected_first_s = expected_first_s
+            self.mixed = mixed
+            self.dispatched_at = now
         self._enter(DISPATCHED, now)
+        if self._leg is not None and self._leg.by_ids and not gives_ids and not self._plan():
+            self._break(ends.OTHERWISE, "no other instance can go on with it")
+            return
         self._driver.pool(lease).send(self)
 
     def turned_away(self) -> None:
@@ -366,10 +398,20 @@ class Exchange(RequestRecord):
             self._enter(WRITTEN, self._now())
         head, body = self._head, self._body
         length = self._body_bytes
-        if self._handover is not None:
+        lines = self._driver.forward_rules.request_lines(head, passthrough=passthrough)
+        if self._leg is not None:
+            body = [self._leg.body]
+            length = len(body[0])
+            if self._leg.path is not None:
+                lines = lines.replace(self.path.encode("ascii"), self._leg.path, 1)
+            if self.response.held_since is not None:
+                connection.pause()
+        elif self._handover is not None:
             body = [self._handover.body]
             length = len(body[0])
-        lines = self._driver.forward_rules.request_lines(head, passthrough=passthrough)
+        elif self.asks_ids and self._gives_ids:
+            body = [with_field(body[0], _TOKEN_IDS, b"true")]
+            length = len(body[0])
         if self.trace is not None:
             lines = self.trace.onto(lines)
         if not length and head.method in (b"GET", b"HEAD", b"DELETE"):
@@ -441,6 +483,7 @@ class Exchange(RequestRecord):
             return
         self._answer_head, self._answer_length = head, length
         self.status = head.status
+        self._transfers = None
         if self._handover is not None and not self._handover.read:
             pass  # both legs are on their way: what this says of the engine waits for the other one's answer
         elif head.status in _BUSY and (again := head.fields.get(b"retry-after")) is not None:
@@ -450,7 +493,16 @@ class Exchange(RequestRecord):
                 self._driver.busy(self, lease, float(again))
         elif head.status == 200 and head.fields.get(b"content-type", b"").startswith(b"text/event-stream"):
             # The first event of a chat only says who speaks: it is no text.
-            self._stream = StreamedAnswer(self._call.hold_usage, self.kind is _CHAT)
+            silent = self.kind is _CHAT
+            if self._leg is not None:
+                seam = self._leg.seam
+                self._stream = StreamedAnswer(not seam.wants_usage, silent, self._progress, seam)
+                return
+            if self.resumes and (self._gives_ids or self.by_text) and self._handover is None:
+                self._progress = Progress(self.asks_ids and self._gives_ids)
+            self._stream = StreamedAnswer(self._call.hold_usage, silent, self._progress)
+        elif self.resumes and head.status < 400 and length is not None and length <= TAIL_BYTES:
+            self._whole_only = True
 
     def engine_events(self, chunks: bytes) -> bool:
         """A read of a stream between two chunks: passed on as it stands if it is whole events of text.
@@ -458,7 +510,10 @@ class Exchange(RequestRecord):
         False where it takes a closer look, and nothing was done.
         """
         stream = self._stream
-        if stream is None or not stream.is_text(chunks):
+        if stream is None:
+            return False
+        chunks = stream.pass_text(chunks)
+        if not chunks:
             return False
         self.response.write(chunks)
         now = self._now()
@@ -469,7 +524,7 @@ class Exchange(RequestRecord):
     def engine_body(self, payload: bytes) -> None:
         """More of the answer's body: passed on in the same turn."""
         stream, response = self._stream, self.response
-        if self.first_byte_at is None:
+        if not self._begun:
             if self._handover is not None:
                 first = self._first_of_decode(payload, whole=False)
                 if first is None:
@@ -479,42 +534,64 @@ class Exchange(RequestRecord):
         self.since = now = self._now()
         if stream is not None:
             payload = stream.read(payload, now)
+            if stream.lost is not None:
+                self._given_up(stream, payload)
+                return
             if not payload:
                 return
+        elif self._leg is not None and response.state is STARTED:
+            self._stop_engine()
+            self._break(self._no_stream, "another instance would not go on with it")
+            return
         else:
             self._tail = (self._tail + payload)[-TAIL_BYTES:]
-            if response.state is HEARTBEATS:
+            if response.state is HEARTBEATS or self._whole_only:
                 return  # no part of a stream: an event reports it when it is whole
-        if response.state is NOTHING:
-            response.write(self._commit() + response.frame(payload))
-        else:
-            response.write(response.frame(payload))
+        self._pass(payload)
         if stream is not None and response.chunked:
             stream.learn_beginning(payload)
+
+    def _pass(self, payload: bytes) -> None:
+        """Send the client a part of the body."""
+        response, payload = self.response, self._emptied(payload)
+        if response.state is NOTHING:
+            response.write(self._commit() + response.frame(payload))
+        elif payload:
+            response.write(response.frame(payload))
 
     def engine_end(self, payload: bytes) -> None:
         """The answer is whole and its framing was clean; `payload` is its last part."""
         self._engine = None
-        if self._handover is not None and self.first_byte_at is None:
+        if self._handover is not None and not self._begun:
             first = self._first_of_decode(payload, whole=True)
             if first is None:
                 return
             payload = first
         stream, response = self._stream, self.response
-        if payload and self.first_byte_at is None:
+        if payload and not self._begun:
             self._first_byte(payload)
         if stream is not None:
             if payload:
                 payload = stream.feed(payload)
+            if stream.lost is not None:
+                self._given_up(stream, payload)
+                return
             if not stream.done and not stream.failed and self.kind in _WITH_END:
-                self._break(ends.BROKEN, "the stream ended without [DONE]", payload)
+                self._lost(ends.BROKEN, "the stream ended without [DONE]", payload)
                 return
             payload += stream.flush()
-        elif payload:
+        elif self._leg is not None and response.state is STARTED:
+            self._break(self._no_stream, "another instance would not go on with it")
+            return
+        elif payload or self._whole_only:
             self._tail = (self._tail + payload)[-TAIL_BYTES:]
+            if self._whole_only:
+                payload = self._tail
         if response.state is HEARTBEATS:
             self._answered_late(stream)
             return
+        if self._transfers is not None or not harmless(payload):
+            payload = self._emptied(payload)
         out = self._commit() if response.state is NOTHING else b""
         out += response.last(payload)
         if out:
@@ -530,8 +607,15 @@ class Exchange(RequestRecord):
         """The engine, or this machine, failed: `end` says how."""
         response = self.response
         self._engine = None
-        if self._handover is not None and self.first_byte_at is None and end is not ends.LOCAL:
+        if end is ends.HEAD_CUT:
+            # Part of an answer is an answer, unless the request may be run again.
+            end = ends.DROPPED if self.resumes else ends.JUNK
+        if self._handover is not None and not self._begun and end is not ends.LOCAL:
             self._decode_failed(end, detail)
+        elif self._goes_on_after(end):
+            pass
+        elif response.state is STARTED and not self._begun and end in _SENT_AGAIN:
+            self._try_again(end)
         elif response.state is STARTED or (response.state is HEARTBEATS and response.held_up):
             self._break(ends.BROKEN, detail)
         elif end is ends.LOCAL:
@@ -550,6 +634,12 @@ class Exchange(RequestRecord):
         else:
             self._try_again(end)
 
+    def _goes_on_after(self, end: End) -> bool:
+        """True if the rest of an answer was placed elsewhere, after its engine has failed."""
+        if self._begun:
+            return end is not ends.LOCAL and self._go_on(ends.BROKEN)
+        return end is ends.DROPPED and self.response.state is STARTED and self._go_on(end)
+
     @property
     def _whole(self) -> End:
         """The end of the lease of a whole answer."""
@@ -559,7 +649,7 @@ class Exchange(RequestRecord):
         if self.status < 400:
             return ends.ANSWERED
         head = self._answer_head
-        if self.status in _BUSY and head is not None and b"retry-after" in head.fields:
+        if self.status == 429 or (self.status == 503 and head is not None and b"retry-after" in head.fields):
             return ends.BUSY
         # A loop behind another proxy is no failure of that one.
         return ends.REFUSED if self.status < 500 or self.status == LOOP_STATUS else ends.SERVER_ERROR
@@ -578,7 +668,7 @@ class Exchange(RequestRecord):
     @property
     def _unbegun(self) -> bool:
         """True if the engine has sent the head of a stream and not one byte of it."""
-        return self._stream is not None and self.status == 200 and self.first_byte_at is None
+        return self._stream is not None and self.status == 200 and not self._begun
 
     @property
     def tokens_so_far(self) -> int:
@@ -625,20 +715,22 @@ class Exchange(RequestRecord):
         if response.held_since is not None:
             return  # `ClientConnection.sweep` ends a client that does not read
         handover = self._handover
-        if handover is not None and self.first_byte_at is None and now > handover.until:
+        if handover is not None and not self._begun and now > handover.until:
             self.handover_failed("late")
             return
-        if heartbeat_s and self.first_byte_at is None and now - response.beat_at >= heartbeat_s:
+        if heartbeat_s and not self._begun and now - response.beat_at >= heartbeat_s:
             self._beat(now)
         if self.phase is Phase.SENT and now - self.since > first_byte_s:
             self._stop_engine()
+            if response.state is STARTED and self._go_on(ends.STALLED):
+                return
             text = "The instance did not begin to answer in time."
             self._answer(error_responses.FIRST_BYTE_TIMEOUT, text, end=ends.SILENT)
         elif self.phase is Phase.PREFILLING and now - self.since > first_byte_s:
             self.prefill_failed(ends.SILENT, "it did not answer in time")
         elif self.phase is Phase.STREAMING and now - self.since > idle_s:
             self._stop_engine()
-            self._break(ends.STALLED, "the instance stopped in the middle of its answer")
+            self._lost(ends.STALLED, "the instance stopped in the middle of its answer")
 
     def shut_down(self) -> None:
         """The grace period is over."""
@@ -662,7 +754,9 @@ class Exchange(RequestRecord):
 
     def _first_byte(self, payload: bytes) -> None:
         now = self._now()
-        self.first_byte_at = now
+        self._begun = True
+        if self.first_byte_at is None:
+            self.first_byte_at = now
         assert self.lease is not None
         if self.status < 400:
             self._driver.first_token(self.lease, now)
@@ -679,7 +773,8 @@ class Exchange(RequestRecord):
         if self.response.state is HEARTBEATS:
             return False  # heartbeats keep it from that
         if self._deadline_at is None:
-            self._deadline_at = self.arrived_at + max(0.0, _patience_s(self._head) - _MARGIN_S)
+            since = self.since if self.response.state is STARTED else self.arrived_at
+            self._deadline_at = since + max(0.0, _patience_s(self._head) - _MARGIN_S)
         return now >= self._deadline_at
 
     def _beat(self, now: float) -> None:
@@ -713,7 +808,19 @@ class Exchange(RequestRecord):
             lines += self.ticket.headers(self._now())
         if self.prefill_instance is not None:
             lines += b"x-hetlb-prefill-instance: %b\r\n" % self.prefill_instance.encode("ascii")
+        if self.resumed:
+            lines += b"x-hetlb-resumed: %d\r\n" % self.resumed
         return self.response.head(head, self._answer_length, lines)
+
+    def _emptied(self, payload: bytes) -> bytes:
+        """A part of an answer, with nothing in its fields about KV transfers."""
+        filter_ = self._transfers
+        if filter_ is None:
+            assert self._answer_head is not None
+            if not self._answer_head.fields.get(b"content-type", b"").startswith(_WITH_FIELDS):
+                return payload
+            filter_ = self._transfers = TransferFilter()
+        return filter_.feed(payload)
 
     def _take_usage(self) -> None:
         """Exact counts in place of estimates, where the engine gave them."""
@@ -724,6 +831,12 @@ class Exchange(RequestRecord):
             cached = stream.cached_tokens
         else:
             completion, prompt, cached = usage_in_tail(self._tail)
+        if self._leg is not None:
+            # What earlier leases said was part of this one's prompt.
+            if completion is not None and self._leg.seam.only_end:
+                completion = 0
+            if prompt is not None:
+                prompt -= self.resumed_tokens
         if completion is not None and 0 <= completion <= 1 << 31:
             lease.output_tokens = completion
         if prompt is not None and 0 < prompt <= 1 << 31:
@@ -732,7 +845,7 @@ class Exchange(RequestRecord):
                 self.cached_tokens = cached
                 if self.request.sequences == 1 and self.prefill_instance is None:
                     lease.reported_cached_tokens = cached
-            if not self.request.prompt_exact:
+            if not self.request.prompt_exact and not self.resumed_tokens:
                 self._driver.learn_prompt(self.request.model, self._call, prompt)
 
     def _drop_engine(self) -> None:
@@ -762,6 +875,8 @@ class Exchange(RequestRecord):
         self._leave_handover()
         self.retries += 1
         self._dropped = self._dropped or dropped
+        if dropped and self.resumes and self._leg is None:
+            self.resumed += 1  # it may have been half done
         self._enter(RETRIED, self._now())
         self._driver.lease_ended(lease, end.told, retry=True)
 
@@ -776,7 +891,9 @@ class Exchange(RequestRecord):
     ) -> None:
         """Answer in our own words; nothing has reached the client yet. `end` is that of the lease, if any."""
         response = self.response
-        assert response.state is not STARTED, "expected an answer before the response began"
+        if response.state is STARTED:
+            self._break(ends.BROKEN if end is None or end.outcome is Outcome.NO_RESPONSE else end, message)
+            return
         if response.state is HEARTBEATS:
             self.status = 200
             response.error_event(answer, message)
@@ -788,6 +905,101 @@ class Exchange(RequestRecord):
         response.refuse(answer, message, retry_after_s, lines)
         self._finish(end, answer.outcome)
 
+    # --- an answer that goes on elsewhere ---
+
+    def _lost(self, end: End, detail: str, rest: bytes = b"") -> None:
+        """The engine is lost in the middle of its answer, of which `rest` is the last."""
+        if rest:
+            self._pass(rest)
+        if not self._go_on(end):
+            self._break(end, detail)
+
+    def _given_up(self, stream: StreamedAnswer, rest: bytes) -> None:
+        """The engine said that it gives up, or says something else than was said before."""
+        self._drop_engine()
+        event = stream.lost
+        if rest:
+            self._pass(rest)
+        if not event:
+            self._break(ends.OTHERWISE, "another instance goes on with something else")
+        elif not self._go_on(ends.ERROR_EVENT):
+            self._pass(event + b"\n\n")
+            self._finish(ends.ERROR_EVENT, broken=True)
+
+    def _may_go_on(self) -> bool:
+        """True if the answer may go on elsewhere. Nothing of a plain one that is not whole was sent."""
+        if (
+            not self.resumes
+            or self.resumed >= MOST_RESUMED
+            or self.lease is None
+            or self._handover is not None
+        ):
+            return False
+        if self._progress is None:
+            return self.response.state is NOTHING and self._whole_only
+        if self._stream is not None and self._stream.cut():
+            return False
+        return self._ends_here or self._plan()
+
+    def _go_on(self, end: End) -> bool:
+        """Take another lease for the rest of the answer; False where it cannot go on."""
+        lease, response = self.lease, self.response
+        if lease is None or not self._may_go_on():
+            return False
+        if self._ends_here:
+            response.write(response.last(_DONE_EVENT))
+            self._take_usage()
+            self._finish(ends.LAST_MISSING)
+            return True
+        if response.held_up:
+            end = ends.HELD_UP
+        lease.output_tokens = self.tokens_so_far
+        self.lease = self._stream = self._answer_head = self._answer_length = self._deadline_at = None
+        self._begun = self._dropped = self._whole_only = False
+        self._tail = b""
+        if response.state is NOTHING:
+            self.status = 0
+        self.resumed += 1
+        self._enter(RESUMED, self._now())
+        if self._leg is not None:
+            self.resumed_tokens = self._leg.seam.generated
+        self.request = self.request.goes_on(self.resumed_tokens)
+        self._driver.goes_on(self, lease, end)
+        return True
+
+    def _plan(self) -> bool:
+        """Make the request of the second lease; False where there is none."""
+        progress = self._progress
+        if progress is None:
+            return True
+        leg = next_leg(
+            self.kind,
+            self._joined,
+            progress,
+            hides_usage=self._call.hold_usage,
+            gives_ids=self._gives_ids,
+            by_text=self.by_text,
+        )
+        if leg is not None:
+            self._leg = leg
+        return leg is not None
+
+    @property
+    def _ends_here(self) -> bool:
+        progress, hides = self._progress, self._call.hold_usage
+        return progress is not None and ends_here(progress, self._joined, hides_usage=hides)
+
+    @property
+    def _joined(self) -> bytes:
+        return self._body[0] if len(self._body) == 1 else b"".join(self._body)
+
+    @property
+    def _no_stream(self) -> End:
+        """The end of a second lease whose engine did not answer with a stream."""
+        if self.status >= 500:
+            return ends.ERROR_EVENT
+        return ends.REFUSED_IN_STREAM if self.status >= 400 else ends.OTHERWISE
+
     def _break(self, end: End, detail: str, rest: bytes = b"") -> None:
         """End a response that has begun so that no client takes it for complete. `rest` goes out before."""
         stream, response = self._stream, self.response
@@ -795,11 +1007,12 @@ class Exchange(RequestRecord):
             end = ends.HELD_UP
         if response.state is NOTHING:
             response.write(self._commit())
+        resumed = self._leg is not None
         if stream is not None:
             rest += stream.cut()
         if rest:
             response.write(response.frame(rest))
-        if stream is not None or response.state is HEARTBEATS:
+        if stream is not None or resumed or response.state is HEARTBEATS:
             response.error_event(error_responses.BROKEN_STREAM, f"The answer broke off: {detail}.")
         self._finish(end, broken=True)
 
@@ -818,10 +1031,11 @@ class Exchange(RequestRecord):
         self.end = end
         self.outcome = outcome if end is None else end.outcome
         stream, lease = self._stream, self.lease
-        self.streamed = stream is not None
+        self.streamed = stream is not None or self._leg is not None
         if stream is not None and lease is not None and not lease.output_tokens:
             lease.output_tokens = stream.events
         self._body, self._tail = [], b""
+        self._progress = self._leg = None
         self._driver.finished(self)
         if client_gone:
             return
@@ -829,6 +1043,10 @@ class Exchange(RequestRecord):
             self.response.break_off()
         else:
             self.response.end()
+
+
+#: Ends of a second lease of which nothing came: another instance is tried.
+_SENT_AGAIN: Final = (ends.NOT_ACCEPTED, ends.LOOP, ends.MOVED)
 
 
 def _patience_s(head: RequestHead) -> float:

@@ -55,6 +55,11 @@ TURNED_AWAY: Final = Transition(
     "429 or 503 with `Retry-After`, and room elsewhere", (Phase.SENT,), Phase.QUEUED
 )
 FIRST_BYTE: Final = Transition("the first byte of the answer's body", (Phase.SENT,), Phase.STREAMING)
+RESUMED: Final = Transition(
+    "the engine is lost in the middle of its answer, which goes on elsewhere",
+    (Phase.SENT, Phase.STREAMING),
+    Phase.QUEUED,
+)
 ENDED: Final = Transition(
     "its one outcome",
     (Phase.QUEUED, Phase.PREFILLING, Phase.CONNECTING, Phase.SENT, Phase.STREAMING),
@@ -62,7 +67,7 @@ ENDED: Final = Transition(
 )
 TRANSITIONS: Final = (
     DISPATCHED, WRITTEN, RECONNECTING, RETRIED, TURNED_AWAY, PREFILL_DISPATCHED, PREFILLED, PREFILL_REFUSED,
-    DECODE_UNDER_WAY, FIRST_BYTE, ENDED,
+    DECODE_UNDER_WAY, FIRST_BYTE, RESUMED, ENDED,
 )  # fmt: skip
 
 HEARTBEAT: Final = Transition(

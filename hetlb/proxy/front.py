@@ -13,12 +13,14 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from hetlb.config.fleet import Fleet, ProxyTable
+from hetlb.config.fleet import Fleet
+from hetlb.config.fleet_tables import ProxyTable
 from hetlb.proxy.access import Access
 from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.model_names import ModelNames
 from hetlb.proxy.router import Router
+from hetlb.proxy.service_classes import ServiceClasses
 from hetlb.proxy.telemetry.access_log import FORMATS
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.telemetry.log_writer import LogWriter
@@ -56,16 +58,17 @@ class Front:
         self.server = server
         server.secure(access)
         self.server.router.names = ModelNames.of(fleet.written) or None
-        self._tracing = None if fleet.tracing is None else Tracing(fleet.tracing, fleet.where)
+        self.server.router.classes = ServiceClasses(fleet.service_classes) or None
+        self._tracing = None if fleet.file.tracing is None else Tracing(fleet.file.tracing, fleet.where)
         self.server.router.tracing = self._tracing
-        self._write_line = FORMATS[fleet.proxy.request_log_format]
+        self._write_line = FORMATS[fleet.file.proxy.request_log_format]
         self._lines: LogWriter | None = None
         #: The requests that ended lately, for the dashboard.
         self.history = History()
 
     def open_log(self, at_once: int | None = None) -> None:
         """Begin the request log, where the fleet wants one. `at_once`: see `LogWriter`."""
-        if self._fleet.proxy.request_log:
+        if self._fleet.file.proxy.request_log:
             self._lines = LogWriter(sys.stderr.fileno(), "request log", at_once)
 
     @property
@@ -75,10 +78,11 @@ class Front:
 
     def configure(self, fleet: Fleet, access: Access) -> None:
         """New limits, keys and certificates, for what begins from now on."""
-        self._driver.configure(fleet.proxy)
-        self.server.configure(fleet.proxy)
+        self._driver.configure(fleet.file.proxy)
+        self.server.configure(fleet.file.proxy)
         self.server.secure(access)
         self.server.router.names = ModelNames.of(fleet.written) or None
+        self.server.router.classes = ServiceClasses(fleet.service_classes) or None
 
     def requests_ended(self, ended: Sequence[Exchange]) -> None:
         """Keep and log requests that have their outcome."""

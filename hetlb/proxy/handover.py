@@ -50,11 +50,10 @@ _NOT_PREFILLED: Final = (
     "stream", "stream_options", "min_tokens", "stop", "stop_token_ids", "logprobs", "top_logprobs",
     "max_completion_tokens",
 )  # fmt: skip
-#: Fields that a body may not hold: a decode instance that does not read the prompt itself cannot answer it,
-#: or the client speaks the protocol itself.
+#: Fields that a body may not hold: a decode instance that does not read the prompt itself cannot answer it.
 _WHOLE_ONLY: Final = (
-    b'"kv_transfer_params"', b'"prompt_logprobs"', b'"echo"', b'"use_beam_search"', b'"prompt_embeds"',
-    b'"return_token_ids"', b'"prompt_token_ids"',
+    b'"prompt_logprobs"', b'"echo"', b'"use_beam_search"', b'"prompt_embeds"', b'"return_token_ids"',
+    b'"prompt_token_ids"',
 )  # fmt: skip
 _raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _answer = msgspec.json.Decoder(PrefillFields)

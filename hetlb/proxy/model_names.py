@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from hetlb.config.fleet import FleetFile
+from hetlb.config.fleet_tables import FleetFile
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _FORM_FIELD: Final = rb'(name="model"[^\r\n]*(?:\r\n[^\r\n]+)*\r\n\r\n)%b(?=\r\n--)'

@@ -9,16 +9,18 @@ counts of `transcription.done`. Extensions are not offered to the engine: compre
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 from urllib.parse import parse_qs
 
 import msgspec
 
+from hetlb.core.types import Outcome
 from hetlb.proxy import ends
 from hetlb.proxy.ends import End
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.exchange_states import COMMITTED, FIRST_BYTE, WRITTEN, Phase
+from hetlb.proxy.frame_flow import FrameFlow, Message
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.forward_headers import response_lines
@@ -26,10 +28,12 @@ from hetlb.proxy.http.http1 import GateError, RequestHead, ResponseHead
 from hetlb.proxy.http.sse import usage_in_tail
 from hetlb.proxy.upstream import EngineConnection
 from hetlb.websocket import (
+    BAD_DATA,
     BAD_GATEWAY,
     CLOSE,
     GOING_AWAY,
     INTERNAL_ERROR,
+    POLICY,
     SERVICE_RESTART,
     TEXT,
     TRY_AGAIN_LATER,
@@ -50,6 +54,7 @@ _MOST_MESSAGE: Final = 16 << 20
 #: Close codes with which an engine gives up by itself.
 _GAVE_UP: Final = (GOING_AWAY, SERVICE_RESTART, TRY_AGAIN_LATER)
 _AGREED: Final = b"upgrade: websocket\r\nconnection: upgrade\r\n"
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _NEEDED: Final = b"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\n"
 
 
@@ -97,10 +102,15 @@ class Session(Exchange):
     #: True once the engine has agreed; the code of its Close frame, None until that came.
     _open: bool = False
     _closed: int | None = None
-    #: Frames of the engine. Of a session for an alias: the client's messages, in which the engine's own name
-    #: of the model is put. Both from the engine's agreement on.
+    #: Frames of either side, from the engine's agreement on. Those of the client are read where it uses an
+    #: alias, which becomes the engine's own name of the model, or where its key is not for all models.
     _frames: FrameReader
-    _spoken: FrameReader
+    _from_engine: FrameFlow
+    _from_client: FrameFlow | None = None
+    #: True if a key may use a model; None where it may use all of them.
+    may_use: Callable[[str], bool] | None = None
+    #: True if the engine's connection is closed, and part of what it sent waits.
+    _engine_left: bool = False
     _to_engine: Callable[[bytes], None] | None = None
     #: Since when the engine takes no more, and when either side was heard last.
     _full_since: float | None = None
@@ -154,7 +164,10 @@ class Session(Exchange):
             out += self.ticket.headers(now)
         self.response.write(out + b"\r\n")
         self._frames = FrameReader(masked=False, most_kept=_TAIL_BYTES)
-        self._spoken = FrameReader(masked=True, most_kept=_MOST_MESSAGE, strict=True)
+        self._from_engine = FrameFlow(self._frames, self._engine_said, self._engine_broke, self._hold_engine)
+        if self._call.renamed or self.may_use is not None:
+            reader = FrameReader(masked=True, most_kept=_MOST_MESSAGE, strict=True)
+            self._from_client = FrameFlow(reader, self._client_said, self._client_broke, self._hold_client)
         self._open = True
         self._to_engine = engine.relay(self._engine_has_room)
         self.response.client.upgraded(self.client_data)
@@ -165,17 +178,27 @@ class Session(Exchange):
             super().engine_body(payload)
             return
         self.since = self._heard_at = self._now()
-        try:
-            messages = self._frames.feed(payload)
-        except ProtocolError as error:
-            self._give_up(ends.BROKEN, f"the instance broke the protocol: {error}", whole=False)
-            return
-        self.response.write(payload)
+        self._from_engine.feed(payload)
+
+    def _engine_said(self, data: bytes, messages: Sequence[Message]) -> None:
+        self.response.write(data)
         for opcode, message in messages:
             if opcode == CLOSE:
                 self._closed = close_code(message)
             elif opcode == TEXT:
                 self._count(message)
+
+    def _engine_broke(self, error: ProtocolError) -> None:
+        self._give_up(ends.BROKEN, f"the instance broke the protocol: {error}", whole=False)
+
+    def _hold_engine(self, held: bool) -> None:
+        """Read the engine no further while what it sent waits, or the client is slow."""
+        if self._engine is not None and held:
+            self._engine.pause()
+        elif self._engine is not None and self.response.held_since is None:
+            self._engine.resume()
+        if not held and self._engine_left:
+            self._engine_over()
 
     def engine_end(self, payload: bytes) -> None:
         """The engine closed the connection, after a Close frame or without one."""
@@ -183,6 +206,13 @@ class Session(Exchange):
             super().engine_end(payload)
             return
         self._engine = None
+        if self._from_engine.waits:
+            self._engine_left = True
+        else:
+            self._engine_over()
+
+    def _engine_over(self) -> None:
+        """All that the engine sent was passed on, and its connection is closed."""
         if self._closed is None:
             self._give_up(ends.BROKEN, "the instance closed the connection")
         else:
@@ -197,8 +227,14 @@ class Session(Exchange):
 
     def _engine_has_room(self, room: bool) -> None:
         self._full_since = None if room else self._now()
-        if self.phase is not Phase.DONE:
-            self.response.client.hold(not room)
+        self._hold_client(not room)
+
+    def resume(self) -> None:
+        """The client has caught up."""
+        if self._open and self._from_engine.waits:
+            self.response.resume(self._now())
+        else:
+            super().resume()
 
     # --- from the client's connection ---
 
@@ -208,16 +244,32 @@ class Session(Exchange):
         if write is None or self._engine is None:
             return
         self._heard_at = self._now()
-        if not self._call.renamed:
+        if self._from_client is None:
             write(data)
-            return
-        try:
-            for opcode, message in self._spoken.feed(data):
-                write(_masked(opcode, self._renamed(message) if opcode == TEXT else message))
-        except ProtocolError as error:
-            self._stop_engine()
-            self._close_client(error.code, str(error))
-            self._finish(ends.LEFT, broken=True)
+        else:
+            self._from_client.feed(data)
+
+    def _client_said(self, data: bytes, messages: Sequence[Message]) -> None:
+        """Pass on whole messages. Raises `ProtocolError` at one that the client may not send."""
+        masks = os.urandom(4 * len(messages))
+        out = []
+        for number, (opcode, message) in enumerate(messages):
+            if opcode == TEXT:
+                message = self._checked(message)
+            out.append(frame(opcode, message, masks[4 * number : 4 * number + 4]))
+        if self._to_engine is not None and out:
+            self._to_engine(b"".join(out))
+
+    def _client_broke(self, error: ProtocolError) -> None:
+        self._stop_engine()
+        self._close_client(error.code, str(error))
+        self._finish(ends.LEFT, broken=True)
+
+    def _hold_client(self, held: bool) -> None:
+        """Read the client no further while what it sent waits, or the engine has no room."""
+        waits = self._from_client is not None and self._from_client.waits
+        if self.phase is not Phase.DONE:
+            self.response.client.hold(waits or self._full_since is not None)
 
     def client_gone(self) -> None:
         """The client left: for the engine the session ends now."""
@@ -287,19 +339,40 @@ class Session(Exchange):
         if self.ticket is not None:
             self.ticket.used(prompt, output, self._now())
 
-    def _renamed(self, message: bytes) -> bytes:
-        """A message with the engine's name of the model in place of the alias."""
+    def _finish(
+        self,
+        end: End | None,
+        outcome: Outcome | None = None,
+        *,
+        broken: bool = False,
+        client_gone: bool = False,
+    ) -> None:
+        if self._open:
+            self._from_engine.close()
+        if self._from_client is not None:
+            self._from_client.close()
+        super()._finish(end, outcome, broken=broken, client_gone=client_gone)
+
+    def _checked(self, message: bytes) -> bytes:
+        """A message with the engine's name of the model in place of the alias.
+
+        Raises `ProtocolError` where the key is not for that model, or cannot be told.
+        """
         try:
-            event = msgspec.json.decode(message)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            event = _object.decode(message)
+            update = msgspec.json.decode(event.get("type", b"null")) == "session.update"
+            model = msgspec.json.decode(event.get("model", b"null"))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            if self.may_use is None:
+                return message
+            raise ProtocolError("a message is no JSON object", BAD_DATA) from error
+        if not update or "model" not in event:
             return message
-        if not isinstance(event, dict) or event.get("type") != "session.update" or "model" not in event:
+        if self._call.renamed and model == self._call.asked:
+            event["model"] = msgspec.Raw(msgspec.json.encode(self.request.model))
+            return msgspec.json.encode(event)
+        if self.may_use is None or model == self.request.model:
             return message
-        if event["model"] != self._call.asked:
-            return message
-        return msgspec.json.encode({**event, "model": self.request.model})
-
-
-def _masked(opcode: int, payload: bytes) -> bytes:
-    """A whole message as one frame of a client."""
-    return frame(opcode, payload, os.urandom(4))
+        if not isinstance(model, str) or not self.may_use(model):
+            raise ProtocolError("this API key is not for that model", POLICY)
+        return message

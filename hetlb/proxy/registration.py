@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from hetlb.config.fleet import InstanceTable
-from hetlb.config.yaml_file import convert, short
+from hetlb.config.fleet_tables import InstanceTable
+from hetlb.config.mistakes import short
+from hetlb.config.yaml_file import convert
 from hetlb.errors import ConfigError
 
 #: Seconds that the name of an instance may take to resolve.

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from hetlb.config.fleet import Fleet, FleetFile
+from hetlb.config.fleet import Fleet
+from hetlb.config.fleet_tables import FleetFile
 from hetlb.errors import ConfigError
 
 
@@ -16,15 +17,14 @@ def read_again(running: Fleet, load: Callable[[Path], Fleet]) -> Fleet:
     if running.path is None:
         raise ConfigError("there is no file to reload: hetlb was started with --instance")
     read = load(running.path)
-    replace = msgspec.structs.replace
-    return replace(
-        read,
-        listen=replace(running.listen, tls=read.listen.tls if running.listen.tls else None),
+    listen, admin, replace = running.file.listen, running.file.admin, msgspec.structs.replace
+    return read.with_tables(
+        listen=replace(listen, tls=read.file.listen.tls if listen.tls else None),
         admin=replace(
-            read.admin,
-            host=running.admin.host,
-            port=running.admin.port,
-            tls=read.admin.tls if running.admin.tls else None,
+            read.file.admin,
+            host=admin.host,
+            port=admin.port,
+            tls=read.file.admin.tls if admin.tls else None,
         ),
     )
 

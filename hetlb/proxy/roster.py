@@ -8,12 +8,16 @@ has none of them, and what it is answering goes on. Instances come with the flee
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from hetlb.config.fleet import Fleet, InstanceTable, same_server
+from hetlb.addresses import allowed_address, is_special
+from hetlb.config.fleet import Fleet
+from hetlb.config.fleet_tables import InstanceTable
 from hetlb.config.profile import Profile
+from hetlb.config.urls import Origin, origin
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     AdminState,
@@ -25,7 +29,7 @@ from hetlb.core.types import (
     InstanceUpdated,
 )
 from hetlb.errors import ConfigError
-from hetlb.proxy.access import Access, EngineAccess, allowed_address, registered_access
+from hetlb.proxy.access import Access, EngineAccess, registered_access
 from hetlb.proxy.discovery.members import REGISTRATION, Members
 from hetlb.proxy.discovery.source import Found
 from hetlb.proxy.registration import addresses, read_registration
@@ -66,6 +70,8 @@ class Roster:
         #: Address that each of them must have; None where its name resolves itself.
         self.registered: dict[str, str | None] = {}
         self._profiles: dict[Path, Profile] = {}
+        #: Names of the instances by their addresses.
+        self._at: dict[Origin, str] = {origin(spec.url): spec.name for spec in fleet.instances if spec.url}
         #: Called before the scheduler knows a new instance, and before it forgets one.
         self.on_coming: Callable[[InstanceSpec], None] = _nothing
         self.on_gone: Callable[[str], None] = _nothing
@@ -75,6 +81,15 @@ class Roster:
     def specs(self) -> Mapping[str, InstanceSpec]:
         """All instances, by name."""
         return {each.name: each.spec for each in self._scheduler.instances}
+
+    def spec(self, name: str) -> InstanceSpec | None:
+        """An instance, None where there is none of that name."""
+        instance = self._scheduler.fleet.instances.get(name)
+        return None if instance is None else instance.spec
+
+    def name_at(self, place: Origin) -> str | None:
+        """The instance at an address, None where there is none."""
+        return self._at.get(place)
 
     # --- sources ---
 
@@ -87,18 +102,23 @@ class Roster:
             weight=found.weight,
             labels=dict(found.labels),
         )
-        return self._fleet.resolve_found(table, found.model, self._profiles)
+        spec = self._fleet.resolve_found(table, found.model, self._profiles)
+        if is_special(host := urlsplit(spec.url).hostname or ""):
+            raise ConfigError(f"url: expected the address of a server, got {host}")
+        return spec
 
-    def join(self, spec: InstanceSpec, address: str | None = None) -> None:
-        """An instance that stands in no file came; its name resolves to `address`, or itself."""
-        self.registered[spec.name] = address
-        self._add(spec, self._access_of(spec, address))
+    def join(self, specs: Sequence[InstanceSpec], address: str | None = None) -> None:
+        """Instances that stand in no file came; their names resolve to `address`, or themselves."""
+        for spec in specs:
+            self.registered[spec.name] = address
+        self._add(specs, lambda spec: self._access_of(spec, address))
         self.on_edited()
 
-    def leave(self, name: str) -> None:
-        """An instance goes; what it is answering goes on."""
-        self.members.gone(name)
-        self._remove(name)
+    def leave(self, names: Sequence[str]) -> None:
+        """Instances go; what they are answering goes on."""
+        for name in names:
+            self.members.gone(name)
+        self._remove(names)
         self.on_edited()
 
     def update(self, spec: InstanceSpec) -> None:
@@ -118,7 +138,7 @@ class Roster:
             if change.state is AdminState.MAINT:
                 self._scraper.pause(change.name)
             elif not self._scraper.watches(change.name):
-                self._scraper.add(Target(change.name, self.specs()[change.name].url))
+                self._scraper.add(Target(change.name, self._scheduler.fleet.instances[change.name].spec.url))
         self.on_edited()
 
     def take_out(self, name: str) -> None:
@@ -127,10 +147,10 @@ class Roster:
 
     async def register(self, table: Mapping[str, Any]) -> bool:
         """Add an instance, or say again that it is there. True where it is new. Raises `InputError`."""
-        default_ttl_s = 0.0 if self._fleet.discovery is None else self._fleet.discovery.ttl_s
+        default_ttl_s = 0.0 if self._fleet.file.discovery is None else self._fleet.file.discovery.ttl_s
         instance, model, ttl_s = read_registration(table, default_ttl_s)
         spec = self._fleet.resolve_found(instance, model, self._profiles)
-        known = self.specs().get(spec.name)
+        known = self.spec(spec.name)
         ours = self.members.source_of(spec.name) in (REGISTRATION, "")
         if known is not None and ours and _same_place(known, spec):
             self.members.registered(spec.name, ttl_s)
@@ -138,13 +158,12 @@ class Roster:
                 self.update(spec)
             return False
         address = allowed_address(await addresses(spec.url), self._access.networks)
-        present = self.specs()
-        if spec.name in present:
+        if self.spec(spec.name) is not None:
             raise ConfigError(f"name: expected a name used once in the fleet, got {spec.name!r} again")
-        if taken := next((name for name, each in present.items() if same_server(each.url, spec.url)), ""):
+        if taken := self.name_at(origin(spec.url)):
             raise ConfigError(f"url: expected an address used once in the fleet, got that of {taken} again")
         self.members.registered(spec.name, ttl_s)
-        self.join(spec, address)
+        self.join([spec], address)
         return True
 
     # --- the fleet file ---
@@ -159,13 +178,12 @@ class Roster:
         come = [spec for name, spec in new.items() if name not in same]
         for name in gone:
             self.members.gone(name)
-            self._remove(name)
+        self._remove(gone)
         self._fleet, self._access = fleet, access
         self._engines.update(access.engines)
         for spec in updated:
             self.update(spec)
-        for spec in come:
-            self._add(spec, access.engines[spec.name])
+        self._add(come, lambda spec: access.engines[spec.name])
         done = f"{len(gone)} instances out, {len(come)} in"
         return done + (f", {len(updated)} changed" if updated else "")
 
@@ -178,6 +196,7 @@ class Roster:
         """Have an instance of an earlier process; the first source that gives it takes it over."""
         self.registered[spec.name] = address
         self._engines[spec.name] = self._access_of(spec, address)
+        self._at[origin(spec.url)] = spec.name
         self._change(InstanceAdded(spec))
         self.members.adopt(spec.name)
 
@@ -187,27 +206,37 @@ class Roster:
         return registered_access(
             spec.url,
             self._access.model_keys.get(spec.model),
-            passthrough=self._fleet.proxy.passthrough_authorization,
+            passthrough=self._fleet.file.proxy.passthrough_authorization,
             address=address,
         )
 
-    def _add(self, spec: InstanceSpec, access: EngineAccess) -> None:
-        self.on_coming(spec)
-        self._engines[spec.name] = access
-        self._change(InstanceAdded(spec))
-        if self._scraper.started:
-            self._scraper.add(Target(spec.name, spec.url))
-        source = self.members.source_of(spec.name) or "file"
-        tell(logger, Event.INSTANCE_ADDED, "%s (%s) came", spec.name, spec.url,
-             instance=spec.name, url=spec.url, source=source)  # fmt: skip
+    def _add(self, specs: Sequence[InstanceSpec], access: Callable[[InstanceSpec], EngineAccess]) -> None:
+        for spec in specs:
+            self.on_coming(spec)
+            self._engines[spec.name] = access(spec)
+            self._at[origin(spec.url)] = spec.name
+        if specs:
+            self._change(InstanceAdded(specs[0], tuple(specs[1:])))
+        for spec in specs:
+            if self._scraper.started:
+                self._scraper.add(Target(spec.name, spec.url))
+            source = self.members.source_of(spec.name) or "file"
+            tell(logger, Event.INSTANCE_ADDED, "%s (%s) came", spec.name, spec.url,
+                 instance=spec.name, url=spec.url, source=source)  # fmt: skip
 
-    def _remove(self, name: str) -> None:
-        self.registered.pop(name, None)
-        self._scraper.remove(name)
-        self.on_gone(name)
-        self._change(InstanceRemoved(name))
-        del self._engines[name]
-        tell(logger, Event.INSTANCE_REMOVED, "%s went", name, instance=name)
+    def _remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.registered.pop(name, None)
+            place = origin(self._scheduler.fleet.instances[name].spec.url)
+            if self._at.get(place) == name:
+                del self._at[place]
+            self._scraper.remove(name)
+            self.on_gone(name)
+        if names:
+            self._change(InstanceRemoved(names[0], tuple(names[1:])))
+        for name in names:
+            del self._engines[name]
+            tell(logger, Event.INSTANCE_REMOVED, "%s went", name, instance=name)
 
 
 def _same_place(one: InstanceSpec, other: InstanceSpec) -> bool:

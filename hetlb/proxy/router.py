@@ -7,6 +7,7 @@ Where keys are needed, nothing but `/health` and `/ping` is answered without one
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import re
 import secrets
 from collections.abc import Mapping
@@ -15,8 +16,9 @@ from typing import Any, Final, Protocol
 import msgspec
 
 import hetlb
-from hetlb.config.fleet import ProxyTable
+from hetlb.config.fleet_tables import ProxyTable
 from hetlb.core.block_index import PromptBlocks, block_digests
+from hetlb.core.objective import UNSTATED
 from hetlb.core.prefix_index import PrefixKey
 from hetlb.core.types import RejectReason, Request
 from hetlb.proxy.access import Tenant
@@ -29,10 +31,12 @@ from hetlb.proxy.http.endpoints import ENDPOINTS, REALTIME_PATH, Kind, kept_resp
 from hetlb.proxy.http.error_responses import Answer, Refusal
 from hetlb.proxy.http.http1 import GateError, RequestHead
 from hetlb.proxy.http.multipart import FormReader
-from hetlb.proxy.http.openai_body import Call, inject_usage, read_json
+from hetlb.proxy.http.openai_body import MAX_INJECT_BYTES, Call, inject_usage, read_json
+from hetlb.proxy.http.transfer_fields import without_transfer_fields
 from hetlb.proxy.model_names import ModelNames, alias_entries, rename_in_form, rename_in_json
 from hetlb.proxy.prefix_keys import id_keys, session_key, text_keys, token_ids
 from hetlb.proxy.realtime import Session, check_upgrade, model_asked_for
+from hetlb.proxy.service_classes import ServiceClasses
 from hetlb.proxy.telemetry.request_record import RequestRecord
 from hetlb.proxy.telemetry.tracing import Tracing
 
@@ -40,6 +44,8 @@ _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
 #: Characters of the path of a refused request in the request log.
 _MOST_PATH: Final = 128
+#: Paths of answers that can go on at another instance.
+_RESUMED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 #: Balancers ask here, and have no key.
 _OPEN_PATHS = frozenset({"/health", "/ping"})
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
@@ -70,6 +76,8 @@ class Router:
         self.tenants: Mapping[bytes, Tenant] | None = None
         #: Aliases and fallbacks, None without any.
         self.names: ModelNames | None = None
+        #: Classes of the models' requests, None without any.
+        self.classes: ServiceClasses | None = None
         #: Makes the ids of every request's spans, None without tracing.
         self.tracing: Tracing | None = None
         #: Engines take our request ids for their own, and another proxy may count from 1 too.
@@ -78,6 +86,7 @@ class Router:
     def configure(self, table: ProxyTable) -> None:
         """Names of headers and paths that hold from now on."""
         self._extra_paths = frozenset(table.extra_paths)
+        self._trusted = tuple(ipaddress.ip_network(each) for each in table.trusted_proxies)
         self._session_header = table.session_header.lower().encode()
         self._tenant_header = None if table.tenant_header is None else table.tenant_header.lower().encode()
 
@@ -156,6 +165,8 @@ class Router:
             call = Call()
         else:
             call = read_json(kind, pieces[0])
+            if call.transfers:
+                pieces = [without_transfer_fields(pieces[0])]
             pieces = [inject_usage(kind, call, pieces[0])]
         if self.names is not None and call.model is not None:
             pieces = self._rename(self.names, call, pieces, form is not None, tenant)
@@ -217,6 +228,9 @@ class Router:
         model = call.model or driver.model_at(pinned)
         if tenant is not None and kind is not _PINNED and not call.renamed and not tenant.may_use(model):
             raise GateError(403, f"This API key is not for the model `{model}`.")
+        service = UNSTATED
+        if self.classes is not None:
+            service = self.classes.of(model, head, None if tenant is None else tenant.classes)
         exact = call.prompt_tokens_total is not None
         if not kind.prompted:
             call.prompt_tokens_total, call.prompts = 0, 1
@@ -256,6 +270,20 @@ class Router:
             and pinned is None
             and may_split(kind, head.path, pieces[0])
         )
+        resumes = (
+            generates
+            and prompts * call.n == 1
+            and head.path in _RESUMED_PATHS
+            and pinned is None
+            and driver.resume is not False
+        )
+        asks_ids = (
+            resumes
+            and call.stream
+            and not call.tools
+            and body_bytes <= MAX_INJECT_BYTES
+            and pieces[0].find(b'"return_token_ids"') < 0
+        )
         call.text = call.tools = call.ids = b""  # the prompt is in the body; not twice in memory
         request = Request(
             id=request_id,
@@ -275,19 +303,44 @@ class Router:
             tenant=owner if self._tenant_header is None else self._claimed(head, owner),
             splittable=splittable,
             streamed=call.stream,
+            service=service,
         )
         now = driver.now()
         if kind is _REALTIME:
-            exchange: Exchange = Session(
+            realtime = Session(
                 driver, client, head, kind, call, request, pieces, text, now, owner, engine_text
             )
+            if tenant is not None and tenant.models is not None:
+                realtime.may_use = tenant.may_use
+            exchange: Exchange = realtime
         else:
             exchange = Exchange(
                 driver, client, head, kind, call, request, pieces, text, now, owner, engine_text
             )
+        exchange.address = self._address_of(head, client.address)
+        exchange.resumes, exchange.asks_ids = resumes, asks_ids
+        exchange.by_text = resumes and driver.resume is True
         if self.tracing is not None:
             exchange.trace = self.tracing.begin(head.fields.get(b"traceparent"))
         return exchange
+
+    def _address_of(self, head: RequestHead, peer: str) -> str:
+        """Address of the client: of `peer` and `X-Forwarded-For` the last that is no trusted proxy."""
+        if not self._trusted:
+            return peer
+        forwarded = head.fields.get(b"x-forwarded-for")
+        if forwarded is None:
+            return peer
+        for text in [peer, *reversed(forwarded.decode("latin-1").split(","))]:
+            text = text.strip()
+            try:
+                address = ipaddress.ip_address(text)
+            except ValueError:
+                break
+            peer = str(address)
+            if not any(address in network for network in self._trusted):
+                break
+        return peer
 
     def _claimed(self, head: RequestHead, owner: str | None) -> str | None:
         """The tenant that a header names (one of a key's owner, if there are keys)."""
@@ -301,9 +354,9 @@ class Router:
     # --- answers of hetlb's own ---
 
     def refused(
-        self, head: RequestHead, tenant: Tenant | None, answer: Answer, status: int, since: float
+        self, head: RequestHead, tenant: Tenant | None, answer: Answer, status: int, since: float, peer: str
     ) -> str:
-        """Count and log a request that came in at `since` and did not pass. Its `x-request-id`."""
+        """Count and log a request of `peer` that came in at `since` and did not pass. Its `x-request-id`."""
         driver = self._driver
         request_id = driver.next_id()
         label = label_of(head) or self._label_prefix + hex(request_id)[2:]
@@ -311,8 +364,9 @@ class Router:
         owner = None if tenant is None else tenant.name
         request = Request(request_id, "", 0, generates=False)
         record = RequestRecord(request, _PLAIN, head.method, path, label, owner, since, 1, 0)
+        record.address = self._address_of(head, peer)
         record.outcome, record.status, record.ended_at = answer.outcome, status, driver.now()
-        driver.refused(answer.outcome, record)
+        driver.refused(answer.outcome, status, record)
         return label
 
     def _own(self, head: RequestHead, tenant: Tenant | None) -> bytes:

@@ -16,6 +16,7 @@ from mypy_extensions import trait
 
 from hetlb.core.block_index import KvEventBatch
 from hetlb.core.scheduler import Scheduler
+from hetlb.core.shared_view import SharedView
 from hetlb.core.types import (
     Abort,
     Command,
@@ -46,6 +47,8 @@ class SchedulerDriver:
 
     scheduler: Scheduler
     decisions: Decisions
+    #: Bookings of other processes of the fleet, None while this one is alone.
+    view: SharedView | None
     loop: asyncio.AbstractEventLoop
     now: Callable[[], float]
     stalls: StallWatch
@@ -60,6 +63,7 @@ class SchedulerDriver:
     def schedule(self, scheduler: Scheduler) -> None:
         """Drive this scheduler."""
         self.scheduler = scheduler
+        self.view = None
         self.decisions = Decisions(len(scheduler.instances))
         self.probe_timeout_s = None
         self._arrival_s = []
@@ -97,7 +101,8 @@ class SchedulerDriver:
 
     def decide(self, request: Request, now: float) -> list[Command]:
         """Give the scheduler a request."""
-        return self.scheduler.on_arrival(request, now)
+        view = self.view
+        return self.scheduler.on_arrival(request, now) if view is None else view.on_arrival(request, now)
 
     def _arrive(self, request: Request, now: float) -> None:
         started = perf_counter()
@@ -106,10 +111,15 @@ class SchedulerDriver:
         self.carry_out(commands)
 
     def _end_lease(
-        self, lease: Lease, outcome: Outcome, now: float, retry: bool, server_error: bool
+        self,
+        lease: Lease,
+        outcome: Outcome,
+        now: float,
+        retry: bool,
+        generated: int | None = None,
     ) -> list[Command]:
         started = perf_counter()
-        commands = self.scheduler.on_lease_ended(lease, outcome, now, retry=retry, server_error=server_error)
+        commands = self.scheduler.on_lease_ended(lease, outcome, now, retry=retry, generated=generated)
         self._end_s.append(perf_counter() - started)
         return commands
 

@@ -17,8 +17,9 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from hetlb.config.fleet import ScrapeTable
-from hetlb.core.engine_metrics import parse, process_began
+from hetlb.addresses import confined_socket
+from hetlb.config.fleet_tables import ScrapeTable
+from hetlb.core.engine_metrics import parse
 from hetlb.core.types import (
     Capacity,
     CapacityLearned,
@@ -79,6 +80,8 @@ class Scraper:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._first_rounds: dict[str, asyncio.Event] = {}
         self._session: aiohttp.ClientSession | None = None
+        #: The same for engines whose names may not lead everywhere.
+        self._confined: aiohttp.ClientSession | None = None
         #: The engines' own entries of `/v1/models`, by instance.
         self.models: dict[str, list[dict[str, Any]]] = {}
         #: The engines' `/version`, by instance.
@@ -87,15 +90,8 @@ class Scraper:
 
     async def start(self, targets: Iterable[Target], first_round_s: float = 1.0) -> None:
         """Watch the targets; returns after every one has answered once, or after `first_round_s`."""
-        timeout = aiohttp.ClientTimeout(total=self._table.timeout_s)
-        # uvicorn closes idle connections after 5 s: ours are given up first.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
-        self._session = aiohttp.ClientSession(
-            timeout=timeout,
-            connector=connector,
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        self._session = self._make_session()
+        self._confined = self._make_session(socket_factory=confined_socket)
         for target in targets:
             self.add(target)
         rounds = [asyncio.create_task(event.wait()) for event in self._first_rounds.values()]
@@ -138,6 +134,8 @@ class Scraper:
         self._tasks.clear()
         if self._session is not None:
             await self._session.close()
+        if self._confined is not None:
+            await self._confined.close()
 
     async def _watch(self, target: Target) -> None:
         loop = asyncio.get_running_loop()
@@ -158,17 +156,17 @@ class Scraper:
                 sample = None
                 if started >= metrics_after:
                     try:
-                        sample, since = await self._read_metrics(target)
+                        sample = await self._read_metrics(target)
                     except _TooLargeError:
                         metrics_after = started + _TOO_LARGE_PAUSE_S
                         self._tell_once(target.name, f"its /metrics has more than {_MAX_PAGE_BYTES} bytes")
                 if sample is not None:
-                    if since is None:
+                    if sample.began is None:
                         rounds_until_models = 0  # only its list tells whether it is the process it was
-                    elif since != began:
+                    elif sample.began != began:
                         if began is not None:
                             await self._read_models(target)  # another process has its address
-                        began = since
+                        began = sample.began
                     self._on_sample(target.name, sample)
                     if sample.invalid:
                         self.invalid_samples[target.name] = self.invalid_samples.get(target.name, 0) + 1
@@ -188,9 +186,19 @@ class Scraper:
             self._first_rounds[target.name].set()
             await asyncio.sleep(max(0.05, started + self._table.interval_s - loop.time()))
 
+    def _make_session(self, **options: Any) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=self._table.timeout_s),
+            # uvicorn closes idle connections after 5 s: ours are given up first.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0, **options),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
     async def _get(self, target: Target, path: str) -> tuple[int, bytes]:
-        assert self._session is not None, "start() comes first"
         access = self._access.get(target.name, PLAIN_ACCESS)
+        session = self._confined if access.confined else self._session
+        assert session is not None, "start() comes first"
         url, headers, hostname = target.url, {}, None
         if access.authorization is not None:
             headers["authorization"] = access.authorization.decode("ascii")
@@ -201,7 +209,7 @@ class Scraper:
             headers["host"] = parts.netloc
             hostname = parts.hostname if access.tls is not None else None
         try:
-            async with self._session.get(
+            async with session.get(
                 url + path,
                 headers=headers,
                 allow_redirects=False,
@@ -245,16 +253,13 @@ class Scraper:
             return ProbeResult.OK, ""
         return ProbeResult.FAILED, f"/health answers {status}"
 
-    async def _read_metrics(self, target: Target) -> tuple[EngineSample | None, float | None]:
-        """Samples of the engine's metrics page, and the start of its process. Raises `_TooLargeError`."""
+    async def _read_metrics(self, target: Target) -> EngineSample | None:
+        """Samples of the engine's metrics page. Raises `_TooLargeError`."""
         try:
             status, body = await self._get(target, "/metrics")
         except (_LocalTroubleError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
-            return None, None
-        if status != 200:
-            return None, None
-        text = body.decode("utf-8", "replace")
-        return parse(text), process_began(text)
+            return None
+        return parse(body.decode("utf-8", "replace")) if status == 200 else None
 
     async def _read_models(self, target: Target) -> bool:
         try:

@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from hetlb.config.fleet import ProxyTable
+from hetlb.config.fleet_tables import ProxyTable
 from hetlb.proxy.access import Access, show_newest
 from hetlb.proxy.connection import LINGER_S, ClientConnection, Clients
 from hetlb.proxy.driver import ExchangeDriver

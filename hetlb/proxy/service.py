@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping, Reversible, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hetlb.config.fleet import Fleet, SharedTable, load_fleet
+from hetlb.config.fleet import Fleet, load_fleet
+from hetlb.config.fleet_tables import SharedTable
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import (
@@ -30,7 +31,7 @@ from hetlb.core.types import (
     Lease,
 )
 from hetlb.errors import ConfigError, InputError
-from hetlb.proxy import kv_events, systemd
+from hetlb.proxy import systemd
 from hetlb.proxy.access import (
     Access,
     EngineAccess,
@@ -47,7 +48,6 @@ from hetlb.proxy.reload import needs_restart, read_again
 from hetlb.proxy.roster import Roster
 from hetlb.proxy.scheduling import Decisions
 from hetlb.proxy.server import ProxyServer
-from hetlb.proxy.shared_driver import SharedDriver
 from hetlb.proxy.state_file import StateFile
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Offer, Takeover
@@ -112,11 +112,11 @@ class FleetService(ABC):
         self._event_log = None if event_log is None else _open_event_log(event_log)
         setup = SchedulerSetup(
             specs=fleet.instances,
-            policy=fleet.policy.name,
+            policy=fleet.file.policy.name,
             params=fleet.policy_params,
             limits=fleet.queue_limits,
-            predictor=fleet.policy.predictor or "online",
-            seed=fleet.policy.seed,
+            predictor=fleet.file.policy.predictor or "online",
+            seed=fleet.file.policy.seed,
             lengths=fleet.output_lengths(),
             initial_health=Health.SUSPECT,
             health=fleet.health_params,
@@ -125,7 +125,7 @@ class FleetService(ABC):
         #: The scheduler in use.
         self.scheduler = self._build_scheduler(setup)
         self.watch = EngineWatch(
-            fleet.scrape,
+            fleet.file.scrape,
             self.scheduler,
             self._engines,
             lambda change: self.driver.change(change),
@@ -160,11 +160,11 @@ class FleetService(ABC):
 
     def _discovery_sources(self) -> list[Source]:
         """Sources of instances and of what else is discovered. Raises `ConfigError`."""
-        if self.fleet.discovery is None:
+        if self.fleet.file.discovery is None:
             return []
         from hetlb.proxy.discovery.configured import sources_of
 
-        return sources_of(self.fleet, self.fleet.discovery, self._on_reload_signal)
+        return sources_of(self.fleet, self.fleet.file.discovery, self._on_reload_signal)
 
     @property
     def shared(self) -> SharedFigures | None:
@@ -179,7 +179,7 @@ class FleetService(ABC):
 
     def routable(self) -> bool:
         """True if some instance takes requests."""
-        return self.readiness == "ready"
+        return not self.stopping and any(instance.routable for instance in self.scheduler.instances)
 
     def models(self) -> list[dict[str, Any]]:
         """The union of the instances' models, of those alive or not yet known to be dead."""
@@ -229,8 +229,7 @@ class FleetService(ABC):
         """`ready`, or why requests should go elsewhere."""
         if self.stopping:
             return "stopping"
-        routable = any(instance.routable for instance in self.scheduler.instances)
-        return "ready" if routable else "no instance is routable"
+        return "ready" if self.routable() else "no instance is routable"
 
     @property
     def admin_token(self) -> bytes | None:
@@ -240,7 +239,7 @@ class FleetService(ABC):
     @property
     def registration(self) -> bool:
         """True if instances may be added and removed through the admin surface."""
-        return self.fleet.admin.registration
+        return self.fleet.file.admin.registration
 
     def now(self) -> float:
         """The driver's clock, seconds."""
@@ -344,11 +343,10 @@ class Service(FleetService):
         self._stop = asyncio.Event()
         self._hurry = False
         table, key = self._shared_table(fleet)
-        make = self._make_driver if table is None else self._make_sharing_driver
-        self.driver = make(
+        self.driver = self._make_driver(
             self.scheduler,
             DriverSetup(
-                fleet.proxy,
+                fleet.file.proxy,
                 TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
                 asyncio.get_running_loop(),
                 lambda ended: self._front.requests_ended(ended),
@@ -358,7 +356,7 @@ class Service(FleetService):
         )
         self.driver.on_loop = self.roster.take_out
         self.driver.pools.on_reconnect = self.watch.reconnected
-        self.driver.probe_timeout_s = fleet.scrape.timeout_s
+        self.driver.probe_timeout_s = fleet.file.scrape.timeout_s
         self.driver.limiters.configure(self._access.limits)
         self.sharing = None if table is None else _share(table, key, self.driver)
         self.server: Listener = self._make_server()
@@ -378,12 +376,11 @@ class Service(FleetService):
     _hands_over = True
     #: The driver and the listener; an endpoint picker has others.
     _make_driver: Callable[[Scheduler, DriverSetup], Driver] = Driver
-    _make_sharing_driver: Callable[[Scheduler, DriverSetup], SharedDriver] = SharedDriver
 
     @staticmethod
     def _shared_table(fleet: Fleet) -> tuple[SharedTable | None, str]:
         """Table of what is shared with other processes of the fleet, and its key."""
-        return fleet.shared, f"{fleet.where}shared"
+        return fleet.file.shared, f"{fleet.where}shared"
 
     def _make_server(self) -> Listener:
         return ProxyServer(self.driver, self)
@@ -403,10 +400,10 @@ class Service(FleetService):
         await self._first_look()
         if takeover is not None:
             await takeover.begin(self.scheduler, self.driver.carry_out)
-        listen = self.fleet.listen
+        listen = self.fleet.file.listen
         with named("listen", listen.host, listen.port):
             self.address = await self.server.start(listen.host, listen.port, listeners.main)
-        await self.admin.open(make_app(self), self.fleet.admin, listeners.admin)
+        await self.admin.open(make_app(self), self.fleet.file.admin, listeners.admin)
         if takeover is not None:
             await takeover.accepting()
             tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
@@ -444,7 +441,7 @@ class Service(FleetService):
                     self._stop.clear()
                     async with asyncio.timeout(READINESS_LAG_S):
                         await self._stop.wait()
-            await self.stop(0.0 if self._hurry else self.fleet.proxy.shutdown_grace_s)
+            await self.stop(0.0 if self._hurry else self.fleet.file.proxy.shutdown_grace_s)
         finally:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 loop.remove_signal_handler(number)
@@ -556,15 +553,12 @@ def require_urls(fleet: Fleet) -> Access:
             raise ConfigError(
                 f"{fleet.where}{spec.name}: url: expected the server's URL, but the key is missing"
             )
-    if fleet.tracing is not None:
+    if fleet.file.tracing is not None:
         check_installed(fleet.where)
-    if fleet.discovery is not None and fleet.discovery.dns:
+    if fleet.file.discovery is not None and fleet.file.discovery.dns:
         from hetlb.proxy.discovery import dns_names
 
         dns_names.check_installed(fleet.where)
-    for source in fleet.engines.values():
-        if source.kv_events is not None:
-            kv_events.check_installed(f"{source.key}.")
     return load_access(fleet)
 
 
@@ -583,7 +577,6 @@ def _url(address: tuple[str, int], tls: object | None) -> str:
 
 def _share(table: SharedTable, key: str, driver: Driver) -> Sharing | None:
     """Have a driver share its view; None where only a lease is shared. Raises `ConfigError`."""
-    assert isinstance(driver, SharedDriver), "expected a driver that can share"
     try:
         from hetlb.proxy.sharing import Sharing, shared_url
     except ImportError as error:
@@ -592,5 +585,5 @@ def _share(table: SharedTable, key: str, driver: Driver) -> Sharing | None:
     if url is None:
         return None
     sharing = Sharing(table, url, driver.scheduler, driver.carry_out, secrets.token_hex(6))
-    driver.share(sharing.view, sharing.changed)
+    driver.view = sharing.view
     return sharing

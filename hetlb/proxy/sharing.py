@@ -15,25 +15,26 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, Final, TypeAlias
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from hetlb.config.fleet import SharedTable
-from hetlb.core.prefix_index import PrefixKey
+from hetlb.config.fleet_tables import SharedTable
+from hetlb.core.journal import Change
 from hetlb.core.scheduler import Scheduler
-from hetlb.core.shared_view import Begun, Booked, Change, Ended, SharedView, Waits
-from hetlb.core.types import Command, Outcome, Request
+from hetlb.core.shared_view import SharedView
+from hetlb.core.types import Command
 from hetlb.errors import ConfigError
 from hetlb.proxy.leader import KeyLeader
-from hetlb.proxy.telemetry.events import Event, tell
+from hetlb.proxy.lease_wire import WireChange, from_wire, to_wire
+from hetlb.proxy.telemetry.events import Event, Rarely, tell
 from hetlb.proxy.telemetry.prometheus import SharedFigures
 
 logger = logging.getLogger("hetlb.shared")
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 #: Kinds of messages: changes, all that holds, the question for all that holds, and the last changes of a
 #: process that stops.
 _CHANGES: Final = 0
@@ -47,25 +48,27 @@ _RETRY_S: Final = 0.25
 _LAST_WORDS_S: Final = 1.0
 #: Own messages come back: after so many times `silent_s` without any the connection is dead.
 _DEAF: Final = 2.0
-_BookedFields: TypeAlias = tuple[
-    int,
-    str,
-    int,
-    float,
-    float,
-    bool,
-    str,
-    int,
-    int | None,
-    int,
-    int,
-    bool,
-    int,
-    tuple[PrefixKey, ...],
-    str | None,
-]
+#: A longer message is none: all leases of a process are a few megabytes.
+_MOST_BYTES: Final = 64 << 20
+#: An own message that was longer on its way says no more of the way.
+_MOST_AGE_S: Final = 60.0
 #: Weight of one more echo in the mean age of news.
 _ECHO_WEIGHT: Final = 0.1
+
+
+class _Message(msgspec.Struct, array_like=True, frozen=True):
+    """One message of a process; `epoch` is its number as a leader, `sent_at` by its own clock."""
+
+    version: Literal[2]
+    name: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,32}$")]
+    kind: Literal[0, 1, 2, 3]
+    sequence: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+    sent_at: float
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+    changes: list[WireChange]
+
+
+_decode = msgspec.msgpack.Decoder(_Message).decode
 
 
 def shared_url(table: SharedTable, key: str) -> str | None:
@@ -108,6 +111,7 @@ class Sharing:
         self._loop = asyncio.get_running_loop()
         self.name = name
         self.view = SharedView(scheduler, int(name, 16), name)
+        self.view.journal.on_change = self.changed
         limit_s = max(0.2, table.silent_s)
         self._redis = redis.asyncio.Redis.from_url(
             url, socket_connect_timeout=limit_s, socket_timeout=limit_s, protocol=2
@@ -119,7 +123,8 @@ class Sharing:
             self.leader = KeyLeader(self._redis, table.group, name, table.silent_s)
         self._heard_at: dict[str, float] = {}
         self._next: dict[str, int] = {}
-        self._sequence = self._received = 0
+        self._sequence = self._received = self._rejected = 0
+        self._rejections = Rarely()
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue(_MOST_WAITING)
         self._missed = True
         self._telling = False
@@ -140,6 +145,7 @@ class Sharing:
             self._sequence,
             self._received,
             None,
+            self._rejected,
         )
 
     def start(self) -> None:
@@ -182,7 +188,7 @@ class Sharing:
     def _send(self, kind: int, changes: list[Change]) -> None:
         self._sequence += 1
         head = [_VERSION, self.name, kind, self._sequence, self._loop.time(), self._epoch]
-        message = msgspec.msgpack.encode([*head, [_encoded(each) for each in changes]])
+        message = msgspec.msgpack.encode([*head, to_wire(changes)])
         try:
             self._outbox.put_nowait(message)
         except asyncio.QueueFull:
@@ -231,7 +237,7 @@ class Sharing:
                     await subscription.subscribe(self._channel)
                     self._introduce()
                     await self._hear(subscription)
-            except (RedisError, OSError, TimeoutError) as error:
+            except Exception as error:  # of whatever kind: a process that hears nothing must not seem to
                 if self.connected or not lost:
                     reason = " ".join(str(error).split())[:200] or type(error).__name__
                     text = "shared state: the server is gone (%s): this process goes on with its own view"
@@ -270,23 +276,27 @@ class Sharing:
             if self._missed:
                 self._introduce()
 
-    def _receive(self, data: bytes) -> None:
-        """Take a message; one that is not ours is none."""
+    def _receive(self, data: object) -> None:
+        """Take a message; one that is none is counted, and the next one is taken like any other."""
         now = self._loop.time()
         try:
-            version, peer, kind, sequence, sent_at, epoch, raw = msgspec.msgpack.decode(data)
-            if version != _VERSION:
-                return
-            changes = [_decoded(each) for each in raw]
-        except (msgspec.MsgspecError, ValueError, TypeError, IndexError, KeyError):
+            if not isinstance(data, bytes) or len(data) > _MOST_BYTES:
+                raise ValueError("expected a message of at most 64 MiB")
+            message = _decode(data)
+            changes = from_wire(message.changes)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            self._rejected += 1
+            reason = " ".join(str(error).split())[:200]
+            self._rejections.tell(logger, Event.SHARED_MESSAGE, "shared state: a message is none: %s", reason)
             return
+        peer, kind, sequence = message.name, message.kind, message.sequence
         if peer == self.name:
-            age_s = max(0.0, now - sent_at)
+            age_s = min(_MOST_AGE_S, max(0.0, now - message.sent_at))
             self.view.delay_s += _ECHO_WEIGHT * (age_s - self.view.delay_s)
             return
         self._received += 1
         if self.leader is not None:
-            self.leader.heard(epoch)
+            self.leader.heard(message.epoch)
         self._heard_at[peer] = now
         if kind == _ASK:
             self._send_state()
@@ -318,54 +328,6 @@ async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
             task.cancel()
         # redis-py takes a cancellation for a timeout now and then: it is said again.
         _, left = await asyncio.wait(left, timeout=_RETRY_S)
-
-
-# --- the short form ----------------------------------------------------------------------------------
-
-
-def _encoded(change: Change) -> list[Any]:
-    if isinstance(change, Booked):
-        request = change.request
-        return [
-            0, change.number, change.instance, change.work_ns, change.predicted_output, change.age_s,
-            change.begun, request.model, request.prompt_tokens, request.max_tokens, request.sequences,
-            request.longest_prompt_tokens, request.generates, request.samples, request.prefix_keys,
-            request.tenant,
-        ]  # fmt: skip
-    if isinstance(change, Begun):
-        return [1, change.number]
-    if isinstance(change, Ended):
-        outcome = change.outcome.value
-        return [2, change.number, outcome, change.output_tokens, change.cached_tokens, change.server_error]
-    return [3, change.sizes]
-
-
-def _decoded(raw: list[Any]) -> Change:
-    """A change; fields may be added. Raises `ValueError` or `IndexError` where it is none."""
-    kind = raw[0]
-    if kind == 0:
-        number, instance, work_ns, predicted, age_s, begun, *rest = msgspec.convert(raw[1:16], _BookedFields)
-        model, prompt, most, sequences, longest, generates, samples, keys, tenant = rest
-        request = Request(
-            0,
-            model,
-            prompt,
-            most,
-            sequences,
-            longest,
-            generates,
-            prefix_keys=keys,
-            tenant=tenant,
-            samples=samples,
-        )
-        return Booked(number, instance, request, work_ns, predicted, age_s, begun)
-    if kind == 1:
-        return Begun(msgspec.convert(raw[1], int))
-    if kind == 2:
-        return Ended(*msgspec.convert(raw[1:6], tuple[int, Outcome, int, int | None, bool]))
-    if kind == 3:
-        return Waits(msgspec.convert(raw[1], dict[str, int]))
-    raise ValueError(f"unknown kind {kind!r}")
 
 
 __all__ = ["Sharing", "shared_url"]

@@ -37,7 +37,7 @@ class StateFile:
     """Reads what was learnt at the start, writes it every `SAVE_S` and at the end; without a path nothing."""
 
     def __init__(self, fleet: Fleet, scheduler: Scheduler, token_estimator: TokenEstimator) -> None:
-        stated = fleet.policy.state_file
+        stated = fleet.file.policy.state_file
         self._path: Path | None = None if stated is None else fleet.base / stated
         self._scheduler = scheduler
         self._token_estimator = token_estimator

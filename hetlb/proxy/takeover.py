@@ -4,10 +4,13 @@ The old process offers an abstract Unix socket named by its listener's address. 
 listening sockets (SCM_RIGHTS), looks at the engines, and says that it begins; it then gets the leases of the
 old process and books them, so that both together send an engine no more than it can take. The old one accepts
 nothing more, ends what it has, and tells of every lease that ends and of every one that it still grants to
-a request in its queue: a grant is told before the end that made room for it. Only a process of the same user
-is let in.
+a request in its queue: a grant is told before the end that made room for it. Each side speaks only with a
+process of its own user, as the kernel says.
 
 new: take | old: listeners (descriptors) | new: begin | old: leases | new: accepting | old: leases ... end
+
+The new process says `accepting` when it has accepted for `PROVEN_S`; until then both accept, and if it dies
+the old one goes on as if it had not been asked.
 """
 
 from __future__ import annotations
@@ -19,46 +22,39 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
+from hetlb.core.journal import Booked, Change, Journal
+from hetlb.core.remote_leases import RemoteLeases
 from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import Command, Lease, LiveLease, Outcome, Request
+from hetlb.core.types import Command
 from hetlb.errors import HetlbError
+from hetlb.proxy.lease_wire import WireChange, from_wire, to_wire
 from hetlb.proxy.systemd import Listeners
-from hetlb.proxy.telemetry.events import Event, tell
+from hetlb.proxy.telemetry.events import Event, Rarely
 
 logger = logging.getLogger("hetlb.proxy")
 
-VERSION: Final = 1
+VERSION: Final = 2
 #: Leases in one packet: a packet must fit a socket's buffer.
 _AT_ONCE: Final = 200
 _MOST_BYTES: Final = 200_000
 #: Descriptors that one packet can carry (SCM_MAX_FD of Linux).
 MOST_LISTENERS: Final = 253
-#: Seconds between reports of the old process on leases that were granted and that ended.
-TELL_S: Final = 0.02
+#: Seconds between tries to send to a process that does not read.
+_RETRY_S: Final = 0.02
+#: Name of the old process among those whose leases are booked, and the first id of its requests: peers of a
+#: shared view have those above it.
+_OLD: Final = "old"
+_FIRST_ID: Final = -(1 << 41)
 #: Seconds between tries of a process that took over to have the name itself.
 _NAME_S: Final = 0.1
+#: Seconds for which a new process accepts before the old one leaves.
+PROVEN_S: Final = 1.0
 #: Seconds that either side waits for the other's next step; engines are looked at meanwhile.
 _STEP_S: Final = 30.0
-
-
-class Granted(msgspec.Struct):
-    """A lease of the old process: what it books at its instance. `age_s`: since its dispatch."""
-
-    id: int
-    instance: str
-    model: str
-    prompt_tokens: int
-    sequences: int
-    max_tokens: int | None
-    generates: bool
-    work_ns: int
-    predicted_output: float
-    age_s: float
-    begun: bool
 
 
 class Packet(msgspec.Struct):
@@ -67,8 +63,7 @@ class Packet(msgspec.Struct):
     step: str
     version: int = VERSION
     main: int = 0
-    granted: list[Granted] = []
-    ended: list[int] = []
+    changes: list[WireChange] = []
 
 
 def name_of(address: tuple[str, int]) -> str:
@@ -90,6 +85,20 @@ def _bound(one: socket.socket, address: tuple[str, int]) -> bool:
     return True
 
 
+def _is_own(end: socket.socket) -> bool:
+    """True if the process at the other end is of this one's user."""
+    _, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(user == os.getuid())
+
+
+def read_packet(data: bytes) -> Packet:
+    """A step of the other side. Raises `ValueError`."""
+    try:
+        return msgspec.json.decode(data, type=Packet)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"expected a step: {error}") from error
+
+
 class _Channel:
     """One end of a handover."""
 
@@ -105,10 +114,10 @@ class _Channel:
                 socket.send_fds(self._end, [data], list(fds))
                 return
             except BlockingIOError:
-                await asyncio.sleep(TELL_S)
+                await asyncio.sleep(_RETRY_S)
 
-    async def receive(self) -> tuple[Packet | None, list[int]]:
-        """The next packet and its descriptors; None at the end."""
+    async def receive(self, most_fds: int = 0) -> tuple[Packet | None, list[int]]:
+        """The next packet and its descriptors; None at the end. Raises `OSError` and `ValueError`."""
         readable: asyncio.Future[None] = self._loop.create_future()
 
         def wake() -> None:
@@ -120,8 +129,8 @@ class _Channel:
             await readable
         finally:
             self._loop.remove_reader(self._end)
-        data, fds, _, _ = socket.recv_fds(self._end, _MOST_BYTES, MOST_LISTENERS)
-        return (msgspec.json.decode(data, type=Packet) if data else None), list(fds)
+        data, fds, _, _ = socket.recv_fds(self._end, _MOST_BYTES, most_fds)
+        return (read_packet(data) if data else None), list(fds)
 
     def close(self) -> None:
         """Close this end."""
@@ -142,7 +151,7 @@ class Offer:
         self._listeners = listeners
         self._leave = leave
         self._task: asyncio.Task[None] | None = None
-        self._known: dict[int, bool] = {}
+        self._refusals = Rarely()
 
     def open(self, address: tuple[str, int]) -> None:
         """Wait for a successor at a listener's address."""
@@ -165,75 +174,71 @@ class Offer:
                 end, _ = await loop.sock_accept(waiting)
                 channel = _Channel(end)
                 try:
-                    if await self._hand_over(channel, end):
+                    telling = await self._hand_over(channel, end)
+                    if telling is not None:
                         waiting.close()  # the successor takes the name
                         self._leave()
                         with contextlib.suppress(OSError):  # the successor is gone: it needs to know no more
-                            await self._tell_of_leases(channel)
+                            await telling
                         return
-                except (OSError, TimeoutError, msgspec.DecodeError) as error:
+                except (OSError, TimeoutError, ValueError) as error:
                     reason = str(error) or type(error).__name__
-                    tell(logger, Event.HANDOVER_REFUSED, "a handover failed: %s", reason)
+                    self._refusals.tell(logger, Event.HANDOVER_REFUSED, "a handover failed: %s", reason)
                 finally:
                     channel.close()
 
-    async def _hand_over(self, channel: _Channel, end: socket.socket) -> bool:
-        """Give the listeners away. True when the other process accepts."""
-        _, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if user not in (os.getuid(), 0):
-            tell(logger, Event.HANDOVER_REFUSED, "a process of user %d asked for the listeners", user)
-            return False
+    async def _hand_over(self, channel: _Channel, end: socket.socket) -> asyncio.Task[None] | None:
+        """Give the listeners away. The task that tells of leases, once the other process accepts."""
+        if not _is_own(end):
+            self._refusals.tell(
+                logger, Event.HANDOVER_REFUSED, "a process of another user asked for the listeners"
+            )
+            return None
         asked = await self._expect(channel, "take")
         if asked is None or asked.version != VERSION:
-            return False
+            return None
         main, admin = self._listeners()
         await channel.send(Packet("listeners", main=len(main)), [*main, *admin])
         if await self._expect(channel, "begin") is None:
-            return False
-        for packet in self._changes():
+            return None
+        news = asyncio.Event()
+        journal = Journal(news.set)
+        self._scheduler.subscribe(journal)
+        for packet in _packets(self._scheduler.live(asyncio.get_running_loop().time())):
             await channel.send(packet)
         await channel.send(Packet("told"))
-        return await self._expect(channel, "accepting") is not None
+        telling = asyncio.create_task(self._tell(channel, journal, news), name="tell of leases")
+        accepting: Packet | None = None
+        try:
+            accepting = await self._expect(channel, "accepting")
+        finally:
+            if accepting is None:
+                telling.cancel()
+                await asyncio.gather(telling, return_exceptions=True)
+        return None if accepting is None else telling
 
     async def _expect(self, channel: _Channel, step: str) -> Packet | None:
         async with asyncio.timeout(_STEP_S):
             packet, _ = await channel.receive()
         return packet if packet is not None and packet.step == step else None
 
-    async def _tell_of_leases(self, channel: _Channel) -> None:
-        """Until this process ends: which leases were granted, and which have ended."""
-        while True:
-            for packet in self._changes():
-                await channel.send(packet)
-            await asyncio.sleep(TELL_S)
-
-    def _changes(self) -> Iterable[Packet]:
-        """Changes since the last call; every grant before the ends."""
-        leases = [lease for each in self._scheduler.instances for lease in each.leases.values()]
-        now = asyncio.get_running_loop().time()
-        live = {lease.id: lease.first_token_at is not None for lease in leases}
-        new = [_granted(each, now) for each in leases if self._known.get(each.id) is not live[each.id]]
-        ended = list(self._known.keys() - live.keys())
-        self._known = live
-        for at in range(0, max(len(new), len(ended)), _AT_ONCE):
-            yield Packet("leases", granted=new[at : at + _AT_ONCE], ended=ended[at : at + _AT_ONCE])
+    async def _tell(self, channel: _Channel, journal: Journal, news: asyncio.Event) -> None:
+        """Until this process ends: what becomes of its leases, and which it still grants."""
+        try:
+            while True:
+                await news.wait()
+                news.clear()
+                for packet in _packets(journal.take()):
+                    await channel.send(packet)
+        finally:
+            self._scheduler.unsubscribe(journal)
 
 
-def _granted(lease: Lease, now: float) -> Granted:
-    request = lease.request
-    return Granted(
-        lease.id,
-        lease.instance,
-        request.model,
-        request.prompt_tokens,
-        request.sequences,
-        request.max_tokens,
-        request.generates,
-        lease.work_ns,
-        lease.predicted_output,
-        now - lease.dispatched_at,
-        lease.first_token_at is not None,
-    )
+def _packets(changes: Sequence[Change]) -> Iterable[Packet]:
+    """Changes in packets, every grant before the ends."""
+    ordered = sorted(changes, key=lambda change: not isinstance(change, Booked))
+    for at in range(0, len(ordered), _AT_ONCE):
+        yield Packet("leases", changes=to_wire(ordered[at : at + _AT_ONCE]))
 
 
 class Takeover:
@@ -244,8 +249,6 @@ class Takeover:
         self.listeners = listeners
         self._channel: _Channel | None = None
         self._task: asyncio.Task[None] | None = None
-        #: Leases of the old process by its numbers.
-        self._leases: dict[int, Lease] = {}
 
     @classmethod
     async def ask(cls, address: tuple[str, int]) -> Takeover | None:
@@ -256,12 +259,15 @@ class Takeover:
         except OSError:
             end.close()
             return None
+        if not _is_own(end):
+            end.close()
+            raise HetlbError("--replace: a process of another user holds the name of the running process")
         channel = _Channel(end)
         try:
             await channel.send(Packet("take"))
             async with asyncio.timeout(_STEP_S):
-                packet, fds = await channel.receive()
-        except (OSError, TimeoutError, msgspec.DecodeError) as error:
+                packet, fds = await channel.receive(MOST_LISTENERS)
+        except (OSError, TimeoutError, ValueError) as error:
             end.close()
             raise HetlbError(f"--replace: the running process did not hand over: {error}") from error
         if packet is None or packet.step != "listeners" or packet.version != VERSION:
@@ -275,6 +281,7 @@ class Takeover:
     async def begin(self, scheduler: Scheduler, carry_out: Callable[[list[Command]], None]) -> None:
         """Book the leases of the old process; its further ones are followed until it has gone."""
         channel = self._channel = _Channel(self.end)
+        remote = RemoteLeases(scheduler, arrived=False, first_id=_FIRST_ID)
         await channel.send(Packet("begin"))
         while True:
             async with asyncio.timeout(_STEP_S):
@@ -283,29 +290,30 @@ class Takeover:
                 raise HetlbError("--replace: the running process ended before it handed over")
             if packet.step == "told":
                 break
-            self._take(packet, scheduler, carry_out)
-        follow = self._follow(channel, scheduler, carry_out)
+            carry_out(_take(remote, packet))
+        follow = self._follow(channel, remote, carry_out)
         self._task = asyncio.create_task(follow, name="follow the old process")
 
     async def accepting(self) -> None:
-        """Tell the old process that requests are accepted here."""
+        """Tell the old process that requests are accepted here, once that has been so for a while."""
         assert self._channel is not None, "expected a handover that has begun"
+        await asyncio.sleep(PROVEN_S)
         with contextlib.suppress(OSError):
             await self._channel.send(Packet("accepting"))
 
     async def _follow(
-        self, channel: _Channel, scheduler: Scheduler, carry_out: Callable[[list[Command]], None]
+        self, channel: _Channel, remote: RemoteLeases, carry_out: Callable[[list[Command]], None]
     ) -> None:
         try:
             while True:
                 packet, _ = await channel.receive()
                 if packet is None:
                     return
-                self._take(packet, scheduler, carry_out)
-        except (OSError, msgspec.DecodeError):
+                carry_out(_take(remote, packet))
+        except (OSError, ValueError):
             return
         finally:
-            self._take(Packet("leases", ended=list(self._leases)), scheduler, carry_out)
+            carry_out(remote.gone(_OLD, asyncio.get_running_loop().time()))
             channel.close()
 
     async def close(self) -> None:
@@ -314,33 +322,7 @@ class Takeover:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def _take(self, packet: Packet, scheduler: Scheduler, carry_out: Callable[[list[Command]], None]) -> None:
-        now = asyncio.get_running_loop().time()
-        for each in packet.granted:
-            known = self._leases.get(each.id)
-            if known is not None:
-                carry_out(scheduler.on_first_token(known, now))
-            elif (lease := scheduler.restore(_live(each, now), now)) is not None:
-                self._leases[each.id] = lease
-        for number in packet.ended:
-            ended = self._leases.pop(number, None)
-            if ended is not None:
-                carry_out(scheduler.on_lease_ended(ended, Outcome.CLIENT_GONE, now, retry=False))
 
-
-def _live(granted: Granted, now: float) -> LiveLease:
-    """A lease of the old process; its request's number is below all of this one's."""
-    fields: dict[str, Any] = {
-        "prompt_tokens": granted.prompt_tokens,
-        "max_tokens": granted.max_tokens,
-        "sequences": granted.sequences,
-        "generates": granted.generates,
-    }
-    return LiveLease(
-        Request(-granted.id, granted.model, **fields),
-        granted.instance,
-        granted.work_ns,
-        granted.predicted_output,
-        now - granted.age_s,
-        granted.begun,
-    )
+def _take(remote: RemoteLeases, packet: Packet) -> list[Command]:
+    """Book what the old process says. Raises `ValueError`."""
+    return remote.receive(_OLD, from_wire(packet.changes), asyncio.get_running_loop().time())

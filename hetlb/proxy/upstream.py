@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol, cast
 from urllib.parse import urlsplit
 
+from hetlb.addresses import refuse_special
 from hetlb.core.transition import Transition
 from hetlb.proxy import ends
 from hetlb.proxy.access import EngineAccess
@@ -120,6 +121,7 @@ class EnginePool(Upstream):
     __slots__ = (
         "_address",
         "_checks",
+        "_confined",
         "_connect_timeout_s",
         "_connecting",
         "_host",
@@ -184,6 +186,7 @@ class EnginePool(Upstream):
         self._connect_timeout_s = connect_timeout_s
         self._idle_s = idle_s
         self._address = access.address or self._host
+        self._confined = access.confined
         self._tls: dict[str, Any] = {}
         if access.tls is not None:
             self._tls = {
@@ -274,6 +277,8 @@ class EnginePool(Upstream):
                 _, connection = await self._loop.create_connection(
                     lambda: EngineConnection(self), self._address, self._port, **self._tls
                 )
+            if self._confined:
+                connection.refuse_special_peer()
         except asyncio.CancelledError:
             return
         except TimeoutError:
@@ -360,7 +365,7 @@ class IdentityCheck:
     def engine_failed(self, end: End, detail: str) -> None:
         """The request meets what the check has met, unless it may be the path that is not known there."""
         self._connection = None
-        if end is ends.JUNK:
+        if end is ends.JUNK or end is ends.HEAD_CUT:
             self._pool.checked(self, None)
         elif self._pool._checks.pop(self.exchange, None) is not None:
             self.exchange.engine_failed(ends.NOT_ACCEPTED, detail)
@@ -412,6 +417,15 @@ class EngineConnection(asyncio.Protocol):
         self._pool.forget(self)
         self._drop_turn()
         self._rest, self._rest_at = b"", 0
+
+    def refuse_special_peer(self) -> None:
+        """Close and raise `OSError` where the engine's name led to where no engine can be."""
+        assert self._transport is not None, "expected a connection"
+        try:
+            refuse_special(self._transport.get_extra_info("peername")[0])
+        except OSError:
+            self._transport.abort()
+            raise
 
     # --- the exchange's side ---
 
@@ -660,7 +674,7 @@ class EngineConnection(asyncio.Protocol):
                 exchange.engine_failed(ends.BROKEN, "the engine's answer broke off")
         else:
             # Part of an answer is an answer: only an engine that said nothing may be replaced.
-            end = ends.JUNK if state is _HEAD else ends.UNREAD if state is _SENDING else ends.DROPPED
+            end = ends.HEAD_CUT if state is _HEAD else ends.UNREAD if state is _SENDING else ends.DROPPED
             exchange.engine_failed(end, "the engine closed the connection")
 
     def pause_writing(self) -> None:

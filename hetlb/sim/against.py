@@ -2,9 +2,9 @@
 
 The requests of the log are sent to the engine model at the times at which the server got them. The error of
 the whole answer is then split: the times of prefill passes, mixed steps and decode steps and the host's time
-are corrected one after the other, each by the factor that fits the log best, and each share is by how much
-its correction moves the mean. What is left once all are corrected is scheduling, contents and chance. The
-shares and the rest add up to the error.
+of an iteration and of a request are corrected one after the other, each by what fits the log best, and each
+share is by how much its correction moves the mean. What is left once all are corrected is scheduling,
+contents and chance. The shares and the rest add up to the error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from hetlb.core.latency import MIXED_DECODE_ATTENTION_FACTOR, LatencyModel, MixedTerm
+from hetlb.core.latency import LatencyModel, corrected
 from hetlb.errors import TraceError
 from hetlb.sim.against_logs import Log, Measured
 from hetlb.sim.engine import EngineLimits, EngineModel, SequenceState
@@ -27,7 +27,7 @@ from hetlb.sim.engine import Sequence as EngineSequence
 from hetlb.workload.content import HASH_BLOCK_TOKENS, UNSHARED, PromptContent, contents_of
 
 #: The kinds of time that are corrected, in this order, and what is left.
-PARTS = ("prefill", "mixed", "decode", "host")
+PARTS = ("prefill", "mixed", "decode", "host", "request")
 REST = "scheduling"
 #: A mean error up to this share counts as right.
 RIGHT = 0.03
@@ -36,10 +36,9 @@ LOADS = (("below 50 % load", 0.0, 0.5), ("at 50 to 80 % load", 0.5, 0.8), ("abov
 _LEAST_OF_A_LOAD = 10
 #: Corrections are fitted to so many requests at most.
 _FITTED = 1500
-#: Expected distance of factors from 1, in logarithms, and the seconds that the host is expected to add;
-#: and by how much a correction of that size must bring the log nearer.
-_SPREADS = (0.3, 0.6, 0.3)
-_HOST_SPREAD_S = 0.002
+#: Expected distance of factors from 1, in logarithms, and of seconds of the host from the profile's, per
+#: iteration and per request; and by how much a correction of that size must bring the log nearer.
+_SPREADS = (0.3, 0.3, 0.3, 0.002, 0.005)
 _LEAST_GAIN = 0.003
 #: Groups whose means are fitted: by arrival, and by the length of prompts and of answers.
 _IN_ORDER, _ALIKE = 12, 4
@@ -49,11 +48,10 @@ _SHIFT = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The engine that a log is held against; `request_s` is what its server adds to a request."""
+    """The engine that a log is held against."""
 
     latency: LatencyModel
     limits: EngineLimits
-    request_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +102,8 @@ def replay(
 
     def submit_due(before: float) -> None:
         nonlocal sent
-        while sent < len(requests) and requests[sent].arrival_s + engine.request_s <= before:
-            at_s = requests[sent].arrival_s + engine.request_s
+        while sent < len(requests) and requests[sent].arrival_s + engine.latency.request_s <= before:
+            at_s = requests[sent].arrival_s + engine.latency.request_s
             content = UNSHARED if contents is None else contents[sent]
             sequence = _sequence(_Course(sent, _load(model)), requests[sent], content)
             if not model.fits(sequence.prompt_tokens, sequence.output_tokens):
@@ -127,7 +125,7 @@ def replay(
         if stretch is None:
             if sent == len(requests):
                 break
-            now = requests[sent].arrival_s + engine.request_s
+            now = requests[sent].arrival_s + engine.latency.request_s
             continue
         begun = now
         while unseen and unseen[0].state not in (SequenceState.NEW, SequenceState.WAITING):
@@ -136,9 +134,9 @@ def replay(
         kv.append((begun, model.kv_usage))
         while model.in_flight is not None:
             ends_s = begun + model.in_flight.duration_s
-            if sent == len(requests) or requests[sent].arrival_s + engine.request_s >= ends_s:
+            if sent == len(requests) or requests[sent].arrival_s + engine.latency.request_s >= ends_s:
                 break
-            submit_due(requests[sent].arrival_s + engine.request_s)
+            submit_due(requests[sent].arrival_s + engine.latency.request_s)
         ended = model.end_iteration()
         took_s = ended.stretch.duration_s
         batches[ended.stretch.decodes] = batches.get(ended.stretch.decodes, 0.0) + took_s
@@ -225,61 +223,67 @@ def errors(requests: Sequence[Measured], simulated: Sequence[Simulated]) -> dict
 
 @dataclass(frozen=True, slots=True)
 class Corrections:
-    """Factors on the times of a model, and seconds that the host adds to an iteration (may be negative)."""
+    """Factors on the times of a model, and seconds more of its host per iteration and per request."""
 
     prefill: float = 1.0
     mixed: float = 1.0
     decode: float = 1.0
     host_s: float = 0.0
+    request_s: float = 0.0
 
     def applied(self, k: LatencyModel, parts: Sequence[str] = PARTS) -> LatencyModel:
         """The model with some of its parts corrected."""
-        prefill = self.prefill if "prefill" in parts else 1.0
-        decode = self.decode if "decode" in parts else 1.0
-        mixed = self.mixed if "mixed" in parts else 1.0
-        host_s = k.host_s + (self.host_s if "host" in parts else 0.0)
-        term = k.mixed or MixedTerm(
-            k.k6, 0.0, MIXED_DECODE_ATTENTION_FACTOR * k.k5, MIXED_DECODE_ATTENTION_FACTOR * k.k7
-        )
-        better, table = k.better_prefill, k.better_decode
-        # Where the host takes less than the profile says, the steps' own times hold it.
-        less_s = min(0.0, host_s)
-        if table is not None:
-            table = table.scaled(decode)
-            if less_s:
-                least_s = 0.1 * table.seconds[0]
-                own = tuple(max(least_s, each + less_s) for each in table.seconds)
-                table = replace(table, seconds=own)
-        constants = {
-            f"k{index}": getattr(k, f"k{index}") * (prefill if index < 5 else decode) for index in range(1, 9)
-        }
-        return replace(
+        return corrected(
             k,
-            **constants,
-            better_prefill=None if better is None else better.scaled(prefill),
-            better_decode=table,
-            mixed=term if mixed == 1.0 else term.scaled(mixed),
-            host_s=max(0.0, host_s),
+            prefill=self.prefill if "prefill" in parts else 1.0,
+            mixed=self.mixed if "mixed" in parts else 1.0,
+            decode=self.decode if "decode" in parts else 1.0,
+            host_s=self.host_s if "host" in parts else 0.0,
+            request_s=self.request_s if "request" in parts else 0.0,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class FittedCorrections(Corrections):
+    """Corrections and how sure the log makes each: standard errors, of factors as shares of themselves."""
+
+    errors: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def described(self) -> list[str]:
+        """One phrase for each part: how far it is off, and whether the log shows that."""
+        factors = {"prefill": self.prefill, "mixed": self.mixed, "decode": self.decode}
+        seconds = {"an iteration": self.host_s, "a request": self.request_s}
+        found = [
+            (f"{part} x {factor:.3f} ± {100 * error:.0f} %", abs(math.log(factor)) > 2.0 * error)
+            for (part, factor), error in zip(factors.items(), self.errors[:3], strict=True)
+        ] + [
+            (f"host {1e3 * each_s:+.2f} ± {1e3 * error:.2f} ms {part}", abs(each_s) > 2.0 * error)
+            for (part, each_s), error in zip(seconds.items(), self.errors[3:], strict=True)
+        ]
+        return [phrase if shown else f"{phrase} (may be none)" for phrase, shown in found]
 
 
 def fit_corrections(
-    requests: Sequence[Measured], engine: Engine, hash_block_tokens: int = HASH_BLOCK_TOKENS
-) -> Corrections:
-    """The corrections with which the replay is nearest to the log; near none where it does not decide."""
+    requests: Sequence[Measured],
+    engine: Engine,
+    hash_block_tokens: int = HASH_BLOCK_TOKENS,
+    chosen: Sequence[bool] | None = None,
+) -> FittedCorrections:
+    """The corrections with which the replay is nearest to the log; near none where it does not decide.
+
+    All requests are replayed; `chosen` ones are compared.
+    """
     part = requests[:_FITTED]
-    groups = _groups(part)
+    groups = _groups(part, None if chosen is None else np.array(chosen[: len(part)]))
     measured = np.array([(each.ttft_s, each.tpot_s, each.e2e_s) for each in part])
     steps = np.array([max(1, each.output_tokens - 1) for each in part])
     means = np.array([measured[group].mean(axis=0) for group in groups])
     scale = np.maximum(means, 0.05 * measured.mean(axis=0)) + 1e-9
 
-    def corrections(shifted: np.ndarray[Any, Any]) -> Corrections:
-        values = shifted - _SHIFT
-        factors = [
-            math.exp(spread * float(value)) for spread, value in zip(_SPREADS, values[:3], strict=True)
-        ]
-        return Corrections(factors[0], factors[1], factors[2], float(values[3]) * _HOST_SPREAD_S)
+    def corrections(shifted: np.ndarray[Any, Any]) -> FittedCorrections:
+        values = [spread * float(value - _SHIFT) for spread, value in zip(_SPREADS, shifted, strict=True)]
+        factors = [math.exp(value) for value in values[:3]]
+        return FittedCorrections(factors[0], factors[1], factors[2], values[3], values[4])
 
     def residuals(shifted: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         model = corrections(shifted).applied(engine.latency)
@@ -292,17 +296,26 @@ def fit_corrections(
 
     best = least_squares(
         residuals,
-        np.full(4, _SHIFT),
+        np.full(len(_SPREADS), _SHIFT),
         bounds=(0.0, 2.0 * _SHIFT),
         diff_step=0.05,
         max_nfev=12,
         loss="soft_l1",
         f_scale=0.1,
     )
-    return corrections(best.x)
+    return replace(corrections(best.x), errors=_standard_errors(best, len(_SPREADS)))
 
 
-def _groups(requests: Sequence[Measured]) -> list[np.ndarray[Any, Any]]:
+def _standard_errors(best: Any, count: int) -> tuple[float, float, float, float, float]:
+    """Of each variable, in its own unit: from the slopes at the best place and what is left there."""
+    freedom = max(1, best.fun.size - 2 * count)
+    variance = max(float(best.fun @ best.fun) / freedom, _LEAST_GAIN**2)
+    covariance = np.linalg.pinv(best.jac.T @ best.jac) * variance
+    found = np.sqrt(np.maximum(np.diag(covariance), 0.0)) * np.array(_SPREADS)
+    return tuple(float(each) for each in found)  # type: ignore[return-value]
+
+
+def _groups(requests: Sequence[Measured], chosen: np.ndarray[Any, Any] | None) -> list[np.ndarray[Any, Any]]:
     """Indices of requests that came one after the other, and of those with prompts and answers alike.
 
     Their means move smoothly with a correction. Single requests do not: they catch an iteration or miss it.
@@ -313,7 +326,76 @@ def _groups(requests: Sequence[Measured]) -> list[np.ndarray[Any, Any]]:
         (np.argsort([each.input_tokens for each in requests], kind="stable"), _ALIKE),
         (np.argsort([each.output_tokens for each in requests], kind="stable"), _ALIKE),
     )
-    return [group for order, parts in orders for group in np.array_split(order, min(parts, count))]
+    found = []
+    for order, parts in orders:
+        kept = order if chosen is None else order[chosen[order]]
+        found += np.array_split(kept, min(parts, len(kept)))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The loads at which a correction was tested, and up to which it holds.
+
+    `before` and `after` are the errors of the mean that is furthest off, of the busier half of the requests,
+    as the profile has them and corrected by the quieter half. `sequences` run at once, for 95 % of the time
+    at most, at the largest `times` the log's rate at which both corrections say the same E2E.
+    """
+
+    metric: str
+    before: float
+    after: float
+    times: float
+    sequences: int
+
+    @property
+    def harms(self) -> bool:
+        """True if the correction makes a load worse that it was not fitted to."""
+        return abs(self.after) > max(abs(self.before), RIGHT) + _HARM
+
+
+#: By how much a correction may be worse at another load; and differ between halves of a log where it holds.
+_HARM, _AGREE = 0.01, 0.03
+#: Loads that are tried, as multiples of the log's rate.
+_TIMES = (1.0, 1.25, 1.5, 2.0)
+
+
+def reach(
+    requests: Sequence[Measured],
+    engine: Engine,
+    found: Corrections,
+    hash_block_tokens: int = HASH_BLOCK_TOKENS,
+) -> Reach:
+    """Test a correction at another load, and find that up to which it holds.
+
+    The quieter half of a log is corrected alone. It must not make the busier half worse; and where it says
+    other times than the whole log's correction does, neither is known.
+    """
+    part = requests[:_FITTED]
+    before = replay(part, engine, hash_block_tokens).requests
+    middle = median(each.load for each in before)
+    quiet = [each.load < middle for each in before]
+    if sum(quiet) < _LEAST_OF_A_LOAD:  # all alike: by time, then
+        quiet = [index < len(part) // 2 for index in range(len(part))]
+    lower = fit_corrections(part, engine, hash_block_tokens, quiet)
+    models = [replace(engine, latency=each.applied(engine.latency)) for each in (lower, found)]
+    after = replay(part, models[0], hash_block_tokens).requests
+    busy = [index for index, each in enumerate(quiet) if not each]
+    asked = [part[index] for index in busy]
+    old, new = (errors(asked, [said[index] for index in busy]) for said in (before, after))
+    metric, off = max(
+        ((name, new[name].error) for name in ("ttft", "tpot", "e2e") if name in new),
+        key=lambda each: abs(each[1]),
+    )
+    times, sequences = 0.0, 0
+    for factor in _TIMES:
+        faster = [replace(each, arrival_s=each.arrival_s / factor) for each in part]
+        runs = [replay(faster, model, hash_block_tokens) for model in models]
+        means = [fmean(each.e2e_s for each in run.requests) for run in runs]
+        if abs(means[0] / means[1] - 1.0) > _AGREE:
+            break
+        times, sequences = factor, usual_batches(runs[1])[1]
+    return Reach(metric, old[metric].error, off, times, sequences)
 
 
 # --- the comparison ---------------------------------------------------------------------------------------
@@ -333,7 +415,7 @@ class Comparison:
     errors: dict[str, MetricError]
     split: dict[str, float]
     split_ttft: dict[str, float]
-    corrections: Corrections
+    corrections: FittedCorrections
     loads: dict[str, dict[str, MetricError]]
     verdict: str
     measured: list[Measured]
@@ -348,7 +430,7 @@ def compare(log: Log, engines: dict[str, Engine], hash_block_tokens: int = HASH_
     kv: list[tuple[float, float]] = []
     preemptions = 0
     split, split_ttft = dict.fromkeys((*PARTS, REST), 0.0), dict.fromkeys((*PARTS, REST), 0.0)
-    found = Corrections()
+    found = FittedCorrections()
     for name in sorted({each.instance for each in log.requests}):
         engine = engines[name]
         requests = [each for each in log.requests if each.instance == name]
@@ -415,7 +497,8 @@ def verdict(
         "mixed": "mixed steps",
         "decode": "decode steps",
         "prefill": "prefill passes",
-        "host": "host time",
+        "host": "host time of iterations",
+        "request": "host time of requests",
     }
     cause = words.get(largest, largest)
     if abs(off) <= RIGHT and not wrong:
@@ -434,16 +517,23 @@ def varies_enough(run: Replay) -> str:
     Prefill, mixed and decode times are told apart by steps of different batches: their middle nine tenths, by
     time, must span a factor of 2.
     """
+    low, high = usual_batches(run)
+    if not high:
+        return "no answer has a second token"
+    return (
+        "" if high >= 2 * max(1, low) else f"{low} to {high} sequences ran together nine tenths of the time"
+    )
+
+
+def usual_batches(run: Replay) -> tuple[int, int]:
+    """Least and most sequences that decode together in the middle nine tenths of the time; 0 without any."""
     decoding = {batch: seconds for batch, seconds in run.batches.items() if batch}
     total_s = sum(decoding.values())
     if total_s <= 0.0:
-        return "no answer has a second token"
+        return 0, 0
     ends, elapsed_s = [], 0.0
     for batch in sorted(decoding):
         elapsed_s += run.batches[batch]
         ends.append((elapsed_s / total_s, batch))
     low = next(batch for share, batch in ends if share >= 0.05)
-    high = next(batch for share, batch in ends if share >= 0.95)
-    if high >= 2 * max(1, low):
-        return ""
-    return f"{low} to {high} sequences ran together nine tenths of the time"
+    return low, next(batch for share, batch in ends if share >= 0.95)

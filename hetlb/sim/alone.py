@@ -51,7 +51,7 @@ def run_alone(spec: EngineSpec, plan: Sequence[PlannedRequest], rule: IterationR
             tokens += planned.input_tokens + planned.sequences * planned.answer_tokens
             for sequence in sequences_of(planned):
                 model.submit(sequence)
-    now = spec.request_overhead_s
+    now = spec.latency.request_s
     changes = sorted(spec.changes, reverse=True)
     while (stretch := model.begin_run()) is not None:
         while changes and changes[-1][0] < now + stretch.duration_s:
@@ -80,7 +80,7 @@ def full_part(model: EngineModel, sequences: Sequence[EngineSequence], batch: in
     """
     for number, sequence in enumerate(sequences):
         if number < batch and sequence.output_tokens:
-            left = round(sequence.output_tokens * _radical_inverse(number + 1))
+            left = round(sequence.output_tokens * radical_inverse(number + 1))
             sequence.output_tokens = max(1, left)
         model.submit(sequence)
     count, now, finished = len(sequences), 0.0, 0
@@ -98,7 +98,7 @@ def full_part(model: EngineModel, sequences: Sequence[EngineSequence], batch: in
     return FullPart(begun[1], last[1], last[0] - begun[0])
 
 
-def _radical_inverse(number: int) -> float:
+def radical_inverse(number: int) -> float:
     """Van der Corput's sequence: evenly spread over 0..1 at any length."""
     value, scale = 0.0, 0.5
     while number:

@@ -19,6 +19,7 @@ from typing import Any, Final
 from mypy_extensions import mypyc_attr
 
 from hetlb.core.latency import IterationRule, LatencyModel
+from hetlb.core.objective import UNSTATED, ServiceClass
 from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.predictor import Predictor
 from hetlb.core.scheduler import Scheduler
@@ -75,7 +76,6 @@ _LOOK: Final = 11
 class EngineSpec(PickleByFields):
     """One simulated engine: how fast it is and what it holds.
 
-    `request_overhead_s` is what its server takes to read a request and pass it on, before the engine has it.
     `changes` are pairs of a time (s) and a factor: iterations begun from then on take so many times as long.
     `prefix_cache`: whether it keeps the blocks of prompts for later ones that begin alike. `max_model_len` is
     the most tokens of one sequence, where that is less than its KV cache holds. `adapter_load_s`: seconds to
@@ -84,7 +84,6 @@ class EngineSpec(PickleByFields):
 
     latency: LatencyModel
     limits: EngineLimits
-    request_overhead_s: float = 0.0
     changes: tuple[tuple[float, float], ...] = ()
     prefix_cache: bool = False
     max_model_len: int | None = None
@@ -114,7 +113,9 @@ class Flight:
 
     def __init__(self, planned: PlannedRequest) -> None:
         self.planned = planned
-        self.record = RequestResult(planned.scheduled_s, planned.input_tokens, sequences=planned.sequences)
+        self.record = RequestResult(
+            planned.scheduled_s, planned.input_tokens, sequences=planned.sequences, service=planned.service
+        )
         self.scheduler: Scheduler | None = None
         self.lease: Lease | None = None
         self.outcome: Outcome | None = None
@@ -197,6 +198,7 @@ class FleetResult:
     expired: int = 0
     #: LoRA adapters loaded, by instance; None where no request asked for one.
     adapter_loads: dict[str, int] | None = None
+    classes: Mapping[str, ServiceClass] | None = None
 
     def summary(self) -> dict[str, Any]:
         """The figures of the run, as `vllm bench serve` names them.
@@ -210,6 +212,7 @@ class FleetResult:
             instances=self.preemptions,
             preemptions=self.preemptions,
             kv_peak=self.kv_peak,
+            classes=self.classes,
         )
         if self.prefix_hits is not None:
             for entry in found["instances"]:
@@ -250,6 +253,8 @@ class FleetSimulation:
     At each of `restarts_s` the proxy is replaced: a scheduler that knows nothing takes what arrives from then
     on, the old one serves what it has to the end. The first one has seen the answers of `history`.
 
+    `classes` are the service classes of the requests by name, the default first.
+
     `links` carry KV caches between the instances; without them every pair has a link of its own, as the
     decode instance's `kv_transfer` describes it.
     """
@@ -268,8 +273,11 @@ class FleetSimulation:
         restarts_s: Sequence[float] = (),
         history: Sequence[PlannedRequest] = (),
         links: KvLinks | None = None,
+        classes: Mapping[str, ServiceClass] | None = None,
     ) -> None:
         self._setup = setup
+        self._classes = classes or {}
+        self._default_class = next(iter(self._classes.values()), UNSTATED)
         self._links = links if links is not None else _own_links(setup.specs)
         self._transfers = self._expired = 0
         self._model = model
@@ -345,6 +353,7 @@ class FleetSimulation:
             {name: engine.model.adapter_loads for name, engine in self._engines.items()}
             if self._adapters
             else None,
+            self._classes or None,
         )
 
     def make_request(self, planned: PlannedRequest) -> Request:
@@ -366,6 +375,7 @@ class FleetSimulation:
             tenant=planned.tenant,
             splittable=planned.generates and planned.sequences == 1,
             streamed=True,
+            service=self._classes.get(planned.service, self._default_class),
         )
 
     def _taught(self, history: Sequence[PlannedRequest]) -> Predictor:
@@ -607,16 +617,16 @@ class FleetSimulation:
         if not engine.spec.fits(flight.planned):
             # A real engine would cut the answer at its context length: not what the trace asks for.
             flight.record.error = "too long"
-            self._close(flight, Outcome.UPSTREAM_ERROR)
-            self._lease_ended(flight, Outcome.UPSTREAM_ERROR)
+            self._close(flight, Outcome.UPSTREAM_REFUSED)
+            self._lease_ended(flight, Outcome.UPSTREAM_REFUSED)
             return
         if lease.decode is not None:
             leg = Role.PREFILL
         else:
             leg = Role.BOTH if lease.hold is None else Role.DECODE
         sequences = _sequences(flight, leg)
-        if engine.spec.request_overhead_s > 0:
-            self._push(self._now + engine.spec.request_overhead_s, _SUBMIT, (engine, sequences))
+        if engine.spec.latency.request_s > 0:
+            self._push(self._now + engine.spec.latency.request_s, _SUBMIT, (engine, sequences))
         else:
             self._on_submit((engine, sequences))
 

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 COPY_BYTES_PER_S: Final = 1.0 / (1.0 / 4e9 + 1.0 / 5e9)
 #: A query of an offline load arrives so long after the event that called for it (s).
 FEED_DELAY_S: Final = 0.1
+#: Events between looks at whether a run is to stop.
+_LOOK: Final = 2048
 
 # Order of events at the same instant.
 _TOKEN, _BATCH_END, _WAKE, _ARRIVAL, _CHANGE = range(5)
@@ -295,8 +297,10 @@ class PipelineSimulation:
         copy_bytes_per_s: float = COPY_BYTES_PER_S,
         frames: bool = False,
         watch: Callable[[PathDispatch, float], object] | None = None,
+        stop: Callable[[], bool] | None = None,
     ) -> None:
-        """`lengths` gives prompt and output tokens of each request; `watch` is told every dispatch. With
+        """`lengths` gives prompt and output tokens of each request; `watch` is told every dispatch; a run
+        ends where `stop` says so, and its result is of the window until then. With
         `frames` all that a batch has for one receiver travels together, as `hetlb stage` sends it; else every
         request is a message of its own (Helix).
         """
@@ -306,6 +310,7 @@ class PipelineSimulation:
         self._copy_s = network.activation_bytes / copy_bytes_per_s
         self._frames = frames
         self._watch = watch
+        self._stop = stop
         self._nodes = {stage.name: _Node(stage, _entries(network, stage)) for stage in network.stages}
         self._nics_out = {stage.name: _Nic(stage.nic_out_bytes_per_s) for stage in network.stages}
         self._nics_in = {stage.name: _Nic(stage.nic_in_bytes_per_s) for stage in network.stages}
@@ -351,9 +356,15 @@ class PipelineSimulation:
     def _run(self, begin: float, end: float) -> PipelineResult:
         self._begin, self._end = begin, end
         self._result = PipelineResult(end - begin)
-        events = self._events
+        events, stop = self._events, self._stop
+        looked = 0
         while events and events[0][0] < end:
             now, kind, _, what = heapq.heappop(events)
+            if stop is not None and self._order >= looked + _LOOK:
+                looked = self._order
+                if stop():
+                    self._result.window_s = max(0.0, now - begin)
+                    break
             if kind == _TOKEN:
                 self._token(what, now)
             elif kind == _BATCH_END:
@@ -368,7 +379,7 @@ class PipelineSimulation:
         result = self._result
         result.unfinished = len(self._flights)
         for name, node in self._nodes.items():
-            result.busy[name] = node.busy_s / result.window_s
+            result.busy[name] = node.busy_s / result.window_s if result.window_s else 0.0
             result.kv_peak[name] = node.kv_peak / node.spec.kv_token_layers
         return result
 

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hetlb.core.journal import Change
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
-from hetlb.core.shared_view import Change, SharedView
-from hetlb.core.types import Command, Dispatch, Outcome, Request
+from hetlb.core.shared_view import SharedView
+from hetlb.core.types import Command, Request
 from hetlb.sim.fleet import SHARED, EngineSpec, FleetSimulation, Flight
 from hetlb.workload.arrivals import PlannedRequest
 
@@ -66,10 +67,6 @@ class SharedSimulation(FleetSimulation):
         return self.schedulers
 
     def _carry_out(self, scheduler: Scheduler, commands: list[Command]) -> None:
-        view = self._views[scheduler]
-        for command in commands:
-            if isinstance(command, Dispatch):
-                view.booked(command.lease, self._now)
         super()._carry_out(scheduler, commands)
         self._tell(scheduler)
 
@@ -77,14 +74,7 @@ class SharedSimulation(FleetSimulation):
         super()._answered(flight)
         assert flight.lease is not None
         assert flight.scheduler is not None
-        self._views[flight.scheduler].begun(flight.lease)
         self._tell(flight.scheduler)
-
-    def _lease_ended(self, flight: Flight, outcome: Outcome) -> None:
-        assert flight.lease is not None
-        assert flight.scheduler is not None
-        self._views[flight.scheduler].ended(flight.lease, outcome)
-        super()._lease_ended(flight, outcome)
 
     def _tell(self, scheduler: Scheduler) -> None:
         """Have the others hear of what changed, after the delay; changes of one instant go together."""

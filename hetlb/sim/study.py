@@ -40,7 +40,7 @@ def make_study(
         raise ConfigError(f"--model: expected one of {', '.join(models)}, got {name!r}")
     setup = SchedulerSetup(
         specs=tuple(spec for spec in fleet.instances if spec.model == name),
-        policy=fleet.policy.name,
+        policy=fleet.file.policy.name,
         params=fleet.policy_params,
         limits=QueueLimits(max_requests=queue_limit, max_bytes=None, timeout_s=None),
         predictor=predictor,
@@ -49,9 +49,14 @@ def make_study(
         initial_health=Health.UP,
     )
     engines = {spec.name: _engine(fleet, spec.name, prefix_cache) for spec in setup.specs}
+    classes = fleet.service_classes.get(name, {})
+    for each in load.rows:
+        if each.service and each.service not in classes:
+            known = ", ".join(classes) or "none, as the model has no classes"
+            raise ConfigError(f"--trace: class: expected one of {known}, got {each.service!r}")
     # Texts and further columns of a trace may be large, and processes get a copy of all this.
     rows = [replace(row, text=None, hash_ids=(), extra={}) for row in load.rows]
-    return Study(setup, engines, name, rule, replace(load, rows=rows), restarts_s)
+    return Study(setup, engines, name, rule, replace(load, rows=rows), restarts_s, classes)
 
 
 def _engine(fleet: Fleet, name: str, prefix_cache: bool) -> EngineSpec:
@@ -61,14 +66,12 @@ def _engine(fleet: Fleet, name: str, prefix_cache: bool) -> EngineSpec:
         raise ConfigError(f"{fleet.path}: {name}: profile: expected a latency profile to simulate, got none")
     try:
         limits = EngineLimits.from_capacity(profile.capacity)
-        request_s = profile.host.request_s if profile.host is not None else 0.0
         return EngineSpec(
             profile.latency,
             limits,
-            request_s,
             prefix_cache=prefix_cache,
             max_model_len=profile.capacity.max_model_len,
-            adapter_load_s=fleet.policy.adapter_load_s,
+            adapter_load_s=fleet.file.policy.adapter_load_s,
         )
     except ValueError as error:
         raise ProfileError(f"{fleet.path}: {name}: {profile.name}: {error}") from error
@@ -126,6 +129,8 @@ def median_run(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             found[key] = [
                 {"name": parts[0]["name"], **_medians(parts)} for parts in zip(*values, strict=True)
             ]
+        elif key == "classes":
+            found[key] = {name: _medians([each[name] for each in values]) for name in value}
         elif isinstance(value, dict):
             found[key] = _medians(values)
         else:

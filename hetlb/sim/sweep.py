@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from ctypes import c_longlong
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait as wait_for_any
 from typing import Any, TypeAlias
 
 from hetlb.core.latency import IterationRule
+from hetlb.core.objective import ServiceClass
 from hetlb.core.predictor import make_predictor
 from hetlb.core.setup import SchedulerSetup
 from hetlb.errors import HetlbError
@@ -75,7 +76,8 @@ class Load:
 class Study:
     """Settings that all runs of a sweep have in common. The set-up's own policy and seed are not used.
 
-    At each of `restarts_s` a scheduler that knows nothing takes over.
+    At each of `restarts_s` a scheduler that knows nothing takes over. `classes` are those of the requests by
+    name, the default first.
     """
 
     setup: SchedulerSetup
@@ -84,6 +86,7 @@ class Study:
     rule: IterationRule
     load: Load
     restarts_s: tuple[float, ...] = ()
+    classes: Mapping[str, ServiceClass] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +242,7 @@ def _run(study: Study, cell: Cell, report: _Report) -> tuple[dict[str, Any], Wat
         series=series,
         on_progress=report,
         restarts_s=study.restarts_s,
+        classes=study.classes,
     ).run()
     if series is None:
         return result.summary(), None

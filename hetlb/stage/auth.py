@@ -1,8 +1,10 @@
-"""Mutual authentication of coordinator and stages by a shared key.
+"""Mutual authentication of coordinator and stages by a shared key, before anything else is accepted.
 
-Both sides send a fresh nonce and prove with HMAC-SHA256 that they have the key, which itself never travels.
-What follows on the connection is not encrypted: TLS does that. Without a key the proofs are those of an
-empty one.
+Two HTTP requests: the connecting side names its session and a fresh nonce, and gets 401 with the stage's
+nonce and its proof; then it asks for the WebSocket with its own proof. A proof is an HMAC-SHA256 over both
+nonces; the key itself never travels, and a nonce is good for one connection. What follows is not encrypted:
+TLS does that. Without a key the proofs are those of an empty one. A web page can send none of these headers
+with a WebSocket, and one that names its origin is refused.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +21,19 @@ from hetlb.errors import ConfigError
 
 NONCE_BYTES: Final = 32
 LEAST_KEY_BYTES: Final = 16
+#: Challenges of a stage that are open at once; the oldest is void.
+_MOST_OPEN: Final = 1024
+
+_SESSION: Final = "x-hetlb-session"
+_NONCE: Final = "x-hetlb-nonce"
+_STAGE_NONCE: Final = "x-hetlb-stage-nonce"
+_PROOF: Final = "x-hetlb-proof"
+
+Headers = Mapping[str, str]
+
+
+class NotProven(Exception):
+    """A request without a proof of the key."""
 
 
 def new_nonce() -> bytes:
@@ -26,12 +43,12 @@ def new_nonce() -> bytes:
 
 def stage_proof(key: bytes, client_nonce: bytes, stage_nonce: bytes) -> bytes:
     """Proof of the side that accepts connections."""
-    return _mac(key, b"hetlb stage accepts", client_nonce, stage_nonce)
+    return _mac(key, b"hetlb stage 2 accepts", client_nonce, stage_nonce)
 
 
 def client_proof(key: bytes, client_nonce: bytes, stage_nonce: bytes, session: int) -> bytes:
     """Proof of the side that connects; it covers the session."""
-    return _mac(key, b"hetlb stage connects", client_nonce, stage_nonce, session.to_bytes(8, "big"))
+    return _mac(key, b"hetlb stage 2 connects", client_nonce, stage_nonce, session.to_bytes(8, "big"))
 
 
 def _mac(key: bytes, *parts: bytes) -> bytes:
@@ -42,6 +59,70 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
 def same(one: bytes, other: bytes) -> bool:
     """Comparison in constant time."""
     return hmac.compare_digest(one, other)
+
+
+# --- the side that connects ---
+
+
+def hello(session: int, nonce: bytes) -> dict[str, str]:
+    """Headers of the first request."""
+    return {_SESSION: str(session), _NONCE: nonce.hex()}
+
+
+def challenge(headers: Headers) -> tuple[bytes, bytes] | None:
+    """The stage's nonce and proof; None where the answer is no challenge."""
+    nonce, proof = _bytes(headers, _STAGE_NONCE), _bytes(headers, _PROOF)
+    return (nonce, proof) if nonce and proof else None
+
+
+def proof(stage_nonce: bytes, proof: bytes) -> dict[str, str]:
+    """Headers of the second request, besides those of the first."""
+    return {_STAGE_NONCE: stage_nonce.hex(), _PROOF: proof.hex()}
+
+
+def _bytes(headers: Headers, name: str) -> bytes:
+    """A header of 32 bytes in hexadecimal; b"" if it is not that."""
+    try:
+        value = bytes.fromhex(headers.get(name, ""))
+    except ValueError:
+        return b""
+    return value if len(value) == NONCE_BYTES else b""
+
+
+# --- the side that accepts ---
+
+
+class Challenges:
+    """Challenges of a stage that wait for their proof."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._open: OrderedDict[bytes, None] = OrderedDict()
+
+    def issue(self, headers: Headers) -> dict[str, str]:
+        """Headers of the answer to a first request. Raises `NotProven` if it is none."""
+        if not (client_nonce := _bytes(headers, _NONCE)):
+            raise NotProven("expected a greeting of this version")
+        nonce = new_nonce()
+        self._open[nonce] = None
+        if len(self._open) > _MOST_OPEN:
+            self._open.popitem(last=False)
+        return proof(nonce, stage_proof(self._key, client_nonce, nonce))
+
+    def session(self, headers: Headers) -> int | None:
+        """The session of a second request, None where it has no proof yet. Raises `NotProven`."""
+        if "origin" in headers:
+            raise NotProven("expected no web page")
+        if _PROOF not in headers:
+            return None
+        text, nonce = headers.get(_SESSION, ""), _bytes(headers, _STAGE_NONCE)
+        if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) < 1 << 32):
+            raise NotProven("expected a session")
+        issued = self._open.pop(nonce, self) is None
+        expected = client_proof(self._key, _bytes(headers, _NONCE), nonce, int(text))
+        if not issued or not same(_bytes(headers, _PROOF), expected):
+            raise NotProven("expected a proof of the key")
+        return int(text)
 
 
 def read_key(path: Path | None) -> bytes:

@@ -1,7 +1,7 @@
 """One authenticated connection between coordinator and stage, or stage and stage: a WebSocket of aiohttp.
 
-Frames arrive whole and in order, or the connection ends. Nothing is accepted before both sides
-proved that they have the key.
+Frames arrive whole and in order, or the connection ends. It becomes a WebSocket once both sides proved that
+they have the key (`auth`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,11 @@ from hetlb.stage import auth
 from hetlb.stage.messages import (
     MAX_FRAME_BYTES,
     PATH,
-    VERSION,
-    Challenge,
-    Hello,
-    Message,
-    Proof,
     ProtocolError,
     Welcome,
     decode,
-    encode,
 )
+from hetlb.turns import Share
 
 #: Seconds to connect and to prove the key.
 CONNECT_S: Final = 5.0
@@ -50,6 +45,7 @@ class Channel:
         self._socket = socket
         self._frames: deque[bytes] = deque()
         self._wake = asyncio.Event()
+        self._left = asyncio.Event()
         self.pending_bytes = 0
         #: Called when everything has left.
         self.drained: Callable[[], None] | None = None
@@ -59,7 +55,13 @@ class Channel:
         """Queue a frame."""
         self._frames.append(frame)
         self.pending_bytes += len(frame)
+        self._left.clear()
         self._wake.set()
+
+    async def flush(self) -> None:
+        """Wait until everything has left."""
+        if self.pending_bytes:
+            await self._left.wait()
 
     async def _send(self) -> None:
         try:
@@ -68,6 +70,7 @@ class Channel:
                     frame = self._frames.popleft()
                     await self._socket.send_bytes(frame)
                     self.pending_bytes -= len(frame)
+                self._left.set()
                 if self.drained is not None:
                     self.drained()
                 self._wake.clear()
@@ -77,7 +80,9 @@ class Channel:
 
     async def frames(self, silence_s: float | None = None) -> AsyncIterator[bytes]:
         """Frames until the connection ends, or neither frame nor ping came for so long."""
+        share = Share()
         while True:
+            await share.spent()
             try:
                 message = await self._socket.receive(timeout=silence_s)
             except TimeoutError:
@@ -92,30 +97,22 @@ class Channel:
         await self._socket.close()
 
 
-async def _receive(socket: aiohttp.ClientWebSocketResponse | web.WebSocketResponse) -> Message:
-    message = await socket.receive()
-    if message.type is not aiohttp.WSMsgType.BINARY:
-        raise ChannelError("expected a message of the handshake, the connection ended")
-    try:
-        return decode(message.data)[0]
-    except ProtocolError as error:
-        raise ChannelError(str(error)) from error
-
-
 async def connect(
     http: aiohttp.ClientSession, url: str, key: bytes, session: int, tls: ssl.SSLContext | None
 ) -> tuple[Channel, Welcome]:
     """Connect to a stage. `session` is 0 for a stage. Raises `ChannelError`."""
     try:
         async with asyncio.timeout(CONNECT_S):
+            proof = await _prove(http, url, key, session, tls)
             socket = await http.ws_connect(
                 url + PATH,
+                headers=proof,
                 heartbeat=HEARTBEAT_S if session else None,
                 max_msg_size=MAX_FRAME_BYTES,
                 ssl=tls or True,
             )
             try:
-                return await _prove(socket, key, session)
+                return Channel(socket), await _welcome(socket)
             except BaseException:
                 await socket.close()
                 raise
@@ -126,33 +123,29 @@ async def connect(
 
 
 async def _prove(
-    socket: aiohttp.ClientWebSocketResponse, key: bytes, session: int
-) -> tuple[Channel, Welcome]:
+    http: aiohttp.ClientSession, url: str, key: bytes, session: int, tls: ssl.SSLContext | None
+) -> dict[str, str]:
+    """Headers that prove the key, once the stage has proved it. Raises `ChannelError`."""
     nonce = auth.new_nonce()
-    await socket.send_bytes(encode(Hello(VERSION, session, nonce)))
-    challenge = await _receive(socket)
-    if not isinstance(challenge, Challenge):
+    headers = auth.hello(session, nonce)
+    async with http.get(url + PATH, headers=headers, ssl=tls or True, allow_redirects=False) as response:
+        found = auth.challenge(response.headers)
+    if found is None:
         raise ChannelError("expected a challenge: another version of hetlb?")
-    if not auth.same(challenge.proof, auth.stage_proof(key, nonce, challenge.nonce)):
+    stage_nonce, proof = found
+    if not auth.same(proof, auth.stage_proof(key, nonce, stage_nonce)):
         raise ChannelError("it has another key")
-    await socket.send_bytes(encode(Proof(auth.client_proof(key, nonce, challenge.nonce, session))))
-    welcome = await _receive(socket)
+    return headers | auth.proof(stage_nonce, auth.client_proof(key, nonce, stage_nonce, session))
+
+
+async def _welcome(socket: aiohttp.ClientWebSocketResponse) -> Welcome:
+    message = await socket.receive()
+    if message.type is not aiohttp.WSMsgType.BINARY:
+        raise ChannelError("expected its description, the connection ended")
+    try:
+        welcome = decode(message.data)[0]
+    except ProtocolError as error:
+        raise ChannelError(str(error)) from error
     if not isinstance(welcome, Welcome):
         raise ChannelError("expected its description: another version of hetlb?")
-    return Channel(socket), welcome
-
-
-async def accept(socket: web.WebSocketResponse, key: bytes, welcome: Welcome) -> tuple[Channel, int]:
-    """Let a coordinator or a stage in; returns its session. Raises `ChannelError`, `TimeoutError`."""
-    async with asyncio.timeout(CONNECT_S):
-        hello = await _receive(socket)
-        if not isinstance(hello, Hello) or hello.version != VERSION or not 0 <= hello.session < 1 << 32:
-            raise ChannelError("expected a greeting of this version")
-        nonce = auth.new_nonce()
-        await socket.send_bytes(encode(Challenge(nonce, auth.stage_proof(key, hello.nonce, nonce))))
-        proof = await _receive(socket)
-        expected = auth.client_proof(key, hello.nonce, nonce, hello.session)
-        if not isinstance(proof, Proof) or not auth.same(proof.proof, expected):
-            raise ChannelError("expected a proof of the key")
-        await socket.send_bytes(encode(welcome))
-        return Channel(socket), hello.session
+    return welcome

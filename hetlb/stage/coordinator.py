@@ -11,7 +11,6 @@ import asyncio
 import logging
 import secrets
 import ssl
-import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -39,6 +38,7 @@ from hetlb.core.types import Outcome, Reject, RejectReason, Request
 from hetlb.stage.channel import Channel, ChannelError, connect
 from hetlb.stage.checkpoint import ModelConfig
 from hetlb.stage.messages import (
+    Cause,
     Close,
     Lost,
     Opening,
@@ -51,6 +51,7 @@ from hetlb.stage.messages import (
     Welcome,
     decode,
     encode,
+    pack,
 )
 from hetlb.stage.outbox import frames
 
@@ -68,8 +69,8 @@ class Receiver(Protocol):
     def token(self, token: Token) -> bool:
         """The next token; False ends the sequence."""
 
-    def failed(self, reason: RejectReason, message: str) -> None:
-        """There will be no further token."""
+    def failed(self, reason: RejectReason | None, message: str) -> None:
+        """There will be no further token; without a reason the request itself is at fault."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +97,12 @@ class _Worker:
     problem: str = "not reached yet"
     outgoing: list[tuple[Pass, bytes]] = field(default_factory=list)
 
+    async def stop(self) -> None:
+        """End its connection for good."""
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.gather(self.task, return_exceptions=True)
+
 
 class Coordinator:
     """One model served through stages."""
@@ -114,8 +121,8 @@ class Coordinator:
         self._key, self._tls = key, tls
         self._session = secrets.randbelow((1 << 32) - 1) + 1
         self._dtype: str | None = None
-        network = self._network({})
-        options: dict[str, Any] = {"policy": group.scheduler, "high_water": group.high_water}
+        network = _network(group, config, {})
+        options: dict[str, Any] = {"policy": group.table.scheduler, "high_water": group.table.high_water}
         self.scheduler = (
             PathScheduler(network, OnlinePredictor(), **options)
             if write_event is None
@@ -154,7 +161,7 @@ class Coordinator:
         for sequence in list(self._sequences.values()):
             self._fail(sequence, RejectReason.NO_INSTANCE, "The server is shutting down.", Outcome.SHUTDOWN)
         for worker in self._workers.values():
-            await self._let_go(worker)
+            await worker.stop()
         if self._stranded is not None:
             self._stranded.cancel()
         if self._http is not None:
@@ -165,18 +172,13 @@ class Coordinator:
         gone = {name for name, worker in self._workers.items() if group.workers.get(name) != worker.url}
         self.group = group
         for name in gone:
-            await self._let_go(self._workers[name])
+            await self._workers[name].stop()
             del self._workers[name]
         for name, url in group.workers.items():
             if name not in self._workers:
                 worker = self._workers[name] = _Worker(url)
                 worker.task = asyncio.create_task(self._keep(name, worker))
         self._renew_network()
-
-    async def _let_go(self, worker: _Worker) -> None:
-        if worker.task is not None:
-            worker.task.cancel()
-            await asyncio.gather(worker.task, return_exceptions=True)
 
     # --- what others may look at ---
 
@@ -203,7 +205,7 @@ class Coordinator:
             for ledger in self.scheduler.ledgers.values()
             if ledger.up
         ]
-        stated = self.group.max_model_len or self.config.max_positions
+        stated = self.group.table.max_model_len or self.config.max_positions
         return min([stated, self.config.max_positions, *holds])
 
     def documents(self) -> list[dict[str, Any]]:
@@ -252,7 +254,7 @@ class Coordinator:
             self._close_lease(sequence, lease)
             self._obey(self.scheduler.on_lease_ended(lease, outcome, now))
 
-    def _fail(self, sequence: Sequence, reason: RejectReason, message: str, outcome: Outcome) -> None:
+    def _fail(self, sequence: Sequence, reason: RejectReason | None, message: str, outcome: Outcome) -> None:
         if self._sequences.pop(sequence.id, None) is not None:
             self._end(sequence, outcome)
             sequence.receiver.failed(reason, message)
@@ -296,12 +298,11 @@ class Coordinator:
         route = tuple(RouteHop(self._workers[hop.stage].url, hop.first, hop.end) for hop in lease.hops)
         sampling = sequence.sampling
         if sampling.penalises:
-            sampling = msgspec.structs.replace(sampling, history=tuple(tokens))
+            sampling = msgspec.structs.replace(sampling, history=pack(tokens))
         self._queue(lease, Pass(key, 0, 0, len(tokens), True, Opening(route, sampling)), tokens)
 
     def _queue(self, lease: PathLease, each: Pass, tokens: list[int]) -> None:
-        rows = struct.pack(f"<{len(tokens)}i", *tokens)
-        self._workers[lease.hops[0].stage].outgoing.append((each, rows))
+        self._workers[lease.hops[0].stage].outgoing.append((each, pack(tokens)))
 
     def _flush(self) -> None:
         """Send all queued passes: those to one stage together."""
@@ -337,10 +338,13 @@ class Coordinator:
             sequence = self._leased.get(key)
             if sequence is None or (lease := sequence.lease) is None:
                 continue
-            if lost.preempted:
+            if lost.cause is Cause.KV:
                 self.preemptions += 1
                 self._close_lease(sequence, lease)
                 self._obey(self.scheduler.on_preempted(lease, self._now()))
+            elif lost.cause is Cause.REQUEST:
+                message = f"The request cannot be computed: {lost.reason}."
+                self._fail(sequence, None, message, Outcome.BAD_REQUEST)
             else:
                 self._broken(lease, lost.reason)
 
@@ -374,7 +378,7 @@ class Coordinator:
                 worker.problem = str(error)
             except Exception:  # a fault of ours must not take the stage out for good
                 log.exception("the connection to stage %s failed", name)
-            await asyncio.sleep(self.group.reconnect_s)
+            await asyncio.sleep(self.group.table.reconnect_s)
 
     async def _listen(self, channel: Channel) -> None:
         async for frame in channel.frames():
@@ -420,7 +424,7 @@ class Coordinator:
     def _renew_network(self) -> None:
         """Tell the scheduler of the stages that are there."""
         there = {name: each.welcome for name, each in self._workers.items() if each.welcome is not None}
-        self._obey(self.scheduler.on_network(self._network(there), self._now()))
+        self._obey(self.scheduler.on_network(_network(self.group, self.config, there), self._now()))
         self._changed.set()
         if self._stranded is not None:
             self._stranded.cancel()
@@ -435,20 +439,22 @@ class Coordinator:
             message = "The stages that are up do not hold all layers."
             self._fail(sequence, RejectReason.NO_INSTANCE, message, Outcome.NO_INSTANCE)
 
-    def _network(self, there: Mapping[str, Welcome]) -> StageNetwork:
-        edges: list[Edge] = [(a, b) for a in there for b in there if a != b]
-        edges += [(SOURCE, name) for name in there] + [(name, SINK) for name in there]
-        links: dict[Edge, LinkSpec] = {edge: self.group.links.get(edge, self.group.link) for edge in edges}
-        dtype = next((welcome.dtype for welcome in there.values()), "float32")
-        return StageNetwork(
-            layers=self.config.layers,
-            stages=tuple(_stage(name, welcome) for name, welcome in there.items()),
-            links=links,
-            activation_bytes=self.config.hidden * _ITEM_BYTES[dtype],
-            token_bytes=_TOKEN_BYTES,
-            partial_inference=self.group.partial_inference,
-            flows={edge: rate for edge, rate in self.group.flows.items() if edge in links},
-        )
+
+def _network(group: StageGroup, config: ModelConfig, there: Mapping[str, Welcome]) -> StageNetwork:
+    """The network of the stages that are there."""
+    edges: list[Edge] = [(a, b) for a in there for b in there if a != b]
+    edges += [(SOURCE, name) for name in there] + [(name, SINK) for name in there]
+    links: dict[Edge, LinkSpec] = {edge: group.links.get(edge, group.link) for edge in edges}
+    dtype = next((welcome.dtype for welcome in there.values()), "float32")
+    return StageNetwork(
+        layers=config.layers,
+        stages=tuple(_stage(name, welcome) for name, welcome in there.items()),
+        links=links,
+        activation_bytes=config.hidden * _ITEM_BYTES[dtype],
+        token_bytes=_TOKEN_BYTES,
+        partial_inference=group.table.partial_inference,
+        flows={edge: rate for edge, rate in group.flows.items() if edge in links},
+    )
 
 
 def _stage(name: str, welcome: Welcome) -> StageSpec:

@@ -4,47 +4,76 @@ A frame is one binary WebSocket message: 4 bytes with the length of the header (
 (msgpack), the payload. Only `Passes` have a payload: the rows of all passes in order. A row is a token id
 (int32, little endian) for a pass that enters at layer 0, an activation in the model's dtype elsewhere.
 
-Lease ids are 64 bits and unique among coordinators: the upper half is the coordinator's session.
+Lease ids are 64 bits and unique among coordinators: the upper half is the coordinator's session. Every list
+and number has a limit, and long lists of token ids travel packed, so that what a frame decodes to is no
+larger than a frame may be.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Final, TypeAlias
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
-VERSION: Final = 1
+VERSION: Final = 2
 #: Path of the WebSocket.
 PATH: Final = "/v1/stage"
 #: Largest frame that is read, and payload bytes up to which passes share a frame.
 MAX_FRAME_BYTES: Final = 64 << 20
 SPLIT_BYTES: Final = 16 << 20
+#: Passes, tokens or leases of one message.
+MOST_PASSES: Final = 1024
+#: Tokens of one lease, and hops of one route.
+_MOST_TOKENS: Final = 1 << 24
+_MOST_HOPS: Final = 256
 
 _LENGTH = struct.Struct(">I")
+
+_Count: TypeAlias = Annotated[int, Meta(ge=0, le=_MOST_TOKENS)]
+_TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Layer: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 16)]
+#: Token ids as int32, little endian.
+_Packed: TypeAlias = Annotated[bytes, Meta(max_length=4 * _MOST_TOKENS)]
+_Leases: TypeAlias = Annotated[list[int], Meta(max_length=MOST_PASSES)]
+_Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
+_Seconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e9)]
+_Curve: TypeAlias = Annotated[list[tuple[_Seconds, _Seconds]], Meta(min_length=2, max_length=64)]
+
+
+def pack(tokens: Iterable[int]) -> bytes:
+    """Token ids as they travel."""
+    ids = tuple(tokens)
+    return struct.pack(f"<{len(ids)}i", *ids)
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Choice of the next token, as vLLM's parameters of the same names.
 
-    `stop` are token ids that are banned for the first `min_tokens` tokens. `history` holds the prompt where
-    penalties need it; `prompt_tokens` its length, wherever the pass begins.
+    `stop` holds token ids that are banned for the first `min_tokens` tokens, `allowed` the only ones that
+    may come (empty: all). `bias_values` are float32, one for each of `bias_tokens`. `history` holds the
+    prompt where penalties need it; `prompt_tokens` its length, wherever the pass begins.
     """
 
-    prompt_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    min_tokens: int = 0
-    stop: tuple[int, ...] = ()
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    logprobs: int = -1
-    history: tuple[int, ...] = ()
+    prompt_tokens: _Count
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    seed: Annotated[int, Meta(ge=0)] = 0
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=1e-9, le=1e9)] = 1.0
+    min_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
+    stop: _Packed = b""
+    bias_tokens: _Packed = b""
+    bias_values: _Packed = b""
+    allowed: _Packed = b""
+    logprobs: Annotated[int, Meta(ge=-1, le=64)] = -1
+    history: _Packed = b""
 
     @property
     def greedy(self) -> bool:
@@ -62,7 +91,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
         return (
             self.greedy
             and not self.penalises
-            and not self.logit_bias
+            and not self.bias_tokens
+            and not self.allowed
             and self.min_tokens == 0
             and self.logprobs < 0
         )
@@ -71,15 +101,15 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
 class RouteHop(msgspec.Struct, frozen=True, array_like=True):
     """One stage of a route: its address and the layers [first, end) that it computes."""
 
-    url: str
-    first: int
-    end: int
+    url: Annotated[str, Meta(max_length=300)]
+    first: _Layer
+    end: _Layer
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True):
     """Route and sampling of a lease; travels with its first pass."""
 
-    route: tuple[RouteHop, ...]
+    route: Annotated[tuple[RouteHop, ...], Meta(min_length=1, max_length=_MOST_HOPS)]
     sampling: Sampling
 
 
@@ -90,9 +120,9 @@ class Pass(msgspec.Struct, array_like=True):
     """
 
     lease: int
-    hop: int
-    position: int
-    count: int
+    hop: Annotated[int, Meta(ge=0, lt=_MOST_HOPS)]
+    position: _Count
+    count: Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]
     last: bool
     opening: Opening | None = None
 
@@ -100,74 +130,65 @@ class Pass(msgspec.Struct, array_like=True):
 class Passes(msgspec.Struct, tag="passes", array_like=True):
     """Work for a stage; the rows are the payload."""
 
-    passes: list[Pass]
+    passes: Annotated[list[Pass], Meta(max_length=MOST_PASSES)]
 
 
 class Close(msgspec.Struct, tag="close", array_like=True):
     """The leases ended: their KV is free, what is under way for them is void."""
 
-    leases: list[int]
+    leases: _Leases
 
 
 class Token(msgspec.Struct, array_like=True):
     """A sampled token. `logprobs` holds (token id, log probability), the sampled token first."""
 
     lease: int
-    position: int
-    token: int
-    logprobs: list[tuple[int, float]] | None = None
+    position: _Count
+    token: _TokenId
+    logprobs: Annotated[list[tuple[_TokenId, float]], Meta(max_length=65)] | None = None
 
 
 class Tokens(msgspec.Struct, tag="tokens", array_like=True):
     """Tokens that came out of the last stage."""
 
-    tokens: list[Token]
+    tokens: Annotated[list[Token], Meta(max_length=MOST_PASSES)]
+
+
+class Cause(StrEnum):
+    """Reason for which a stage gives a lease up, and with it what becomes of the request.
+
+    `KV`: there was no block left, it is replayed. `PATH`: this path cannot go on, it is replayed over another
+    one. `REQUEST`: it alone cannot be computed, or its batch hung: it is answered with an error.
+    """
+
+    KV = "kv"
+    PATH = "path"
+    REQUEST = "request"
 
 
 class Lost(msgspec.Struct, tag="lost", array_like=True):
-    """A stage gave leases up: it had no KV block left (`preempted`), or could not reach the next stage."""
+    """A stage gave leases up."""
 
-    leases: list[int]
-    preempted: bool
-    reason: str
-
-
-class Hello(msgspec.Struct, tag="hello", array_like=True):
-    """First message of the connecting side. `session` is 0 for a stage."""
-
-    version: int
-    session: int
-    nonce: bytes
-
-
-class Challenge(msgspec.Struct, tag="challenge", array_like=True):
-    """Answer to `Hello`: the stage proves that it has the key."""
-
-    nonce: bytes
-    proof: bytes
-
-
-class Proof(msgspec.Struct, tag="proof", array_like=True):
-    """The connecting side proves that it has the key."""
-
-    proof: bytes
+    leases: _Leases
+    cause: Cause
+    reason: _Text
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):
-    """The connection stands. Describes the stage; times are (tokens or requests, seconds of one layer)."""
+    """First message on a connection; describes the stage. Times: (tokens or requests, seconds of a layer)."""
 
-    model: str
-    dtype: str
-    first: int
-    end: int
-    kv_token_layers: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    prompt_times: list[tuple[float, float]]
-    decode_times: list[tuple[float, float]]
+    model: _Text
+    dtype: Annotated[str, Meta(max_length=32)]
+    first: _Layer
+    end: _Layer
+    kv_token_layers: Annotated[int, Meta(ge=1)]
+    max_num_seqs: Annotated[int, Meta(ge=1, le=1 << 31)]
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1 << 31)]
+    prompt_times: _Curve
+    decode_times: _Curve
 
 
-Message: TypeAlias = Passes | Close | Tokens | Lost | Hello | Challenge | Proof | Welcome
+Message: TypeAlias = Passes | Close | Tokens | Lost | Welcome
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

@@ -28,8 +28,8 @@ from hetlb.stage.checkpoint import (
     stage_tensors,
     tensor_files,
 )
-from hetlb.stage.runner import Result, Sampled
-from hetlb.stage.sampling import choose
+from hetlb.stage.runner import Result, RowFailed, Sampled
+from hetlb.stage.sampling import CannotSample, choose
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -174,8 +174,10 @@ class TorchRunner:
             rows = torch.frombuffer(bytearray(work.rows), dtype=self._dtype)
             return rows.view(work.count, self._config.hidden).to(self._device)
         assert self._embedding is not None
-        ids = torch.frombuffer(bytearray(work.rows), dtype=torch.int32).to(self._device)
-        return functional.embedding(ids, self._embedding)
+        ids = torch.frombuffer(bytearray(work.rows), dtype=torch.int32)
+        if not 0 <= int(ids.min()) <= int(ids.max()) < len(self._embedding):  # a GPU would be lost to it
+            raise ValueError(f"expected token ids below {len(self._embedding)}")
+        return functional.embedding(ids.to(self._device), self._embedding)
 
     def _leave(self, works: Sequence[Work], hidden: list[Tensor]) -> list[Result]:
         results: list[Result] = [b""] * len(works)
@@ -188,17 +190,22 @@ class TorchRunner:
             assert self._head is not None
             x = self._rms(torch.cat([hidden[i][-1:] for i in sampled]), self._norm)
             logits = functional.linear(x, self._head).float()
-            likely = logits.argmax(dim=-1).tolist()
-            for row, i in enumerate(sampled):
-                results[i] = self._sample(works[i], logits[row], likely[row])
+            largest, likely = logits.max(dim=-1)  # NaN if one of them is
+            for row, (i, token, finite) in enumerate(
+                zip(sampled, likely.tolist(), largest.isfinite().tolist(), strict=True)
+            ):
+                results[i] = self._sample(works[i], logits[row], token, finite)
         return results
 
-    def _sample(self, work: Work, logits: Tensor, likely: int) -> Sampled:
+    def _sample(self, work: Work, logits: Tensor, likely: int, finite: bool) -> Result:
         lease = work.lease
-        if lease.sampling.plain:
+        if lease.sampling.plain and finite:
             return Sampled(likely, None)
         position = work.position + work.count - 1
-        return Sampled(*choose(logits.cpu().numpy(), lease.sampling, lease.output, position))
+        try:
+            return Sampled(*choose(logits.cpu().numpy(), lease.sampling, lease.output, position))
+        except CannotSample as error:
+            return RowFailed(str(error))
 
     # --- layers ---
 

@@ -1,15 +1,22 @@
-"""Sending work to stages: passes become frames, addresses become connections."""
+"""Sending work to stages: passes become frames, addresses become connections.
+
+A route comes from a coordinator, so the addresses in it are checked when they are connected to.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 import ssl
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import aiohttp
 
+from hetlb.addresses import is_loopback, is_special
 from hetlb.stage.channel import Channel, ChannelError, connect
-from hetlb.stage.messages import SPLIT_BYTES, Pass, Passes, encode
+from hetlb.stage.messages import MOST_PASSES, SPLIT_BYTES, Pass, Passes, encode
 
 
 def frames(parts: Sequence[tuple[Pass, bytes]]) -> Iterator[bytes]:
@@ -19,7 +26,7 @@ def frames(parts: Sequence[tuple[Pass, bytes]]) -> Iterator[bytes]:
     size = 0
     for each, data in parts:
         for piece, part in _pieces(each, data):
-            if passes and size + len(part) > SPLIT_BYTES:
+            if passes and (size + len(part) > SPLIT_BYTES or len(passes) == MOST_PASSES):
                 yield encode(Passes(passes), *rows)
                 passes, rows, size = [], [], 0
             passes.append(piece)
@@ -46,6 +53,13 @@ def _pieces(each: Pass, data: bytes) -> Iterator[tuple[Pass, bytes | memoryview]
         )
 
 
+def check_peer(address: str, *, loopback: bool) -> None:
+    """Raise `OSError` unless a stage may connect there. `loopback`: to this machine alone."""
+    if is_special(address) or (loopback and not is_loopback(address)):
+        expected = "an address of this machine (there is no key)" if loopback else "an address of a machine"
+        raise OSError(errno.EACCES, f"expected {expected}, got {address}")
+
+
 class Peers:
     """Connections to other stages, made when first needed."""
 
@@ -58,6 +72,7 @@ class Peers:
     ) -> None:
         """`lost(url, reason)` is called when a connection ends; what was queued for it is void."""
         self._key, self._tls = key, tls
+        self._loopback = not key
         self._lost, self._drained = lost, drained
         self._http: aiohttp.ClientSession | None = None
         self._peers: dict[str, _Peer] = {}
@@ -67,10 +82,17 @@ class Peers:
         peer = self._peers.get(url)
         if peer is None:
             if self._http is None:
-                self._http = aiohttp.ClientSession()
+                connector = aiohttp.TCPConnector(socket_factory=self._socket)
+                self._http = aiohttp.ClientSession(connector=connector)
             peer = self._peers[url] = _Peer()
             peer.task = asyncio.create_task(self._run(url, peer, self._http))
         peer.send(frame)
+
+    def _socket(self, address: tuple[Any, ...]) -> socket.socket:
+        """A socket for one address of a stage, whatever named it. Raises `OSError`."""
+        family, kind, protocol, _, place = address
+        check_peer(place[0], loopback=self._loopback)
+        return socket.socket(family, kind, protocol)
 
     def pending_bytes(self, url: str) -> int:
         """Bytes queued for a stage."""

@@ -1,7 +1,8 @@
-"""Interface between a worker and what computes, and a runner that takes the time of other hardware."""
+"""Interface between a worker and what computes: batches, the rows that break them, other hardware's times."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,10 @@ from itertools import pairwise
 from typing import Protocol, TypeAlias
 
 from hetlb.core.paths.stages import Curve
-from hetlb.stage.batching import Work
+from hetlb.stage.batching import StageLease, Work
+from hetlb.stage.messages import Sampling
+
+log = logging.getLogger("hetlb.stage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +24,23 @@ class Sampled:
     logprobs: list[tuple[int, float]] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RowFailed:
+    """One request of a batch that cannot be computed, whatever it is batched with."""
+
+    reason: str
+
+
 #: Activations for the next stage, or a token; empty for a chunk of a prompt on the last stage.
-Result: TypeAlias = bytes | Sampled
+Result: TypeAlias = bytes | Sampled | RowFailed
+
+
+class DeviceFault(Exception):
+    """The device computes nothing any more; no request is to blame."""
 
 
 class Runner(Protocol):
-    """Computes batches."""
+    """Computes batches. What it raises fails a batch as a whole."""
 
     @property
     def row_bytes(self) -> int:
@@ -33,6 +48,32 @@ class Runner(Protocol):
 
     def run(self, works: Sequence[Work]) -> list[Result]:
         """One result per work, in order. Called from one thread at a time."""
+
+
+def run_apart(runner: Runner, works: Sequence[Work]) -> list[Result]:
+    """Run a batch; where it fails, its halves, down to the requests that fail alone. Raises `DeviceFault`.
+
+    Running a part of a batch again changes nothing: it writes the same KV, and no token has left yet.
+    """
+    try:
+        return runner.run(works)
+    except Exception as error:  # whatever a library raises: out of memory, bad input, a fault of the device
+        log.warning("a batch of %d requests failed: %s", len(works), error)
+        if len(works) > 1:
+            half = len(works) // 2
+            return run_apart(runner, works[:half]) + run_apart(runner, works[half:])
+        _check_device(runner, works[0].lease)
+        return [RowFailed(str(error))]
+
+
+def _check_device(runner: Runner, failed: StageLease) -> None:
+    """Run one good token in the blocks of a request that failed. Raises `DeviceFault`."""
+    lease = StageLease(failed.id, failed.route, failed.hop, Sampling(1), failed.table)
+    size = 4 if lease.hop == 0 else runner.row_bytes
+    try:
+        runner.run([Work(lease, 0, 1, True, memoryview(bytes(size)))])
+    except Exception as error:
+        raise DeviceFault(str(error)) from error
 
 
 class PacedRunner:

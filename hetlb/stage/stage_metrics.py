@@ -1,17 +1,16 @@
-"""The metrics page of a stage: vLLM's names where they mean the same, `hetlb_stage_*` elsewhere."""
+"""Metrics pages of stages and coordinators: vLLM's names where they mean the same, else `hetlb_stage_*`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from hetlb.openai.metrics_page import counter, gauge, page
 
 if TYPE_CHECKING:  # the coordinator writes pages too, and does without numpy
     from hetlb.stage.batching import Batcher, Work
+    from hetlb.stage.coordinator import Coordinator
     from hetlb.stage.kv import BlockPool
     from hetlb.stage.messages import Welcome
 
@@ -37,60 +36,65 @@ class StageCounters:
                 self.generation_tokens += work.count
 
 
-class _Page(Collector):
-    def __init__(self, metrics: Iterable[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterable[Metric]:
-        return self._metrics
-
-
-def page(metrics: Iterable[Metric]) -> str:
-    """Prometheus text of some metrics."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Page(metrics))
-    return generate_latest(registry).decode()
-
-
-def gauge(name: str, help: str, value: float, **labels: str) -> Metric:
-    """One gauge with one series."""
-    family = GaugeMetricFamily(name, help, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
-
-
-def counter(name: str, help: str, value: float, **labels: str) -> Metric:
-    """One counter with one series; `_total` is added to its name."""
-    family = CounterMetricFamily(name, help, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
-
-
-def render(welcome: Welcome, pool: BlockPool, batcher: Batcher, counters: StageCounters) -> str:
+def render(welcome: Welcome, pool: BlockPool, batcher: Batcher, counters: StageCounters) -> bytes:
     """The page of a stage."""
+    gauges: list[tuple[str, str, float]] = [
+        ("vllm:num_requests_running", "Requests that hold KV or wait here.", len(batcher.leases)),
+        ("vllm:num_requests_waiting", "Passes that wait for a batch.", batcher.waiting),
+        ("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", pool.usage),
+    ]
+    counts = [
+        ("vllm:prompt_tokens", "Prompt tokens computed.", counters.prompt_tokens),
+        ("vllm:generation_tokens", "Answer tokens computed.", counters.generation_tokens),
+        ("vllm:num_preemptions", "Requests that lost their KV blocks.", counters.preemptions),
+    ]
+    own: list[tuple[str, str, float]] = [
+        ("hetlb_stage_first_layer", "First layer held.", welcome.first),
+        ("hetlb_stage_end_layer", "Layer behind the last one held.", welcome.end),
+        ("hetlb_stage_waiting_bytes", "Bytes of rows that wait.", batcher.waiting_bytes),
+    ]
     model = {"model_name": welcome.model}
-    holding = len(batcher.leases)
+    sizes = {"num_gpu_blocks": str(pool.blocks), "block_size": str(pool.block_size)}
     return page(
         [
-            gauge("vllm:num_requests_running", "Requests that hold KV or wait here.", holding, **model),
-            gauge("vllm:num_requests_waiting", "Passes that wait for a batch.", batcher.waiting, **model),
-            gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", pool.usage, **model),
+            *(gauge(name, text, [(model, value)]) for name, text, value in gauges),
+            gauge("vllm:cache_config_info", "KV blocks of one layer each.", [(sizes, 1)]),
+            *(counter(name, text, [(model, value)]) for name, text, value in counts),
+            counter("hetlb_stage_batches", "Batches run.", [({}, counters.batches)]),
+            counter("hetlb_stage_busy_seconds", "Seconds in batches.", [({}, counters.busy_s)]),
+            *(gauge(name, text, [({}, value)]) for name, text, value in own),
+        ]
+    )
+
+
+def render_coordinator(coordinator: Coordinator, prompt_tokens: int, generated_tokens: int) -> bytes:
+    """The page of a coordinator."""
+    scheduler, model = coordinator.scheduler, {"model_name": coordinator.group.model}
+    usage = min(1.0, scheduler.kv_usage()) if scheduler.passable else 0.0
+    lost = coordinator.preemptions
+    families = [
+        gauge("vllm:num_requests_running", "Sequences on a path.", [(model, scheduler.in_flight)]),
+        gauge("vllm:num_requests_waiting", "Sequences without a path.", [(model, scheduler.waiting)]),
+        gauge("vllm:kv_cache_usage_perc", "Booked share of the fullest layer's KV cache.", [(model, usage)]),
+        counter("vllm:prompt_tokens", "Prompt tokens.", [(model, prompt_tokens)]),
+        counter("vllm:generation_tokens", "Answer tokens.", [(model, generated_tokens)]),
+        counter("vllm:num_preemptions", "Sequences that lost their KV.", [(model, lost)]),
+        counter("hetlb_stage_replays", "Paths that broke.", [({}, coordinator.replays)]),
+    ]
+    if tokens := coordinator.kv_tokens:
+        sizes = {"block_size": "1", "num_gpu_blocks": str(tokens), "kv_cache_size_tokens": str(tokens)}
+        families.append(gauge("vllm:cache_config_info", "Tokens of the smallest layer.", [(sizes, 1)]))
+    stages = [({"stage": each["name"]}, each) for each in coordinator.documents()]
+    booked = [(label, each["kv_reserved_token_layers"]) for label, each in stages]
+    return page(
+        [
+            *families,
             gauge(
-                "vllm:cache_config_info",
-                "KV blocks of one layer each.",
-                1,
-                num_gpu_blocks=str(pool.blocks),
-                block_size=str(pool.block_size),
+                "hetlb_stage_up", "1 while it is used.", [(at, each["state"] == "up") for at, each in stages]
             ),
-            counter("vllm:prompt_tokens", "Prompt tokens computed.", counters.prompt_tokens, **model),
-            counter("vllm:generation_tokens", "Answer tokens computed.", counters.generation_tokens, **model),
-            counter(
-                "vllm:num_preemptions", "Requests that lost their KV blocks.", counters.preemptions, **model
+            gauge(
+                "hetlb_stage_in_flight", "Paths through it.", [(at, each["in_flight"]) for at, each in stages]
             ),
-            counter("hetlb_stage_batches", "Batches run.", counters.batches),
-            counter("hetlb_stage_busy_seconds", "Seconds in batches.", counters.busy_s),
-            gauge("hetlb_stage_first_layer", "First layer held.", welcome.first),
-            gauge("hetlb_stage_end_layer", "Layer behind the last one held.", welcome.end),
-            gauge("hetlb_stage_waiting_bytes", "Bytes of rows that wait.", batcher.waiting_bytes),
+            gauge("hetlb_stage_kv_reserved_token_layers", "Booked KV.", booked),
         ]
     )

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -137,6 +138,57 @@ class TextModel:
         return lambda token: decoder.step(tokenizer, token) or ""
 
 
+class StopStrings:
+    """The texts that end an answer, as an Aho-Corasick automaton: a character costs the same however many.
+
+    A state is the longest end of the text so far with which a stop string begins; 0 is the empty one.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        #: By state: its length, and the length of the longest stop string that it ends with.
+        self._length = [0]
+        self._match = [0]
+        for stop in stops:
+            self._add(stop)
+        self._shorter = [0] * len(self._next)
+        ready = deque(self._next[0].values())
+        while ready:
+            state = ready.popleft()
+            self._match[state] = self._match[state] or self._match[self._shorter[state]]
+            for letter, child in self._next[state].items():
+                self._shorter[child] = self.step(self._shorter[state], letter)
+                ready.append(child)
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for letter in stop:
+            if letter not in self._next[state]:
+                self._next[state][letter] = len(self._next)
+                self._next.append({})
+                self._length.append(self._length[state] + 1)
+                self._match.append(0)
+            state = self._next[state][letter]
+        self._match[state] = len(stop)
+
+    def __bool__(self) -> bool:
+        return len(self._next) > 1
+
+    def step(self, state: int, letter: str) -> int:
+        """The state after one more character."""
+        while state and letter not in self._next[state]:
+            state = self._shorter[state]
+        return self._next[state].get(letter, 0)
+
+    def length(self, state: int) -> int:
+        """Characters that may be the beginning of a stop string."""
+        return self._length[state]
+
+    def match(self, state: int) -> int:
+        """Length of the stop string that ends here, the longest one; 0 if none does."""
+        return self._match[state]
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """Conditions that end an answer: tokens of the model and of the client, texts, length."""
@@ -145,7 +197,7 @@ class Ending:
     min_tokens: int = 0
     eos: frozenset[int] = frozenset()
     stop_tokens: frozenset[int] = frozenset()
-    stop: tuple[str, ...] = ()
+    stop: StopStrings = field(default_factory=StopStrings)
     keeps_stop: bool = False
 
 
@@ -166,9 +218,9 @@ class AnswerText:
         self._decode = decode
         self._ending = ending
         self._tokens = 0
-        #: Text that may be the beginning of a stop string.
+        #: Text that may be the beginning of a stop string, and the state that it led to.
         self._held = ""
-        self._longest = max(map(len, ending.stop), default=0)
+        self._state = 0
 
     def add(self, token: Token) -> Piece:
         """The next token."""
@@ -177,21 +229,16 @@ class AnswerText:
         if number in ending.eos or number in ending.stop_tokens:
             reason = number if number in ending.stop_tokens else None
             return Piece(self._held, token, "stop", reason)
-        text = self._held + self._decode(number)
-        if self._longest and self._tokens > ending.min_tokens:
-            found = [(at, stop) for stop in ending.stop if (at := text.find(stop)) >= 0]
-            if found:
-                at, stop = min(found)
-                return Piece(text[: at + len(stop) if ending.keeps_stop else at], token, "stop", stop)
+        new = self._decode(number)
+        text = self._held + new
+        if ending.stop and self._tokens > ending.min_tokens:
+            for at, letter in enumerate(new, len(self._held) + 1):
+                self._state = ending.stop.step(self._state, letter)
+                if size := ending.stop.match(self._state):
+                    stop = text[at - size : at]
+                    return Piece(text[: at if ending.keeps_stop else at - size], token, "stop", stop)
         if self._tokens >= ending.max_tokens:
             return Piece(text, token, "length")
-        keep = self._possible_stop(text)
-        self._held = text[len(text) - keep :]
-        return Piece(text[: len(text) - keep], token)
-
-    def _possible_stop(self, text: str) -> int:
-        """Length of the longest end of `text` with which a stop string begins."""
-        for size in range(min(self._longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[-size:]) for stop in self._ending.stop):
-                return size
-        return 0
+        sure = len(text) - ending.stop.length(self._state)
+        self._held = text[sure:]
+        return Piece(text[:sure], token)

@@ -1,6 +1,6 @@
 """A stage: takes passes from coordinators and other stages, computes its layers, sends on what comes out.
 
-Only who has the key is listened to. What a lease holds is freed when its coordinator closes it, when
+Only peers with the key are listened to. What a lease holds is freed when its coordinator closes it, when
 the coordinator's connection ends, and when the stage itself gives it up, of which the coordinator is told.
 Neither the input that waits nor the output that has not left grows without bound.
 """
@@ -14,18 +14,24 @@ import ssl
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 from aiohttp import web
 
+from hetlb.core.paths.stages import Curve
+from hetlb.stage.auth import Challenges, NotProven
 from hetlb.stage.batching import Batcher, GivenUp, OutOfOrder, StageLease, Work
-from hetlb.stage.channel import SILENCE_S, Channel, ChannelError, accept
+from hetlb.stage.channel import CONNECT_S, SILENCE_S, Channel
 from hetlb.stage.kv import BlockPool
 from hetlb.stage.messages import (
     MAX_FRAME_BYTES,
+    MOST_PASSES,
     PATH,
+    Cause,
     Close,
     Lost,
+    Message,
     Opening,
     Pass,
     Passes,
@@ -37,8 +43,9 @@ from hetlb.stage.messages import (
     encode,
 )
 from hetlb.stage.outbox import Peers, frames
-from hetlb.stage.runner import Result, Runner, Sampled
+from hetlb.stage.runner import DeviceFault, Result, RowFailed, Runner, Sampled, run_apart
 from hetlb.stage.stage_metrics import StageCounters, render
+from hetlb.stage.strangers import HEAD_LIMITS, Strangers
 
 log = logging.getLogger("hetlb.stage")
 
@@ -48,10 +55,9 @@ MOST_WAITING_BYTES: Final = 256 << 20
 MOST_PENDING_BYTES: Final = 64 << 20
 #: Closed leases that are remembered: what is under way for them is void.
 _MOST_VOID: Final = 1 << 16
-#: Connections that have not proved the key yet.
-_MOST_STRANGERS: Final = 16
-#: Batches that failed in a row after which the worker gives up.
-_MOST_FAILURES: Final = 3
+#: A batch may take so many seconds, and so many times as long as the stage measured of itself; then it hangs.
+_LEAST_DEADLINE_S: Final = 30.0
+_DEADLINE_FACTOR: Final = 20.0
 
 _SESSION_SHIFT: Final = 32
 
@@ -68,43 +74,60 @@ class StageWorker:
         key: bytes = b"",
         server_tls: ssl.SSLContext | None = None,
         peer_tls: ssl.SSLContext | None = None,
+        deadline_s: float = _LEAST_DEADLINE_S,
     ) -> None:
+        """`deadline_s` is how long a batch may take at least before it counts as hung."""
         self._runner = runner
         self._pool = pool
         self._welcome = welcome
-        self._key = key
+        self._deadline_s = deadline_s
         self._server_tls = server_tls
         self._batcher = Batcher(
             pool, max_num_seqs=welcome.max_num_seqs, max_num_batched_tokens=welcome.max_num_batched_tokens
         )
         self._peers = Peers(key, peer_tls, self._peer_lost, self._wake_up)
+        self._challenges = Challenges(key)
+        self._strangers: Strangers | None = None
+        self._server: asyncio.Server | None = None
         self._coordinators: dict[int, Channel] = {}
         self._void: OrderedDict[int, None] = OrderedDict()
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
-        self._strangers = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._web: web.AppRunner | None = None
         self.counters = StageCounters()
         self.port = 0
+        #: True once a batch did not end in time: its thread cannot be stopped.
+        self.hung = False
+        self._prompt_s = Curve(*zip(*welcome.prompt_times, strict=True))
+        self._decode_s = Curve(*zip(*welcome.decode_times, strict=True))
 
     async def start(self, host: str, port: int) -> None:
         """Listen. Raises `OSError`."""
         app = web.Application()
         app.add_routes(
             [
-                web.get(PATH, self._socket),
+                web.get(PATH, self._connect),
                 web.get("/health", self._health),
                 web.get("/metrics", self._metrics),
             ]
         )
-        self._web = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        self._web = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, **HEAD_LIMITS)
         await self._web.setup()
-        await web.TCPSite(self._web, host, port, ssl_context=self._server_tls).start()
-        self.port = self._web.addresses[0][1]
+        assert self._web.server is not None
+        self._strangers = Strangers(self._web.server)
+        handshake_s = None if self._server_tls is None else CONNECT_S
+        self._server = await asyncio.get_running_loop().create_server(
+            self._strangers, host, port, ssl=self._server_tls, ssl_handshake_timeout=handshake_s
+        )
+        self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
         """Stop listening and end all connections."""
+        if self._server is not None:
+            self._server.close()
+        if self._strangers is not None:
+            self._strangers.close()
         await self._peers.close()
         for channel in list(self._coordinators.values()):
             await channel.close()
@@ -115,26 +138,26 @@ class StageWorker:
     # --- HTTP ---
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.Response()
+        return _last(web.Response())
 
     async def _metrics(self, request: web.Request) -> web.Response:
         text = render(self._welcome, self._pool, self._batcher, self.counters)
-        return web.Response(text=text, content_type="text/plain", charset="utf-8")
+        return _last(web.Response(body=text, content_type="text/plain", charset="utf-8"))
 
-    async def _socket(self, request: web.Request) -> web.WebSocketResponse:
-        if self._strangers >= _MOST_STRANGERS:
-            raise web.HTTPServiceUnavailable
+    async def _connect(self, request: web.Request) -> web.StreamResponse:
+        try:
+            session = self._challenges.session(request.headers)
+            if session is None:
+                return _last(web.Response(status=401, headers=self._challenges.issue(request.headers)))
+        except NotProven as error:
+            log.warning("refused a connection from %s: %s", request.remote, error)
+            return _last(web.Response(status=403, text=f"{error}\n"))
+        assert self._strangers is not None
+        self._strangers.admit(request)
         socket = web.WebSocketResponse(max_msg_size=MAX_FRAME_BYTES, compress=False)
         await socket.prepare(request)
-        self._strangers += 1
-        try:
-            channel, session = await accept(socket, self._key, self._welcome)
-        except (ChannelError, TimeoutError, ConnectionError) as error:
-            log.warning("refused a connection from %s: %s", request.remote, error)
-            await socket.close()
-            return socket
-        finally:
-            self._strangers -= 1
+        channel = Channel(socket)
+        channel.send(encode(self._welcome))
         try:
             if session:
                 await self._serve_coordinator(session, channel)
@@ -155,12 +178,7 @@ class StageWorker:
         self._coordinators[session] = channel
         try:
             async for frame in channel.frames(SILENCE_S):
-                message, rows = decode(frame)
-                if isinstance(message, Passes):
-                    self._take(message, rows)
-                elif isinstance(message, Close):
-                    for lease in message.leases:
-                        self._close(lease)
+                self.receive(*decode(frame))
         finally:
             if self._coordinators.get(session) is channel:
                 del self._coordinators[session]
@@ -169,12 +187,18 @@ class StageWorker:
 
     async def _serve_peer(self, channel: Channel) -> None:
         async for frame in channel.frames():
-            message, rows = decode(frame)
-            if isinstance(message, Passes):
-                self._take(message, rows)
+            self.receive(*decode(frame))
             while self._batcher.waiting_bytes > MOST_WAITING_BYTES:
                 self._room.clear()
                 await self._room.wait()
+
+    def receive(self, message: Message, rows: memoryview) -> None:
+        """A message of a coordinator or of the stage before. Raises `ProtocolError`."""
+        if isinstance(message, Passes):
+            self._take(message, rows)
+        elif isinstance(message, Close):
+            for lease in message.leases:
+                self._close(lease)
 
     def _take(self, message: Passes, rows: memoryview) -> None:
         """Queue the passes of leases that are still wanted. Raises `ProtocolError`."""
@@ -183,17 +207,18 @@ class StageWorker:
             size = each.count * self._row_bytes(each)
             part = rows[at : at + size]
             at += size
-            if len(part) != size or each.count < 1:
+            if len(part) != size:
                 raise ProtocolError(f"expected {size} bytes of rows, got {len(part)}")
             if each.lease in self._void or each.lease >> _SESSION_SHIFT not in self._coordinators:
                 continue
             if each.opening is not None and not self._holds(each, each.opening):
-                self._give_up([each.lease], f"expected layers of {self._welcome.first}:{self._welcome.end}")
+                reason = f"expected layers of {self._welcome.first}:{self._welcome.end}"
+                self._give_up([each.lease], Cause.PATH, reason)
                 continue
             try:
                 self._batcher.add(each, each.opening, part)
             except OutOfOrder as error:
-                self._give_up([each.lease], str(error))
+                self._give_up([each.lease], Cause.PATH, str(error))
         self._wake_up()
 
     def _row_bytes(self, each: Pass) -> int:
@@ -215,7 +240,7 @@ class StageWorker:
         if len(self._void) > _MOST_VOID:
             self._void.popitem(last=False)
 
-    def _give_up(self, leases: Sequence[int], reason: str, *, preempted: bool = False) -> None:
+    def _give_up(self, leases: Sequence[int], cause: Cause, reason: str) -> None:
         """Close leases on our own account and tell their coordinators."""
         by_session: dict[int, list[int]] = {}
         for lease in leases:
@@ -223,14 +248,14 @@ class StageWorker:
             by_session.setdefault(lease >> _SESSION_SHIFT, []).append(lease)
         for session, own in by_session.items():
             if (channel := self._coordinators.get(session)) is not None:
-                channel.send(encode(Lost(own, preempted, reason)))
+                for at in range(0, len(own), MOST_PASSES):
+                    channel.send(encode(Lost(own[at : at + MOST_PASSES], cause, reason[:1024])))
 
     def _peer_lost(self, url: str, reason: str) -> None:
         gone = [lease.id for lease in self._batcher.leases.values() if lease.next_url == url]
         if gone:
             log.warning("%d requests lost their next stage: %s", len(gone), reason)
-        self._give_up(gone, reason)
-        self._wake_up()
+        self._give_up(gone, Cause.PATH, reason)
 
     # --- the loop ---
 
@@ -242,10 +267,8 @@ class StageWorker:
         return url is None or self._peers.pending_bytes(url) <= MOST_PENDING_BYTES
 
     async def run(self) -> None:
-        """Run batches until several failed in a row."""
-        loop = asyncio.get_running_loop()
-        failures = 0
-        while failures < _MOST_FAILURES:
+        """Run batches until the device computes nothing any more, or one hangs."""
+        while True:
             works, given_up = self._batcher.form(self._accepts)
             self._report(given_up)
             if self._batcher.waiting_bytes <= MOST_WAITING_BYTES:
@@ -254,25 +277,50 @@ class StageWorker:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            began = loop.time()
             try:
-                try:
-                    results = await loop.run_in_executor(self._thread, self._runner.run, works)
-                finally:
-                    self._batcher.done()
-            except Exception as error:  # out of memory, a fault of the device: the next batch may do
-                log.exception("a batch of %d requests failed", len(works))
-                self._give_up([work.lease.id for work in works], f"its batch failed: {error}")
-                failures += 1
-                continue
-            failures = 0
-            self.counters.batch(works, loop.time() - began)
-            self._pass_on(works, results)
+                self._pass_on(works, await self._batch(works))
+            except DeviceFault as error:
+                log.error("the device computes nothing: %s", error)
+                return
+            except TimeoutError:
+                log.error("a batch of %d requests hangs", len(works))
+                self.hung = True
+                # One of them may be the reason: none is sent to another stage.
+                self._give_up(
+                    [work.lease.id for work in works], Cause.REQUEST, "its batch did not end in time"
+                )
+                await self._told()
+                return
+
+    async def _batch(self, works: Sequence[Work]) -> list[Result]:
+        """Compute a batch. Raises `DeviceFault`, `TimeoutError`."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        computing = loop.run_in_executor(self._thread, partial(run_apart, self._runner, works))
+        try:
+            results = await asyncio.wait_for(computing, self._deadline(works))
+        finally:
+            self._batcher.done()
+        self.counters.batch(works, loop.time() - began)
+        return results
+
+    def _deadline(self, works: Sequence[Work]) -> float:
+        """Seconds after which a batch hangs."""
+        layer_s = self._prompt_s(sum(work.count for work in works)) + self._decode_s(len(works))
+        layers = self._welcome.end - self._welcome.first
+        return self._deadline_s + _DEADLINE_FACTOR * layers * max(0.0, layer_s)
+
+    async def _told(self) -> None:
+        """Wait until what was sent to coordinators has left, a second at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await asyncio.gather(*(channel.flush() for channel in self._coordinators.values()))
 
     def _report(self, given_up: Iterable[GivenUp]) -> None:
         for each in given_up:
-            self.counters.preemptions += not each.reason
-            self._give_up([each.lease.id], each.reason, preempted=not each.reason)
+            preempted = not each.reason
+            self.counters.preemptions += preempted
+            self._give_up([each.lease.id], Cause.KV if preempted else Cause.PATH, each.reason)
 
     def _pass_on(self, works: Sequence[Work], results: Sequence[Result]) -> None:
         """Send tokens to their coordinators and activations to the next stages."""
@@ -282,7 +330,10 @@ class StageWorker:
             lease = work.lease
             if lease.closed:
                 continue
-            if isinstance(result, Sampled):
+            if isinstance(result, RowFailed):
+                log.warning("a request cannot be computed: %s", result.reason)
+                self._give_up([lease.id], Cause.REQUEST, result.reason)
+            elif isinstance(result, Sampled):
                 lease.output.append(result.token)
                 position = work.position + work.count
                 token = Token(lease.id, position, result.token, result.logprobs)
@@ -293,10 +344,17 @@ class StageWorker:
                 parts.setdefault(url, []).append((passed, result))
         for session, own in tokens.items():
             if (channel := self._coordinators.get(session)) is not None:
-                channel.send(encode(Tokens(own)))
+                for at in range(0, len(own), MOST_PASSES):
+                    channel.send(encode(Tokens(own[at : at + MOST_PASSES])))
         for url, passed_on in parts.items():
             for frame in frames(passed_on):
                 self._peers.send(url, frame)
+
+
+def _last(response: web.Response) -> web.Response:
+    """An answer after which the connection is closed."""
+    response.force_close()
+    return response
 
 
 async def serve(

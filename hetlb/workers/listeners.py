@@ -22,9 +22,9 @@ class FleetListeners:
         self.admin = list(given.admin)
         self._deal_out(given.main)
         if not given.main:
-            self._bind_main(fleet.listen.host, fleet.listen.port)
+            self._bind_main(fleet.file.listen.host, fleet.file.listen.port)
         if not given.admin:
-            self._bind_admin(fleet.admin.host, fleet.admin.port)
+            self._bind_admin(fleet.file.admin.host, fleet.file.admin.port)
         #: Host and port for clients, and of the admin listener.
         self.address: tuple[str, int] = self.relays[0][0].getsockname()[:2]
         self.admin_address: tuple[str, int] = self.admin[0].getsockname()[:2]

@@ -1,4 +1,4 @@
-"""Messages between a relay and the scheduler process, version 1 (described in docs/workers.md).
+"""Messages between a relay and the scheduler process, version 2 (described in docs/workers.md).
 
 A relay owns sockets and exchanges, the scheduler process decides. A frame is a length of four bytes
 (big-endian) and a MessagePack array of messages; a message is an array that begins with its number. Fields
@@ -13,8 +13,9 @@ from typing import Final, TypeAlias
 import msgspec
 
 from hetlb.core.types import Outcome, RejectReason
+from hetlb.proxy.lease_wire import RequestFacts, WireBooked
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 class Message(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -24,46 +25,25 @@ class Message(msgspec.Struct, array_like=True, gc=False, frozen=True):
 # --- from a relay ---
 
 
-class LiveLease(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """A lease that runs while its relay meets another scheduler process: what it booked, to book it again.
+class LiveRequest(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """A lease that runs while its relay meets another scheduler process, and the tenant of its request."""
 
-    `age_s` is the time since its dispatch; `begun` says that its first token has come.
-    """
-
-    request: Arrival
-    lease: int
-    instance: str
-    work_ns: int
-    predicted_output: float
-    age_s: float
-    begun: bool
+    lease: WireBooked
+    owner: str | None
 
 
 class Arrival(Message, tag=1, frozen=True):
-    """A request to be dispatched; answered by `Dispatch`, `Rejected` or `Refused`. See `core.types.Request`.
+    """A request to be dispatched; answered by `Dispatch`, `Rejected` or `Refused`.
 
     `response` is the id of an earlier answer that the request asks for (`strict`) or continues; the scheduler
-    process pins the request to the instance that keeps it. `owner` is the tenant whose key came with it.
+    process pins the request to the instance that keeps it. `owner` is the tenant whose key came with it. Its
     `blocks` are the digests of a prompt of token ids, in blocks of `View.block_tokens`.
     """
 
-    id: int
-    model: str
-    prompt_tokens: int
-    max_tokens: int | None
-    sequences: int
-    longest_prompt_tokens: int
-    generates: bool
-    body_bytes: int
-    prompt_exact: bool
-    prefix_keys: tuple[tuple[str, int | None], ...]
-    priority: int
-    tenant: str | None
-    samples: int
+    request: RequestFacts
     response: str | None = None
     owner: str | None = None
     strict: bool = False
-    blocks: tuple[int, tuple[int, ...]] | None = None
 
 
 class Hello(Message, tag=2, frozen=True):
@@ -76,7 +56,7 @@ class Hello(Message, tag=2, frozen=True):
     version: int
     relay: int
     generation: int
-    leases: list[LiveLease]
+    leases: list[LiveRequest]
 
 
 class FirstToken(Message, tag=3, frozen=True):
@@ -90,6 +70,7 @@ class Ended(Message, tag=4, frozen=True):
     """A lease ended; with `retry` its request goes on and gets a `Dispatch` or `Rejected`.
 
     `cached_tokens` of its prompt were in the engine's prefix cache, None where the engine did not say.
+    `goes_on`: its answer goes on elsewhere, `generated` tokens of it being part of the prompt now.
     """
 
     request: int
@@ -97,8 +78,9 @@ class Ended(Message, tag=4, frozen=True):
     outcome: Outcome
     output_tokens: int
     retry: bool
-    server_error: bool
     cached_tokens: int | None = None
+    goes_on: bool = False
+    generated: int = 0
 
 
 class Busy(Message, tag=5, frozen=True):
@@ -179,7 +161,7 @@ class Dispatch(Message, tag=33, frozen=True):
     """Send a request to an instance: a lease and what it booked. `expected_s` is foreseen until its end.
 
     `model` is that of a request that named none. `limit_lines` are header lines about the limits of its key,
-    None without limits.
+    None without limits. `gives_ids`: the engine takes and gives token ids.
     """
 
     request: int
@@ -192,6 +174,7 @@ class Dispatch(Message, tag=33, frozen=True):
     expected_first_s: float = 0.0
     mixed: bool = False
     limit_lines: bytes | None = None
+    gives_ids: bool = False
 
 
 class Rejected(Message, tag=34, frozen=True):

@@ -83,7 +83,7 @@ class Relay:
             life,
             fleet.queue_limits,
             DriverSetup(
-                fleet.proxy,
+                fleet.file.proxy,
                 TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
                 self._loop,
                 lambda ended: self._front.requests_ended(ended),
@@ -137,7 +137,7 @@ class Relay:
                 self._reporter = self._loop.call_later(REPORT_S, self._report_often)
                 tune_gc()
             await stop
-            await self._front.stop(0.0 if self._hurry else self._fleet.proxy.shutdown_grace_s)
+            await self._front.stop(0.0 if self._hurry else self._fleet.file.proxy.shutdown_grace_s)
         finally:
             await self._close()
 
@@ -231,7 +231,7 @@ class Relay:
                 self._engines[each.name] = registered_access(
                     each.url,
                     access.model_keys.get(each.model),
-                    passthrough=self._fleet.proxy.passthrough_authorization,
+                    passthrough=self._fleet.file.proxy.passthrough_authorization,
                     address=each.address,
                 )
             elif each.name in access.engines:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable
 from typing import Final, Protocol
 
 from hetlb.core.admission import QueueLimits
+from hetlb.core.journal import booked
 from hetlb.core.types import Lease, Outcome, Reject, RejectReason, Request, RequestId
 from hetlb.proxy.driver import DriverSetup, ExchangeDriver
 from hetlb.proxy.ends import End
@@ -23,6 +24,7 @@ from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import ResponseHead
 from hetlb.proxy.http.openai_body import Call
+from hetlb.proxy.lease_wire import RequestFacts, WireBooked
 from hetlb.proxy.limits import Ticket
 from hetlb.proxy.scheduling import several_models
 from hetlb.proxy.scrape import read_model_list
@@ -36,7 +38,7 @@ from hetlb.workers.protocol import (
     Ended,
     FirstToken,
     InstanceAddress,
-    LiveLease,
+    LiveRequest,
     Made,
     Message,
     ModelsRead,
@@ -91,7 +93,7 @@ class RelayDriver(ExchangeDriver):
 
     # --- the channel ---
 
-    def live_leases(self) -> list[LiveLease]:
+    def live_leases(self) -> list[LiveRequest]:
         """Leases that another scheduler process books again: those on instances still in the fleet."""
         now, live = self.now(), []
         for exchange in self.exchanges.values():
@@ -101,17 +103,7 @@ class RelayDriver(ExchangeDriver):
             target = self._targets.get(lease.instance)
             if target is None or target.incarnation != lease.incarnation:
                 continue
-            live.append(
-                LiveLease(
-                    self._arrival(exchange),
-                    lease.id,
-                    lease.instance,
-                    lease.work_ns,
-                    lease.predicted_output,
-                    now - lease.dispatched_at,
-                    lease.first_token_at is not None,
-                )
-            )
+            live.append(LiveRequest(WireBooked.of(booked(lease, now)), exchange.tenant))
         return live
 
     def connected(self, sender: Sender) -> None:
@@ -184,7 +176,7 @@ class RelayDriver(ExchangeDriver):
         lease.first_token_at = now
         self._post(FirstToken(lease.request.id, lease.id))
 
-    def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool, server_error: bool = False) -> None:
+    def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool) -> None:
         lease.ended = True
         self._held.pop(lease.request.id, None)
         if retry:
@@ -195,13 +187,27 @@ class RelayDriver(ExchangeDriver):
             outcome,
             lease.output_tokens,
             retry,
-            server_error,
             lease.reported_cached_tokens,
         )
         if retry:
             self._send(ended)
         else:
             self._post(ended)
+
+    def _go_on(self, rest: Request, lease: Lease, end: End) -> None:
+        lease.ended = True
+        self._held.pop(rest.id, None)
+        self._send(
+            Ended(
+                rest.id,
+                lease.id,
+                end.told,
+                lease.output_tokens,
+                True,
+                goes_on=True,
+                generated=rest.generated,
+            )
+        )
 
     def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None:
         if self._sender is not None:  # else the client gets what the engine said
@@ -291,7 +297,7 @@ class RelayDriver(ExchangeDriver):
             return
         if self._held.pop(command.request, None) is not None:
             assert exchange.lease is not None
-            self._totals.tried_again(exchange.lease.instance, Outcome.UPSTREAM_ERROR)
+            self._totals.tried_again(exchange.lease.instance, Outcome.UPSTREAM_BUSY)
             exchange.lease.ended = True
             exchange.turned_away()
         if command.model:
@@ -316,7 +322,9 @@ class RelayDriver(ExchangeDriver):
         if command.limit_lines is not None:
             exchange.ticket = _RelayTicket(self, command.request, command.limit_lines)
         self.open_pool(target.incarnation, target.name, target.url)
-        exchange.dispatched(lease, now, command.expected_s, command.expected_first_s, command.mixed)
+        exchange.dispatched(
+            lease, now, command.expected_s, command.expected_first_s, command.mixed, command.gives_ids
+        )
 
     def reject(self, command: Rejected) -> None:
         """Answer a request that was turned down."""
@@ -463,22 +471,4 @@ class _HeldAnswer:
 
 def arrival_of(request: Request, owner: str | None, *, strict: bool) -> Arrival:
     """The message of a request. In a relay `pinned` holds the id of an earlier answer, not an instance."""
-    return Arrival(
-        request.id,
-        request.model,
-        request.prompt_tokens,
-        request.max_tokens,
-        request.sequences,
-        request.longest_prompt_tokens,
-        request.generates,
-        request.body_bytes,
-        request.prompt_exact,
-        request.prefix_keys,
-        request.priority,
-        request.tenant,
-        request.samples,
-        request.pinned,
-        owner,
-        strict,
-        request.blocks,
-    )
+    return Arrival(RequestFacts.of(request), request.pinned, owner, strict)

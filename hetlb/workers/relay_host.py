@@ -20,7 +20,6 @@ from hetlb.core.types import (
     Abort,
     Dispatch,
     Lease,
-    LiveLease,
     Outcome,
     PassOn,
     Reject,
@@ -269,21 +268,16 @@ class RelayHost(SchedulerDriver):
         if hello.generation != self.generation:
             link.send(protocol.Commit(self.generation))  # it was not prepared, and leaves
         for live in hello.leases:
-            request = request_of(live.request, live.request.model, None)
-            facts = LiveLease(
-                request,
-                live.instance,
-                live.work_ns,
-                live.predicted_output,
-                now - live.age_s,
-                live.begun,
-            )
-            lease = self.scheduler.restore(facts, now)
+            try:
+                booked = live.lease.change()
+            except ValueError as error:
+                raise protocol.ProtocolError(str(error)) from error
+            lease = self.scheduler.restore(booked, now)
             if lease is not None:
-                limiter = self._limiter(live.request.owner)
+                limiter = self._limiter(live.owner)
                 ticket = None if limiter is None else limiter.adopt(now)
-                found = self._open[request.id] = _Open(link, request, True, ticket)
-                found.lease, found.lease_number = lease, live.lease
+                found = self._open[lease.request.id] = _Open(link, lease.request, True, ticket)
+                found.lease, found.lease_number = lease, booked.number
         self._awaited.discard(link.life)
         if not self._awaited:
             self._restored()
@@ -299,26 +293,27 @@ class RelayHost(SchedulerDriver):
         if self._awaited:
             self._early.append((link, arrival))
             return
-        if arrival.id >> ID_BITS != link.life or arrival.id in self._open:
-            raise protocol.ProtocolError(f"expected a new id of relay {link.life}, got {arrival.id}")
-        model, pinned = arrival.model, None
+        facts = arrival.request
+        if facts.id >> ID_BITS != link.life or facts.id in self._open:
+            raise protocol.ProtocolError(f"expected a new id of relay {link.life}, got {facts.id}")
+        model, pinned = facts.model, None
         if arrival.response is not None:
             try:
                 model, pinned = self._pin(arrival, arrival.response)
             except GateError as error:
-                link.send(protocol.Refused(arrival.id, error.status, error.message))
+                link.send(protocol.Refused(facts.id, error.status, error.message))
                 return
-        request = request_of(arrival, model, pinned)
+        request = facts.request(model, pinned)
         try:
             ticket = self._admit(arrival.owner, request, now)
         except Refusal as refusal:
             link.send(
                 protocol.Refused(
-                    arrival.id, refusal.status, refusal.message, refusal.retry_after_s, refusal.lines
+                    facts.id, refusal.status, refusal.message, refusal.retry_after_s, refusal.lines
                 )
             )
             return
-        self._open[request.id] = _Open(link, request, bool(arrival.model), ticket)
+        self._open[request.id] = _Open(link, request, bool(facts.model), ticket)
         self._arrive(request, now)
 
     def _limiter(self, owner: str | None) -> Limiter | None:
@@ -349,7 +344,7 @@ class RelayHost(SchedulerDriver):
 
     def _pin(self, arrival: Arrival, response: str) -> tuple[str, str | None]:
         """The model and the instance of a request about an earlier answer. Raises `GateError`."""
-        scheduler, model = self.scheduler, arrival.model
+        scheduler, model = self.scheduler, arrival.request.model
         pinned = self._responses.find(response, arrival.owner, scheduler, strict=arrival.strict)
         if pinned is None:
             return model or only_model(scheduler) or several_models(), None
@@ -375,7 +370,7 @@ class RelayHost(SchedulerDriver):
         if found is not None:
             self._end(found, Outcome.CLIENT_GONE, now)
         else:  # it may wait for the live leases
-            self._early = [each for each in self._early if each[1].id != request_id]
+            self._early = [each for each in self._early if each[1].request.id != request_id]
 
     def _ended(self, message: Ended, now: float) -> None:
         found = self._open.get(message.request)
@@ -387,18 +382,21 @@ class RelayHost(SchedulerDriver):
             return
         lease.output_tokens = message.output_tokens
         lease.reported_cached_tokens = message.cached_tokens
-        self._end(found, message.outcome, now, retry=message.retry, server_error=message.server_error)
+        generated = None
+        if message.goes_on:
+            generated = message.generated
+            found.request = found.request.goes_on(generated)
+        self._end(found, message.outcome, now, message.retry, generated)
 
     def _end(
         self,
         found: _Open,
         outcome: Outcome,
         now: float,
-        *,
         retry: bool = False,
-        server_error: bool = False,
+        generated: int | None = None,
     ) -> None:
-        """A request, or with `retry` its lease, ended."""
+        """A request, or with `retry` its lease, ended; `generated` as in `Scheduler.on_lease_ended`."""
         lease, found.lease = found.lease, None
         if not retry:
             del self._open[found.request.id]
@@ -408,7 +406,7 @@ class RelayHost(SchedulerDriver):
             return
         if not retry:
             self._drain_rate.ended(now)
-        commands = self._end_lease(lease, outcome, now, retry, server_error)
+        commands = self._end_lease(lease, outcome, now, retry, generated)
         if not retry:
             self._totals.believed(lease)
         self.carry_out(commands)
@@ -480,6 +478,7 @@ class RelayHost(SchedulerDriver):
                 first_s,
                 mixed,
                 None if found.ticket is None else found.ticket.headers(lease.dispatched_at),
+                self.scheduler.holder(lease).gives_ids,
             )
         )
 
@@ -509,24 +508,3 @@ class RelayHost(SchedulerDriver):
 def _prompt_tokens(request: Request) -> int:
     """Tokens of all prompts of a request, as known at its arrival."""
     return request.prompt_tokens * (request.sequences // max(1, request.samples))
-
-
-def request_of(arrival: Arrival, model: str, pinned: str | None) -> Request:
-    """The request of a message, its model and instance as they were found."""
-    return Request(
-        arrival.id,
-        model,
-        arrival.prompt_tokens,
-        arrival.max_tokens,
-        arrival.sequences,
-        arrival.longest_prompt_tokens,
-        arrival.generates,
-        arrival.body_bytes,
-        arrival.prompt_exact,
-        pinned,
-        arrival.prefix_keys,
-        arrival.priority,
-        arrival.tenant,
-        arrival.samples,
-        arrival.blocks,
-    )

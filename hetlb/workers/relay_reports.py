@@ -74,8 +74,10 @@ def add(whole: Totals, part: Totals) -> None:
     whole.decisions += part.decisions
     whole.retries += part.retries
     _add_counts(whole.requests, part.requests)
+    _add_counts(whole.classes, part.classes)
     _add_counts(whole.reloads, part.reloads)
     _add_counts(whole.handovers, part.handovers)
+    _add_counts(whole.resumptions, part.resumptions)
     whole.arrival.add(part.arrival)
     whole.end.add(part.end)
     whole.lag.add(part.lag)

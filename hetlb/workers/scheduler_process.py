@@ -83,7 +83,7 @@ class SchedulerProcess(FleetService):
             self.watch.reconnected,
         )
         self.roster.on_edited = self._save
-        self.driver.probe_timeout_s = state.fleet.scrape.timeout_s
+        self.driver.probe_timeout_s = state.fleet.file.scrape.timeout_s
         self.driver.generation = state.generation
         self.driver.limiters.configure(self._access.limits)
         self._state = dataclasses.replace(state, admin=dict(state.admin))
@@ -147,7 +147,7 @@ class SchedulerProcess(FleetService):
             for link, end in self._waiting:
                 await self._connect(link, end)
             self._waiting.clear()
-            await self.admin.open(make_app(self), self.fleet.admin, listeners.admin)
+            await self.admin.open(make_app(self), self.fleet.file.admin, listeners.admin)
             self._control.send("ready")
             if self._life > 1:
                 self._serving()
@@ -170,7 +170,11 @@ class SchedulerProcess(FleetService):
         """Another process accepts now: the relays end what they have."""
         tell(logger, Event.HANDOVER, "another process accepts: what is open here ends")
         self._control.send("replaced")
-        for each in self._listeners.main:
+        self._close_listeners()
+
+    def _close_listeners(self) -> None:
+        """Keep the sockets no longer: clients must not wait where no process accepts."""
+        for each in (*self._listeners.main, *self._listeners.admin):
             each.close()
         self._listeners = NO_LISTENERS
         self._do(self.admin.close())
@@ -214,6 +218,8 @@ class SchedulerProcess(FleetService):
         except EOFError:
             self._loop.remove_reader(self._control.fileno())
             self._alone = self.stopping_soon = True
+            self._close_listeners()
+            self._do(self._offer.close())
             if not self.driver.links:
                 self._stop.set()
 

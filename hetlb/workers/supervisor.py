@@ -111,7 +111,7 @@ class Supervisor:
         self._takeover = takeover
         self._event_log = event_log
         self._state = pickle.dumps(
-            State(fleet, ForwardRules(fleet.proxy.forward_headers).own.decode()), pickle.HIGHEST_PROTOCOL
+            State(fleet, ForwardRules(fleet.file.proxy.forward_headers).own.decode()), pickle.HIGHEST_PROTOCOL
         )
         self._scheduler = _Child("the scheduler process", -1)
         self._relays = [_Child(f"relay {each}", each) for each in range(number)]
@@ -131,7 +131,7 @@ class Supervisor:
     def run(self) -> None:
         """Serve until told to stop. Raises `HetlbError` where a process cannot begin."""
         lines = _Stderr()
-        lines.setFormatter(FORMATTERS[self._fleet.proxy.request_log_format]())
+        lines.setFormatter(FORMATTERS[self._fleet.file.proxy.request_log_format]())
         logging.basicConfig(level=logging.INFO, handlers=[lines])
         for end in (self._wake, self._waker):
             end.setblocking(False)
@@ -141,7 +141,7 @@ class Supervisor:
         try:
             self._until(lambda: all(child.began for child in self._children), _START_S, fail=True)
             fleet, bound = self._fleet, self._listeners
-            line = ready_line(bound.address, fleet.listen.tls, bound.admin_address, fleet.admin.tls)
+            line = ready_line(bound.address, fleet.file.listen.tls, bound.admin_address, fleet.file.admin.tls)
             self._send(self._scheduler, "serving")
             print(line, flush=True)
             systemd.notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS={line}")
@@ -258,7 +258,7 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 Path("/proc/self/comm").write_text(f"hetlb-{name}")
             logging.getLogger().handlers.clear()
-            with logging_to_stderr(self._fleet.proxy.request_log_format):
+            with logging_to_stderr(self._fleet.file.proxy.request_log_format):
                 try:
                     uvloop.run(self._serve(child, life, theirs))
                     status = 0
@@ -443,7 +443,7 @@ class Supervisor:
         for relay in self._relays:
             self._send(relay, "stop", hurry)
         self._listeners.close_main()
-        grace_s = 0.0 if hurry else self._fleet.proxy.shutdown_grace_s
+        grace_s = 0.0 if hurry else self._fleet.file.proxy.shutdown_grace_s
         told = len(signals)
         relays = self._relays
         self._until(

@@ -23,7 +23,7 @@ class PlannedRequest:
 
     It has `prompts` prompts of `prompt_tokens` tokens each, which begin with the spans of `content`, and asks
     for `n` answers of `output_tokens` tokens to each; without `generates` (an embedding) for none. `adapter`
-    is the LoRA adapter that it asks for, "" for the model itself.
+    is the LoRA adapter that it asks for, "" for the model itself; `service` its class, "" for the default.
     """
 
     index: int
@@ -36,6 +36,7 @@ class PlannedRequest:
     generates: bool = True
     tenant: str | None = None
     adapter: str = ""
+    service: str = ""
 
     @property
     def sequences(self) -> int:
@@ -134,6 +135,7 @@ def planned_request(index: int, at_s: float, row: Row, content: PromptContent = 
         row.endpoint != "embeddings",
         row.tenant or None,
         row.adapter,
+        row.service,
     )
 
 

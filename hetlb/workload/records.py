@@ -26,6 +26,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from hetlb.core.objective import ServiceClass
+
 if TYPE_CHECKING:
     Floats: TypeAlias = array[float]
     Integers: TypeAlias = array[int]
@@ -58,6 +60,8 @@ class RequestResult:
     itl_s: Floats | None = None
     #: `output_tokens` are those of so many sequences, which grow at the same time.
     sequences: int = 1
+    #: Name of its service class, "" for the default.
+    service: str = ""
 
     @property
     def ttft_s(self) -> float | None:
@@ -191,8 +195,9 @@ def summarize(
     preemptions: Mapping[str, int] | None = None,
     kv_peak: Mapping[str, float] | None = None,
     goodput_slo_s: Mapping[str, float] | None = None,
+    classes: Mapping[str, ServiceClass] | None = None,
 ) -> dict[str, Any]:
-    """The figures of one run.
+    """The figures of one run; with `classes` those of each class of its requests, too.
 
     `gaps` are the times between tokens where they were counted for the whole run; without it they are the
     records' own. `instances` names the instances to report, by default those that the records name.
@@ -224,9 +229,49 @@ def summarize(
         **latency_figures("tpot", (t for record in done if (t := record.tpot_s) is not None)),
         **gaps.figures("itl"),
         **latency_figures("e2el", (record.e2el_s for record in done)),
+        "time_to_99_percent_s": _time_to_99_percent_s(done, start),
+        **({"classes": _class_figures(records, classes, per_second)} if classes else {}),
         "steady": steady_figures(records, start, end),
         "instances": _instance_figures(done, start, instances, preemptions or {}, kv_peak or {}),
     }
+
+
+def _time_to_99_percent_s(done: Sequence[RequestResult], start_s: float) -> float | None:
+    """Seconds from the first due time until 99 % of the answers have ended, None without any."""
+    ends = sorted(record.last_token_s for record in done if record.last_token_s is not None)
+    return ends[math.ceil(0.99 * len(ends)) - 1] - start_s if ends else None
+
+
+def _class_figures(
+    records: Sequence[RequestResult], classes: Mapping[str, ServiceClass], per_second: float
+) -> dict[str, Any]:
+    """The figures of each class; a request that failed or was refused has missed its targets."""
+    default = next(iter(classes))
+    found: dict[str, Any] = {}
+    for name, service in classes.items():
+        own = [record for record in records if (record.service or default) == name]
+        done = [record for record in own if record.ok]
+        met = sum(
+            service.met(
+                record.ttft_s or record.e2el_s, record.e2el_s, record.output_tokens // record.sequences
+            )
+            for record in done
+        )
+        first = latency_figures("ttft", (t for record in done if (t := record.ttft_s) is not None))
+        step = latency_figures("tpot", (t for record in done if (t := record.tpot_s) is not None))
+        whole = latency_figures("e2el", (record.e2el_s for record in done))
+        found[name] = {
+            "requests": len(own),
+            "refused": len(own) - len(done),
+            "attainment": met / len(own) if own else None,
+            "goodput_req_s": met * per_second,
+            "output_throughput": sum(record.output_tokens for record in done) * per_second,
+            "mean_ttft_ms": first["mean_ttft_ms"],
+            "p99_ttft_ms": first["p99_ttft_ms"],
+            "mean_tpot_ms": step["mean_tpot_ms"],
+            "p99_e2el_ms": whole["p99_e2el_ms"],
+        }
+    return found
 
 
 def steady_figures(records: Sequence[RequestResult], start_s: float, end_s: float) -> dict[str, Any]:

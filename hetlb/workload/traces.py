@@ -25,7 +25,18 @@ _MAX_TOKENS = 1 << 31
 #: Kinds of requests of a row: text, or vectors of texts (`POST /v1/embeddings`).
 ENDPOINTS = ("completions", "embeddings")
 #: Further columns with a meaning.
-_OPTIONAL = ("session_id", "turn", "hash_ids", "prompt", "tenant", "sequences", "n", "endpoint", "adapter")
+_OPTIONAL = (
+    "session_id",
+    "turn",
+    "hash_ids",
+    "prompt",
+    "tenant",
+    "sequences",
+    "n",
+    "endpoint",
+    "adapter",
+    "class",
+)
 #: A block or a span of a prompt: `NAME`, or `NAME=TOKENS`.
 _SPAN = re.compile(r"([\w-]+)(?:=(\d+))?")
 #: A request asks for at most so many prompts or samples: more is a mistake.
@@ -45,7 +56,7 @@ class Row:
     are equal text.
 
     `sequences` prompts of this length are sent in one request, `n` answers asked for to each. `tenant` is
-    whose request it is, `adapter` the LoRA adapter that it asks for.
+    whose request it is, `adapter` the LoRA adapter that it asks for, `service` the name of its class.
     """
 
     arrival_s: float | None
@@ -60,6 +71,7 @@ class Row:
     n: int = 1
     endpoint: str = "completions"
     adapter: str = ""
+    service: str = ""
     extra: dict[str, str] = field(default_factory=dict, compare=False)
 
 
@@ -140,6 +152,7 @@ def _optional(path: Path, number: int, cells: dict[str, str]) -> dict[str, Any]:
         "turn": cells.get("turn", ""),
         "tenant": cells.get("tenant", ""),
         "adapter": cells.get("adapter", "").strip(),
+        "service": cells.get("class", "").strip(),
         "hash_ids": tuple(each.group() for each in _SPAN.finditer(cells.get("hash_ids", ""))),
     }
     for column in ("sequences", "n"):

@@ -9,6 +9,9 @@ import pytest
 
 from hetlb.cli.main import main
 from hetlb.config.profile import load_profile
+from hetlb.errors import ProfileError
+from hetlb.profiler.aiconfigurator import Layout, query
+from hetlb.profiler.fit import Phase
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "profiler" / "data" / "l40s-llama-3.1-8b.csv"
@@ -169,3 +172,53 @@ def test_sources_on_the_same_hardware_compared(capsys: pytest.CaptureFixture[str
 def test_nothing_to_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "list", str(tmp_path)]) == 2
     assert f"list: expected profiles in {tmp_path}, got none" in capsys.readouterr().err
+
+
+def test_what_tables_do_not_hold_is_assumed_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = ["profile", "--from", f"csv:{DATA}", "--tp", "1"]
+    assert main([*source, "--out", str(tmp_path / "a.yaml")]) == 0
+    printed = capsys.readouterr().out
+    profile = load_profile(tmp_path / "a.yaml")
+    assert profile.host is not None
+    assert profile.host.iteration_s > 0
+    assert profile.latency.request_s == profile.host.request_s > 0
+    for part in ("host: ", "mixed: 2 times the attention of a decode step", "prompts beyond 4096 tokens"):
+        assert any(part in each for each in profile.assumed)
+        assert f"assumed {part}" in printed.replace("\n", " ")
+    assert profile.mixed is not None
+    assert profile.better_decode is not None
+    assert profile.mixed.token_s == pytest.approx(2 * profile.better_decode.token_s)
+    assert main([*source, "--no-async-scheduling", "--out", str(tmp_path / "s.yaml")]) == 0
+    assert load_profile(tmp_path / "s.yaml").latency.host_s > profile.latency.host_s
+    assert main([*source, "--overhead-ms", "0", "--out", str(tmp_path / "b.yaml")]) == 0
+    bare = load_profile(tmp_path / "b.yaml")
+    assert bare.latency.host_s == bare.latency.host_sequence_s == 0.0
+    assert not any(each.startswith("host") for each in bare.assumed)
+
+
+def test_speculative_decoding_divides_the_time_of_a_step(tmp_path: Path) -> None:
+    source = ["profile", "--from", f"csv:{DATA}", "--tp", "1"]
+    assert main([*source, "--out", str(tmp_path / "a.yaml")]) == 0
+    assert main([*source, "--tokens-per-step", "2.5", "--out", str(tmp_path / "b.yaml")]) == 0
+    plain, drafted = (load_profile(tmp_path / f"{name}.yaml").latency for name in "ab")
+    for batch in (1, 16, 100):
+        expected_s = plain.step_s(batch, batch * 800) / 2.5
+        assert drafted.step_s(batch, batch * 800) == pytest.approx(expected_s, rel=0.01)
+    assert drafted.prefill_s(900) == plain.prefill_s(900)
+
+
+@pytest.mark.parametrize("layout", [Layout(2), Layout(4, expert_parallel=True), Layout(1, dp=4)])
+def test_a_mixture_of_experts_has_tables_at_every_layout(layout: Layout) -> None:
+    pytest.importorskip("aiconfigurator_core")
+    found = query("Qwen/Qwen3-30B-A3B", "h100_sxm", layout)
+    assert found.kv_cache_tokens is not None
+    long = [point for point in found.points if point.length >= 32768]
+    assert {point.phase for point in long} == {Phase.PREFILL, Phase.DECODE}
+
+
+def test_a_layout_without_tables_is_one_line() -> None:
+    pytest.importorskip("aiconfigurator_core")
+    with pytest.raises(ProfileError, match=r"--tp 8 .*moe_tp_size=8"):
+        query("Qwen/Qwen3-235B-A22B-FP8", "h200_sxm", Layout(8))

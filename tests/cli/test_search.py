@@ -53,7 +53,9 @@ def test_two_instances_at_4_beat_one_at_8_on_l40s(
 
 
 @pytest.mark.parametrize(
-    "path", sorted(set(CLUSTERS.glob("*.yaml")) - set(CLUSTERS.glob("split-*"))), ids=lambda path: path.name
+    "path",
+    sorted(set(CLUSTERS.glob("*.yaml")) - set(CLUSTERS.glob("split-*"))),
+    ids=lambda path: path.name,
 )
 def test_every_example_cluster_loads(path: Path) -> None:
     assert load_cluster(path).machines
@@ -227,7 +229,7 @@ def test_data_parallel_replicas_share_a_url(
     (command,) = document["commands"]
     assert command.startswith("CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 vllm serve m --tensor-parallel-size 2 ")
     assert "--data-parallel-size 3" in command
-    assert [spec.url for spec in load_fleet(fleet).instances] == ["http://six:8000"]
+    assert [spec.url for spec in load_fleet(fleet).instances] == ["http://six.invalid:8000"]
 
 
 def test_pipelines_where_gpus_would_be_left_over(

@@ -165,7 +165,7 @@ def test_the_request_log_has_one_line_per_request(start: Starter) -> None:
     ask(url, model="nobody\nknows=it")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=HANG_S)
-    lines = [line for line in err.splitlines() if line.startswith("request=")]
+    lines = [line for line in err.splitlines() if " request=" in line]
     assert len(lines) == 2
     assert "outcome=ok" in lines[0]
     assert "output_tokens=4" in lines[0]
@@ -203,6 +203,16 @@ def test_wrong_input_is_one_line_and_status_2(
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_one_port_for_both_listeners_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(
+        "version: 1\nlisten: {port: 9}\nadmin: {port: 9}\n"
+        'models: [{name: m, instances: [{url: "http://127.0.0.1:1"}]}]\n'
+    )
+    assert main(["serve", "--config", str(path), "--check"]) == 2
+    assert "admin.port: expected another than listen.port, got 9 for both" in capsys.readouterr().err
 
 
 def test_check_validates_and_exits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from proxy.services import Engine, document, serving
 from rich.console import Console
 
 from hetlb.cli.main import main
-from hetlb.cli.top import ORDERS, View, seconds, sparkline
+from hetlb.cli.top import ORDERS, View, seconds, shortened, sparkline
 
 PROFILE = Path(__file__).parents[2] / "hetlb" / "demo" / "fast.yaml"
 ROOM = (24, 80)
@@ -68,6 +68,11 @@ def snapshot(*instances: dict[str, Any], waiting: int = 0, decisions: int = 25) 
             "policy": "hetlb",
             "models": [{"name": "a-model", "instances": list(instances)}],
             "queue": {"requests": waiting, "bytes": 0, "models": {}, "oldest_s": 3.2 if waiting else None},
+        },
+        "status": {
+            "state": "well", "load": 0.4, "capacity_req_s": 12.0, "limited_by": "slots of node-001",
+            "headroom_req_s": 7.2, "advice": "Nothing to do.",
+            "sentence": "load 40 % of about 12 requests/s, limited by slots of node-001, room for 7.2 more",
         },
         "series": {"bin_s": 2.0, **{name: [None] * 100 + [float(n) for n in range(50)] for name in columns}},
         "decisions": {
@@ -116,14 +121,15 @@ def test_every_line_fits(width: int, height: int | None, count: int) -> None:
     assert max(map(len, lines)) <= width
     if height is not None:
         assert len(lines) <= height
-        assert sum(line.startswith(("node-", "a-server")) and " is " not in line for line in lines) >= 1
+        assert sum(line.startswith(("node-", "a-s")) and " is " not in line for line in lines) >= 1
 
 
 def test_the_figures_of_an_instance() -> None:
     lines = frame(viewing(instance(7), instance(3, state="drain"), waiting=4))
-    assert lines[0].startswith("hetlb 0.1.0  http://127.0.0.1:8081  policy hetlb")
-    assert lines[0].endswith("live")
-    assert lines[1] == "1 of 2 up   10 in flight   queue 4 (oldest 3.2 s)   KV promised 0% of 20,000"
+    assert lines[0].startswith(" well  load 40 % of about 12 requests/s, limited by slots of node-001")
+    assert lines[1].startswith("hetlb 0.1.0  http://127.0.0.1:8081  policy hetlb")
+    assert lines[1].endswith("live")
+    assert lines[2] == "1 of 2 up   10 in flight   queue 4 (oldest 3.2 s)   KV promised 0% of 20,000"
     [row] = [line for line in lines if line.startswith("node-007")]
     assert row.split() == [
         "node-007",
@@ -177,23 +183,23 @@ def test_orders() -> None:
 
 def test_scrolling_stays_within_the_fleet() -> None:
     view = viewing(*(instance(n) for n in range(200)))
-    assert "1 to 15 of 200, as configured" in frame(view)[-1]
+    assert "1 to 14 of 200, as configured" in frame(view)[-1]
     for _ in range(3):
         view.press("down")
-    assert "4 to 18 of 200" in frame(view)[-1]
+    assert "4 to 17 of 200" in frame(view)[-1]
     for _ in range(1000):
         view.press("j")
-    assert "186 to 200 of 200" in frame(view)[-1]
+    assert "187 to 200 of 200" in frame(view)[-1]
     for _ in range(1000):
         view.press("up")
-    assert "1 to 15 of 200" in frame(view)[-1]
+    assert "1 to 14 of 200" in frame(view)[-1]
 
 
 def test_a_connection_that_is_lost_is_said_and_the_last_state_stays() -> None:
     view = viewing(instance(1))
     view.trouble = "no connection: Connection refused"
     lines = frame(view)
-    assert lines[0].endswith("no connection: Connection refused; trying again")
+    assert lines[1].endswith("no connection: Connection refused; trying again")
     assert any(line.startswith("node-001") for line in lines)
     view.trouble = "no connection: " + "because " * 30
     assert len(frame(view)[0]) <= 80
@@ -408,3 +414,12 @@ def test_ctrl_c_ends_it_and_leaves_the_terminal_whole() -> None:
         assert termios.tcgetattr(terminal.child) == terminal.before
     finally:
         terminal.close()
+
+
+def test_names_that_are_cut_stay_different() -> None:
+    names = ["vllm-a100-production-eu-west-0", "vllm-a100-production-eu-west-1", "b"]
+    short = shortened(names, 13)
+    assert len(set(short.values())) == 3
+    assert max(map(len, short.values())) <= 13
+    assert shortened(names[:2], 13) == {names[0]: "…t-0", names[1]: "…t-1"}
+    assert shortened(["a", "b"], 13) == {"a": "a", "b": "b"}

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 from helpers import head, request, waiting
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hetlb.core.admission import Flow, Queue, QueueKey, QueueLimits
+from hetlb.core.objective import ServiceClass
 from hetlb.core.types import Request
 
 LINE = QueueKey("m", None, False)
@@ -27,10 +30,13 @@ def filled(limits: QueueLimits, *requests: Request, size: int = 10) -> Queue:
 
 
 def served(queue: Queue, count: int) -> list[int]:
-    """Who is served next, by whose turn it is."""
+    """The next to be dispatched, of which none ends meanwhile."""
     ids = []
     for _ in range(count):
-        ids.append(queue.take(head(queue).request.id, 0).request.id)
+        entry = queue.remove(head(queue).request.id)
+        assert entry is not None
+        queue.booked(entry.request.tenant, entry.size)
+        ids.append(entry.request.id)
         queue.check_integrity()
     return ids
 
@@ -183,9 +189,8 @@ def test_an_entry_holds_what_was_said_of_it() -> None:
     queue.push(asked(2), 8.0)
     first, second = waiting(queue, LINE)
     assert (first.arrived_at, first.predicted_output, first.size, first.fit) == (7.0, 33.0, 5, 0)
-    assert queue.overtaken(first) == 0
     assert (second.arrived_at, second.predicted_output, second.size) == (8.0, 0.0, 0)
-    assert queue.take(1, 0) is first
+    assert queue.remove(1) is first
     assert queue.remove(2) is second
 
 
@@ -195,7 +200,7 @@ def test_a_request_waits_once() -> None:
         queue.push(asked(1), 0.0)
 
 
-def test_only_a_better_priority_of_the_same_line_goes_before() -> None:
+def test_what_waits_ahead_is_of_the_same_line_and_no_worse_priority() -> None:
     queue = filled(
         QueueLimits(),
         asked(1, priority=3),
@@ -203,11 +208,16 @@ def test_only_a_better_priority_of_the_same_line_goes_before() -> None:
         asked(3, model="o", priority=-9),
     )
     queue.push(asked(4, priority=-9), 0.0, retry=True)
-    assert not queue.may_pass(asked(9, priority=4))
-    assert queue.may_pass(asked(9, priority=3))
-    assert queue.may_pass(asked(9, priority=-5))
-    assert not queue.may_pass(asked(9, priority=-5, pinned="a"))
-    assert queue.may_pass(asked(9, priority=9, model="none"))
+    assert queue.ahead(asked(9, priority=4))
+    assert queue.ahead(asked(9, priority=3))
+    assert not queue.ahead(asked(9, priority=2))
+    assert queue.ahead(asked(9, priority=-5, pinned="a"))
+    assert not queue.ahead(asked(9, priority=9, model="none"))
+    background = ServiceClass("night", background=True)
+    assert not queue.ahead(asked(9, priority=2, service=background))
+    queue.push(asked(5, priority=-1, service=background), 0.0)
+    assert not queue.ahead(asked(9, priority=-1))
+    assert queue.ahead(asked(9, priority=-1, service=background))
 
 
 def test_the_first_are_of_the_best_priority_and_whose_turn_it_is() -> None:
@@ -222,70 +232,16 @@ def test_the_first_are_of_the_best_priority_and_whose_turn_it_is() -> None:
 # --- whose turn ---
 
 
-def test_what_is_served_past_the_queue_counts_for_its_tenant() -> None:
-    """By its size, in its own line and priority; not where nothing waits."""
+def test_the_tenant_with_the_least_in_service_is_next() -> None:
     queue = Queue(QueueLimits())
     for number in range(10):
         queue.push(asked(number, "a"), 0.0, size=10)
         queue.push(asked(100 + number, "b"), 0.0, size=10)
-    queue.passed(asked(50, "a"), 50.0, 0)
-    # 'a' has had five: 'b' is served until it has had as much.
+    queue.booked("a", 50)
     assert served(queue, 7) == [100, 101, 102, 103, 104, 0, 105]
-    queue = Queue(QueueLimits())
-    for number in range(4):
-        queue.push(asked(number, "a"), 0.0, size=10)
-        queue.push(asked(100 + number, "b"), 0.0, size=10)
-    queue.passed(asked(50, "a", priority=1), 500.0, 0)
-    queue.passed(asked(50, "a", pinned="x"), 500.0, 0)
-    queue.passed(asked(50, "a", model="o"), 500.0, 0)
-    assert sorted(served(queue, 4)) == [0, 1, 100, 101]
 
 
-def test_it_counts_for_a_tenant_that_waits_for_nothing_too() -> None:
-    queue = Queue(QueueLimits())
-    for number in range(10):
-        queue.push(asked(number, "a"), 0.0, size=10)
-    for number in range(4):
-        queue.passed(asked(50 + number, "b"), 10.0, 0)
-    for number in range(4):
-        queue.push(asked(100 + number, "b"), 0.0, size=10)
-    assert served(queue, 4) == [0, 1, 2, 3]
-    assert sorted(served(queue, 2)) == [4, 100]
-
-
-def test_the_least_that_a_request_counts_for_is_one() -> None:
-    """Requests of no size take turns all the same, whether they waited or not."""
-    queue = Queue(QueueLimits())
-    for number in range(6):
-        queue.push(asked(number, "a"), 0.0, size=0)
-        queue.push(asked(100 + number, "b"), 0.0, size=0)
-    assert sorted(served(queue, 4)) == [0, 1, 100, 101]
-    queue.passed(asked(50, "a"), 0.0, 0)
-    queue.passed(asked(51, "a"), 0.0, 0)
-    assert sorted(served(queue, 2)) == [102, 103]
-
-
-def test_weights_hold_for_what_is_served_past_the_queue() -> None:
-    queue = Queue(QueueLimits(tenant_weights={"gold": 4.0}))
-    for number in range(10):
-        queue.push(asked(number, "gold"), 0.0, size=10)
-        queue.push(asked(100 + number, "plain"), 0.0, size=10)
-    queue.passed(asked(50, "gold"), 40.0, 0)  # as much as one of 'plain'
-    assert served(queue, 6) == [100, 0, 101, 1, 2, 3]
-
-
-def test_weights_hold_for_tenants_that_do_not_wait() -> None:
-    queue = Queue(QueueLimits(tenant_weights={"gold": 4.0}))
-    for number in range(10):
-        queue.push(asked(number, "plain"), 0.0, size=10)
-    queue.passed(asked(50, "gold"), 80.0, 0)  # as much as two of 'plain'
-    for number in range(4):
-        queue.push(asked(100 + number, "gold"), 0.0, size=10)
-    assert served(queue, 2) == [0, 1]
-    assert sorted(served(queue, 5)) == [2, 100, 101, 102, 103]
-
-
-def test_a_tenant_without_a_name_has_the_weight_of_one() -> None:
+def test_weights_are_shares_of_what_is_in_service() -> None:
     queue = Queue(QueueLimits(tenant_weights={"gold": 3.0}))
     for number in range(8):
         queue.push(asked(number, "gold"), 0.0, size=10)
@@ -294,25 +250,61 @@ def test_a_tenant_without_a_name_has_the_weight_of_one() -> None:
     assert sum(number < 100 for number in ids) == 6
 
 
-def test_finish_tags_do_not_pile_up() -> None:
-    """Thousands of tenants that came once leave nothing behind but what still lies ahead."""
-    queue = Queue(QueueLimits(max_requests=None))
-    for number in range(3000):
-        queue.push(asked(number, "steady"), 0.0, size=10)
-    for number in range(2500):
-        queue.push(asked(10_000 + number, f"once-{number}"), 0.0, size=10)
-        for _ in range(2):
-            queue.take(head(queue).request.id, 0)
+def test_of_equal_tenants_the_request_that_is_due_first_is_next() -> None:
+    queue = Queue(QueueLimits())
+    quick, slow = ServiceClass("quick", ttft_s=1.0), ServiceClass("slow", ttft_s=9.0)
+    queue.push(asked(1, service=slow), 0.0, due=9.0)
+    queue.push(asked(2, service=quick), 1.0, due=2.0)
+    queue.push(asked(3, "a", service=quick), 1.0, due=1.5)
+    assert served(queue, 3) == [3, 2, 1]
+
+
+def test_those_that_are_late_come_after_those_in_time_and_before_the_background() -> None:
+    queue = Queue(QueueLimits())
+    quick, night = ServiceClass("quick", ttft_s=1.0), ServiceClass("night", background=True)
+    queue.push(asked(1, service=night), 0.0, due=0.0)
+    queue.push(asked(2, service=quick), 0.0, due=1.0)
+    queue.push(asked(3, service=quick), 3.0, due=4.0)
+    queue.push(asked(4), 0.0, due=0.0)
+    [late] = queue.late(LINE, 2.0)
+    assert late.request.id == 2
+    queue.demote(late)
     queue.check_integrity()
-    fair = next(iter(queue._lines[LINE].values()))
-    assert len(fair._finished) <= 1025
+    assert queue.late(LINE, 2.0) == []
+    assert [entry.entry.request.id for entry in queue.heads(LINE)] == [4, 1]
+    assert served(queue, 4) == [4, 3, 2, 1]
 
 
-def test_a_tenant_that_emptied_its_queue_waits_its_turn_again() -> None:
-    queue = filled(QueueLimits(), asked(1, "a"), *(asked(10 + n, "b") for n in range(9)), size=10)
-    queue.take(1, 0)
-    queue.push(asked(2, "a"), 0.0, size=10)
-    assert served(queue, 3) == [10, 2, 11]
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 1), st.sampled_from((None, "x", "y")), st.integers(0, 2), st.integers(1, 50)
+        ),
+        max_size=40,
+    ),
+    st.lists(st.integers(0, 39), max_size=20),
+)
+def test_heads_are_the_best_of_each_fit(
+    pushed: list[tuple[int, str | None, int, int]], removed: list[int]
+) -> None:
+    queue = Queue(QueueLimits(max_requests=None))
+    known: dict[int, tuple[int, str | None, int]] = {}
+    for number, (priority, tenant, fit, size) in enumerate(pushed):
+        queue.push(asked(number, tenant, priority), float(number), size=size, fit=fit, due=float(number))
+        known[number] = priority, tenant, fit
+    for number in removed:
+        assert (queue.remove(number) is not None) == (number in known)
+        known.pop(number, None)
+    queue.check_integrity()
+    best = {
+        min((priority, number) for number, (priority, tenant, of) in known.items() if of == fit)
+        for fit in {fit for _, _, fit in known.values()}
+    }
+    assert [head.entry.request.id for head in queue.heads(LINE)] == [number for _, number in sorted(best)]
+    shift = {number: (fit + 1) % 3 for number, (_, _, fit) in known.items()}
+    queue.refit(lambda request: shift[request.id])
+    queue.check_integrity()
+    assert {entry.request.id: entry.fit for entry in queue} == shift
 
 
 # --- figures ---
@@ -320,7 +312,7 @@ def test_a_tenant_that_emptied_its_queue_waits_its_turn_again() -> None:
 
 def test_figures_of_waiting_requests() -> None:
     queue = Queue(QueueLimits())
-    assert (queue.oldest_at(), queue.by_model(), queue.count(LINE)) == (None, {}, 0)
+    assert (queue.oldest_at(), queue.by_model()) == (None, {})
     for number, (tenant, priority, at) in enumerate(
         (("a", 0, 5.0), ("a", 0, 6.0), ("b", 0, 4.0), ("a", 3, 3.0))
     ):
@@ -328,15 +320,10 @@ def test_figures_of_waiting_requests() -> None:
     queue.push(asked(9, model="other"), 7.0)
     assert queue.oldest_at() == 3.0
     assert queue.by_model() == {"m": 4, "other": 1}
-    assert (queue.count(LINE), queue.count(("other", None, False)), queue.count(("m", None, True))) == (
-        4,
-        1,
-        0,
-    )
     queue.remove(3)
     assert queue.oldest_at() == 4.0
     queue.remove(2)
-    assert (queue.oldest_at(), queue.count(LINE)) == (5.0, 2)
+    assert queue.oldest_at() == 5.0
 
 
 # --- noticing ---
@@ -353,12 +340,8 @@ def test_a_count_that_is_wrong_is_noticed() -> None:
         queue.held[99] = queue.held[1]
 
     def empty_flow(queue: Queue) -> None:
-        fair = queue._lines[LINE][0]
-        fair.flows["nobody"] = Flow("nobody", 0, 1.0)
-        fair.flows["nobody"].by_fit[0] = OrderedDict()
-
-    def empty_priority(queue: Queue) -> None:
-        queue._lines[LINE][7] = type(queue._lines[LINE][0])()
+        flow = queue._lines[LINE][0]["nobody", ""] = Flow("nobody", "")
+        flow.by_fit[0] = OrderedDict()
 
     def empty_line(queue: Queue) -> None:
         queue._lines[QueueKey("x", None, False)] = {}
@@ -375,13 +358,6 @@ def test_a_count_that_is_wrong_is_noticed() -> None:
     def share_of_nobody(queue: Queue) -> None:
         queue._shares["nobody"] = type(queue._shares["a"])()
 
-    def line_of_none(queue: Queue) -> None:
-        fair = queue._lines[LINE][0]
-        fair.lines[7] = type(fair.lines[0])()
-
-    def overtaken_too_often(queue: Queue) -> None:
-        queue.held[1][3].credit = -1
-
     def forgotten_key(queue: Queue) -> None:
         queue._keys.clear()
 
@@ -390,14 +366,11 @@ def test_a_count_that_is_wrong_is_noticed() -> None:
         (forgotten, None),
         (unknown, None),
         (empty_flow, "^an empty flow was left behind$"),
-        (empty_priority, "^an empty priority$"),
         (empty_line, "^an empty line was left behind$"),
-        (out_of_order, "^priorities out of order$"),
+        (out_of_order, "^levels out of order$"),
         (wrong_share, None),
         (wrong_share_bytes, None),
         (share_of_nobody, None),
-        (line_of_none, "^fits$"),
-        (overtaken_too_often, "^overtaken too often$"),
         (forgotten_key, "^keys of lines$"),
     ):
         queue = filled(QueueLimits(), asked(1, "a", body=5), asked(2, "a", body=6), asked(3, "b", priority=4))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from helpers import dispatched, make_scheduler, request, spec
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hetlb.core.admission import MOST_OVERTAKEN, QueueLimits
+from hetlb.core.admission import QueueLimits
 from hetlb.core.demand import PROMPT_WEIGHT
-from hetlb.core.policies.base import PolicyParams
+from hetlb.core.objective import ServiceClass
 from hetlb.core.predictor import OnlinePredictor
 from hetlb.core.scheduler import TICK_S, Scheduler
 from hetlb.core.types import (
@@ -250,34 +252,49 @@ def test_a_retry_that_has_been_everywhere_by_its_turn_is_given_up() -> None:
     scheduler.check_integrity()
 
 
-def test_one_behind_the_head_that_suits_the_free_instance_better_goes_first_but_not_for_ever() -> None:
-    """The fast instance is better at answers, the slow one at prompts: the head waits for the slow one."""
-    capacity = Capacity(kv_cache_tokens=10**6, kv_tokens_per_request=10**6, max_num_seqs=1)
-    specs = [spec("a", capacity=capacity), spec("b", capacity=capacity, slower=3.0)]
-    scheduler = make_scheduler(specs, "hetlb", params=PolicyParams())
+# --- targets ---
+
+
+def test_late_requests_are_refused_or_served_after_those_in_time() -> None:
+    patient = ServiceClass("patient", ttft_s=2.0)
+    strict = ServiceClass("strict", ttft_s=2.0, refuse_hopeless=True)
+    scheduler = drained()
+    for number, service in ((1, patient), (2, strict), (3, patient)):
+        assert scheduler.on_arrival(request(number, service=service), float(number)) == []
+    text = "The targets of the class `strict` can no longer be met for this request."
+    [refused, *sent_now] = back(scheduler, now=4.5)
+    assert told([refused]) == [(2, RejectReason.QUEUE_EXPIRED, text, 1.0)]
+    assert sent(sent_now) == [(3, "a"), (1, "a")]
+    scheduler.check_integrity()
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(50, 3000)), min_size=30, max_size=60),
+    st.integers(5, 20),
+)
+def test_a_greedy_tenant_leaves_others_their_share_of_what_runs(
+    others: list[tuple[str, int]], slots: int
+) -> None:
+    """One tenant fills the fleet before the others come: as it drains they get what runs, to one request."""
+    capacity = Capacity(kv_cache_tokens=10**7, kv_tokens_per_request=10**7, max_num_seqs=slots)
+    scheduler = make_scheduler([spec("a", capacity=capacity)], "hetlb")
     running: list[Lease] = []
-    number = 0
-    while commands := scheduler.on_arrival(request(number), 0.0):
-        running.append(dispatched(commands))
-        number += 1
-        assert number < 100
-    commands: list[Command] = []
-    for number in range(1000, 1000 + 3 * MOST_OVERTAKEN):
-        commands += scheduler.on_arrival(request(number, prompt=10 if number % 2 else 3000), 0.0)
-    served: list[int] = []
-    now = 0.0
-    while running or commands:
-        for command in commands:
-            assert isinstance(command, Dispatch)
-            running.append(command.lease)
-            served.append(command.request_id)
-        now += 1.0
+    for number in range(100):
+        running += leases_of(scheduler.on_arrival(request(number, prompt=500, tenant="greedy"), 0.0))
+    for number, (tenant, prompt) in enumerate(others):
+        running += leases_of(scheduler.on_arrival(request(1000 + number, prompt=prompt, tenant=tenant), 0.0))
+    waits = {tenant for tenant, _ in others}
+    for now in range(slots):
         lease = running.pop(0)
         lease.output_tokens = 50
-        commands = scheduler.on_lease_ended(lease, Outcome.OK, now)
-    waited = [each for each in served if each >= 1000]
-    assert sorted(waited) == list(range(1000, 1000 + 3 * MOST_OVERTAKEN))
-    assert waited != sorted(waited)
-    for place, each in enumerate(waited):
-        assert sum(other > each for other in waited[:place]) <= MOST_OVERTAKEN
-    scheduler.check_integrity()
+        running += leases_of(scheduler.on_lease_ended(lease, Outcome.OK, float(now)))
+        scheduler.check_integrity()
+    held = scheduler.queue.service.running
+    largest = max(lease.promised_tokens for lease in running)
+    still = waits & {entry.request.tenant for entry in scheduler.queue}
+    for tenant in still:
+        assert held.get(tenant, 0) + largest >= held.get("greedy", 0)
+
+
+def leases_of(commands: list[Command]) -> list[Lease]:
+    return [each.lease for each in commands if isinstance(each, Dispatch)]

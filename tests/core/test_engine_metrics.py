@@ -49,6 +49,7 @@ def test_engines_of_one_server_are_summed() -> None:
         kv_usage=sample.kv_usage,
         kv_usage_max=0.3,
         capacity=Capacity(kv_cache_tokens=3216, block_size=16, kv_tokens_per_request=1600, engines=2),
+        engine="vllm",
     )
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hetlb.core.admission import QueueLimits
 from hetlb.core.eventlog import RecordingScheduler, Replay, encode_setup
 from hetlb.core.health import HealthParams
+from hetlb.core.journal import Booked
 from hetlb.core.policies.base import PolicyParams
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import LengthDistribution
@@ -27,7 +28,6 @@ from hetlb.core.types import (
     InstanceAdded,
     InstanceRemoved,
     Lease,
-    LiveLease,
     ModelsLearned,
     Outcome,
     Probed,
@@ -72,9 +72,7 @@ def record(policy: str, predictor: str, seed: int, steps: int = 120) -> list[str
             lease = leases.pop(rng.randrange(len(leases)))
             scheduler.on_first_token(lease, now)
             lease.output_tokens = rng.randrange(1, 500)
-            commands = scheduler.on_lease_ended(
-                lease, rng.choice(list(Outcome)), now + 0.1, server_error=rng.random() < 0.5
-            )
+            commands = scheduler.on_lease_ended(lease, rng.choice(list(Outcome)), now + 0.1)
         elif kind == 7:
             commands = scheduler.on_scrape(name, EngineSample(1, 2, rng.random(), missing=("x",)), now)
         elif kind == 8:
@@ -90,7 +88,7 @@ def record(policy: str, predictor: str, seed: int, steps: int = 120) -> list[str
             commands = scheduler.on_instance(change, now)
         elif kind == 12:
             again = request(1000 + i, prompt=70)
-            restored = scheduler.restore(LiveLease(again, name, 10**9, 20.0, now - 1, i % 2 == 0), now)
+            restored = scheduler.restore(Booked(1, name, again, 10**9, 20.0, 1.0, i % 2 == 0), now)
             leases += [] if restored is None else [restored]
         elif kind == 10:
             commands = scheduler.on_tick(now) + scheduler.on_cancelled(i - 1, now)

@@ -75,7 +75,7 @@ def test_the_last_place_of_a_large_fleet_is_found_and_then_requests_wait() -> No
     leases = []
     while (lease := arrive(scheduler, len(leases))) is not None:
         leases.append(lease)
-    places = sum(each.max_num_seqs + 1 for each in scheduler.instances)
+    places = sum(each.max_num_seqs for each in scheduler.instances)
     assert len(leases) == places
     scheduler.check_integrity()
     commands = scheduler.on_lease_ended(leases[137], Outcome.OK, 1.0)

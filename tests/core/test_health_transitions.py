@@ -317,12 +317,13 @@ def test_only_its_answers_make_an_ejection_one_for_failures() -> None:
     assert (health.state, health.ejected_for_failures) == (Health.EJECTED, False)
 
 
-@pytest.mark.parametrize("server_error", [False, True])
-def test_the_end_of_a_lease_is_evidence_of_one_kind(server_error: bool) -> None:
-    says = {outcome: verdict(outcome, server_error) for outcome in Outcome}
+def test_the_end_of_a_lease_is_evidence_of_one_kind() -> None:
+    says = {outcome: verdict(outcome) for outcome in Outcome}
     assert says == dict.fromkeys(Outcome, Verdict.NOTHING) | {
         Outcome.OK: Verdict.WELL,
-        Outcome.UPSTREAM_ERROR: Verdict.ERROR if server_error else Verdict.WELL,
+        Outcome.UPSTREAM_REFUSED: Verdict.WELL,
+        Outcome.UPSTREAM_BUSY: Verdict.WELL,
+        Outcome.UPSTREAM_ERROR: Verdict.ERROR,
         Outcome.CONNECT_FAILED: Verdict.ABSENT,
         Outcome.NO_RESPONSE: Verdict.FAILED,
         Outcome.BROKEN_STREAM: Verdict.FAILED,

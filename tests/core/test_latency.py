@@ -3,7 +3,6 @@
 import math
 import pickle
 from bisect import bisect_left, bisect_right
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,8 +12,6 @@ from hetlb.core.latency import (
     DecodeTable,
     IterationRule,
     LatencyModel,
-    MixedTerm,
-    PnormPrefill,
     PrefillGrid,
     ideal_batch,
     processing_s,
@@ -99,44 +96,6 @@ def test_prompts_that_wait_are_read_first_and_decodes_run_beside_them() -> None:
 
 
 GRID = PrefillGrid((1, 4, 16), (128, 1024), ((-0.08, 0.06), (0.02, -0.05), (0.0, 0.04)))
-
-
-@given(
-    p=st.floats(1.0, 12.0),
-    tile=st.sampled_from((1, 128)),
-    grid=st.sampled_from((None, GRID)),
-    mixed=st.sampled_from((None, MixedTerm(1e-6, 1e-9, 2e-8, 1e-8))),
-    prompt=st.integers(1, 9000),
-    cached=st.integers(0, 9000),
-    pending=st.floats(0.0, 20_000.0),
-    batch=st.floats(0.0, 256.0),
-    context=st.floats(1.0, 2000.0),
-)
-def test_a_lower_bound_is_never_more_and_hardly_less(
-    p: float,
-    tile: int,
-    grid: PrefillGrid | None,
-    mixed: MixedTerm | None,
-    prompt: int,
-    cached: int,
-    pending: float,
-    batch: float,
-    context: float,
-) -> None:
-    model = replace(MODEL, better_prefill=PnormPrefill(8e-3, 2.2e-5, 1e-10, p, grid, tile), mixed=mixed)
-    asked = (prompt, min(cached, prompt - 1), pending, batch, batch * context, 2048.0)
-    least, true = model.lower_bound().first_token_s(*asked), model.first_token_s(*asked)
-    assert least <= true * (1 + 1e-12)
-    unread = max(1, asked[0] - asked[1])
-    assert model.lower_bound().least_read_s(pending + unread) <= true * (1 + 1e-12)
-    assert least >= true * (0.97 if grid is None else math.exp(-0.17))
-    most = model.lower_bound().most_over_bound()
-    assert true <= least * most * (1 + 1e-12)
-    assert most < (1.08 if grid is None else 1.08 * math.exp(0.15))
-
-
-def test_a_model_without_a_better_prefill_is_its_own_lower_bound() -> None:
-    assert MODEL.lower_bound() is MODEL
 
 
 @st.composite

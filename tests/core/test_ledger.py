@@ -13,6 +13,7 @@ from helpers import FAST, dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetlb.core.admission import Queue, QueueLimits
 from hetlb.core.block_index import BlocksStored, KvEventBatch, block_digests
 from hetlb.core.instance import Instance
 from hetlb.core.ledger import Ledger
@@ -65,7 +66,7 @@ class Account:
 
     def __init__(self) -> None:
         _, self.instance = single()
-        self.ledger = Ledger()
+        self.ledger = Ledger(Queue(QueueLimits()))
         self.entries: list[Entry] = []
         self.holds: list[Hold] = []
         self.granted = self.kept = 0
@@ -394,7 +395,7 @@ def test_what_is_no_lease_of_an_instance_cannot_be_given_back_there() -> None:
 
 def test_no_negative_work_or_tokens_are_booked_and_none_at_all_may_be() -> None:
     _, instance = single()
-    ledger = Ledger()
+    ledger = Ledger(Queue(QueueLimits()))
     instance.acquire(ledger.grant(request(1, prompt=0), instance, 0.0, 0, 0.0))
     assert (instance.in_flight, instance.kv_tokens, instance.work_ns) == (1, 0, 0)
     for name in ("work_ns", "kv_tokens", "kv_prompt_tokens"):

@@ -51,14 +51,12 @@ def test_a_policy_is_told_the_request_and_what_waits_beside_it() -> None:
     assert (ctx.request, ctx.predicted_output, ctx.waiting, ctx.now) == (asked, 50.0, 70, 3.0)
     assert (ctx.held, ctx.availabilities, ctx.adapter_load_s) == (None, None, 0.0)
     predictor = scheduler.predictor
-    assert (ctx.long_output, ctx.residual) == (predictor.long(asked), predictor.residual(asked))
-    assert ctx.long_output > 0.0
-    assert ctx.residual > 0.0
+    assert ctx.long_output == predictor.long(asked) > 0.0
+    assert ctx.waited_s == 0.0
     known = scheduler.placement.context(asked, 50.0, 0, 0.0, [(1, "why")], 99.0, 9.0)
-    assert (known.long_output, known.residual, known.availabilities) == (99.0, 9.0, [(1, "why")])
+    assert (known.long_output, known.waited_s, known.availabilities) == (99.0, 9.0, [(1, "why")])
     # To explain one request before the first: it is the mean one.
     assert (ctx.demand.mix.count, ctx.demand.mix.prompt, ctx.demand.mix.output) == (1, 300.0, 50.0)
-    assert ctx.demand.mix.long == ctx.long_output
     assert ctx.demand is not scheduler.placement.demand("m")
     assert not scheduler.placement.demand("m").mix.count
 
@@ -66,7 +64,7 @@ def test_a_policy_is_told_the_request_and_what_waits_beside_it() -> None:
 def test_what_has_no_answer_has_no_long_one_either() -> None:
     for policy, generates in (("hetlb", False), ("paper", True)):
         ctx = context(fleet(policy=policy), request(1, generates=generates, max_tokens=None))
-        assert (ctx.long_output, ctx.residual) == (0.0, 0.0)
+        assert ctx.long_output == 0.0
     assert not context(fleet(policy="paper"), request(1)).demand.mix.count
 
 
@@ -243,9 +241,9 @@ def test_what_a_request_took_of_a_cache_is_part_of_the_mean_request() -> None:
     lease = sole(scheduler, asked).lease
     assert (lease.kv_prompt_tokens, lease.unread_tokens) == (300, 500)
     mix = scheduler.placement.demand("m").mix
-    assert (mix.booked, mix.read) == ((300 + 200) / 2, 500 / 2)
+    assert (mix.booked, mix.prefill) == ((300 + 200) / 2, 500 / 2)
     sole(scheduler, request(2, prompt=500, prefix_keys=(("k", 200),)))
-    assert (mix.booked, mix.read) == ((250 + 300) / 2, (250 + 300) / 2)
+    assert (mix.booked, mix.prefill) == ((250 + 300) / 2, (250 + 300) / 2)
 
 
 def test_on_probation_a_request_begins_the_pause_anew_and_those_elsewhere_are_counted() -> None:

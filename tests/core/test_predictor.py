@@ -90,6 +90,7 @@ def test_no_request_holds_its_true_output_length() -> None:
         "id", "model", "prompt_tokens", "max_tokens", "sequences", "longest_prompt_tokens", "generates",
         "body_bytes", "prompt_exact", "pinned", "prefix_keys", "priority", "tenant", "samples",
         "blocks", "splittable", "streamed", "subset", "preferred", "preferred_within",
+        "service", "generated",
     }  # fmt: skip
 
 
@@ -105,9 +106,7 @@ def test_what_is_asked_at_once_is_what_is_asked_one_by_one(lengths: list[int], c
     predictor, asked = OnlinePredictor(), request(1, max_tokens=cap)
     for length in lengths:
         predictor.observe(asked, length)
-        assert predictor.outlook(asked) == (
-            predictor.predict(asked), predictor.long(asked), predictor.residual(asked),
-        )  # fmt: skip
+        assert predictor.outlook(asked) == (predictor.predict(asked), predictor.long(asked))
 
 
 # --- tenants ---
@@ -231,10 +230,9 @@ def test_a_damaged_document_is_refused_whole_or_still_gives_sound_predictions(do
     most = (1 << 40) * (1.0 + 1e-9)  # sums are rounded
     for name in ("a", "b", None):
         for cap in (None, 1, 300):
-            predicted, long, residual = predictor.outlook(request(1, tenant=name, max_tokens=cap))
+            predicted, long = predictor.outlook(request(1, tenant=name, max_tokens=cap))
             assert 1.0 <= predicted <= most
             assert 1.0 <= long <= most
-            assert 0.0 <= residual <= most
     predictor.observe(request(1, tenant="a"), 10)
 
 

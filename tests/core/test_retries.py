@@ -354,7 +354,7 @@ def test_a_first_token_is_expected_later_where_answers_have_shown_a_slow_instanc
         scheduler = adapters()
         [instance] = scheduler.instances
         if slow:
-            assert instance.speed.prefilled(10.0, 40.0, 0.0)
+            assert instance.speed.observe_prefill(10.0, 40.0, 0.0)
             instance._take_speed()
             assert instance.speed.factor == pytest.approx(3.0)
         lease = arrived(scheduler, 1, model="x")
@@ -369,7 +369,7 @@ def test_an_answer_that_blames_the_request_counts_among_those_that_end_well() ->
     for number in range(39):
         lease = arrived(scheduler, number, number / 10.0, pinned="a")
         commands = scheduler.on_lease_ended(
-            lease, Outcome.UPSTREAM_ERROR, number / 10.0, server_error=number % 3 == 0
+            lease, Outcome.UPSTREAM_REFUSED if number % 3 else Outcome.UPSTREAM_ERROR, number / 10.0
         )
         ejected += [each for each in commands if isinstance(each, HealthChanged)]
     assert not ejected

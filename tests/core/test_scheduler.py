@@ -174,7 +174,7 @@ def test_answers_that_break_take_an_instance_out_but_never_the_last() -> None:
         assert scheduler.on_lease_ended(lease, Outcome.BROKEN_STREAM, 0.0) == []
 
 
-@pytest.mark.parametrize("outcome", [Outcome.UPSTREAM_ERROR, Outcome.CLIENT_GONE, Outcome.LOCAL_FAULT])
+@pytest.mark.parametrize("outcome", [Outcome.UPSTREAM_REFUSED, Outcome.CLIENT_GONE, Outcome.LOCAL_FAULT])
 def test_what_is_not_the_engine_s_fault_never_ejects(outcome: Outcome) -> None:
     scheduler = make_scheduler([spec("a"), spec("b")], "single")
     for i in range(50):
@@ -293,7 +293,7 @@ def test_a_request_refused_by_the_last_instance_waits_and_goes_when_one_is_back(
     scheduler.check_integrity()
 
 
-@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.UPSTREAM_ERROR])
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.UPSTREAM_REFUSED])
 def test_an_answer_by_the_engine_brings_a_suspect_up(outcome: Outcome) -> None:
     scheduler = make_scheduler([spec("a"), spec("b")], "single", health=Health.SUSPECT)
     lease = dispatched(scheduler.on_arrival(request(1), 0.0))

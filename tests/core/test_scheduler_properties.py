@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hetlb.core.admission import QueueLimits
+from hetlb.core.journal import booked
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import LengthDistribution, make_predictor
 from hetlb.core.scheduler import Scheduler
@@ -28,7 +29,6 @@ from hetlb.core.types import (
     InstanceSpec,
     KvTransfer,
     Lease,
-    LiveLease,
     ModelsLearned,
     Outcome,
     PassOn,
@@ -157,16 +157,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         outcome=st.sampled_from(ENDS),
         retry=st.booleans(),
         tokens=st.integers(0, 900),
-        server_error=st.booleans(),
     )
-    def end(
-        self, data: st.DataObject, outcome: Outcome, retry: bool, tokens: int, server_error: bool
-    ) -> None:
+    def end(self, data: st.DataObject, outcome: Outcome, retry: bool, tokens: int) -> None:
         lease = self.leases.pop(data.draw(st.sampled_from(sorted(self.leases))))
         lease.output_tokens = tokens
-        commands = self.scheduler.on_lease_ended(
-            lease, outcome, self.now, retry=retry, server_error=server_error
-        )
+        commands = self.scheduler.on_lease_ended(lease, outcome, self.now, retry=retry)
         undecided = retry and outcome in (Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE)
         if not undecided:
             self.answered.add(lease.request.id)
@@ -279,10 +274,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = self.make([each.spec for each in old.instances], old.policy_name)
         leases, self.leases = self.leases, {}
         for lease in leases.values():
-            live = LiveLease(
-                lease.request, lease.instance, lease.work_ns, lease.predicted_output,
-                lease.dispatched_at, lease.first_token_at is not None,
-            )  # fmt: skip
+            live = booked(lease, self.now)
             if old.holder(lease).removed:  # its end means nothing to the other scheduler
                 self.answered.add(lease.request.id)
                 continue

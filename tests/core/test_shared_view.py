@@ -32,7 +32,6 @@ class Node:
         for command in commands:
             if isinstance(command, Dispatch):
                 self.live.append(command.lease)
-                self.view.booked(command.lease, now)
 
     @property
     def ledger(self) -> dict[str, tuple[int, int, int, int]]:
@@ -73,13 +72,11 @@ def test_after_all_messages_the_ledgers_are_equal_and_end_empty(
             next_id += 1
             node.take(node.view.on_arrival(asked, now), now)
         elif what == "begin" and lease is not None:
-            node.view.begun(lease)
             node.take(node.scheduler.on_first_token(lease, now), now)
         elif what in ("end", "fail") and lease is not None:
             node.live.remove(lease)
             lease.output_tokens = number % 50
             outcome = Outcome.OK if what == "end" else Outcome.BROKEN_STREAM
-            node.view.ended(lease, outcome)
             node.take(node.scheduler.on_lease_ended(lease, outcome, now, retry=False), now)
         elif what == "tell":
             tell(nodes, now)
@@ -102,7 +99,6 @@ def test_after_all_messages_the_ledgers_are_equal_and_end_empty(
         for node in nodes:
             for lease in list(node.live):
                 node.live.remove(lease)
-                node.view.ended(lease, Outcome.OK)
                 node.take(node.scheduler.on_lease_ended(lease, Outcome.OK, now, retry=False), now)
         tell(nodes, now)
     for node in nodes:

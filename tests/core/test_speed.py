@@ -25,7 +25,7 @@ def answer(tracker: SpeedTracker, now: float, slower: float, running: int = 1, p
     took = STEPS * MODEL.step_s(running, tokens)
     took += prompts * (MODEL.k1 * 700 + MODEL.k2)
     end = now + slower * took
-    tracker.read(prompts, prompts * 700)
+    tracker.prefilled(prompts, prompts * 700, now)
     tracker.elapsed(running, tokens, end)
     tracker.answered(MODEL, since, end - now, STEPS, end, 2048)
     return end
@@ -118,71 +118,57 @@ def test_what_ran_adds_up_until_now() -> None:
     tracker.elapsed(3, 100.0, 12.0)
     tracker.elapsed(9, 900.0, 11.0)
     tracker.elapsed(1, 40.0, 12.5)
-    tracker.read(2, 700)
-    tracker.read(1, 300)
+    tracker.prefilled(2, 700, 12.5)
+    tracker.prefilled(1, 300, 12.5)
     end = tracker.mark()
     assert (end.sequence_s, end.token_s, end.prompt_tokens, end.prompts) == (6.5, 220.0, 1000, 3)
     assert (begin.sequence_s, tracker.last) == (0.0, 12.5)
 
 
-def test_the_rate_of_reading_follows_within_the_memory() -> None:
-    """1000 tokens within a half-life count half, and half of that after another."""
+def test_the_rate_of_prefill_follows_within_the_memory() -> None:
+    """1000 tokens count 1/e after the memory; asking changes nothing."""
     tracker = SpeedTracker(True, 0.0)
-    tracker.read(1, 1000)
-    now = HALF_S
-    assert tracker.read_per_s(now, explaining=True) == pytest.approx(500.0 / HALF_S)
-    assert tracker.read_per_s(now) == pytest.approx(500.0 / HALF_S)
-    assert tracker.read_per_s(now) == tracker.read_per_s(now - 1.0) == pytest.approx(500.0 / HALF_S)
-    assert tracker.read_per_s(2 * now, explaining=True) == pytest.approx(250.0 / HALF_S)
-    assert tracker.read_per_s(3 * now, explaining=True) == pytest.approx(125.0 / HALF_S)
-    tracker.read(1, 500)
-    assert tracker.read_per_s(2 * now) == pytest.approx(500.0 / HALF_S)
-    assert tracker.joins_per_s(2 * now) == 0.0
-
-
-def test_prompts_that_were_there_join_and_are_not_read() -> None:
-    tracker = SpeedTracker(True, 0.0)
-    tracker.read(2, 3)
-    assert tracker.joins_per_s(HALF_S, explaining=True) == 0.0
-    tracker.read(3, 3)
-    tracker.read(1, 0)
-    assert tracker.joins_per_s(HALF_S, explaining=True) == pytest.approx(2.0 / HALF_S)
-    assert tracker.joins_per_s(HALF_S) == pytest.approx(2.0 / HALF_S)
-    assert tracker.joins_per_s(2 * HALF_S) == pytest.approx(1.0 / HALF_S)
+    tracker.prefilled(1, 1000, 0.0)
+    assert tracker.prefill_per_s(0.0) == pytest.approx(1000.0 / MEMORY_S)
+    for _ in range(2):
+        assert tracker.prefill_per_s(HALF_S) == pytest.approx(500.0 / MEMORY_S)
+    tracker.prefilled(1, 500, HALF_S)
+    assert tracker.prefill_per_s(HALF_S) == pytest.approx(1000.0 / MEMORY_S)
+    assert tracker.prefill_per_s(2 * HALF_S) == pytest.approx(500.0 / MEMORY_S)
 
 
 def test_the_factor_is_the_ratio_of_the_sums() -> None:
     """A measured profile has `PRIOR_S` of agreement; half is forgotten at each half-life."""
     tracker = SpeedTracker(True, 0.0)
-    assert tracker.prefilled(PRIOR_S, 3 * PRIOR_S, 0.0)
+    assert tracker.observe_prefill(PRIOR_S, 3 * PRIOR_S, 0.0)
     assert (tracker.factor, tracker.seen) == (2.0, True)
-    assert tracker.prefilled(1.0, 3.0, HALF_S)
+    assert tracker.observe_prefill(1.0, 3.0, HALF_S)
     assert tracker.factor == pytest.approx((2 * PRIOR_S + 3.0) / (PRIOR_S + 1.0))
 
 
 def test_without_a_profile_the_first_answer_counts_alone() -> None:
     tracker = SpeedTracker(False, 0.0)
     assert not tracker.seen
-    assert tracker.prefilled(0.1, 1.0, 0.0)
+    assert tracker.observe_prefill(0.1, 1.0, 0.0)
     assert (tracker.factor, tracker.seen) == (pytest.approx(10.0), True)
     # It is not believed to be right because it is nearly so.
-    assert tracker.prefilled(1000.0, 1100.0, 0.0)
+    assert tracker.observe_prefill(1000.0, 1100.0, 0.0)
     assert tracker.factor == pytest.approx(1101.0 / 1000.1)
 
 
 @pytest.mark.parametrize(("profiled", "most"), [(True, MOST_PROFILED), (False, MOST_UNPROFILED)])
 def test_the_factor_ends_at_its_bounds(profiled: bool, most: float) -> None:
     slow, fast = SpeedTracker(profiled, 0.0), SpeedTracker(profiled, 0.0)
-    assert slow.prefilled(1.0, 1e6, 0.0)
-    assert fast.prefilled(1e6, 1.0, 0.0)
+    assert slow.observe_prefill(1.0, 1e6, 0.0)
+    assert fast.observe_prefill(1e6, 1.0, 0.0)
     assert (slow.factor, fast.factor) == (most, 1.0 / most)
-    assert not slow.prefilled(1.0, 1e6, 0.0)
+    assert not slow.observe_prefill(1.0, 1e6, 0.0)
 
 
 def test_no_time_is_no_evidence() -> None:
     tracker = SpeedTracker(False, 0.0)
-    assert not tracker.prefilled(0.0, 5.0, 0.0)
-    assert not tracker.prefilled(5.0, 0.0, 0.0)
+    assert not tracker.observe_prefill(0.0, 5.0, 0.0)
+    assert not tracker.observe_prefill(5.0, 0.0, 0.0)
     begin = tracker.mark()
     assert not tracker.answered(MODEL, begin, 0.0, 50.0, 0.0, 2048)
     assert not tracker.answered(MODEL, begin, 5.0, 0.5, 0.0, 2048)
@@ -192,10 +178,10 @@ def test_no_time_is_no_evidence() -> None:
 
 def test_a_small_change_is_not_put_in_force() -> None:
     tracker = SpeedTracker(False, 0.0)
-    assert tracker.prefilled(1.0, 2.0, 0.0)
-    assert not tracker.prefilled(1.0, 2.19, 0.0)  # 4.19 / 2: less than a twentieth more
+    assert tracker.observe_prefill(1.0, 2.0, 0.0)
+    assert not tracker.observe_prefill(1.0, 2.19, 0.0)  # 4.19 / 2: less than a twentieth more
     assert tracker.factor == 2.0
-    assert tracker.prefilled(1.0, 2.3, 0.0)
+    assert tracker.observe_prefill(1.0, 2.3, 0.0)
     assert tracker.factor == pytest.approx(6.49 / 3.0)
 
 
@@ -204,17 +190,17 @@ def test_at_the_edge_of_the_trust_the_profile_is_believed() -> None:
     for expected_s, took_s in ((5.0, 7.0), (7.0, 5.0)):
         tracker = SpeedTracker(True, 0.0)
         assert (PRIOR_S + max(expected_s, took_s)) / (PRIOR_S + min(expected_s, took_s)) == TRUST
-        assert not tracker.prefilled(expected_s, took_s, 0.0)
+        assert not tracker.observe_prefill(expected_s, took_s, 0.0)
         assert tracker.factor == 1.0
 
 
 def test_back_within_the_trust_the_profile_is_believed_again() -> None:
     tracker = SpeedTracker(True, 0.0)
-    assert tracker.prefilled(10.0, 40.0, 0.0)
+    assert tracker.observe_prefill(10.0, 40.0, 0.0)
     assert tracker.factor == pytest.approx(3.0)
-    assert tracker.prefilled(1000.0, 1000.0, 0.0)
+    assert tracker.observe_prefill(1000.0, 1000.0, 0.0)
     assert tracker.factor == 1.0
-    assert not tracker.prefilled(1000.0, 1000.0, 0.0)
+    assert not tracker.observe_prefill(1000.0, 1000.0, 0.0)
 
 
 @pytest.mark.parametrize("engines", [1, 2])
@@ -226,7 +212,7 @@ def test_an_answer_is_expected_to_take_its_steps_and_the_reading_beside_it(engin
         tracker.elapsed(2, 50.0, 1.0)
         since = tracker.mark()
         tracker.elapsed(8, 3000.0, 5.0)
-        tracker.read(prompts, prompts * 500)
+        tracker.prefilled(prompts, prompts * 500, 5.0)
         tracker.answered(MODEL, since, 4.0, 100.0, 5.0, 256)
         running, tokens = 8 / engines, 3000.0 / engines
         step_s = MODEL.step_s(running, tokens)

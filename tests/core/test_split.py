@@ -10,7 +10,9 @@ import pytest
 from helpers import FAST, make_scheduler, request, spec
 
 from hetlb.core.instance import Instance
-from hetlb.core.policies.least_delay import _Evaluation
+from hetlb.core.journal import Booked
+from hetlb.core.policies.hetlb import TERMS, Evaluation
+from hetlb.core.policies.pairs import _Pairs
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     Capacity,
@@ -20,7 +22,6 @@ from hetlb.core.types import (
     InstanceSpec,
     KvTransfer,
     Lease,
-    LiveLease,
     Outcome,
     Probed,
     ProbeResult,
@@ -268,7 +269,8 @@ def test_prompts_go_from_faster_readers_to_slower_ones_unless_roles_say_otherwis
     asked, instances = split_request(1), scheduler.instances
     ctx = scheduler.placement.context(asked, 100.0, 0, 0.0, None, None)
     mixed = roles == (Role.BOTH, Role.BOTH)
-    found = _Evaluation(ctx, instances, False).best_pair(scheduler._holds.transfers, math.inf, mixed)
+    evaluation = Evaluation(ctx, instances, tuple(term.weight for term in TERMS), hold=False)
+    found = _Pairs(ctx, evaluation, scheduler._holds.transfers, mixed).best_pair(math.inf)
     assert (found and (instances[found.source].name, instances[found.target].name)) == expected
 
 
@@ -301,34 +303,8 @@ def test_what_is_read_at_the_decode_instance_counts_for_a_while() -> None:
         scheduler.on_first_token(lease, number + 0.6)
         lease.output_tokens = 2
         scheduler.on_lease_ended(lease, Outcome.OK, number + 0.7)
-    assert d.speed.read_per_s(60.0) == pytest.approx(500.0, rel=0.05)
-    assert d.speed.read_per_s(60.0) == d.speed.read_per_s(60.0)
-    assert d.speed.read_per_s(180.0) < 5.0
-
-
-def test_a_prompt_pays_for_the_first_tokens_to_come_of_prompts_that_were_read_elsewhere() -> None:
-    """So an instance that decodes for others reads few prompts itself."""
-    scheduler = make_scheduler([part("p", latency=READER), part("d", latency=DECODER)], "hetlb")
-    p, d = scheduler.instances
-
-    def coming_s(instance: Instance) -> float:
-        ctx = scheduler.placement.context(split_request(1000), 100.0, 0, 60.0, None)
-        candidates = _Evaluation(ctx, [instance], explaining=True).candidates()
-        return candidates[0].terms.get("coming_s", 0.0)
-
-    assert coming_s(d) == 0.0
-    for number in range(60):
-        lease = placed(scheduler.on_arrival(split_request(number), float(number)))
-        assert lease.decode is not None
-        decode = placed(scheduler.on_prefilled(lease, number + 0.2))
-        scheduler.on_first_token(decode, number + 0.3)
-        decode.output_tokens = 2
-        scheduler.on_lease_ended(decode, Outcome.OK, number + 0.4)
-    assert d.speed.joins_per_s(60.0) == pytest.approx(1.0, rel=0.05)
-    assert p.speed.joins_per_s(60.0) == 0.0
-    read_s = DECODER.prefill_s(2000.0)
-    assert coming_s(d) == pytest.approx(21.0 * read_s * read_s / 2.0, rel=0.1)
-    assert d.speed.joins_per_s(180.0) < 0.01
+    assert d.speed.prefill_per_s(60.0) == pytest.approx(500.0, rel=0.05)
+    assert d.speed.prefill_per_s(180.0) < 5.0
 
 
 def test_an_answer_pays_for_the_prompts_to_come_where_it_decodes() -> None:
@@ -338,7 +314,9 @@ def test_an_answer_pays_for_the_prompts_to_come_where_it_decodes() -> None:
 
     def cost_s(now: float) -> float:
         ctx = scheduler.placement.context(split_request(1000), 100.0, 0, now, None, None)
-        return _Evaluation(ctx, [d], False)._delay_to_come_s(0, 1.0)
+        evaluation = Evaluation(ctx, [d], tuple(term.weight for term in TERMS), hold=False)
+        pairs = _Pairs(ctx, evaluation, scheduler._holds.transfers, mixed=False)
+        return pairs._delay_to_come_s(evaluation.ratings[0], 1.0)
 
     assert cost_s(0.0) == 0.0
     for number in range(60):
@@ -355,13 +333,13 @@ def test_an_answer_pays_for_the_prompts_to_come_where_it_decodes() -> None:
 
 
 def test_answers_that_end_until_a_prompt_comes_make_room_for_it() -> None:
-    """17 are let in; one decodes, and by its age a prompt takes a second: answers of 50 tokens end in it."""
+    """One decodes, and by its age a prompt takes a second: answers of 50 tokens end in it."""
     few = Capacity(kv_cache_tokens=100_000, kv_tokens_per_request=100_000, max_num_seqs=16)
     scheduler = make_scheduler([part("p", Role.PREFILL), part("d", Role.DECODE, capacity=few)], "hetlb")
-    leases = [placed(scheduler.on_arrival(split_request(number), 0.0)) for number in range(17)]
-    assert not scheduler.on_arrival(split_request(17), 0.0)
+    leases = [placed(scheduler.on_arrival(split_request(number), 0.0)) for number in range(16)]
+    assert not scheduler.on_arrival(split_request(16), 0.0)
     commands = scheduler.on_prefilled(leases[0], 1.0)
-    assert {each.request_id for each in commands if isinstance(each, Dispatch)} == {0, 17}
+    assert {each.request_id for each in commands if isinstance(each, Dispatch)} == {0, 16}
 
 
 def test_a_slow_pair_is_learnt_from_what_was_seen() -> None:
@@ -412,7 +390,7 @@ def test_a_lease_of_a_split_request_is_restored_as_what_it_was_at_its_instance()
     scheduler = pair()
     lease = placed(scheduler.on_arrival(split_request(1), 0.0))
     other = pair()
-    live = LiveLease(lease.request, "p", lease.work_ns, lease.predicted_output, 0.0, False)
+    live = Booked(1, "p", lease.request, lease.work_ns, lease.predicted_output)
     restored = other.restore(live, 0.0)
     assert restored is not None
     other.on_lease_ended(restored, Outcome.CLIENT_GONE, 1.0)

@@ -13,15 +13,15 @@ def throttle(failures: int = 0) -> Throttle:
     probation = Probation()
     for _ in range(failures):
         probation.failed(None, 0.0)
-    return Throttle(probation, was_up=False)
+    return Throttle(probation)
 
 
 def test_at_first_nothing_restrains_it() -> None:
-    for was_up in (False, True):
-        fresh = Throttle(Probation(), was_up=was_up)
-        assert (fresh.was_up, fresh.rejoining) == (was_up, False)
-        assert not fresh.active(-1e9)
-        assert fresh.availability(1000, 8, -1e9) == (NORMAL, "")
+    fresh = Throttle(Probation())
+    assert not fresh.restarted
+    assert not fresh.active(-1e9)
+    assert fresh.availability(1000, 8, -1e9) == (NORMAL, "")
+    assert fresh.reason(8, -1e9) == ""
 
 
 # --- slow start ---
@@ -29,15 +29,16 @@ def test_at_first_nothing_restrains_it() -> None:
 
 def test_what_it_may_run_grows_from_one_to_all() -> None:
     slow = throttle()
-    slow.rejoining = True
+    slow.restarted = True
     slow.begin_slow_start(10.0, 100.0)
-    assert not slow.rejoining
+    assert not slow.restarted
     for now, places in ((99.0, 1), (100.0, 1), (101.0, 1), (102.5, 2), (105.0, 4), (109.9, 7)):
         assert slow.active(now)
         assert slow.availability(0, 8, now) == (NORMAL, "")
         assert slow.availability(places - 1, 8, now) == (NORMAL, "")
-        assert slow.availability(max(1, places), 8, now) == (BLOCKED, f"slow start: {places} of 8 places")
-    assert slow.availability(8, 8, 110.0) == (BLOCKED, "slow start: 8 of 8 places")
+        assert slow.availability(max(1, places), 8, now) == (BLOCKED, f"slow start: {places} of 8 slots")
+        assert slow.reason(8, now) == f"slow start: {places} of 8 slots"
+    assert slow.availability(8, 8, 110.0) == (BLOCKED, "slow start: 8 of 8 slots")
     assert not slow.active(110.0)
     assert slow.availability(8, 8, 109.0) == (NORMAL, ""), "it is over once and for all"
 
@@ -45,10 +46,19 @@ def test_what_it_may_run_grows_from_one_to_all() -> None:
 def test_a_slow_start_of_no_time_is_none_and_ends_one() -> None:
     slow = throttle()
     slow.begin_slow_start(10.0, 0.0)
-    slow.rejoining = True
+    slow.restarted = True
     slow.begin_slow_start(0.0, 1.0)
     assert slow.availability(9, 8, 1.0) == (NORMAL, "")
-    assert (slow.active(1.0), slow.rejoining) == (False, False)
+    assert (slow.active(1.0), slow.restarted) == (False, False)
+
+
+def test_a_slow_start_ends_when_it_is_told_to() -> None:
+    slow = throttle()
+    assert not slow.end_slow_start()
+    slow.begin_slow_start(10.0, 0.0)
+    assert slow.end_slow_start()
+    assert slow.availability(7, 8, 0.0) == (NORMAL, "")
+    assert slow.reason(8, 0.0) == ""
 
 
 # --- busy ---
@@ -102,6 +112,6 @@ def test_of_several_restraints_the_strictest_is_told() -> None:
     all_three.begin_slow_start(8.0, 0.0)
     all_three.mark_busy(4.0, 3, 0.0)
     assert all_three.availability(1, 8, 0.5)[1].startswith("on probation")
-    assert all_three.availability(1, 8, 1.0) == (BLOCKED, "slow start: 1 of 8 places")
+    assert all_three.availability(1, 8, 1.0) == (BLOCKED, "slow start: 1 of 8 slots")
     assert all_three.availability(1, 8, 2.0)[0] == DEPRIORITISED
     assert all_three.availability(3, 64, 2.0)[1].startswith("full")

@@ -1,7 +1,7 @@
 """A reader follows a request through `Scheduler.on_arrival` without going back and forth between modules.
 
 A stay is an unbroken run of calls into one module; a return is a stay in a module that was left before. The
-policy is one stay: which modules it asks is a question to the policy.
+policy is one stay, and so is its forecast: which modules they ask is a question to them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Outcome
 
-MOST_STAYS = 14
-MOST_RETURNS = 4
-_POLICY = ("choose", "committed")
+MOST_STAYS = 16
+MOST_RETURNS = 5
+_POLICY = ("choose", "committed", "forecast")
 
 
 def stays(scheduler: Scheduler, number: int, now: float) -> list[str]:

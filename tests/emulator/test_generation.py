@@ -13,7 +13,7 @@ from emulator.conftest import Start, make_profile
 from emulator.wire import Client, ask
 
 from hetlb.emulator import EmulatedEngine
-from hetlb.emulator.fields import answer_length, count_text, text_seed, token_ids
+from hetlb.emulator.counting import answer_length, count_text, text_seed, token_ids
 from hetlb.emulator.replies import words
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

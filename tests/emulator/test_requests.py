@@ -1,9 +1,8 @@
-"""Shows that no body, however wrong, is more than a 4xx: vLLM's words where it is one field that is wrong."""
+"""Shows that no body, however wrong, is more than a 4xx, which names the field where one is wrong."""
 
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import pytest
@@ -12,8 +11,9 @@ from emulator.wire import Client
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.emulator.fields import VOCABULARY, ApiError, read_object
-from hetlb.emulator.requests import Generation, Reader
+from hetlb.emulator.counting import VOCABULARY
+from hetlb.emulator.generation import Generation, Reader
+from hetlb.openai.requests import ApiError
 
 READER = Reader(("tiny", "alias"), 2048)
 KINDS = {"completion": READER.completion, "chat": READER.chat, "response": READER.response}
@@ -26,7 +26,7 @@ GOOD = {
 
 def refusal(kind: str, body: bytes) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        KINDS[kind](read_object(body, "application/json"))
+        KINDS[kind](body)
     assert caught.value.status in (400, 404)
     assert json.loads(caught.value.body())["error"]["code"] == caught.value.status
     return caught.value
@@ -54,7 +54,7 @@ def test_any_object_is_a_generation_or_a_refusal(kind: str, changes: dict[str, A
     """A generation that is accepted fits the context, whatever was asked for."""
     body = json.dumps({**GOOD[kind], **changes}).encode()
     try:
-        generation = KINDS[kind](read_object(body, "application/json"))
+        generation = KINDS[kind](body)
     except ApiError:
         refusal(kind, body)
         return
@@ -94,46 +94,43 @@ def test_absurd_bodies(body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message", "param"),
+    ("changes", "param"),
     [
-        (
-            {"max_tokens": 10**30},
-            f"max_tokens={10**30} cannot be greater than max_model_len=2048",
-            "max_tokens",
-        ),
-        ({"max_tokens": 1.5}, "got a number with a fractional part", "body.max_tokens"),
-        ({"max_tokens": "many"}, "unable to parse string as an integer", "body.max_tokens"),
-        ({"max_tokens": []}, "Input should be a valid integer", "body.max_tokens"),
-        ({"min_tokens": 17}, "min_tokens must be less than or equal to max_tokens=16, got 17.", None),
-        ({"stream": "maybe"}, "unable to interpret input", "body.stream"),
-        ({"stream": []}, "Input should be a valid boolean", "body.stream"),
-        ({"temperature": 2.5}, "temperature must be in [0, 2], got 2.5.", "temperature"),
-        ({"temperature": math.nan}, "temperature must be a finite number, got nan.", "temperature"),
-        ({"n": 0}, "n must be at least 1, got 0.", None),
-        ({"model": 5}, "Input should be a valid string", "body.model"),
-        ({"model": "none"}, "The model `none` does not exist. Valid aliases: tiny, alias.", "model"),
-        ({"prompt": [1, -1]}, "Token id -1 is out of vocabulary", None),
-        ({"prompt": [VOCABULARY]}, f"Token id {VOCABULARY} is out of vocabulary", None),
-        ({"prompt": [1, True]}, "Input should be a valid integer", "body.prompt.1"),
-        ({"prompt": [[]]}, "Input should be a valid string", "body.prompt.0"),
-        ({"vllm_xargs": {"output_tokens": 0}}, "must be an integer of at least 1, got 0", "vllm_xargs"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"max_tokens": []}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"stream": "maybe"}, "stream"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"n": 2, "temperature": 0}, "n"),
+        ({"model": 5}, "model"),
+        ({"model": "none"}, "model"),
+        ({"prompt": [1, -1]}, "prompt"),
+        ({"prompt": [VOCABULARY]}, "prompt"),
+        ({"prompt": [1, True]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [5] * 2049}, "input_tokens"),
+        ({"vllm_xargs": {"output_tokens": 0}}, "vllm_xargs"),
     ],
 )
-def test_one_field_that_is_wrong(changes: dict[str, Any], message: str, param: str | None) -> None:
+def test_one_field_that_is_wrong(changes: dict[str, Any], param: str) -> None:
     error = refusal("completion", json.dumps({**GOOD["completion"], **changes}).encode())
-    assert message in error.message
     assert error.param == param
+    assert error.message
 
 
-def test_lenient_numbers() -> None:
-    """What pydantic takes for a number or a flag is one."""
-    for value in (5, 5.0, "5"):
-        assert READER.completion({"prompt": "x", "max_tokens": value}).max_tokens == 5
-    assert READER.completion({"prompt": "x", "max_tokens": True}).max_tokens == 1
-    for value in (True, 1, "yes", "ON", "true"):
-        assert READER.completion({"prompt": "x", "stream": value}).stream
-    for value in (False, 0, "no", "off", None):
-        assert not READER.completion({"prompt": "x", "stream": value}).stream
+def test_numbers_in_strings() -> None:
+    """As vLLM takes them."""
+    for value in ("5", "5.0", '"5"'):
+        assert READER.completion(b'{"prompt": "x", "max_tokens": %b}' % value.encode()).max_tokens == 5
+    assert READER.completion(b'{"prompt": "x", "stream": "true"}').stream
+    assert not READER.completion(b'{"prompt": "x", "stream": null, "n": null}').stream
 
 
 async def test_the_server_survives_bad_bodies(start: Start) -> None:

@@ -133,8 +133,12 @@ class Rig:
         await until(holds, lambda: f"expected {count} waiting, got {seen}")
 
     async def metric(self, name: str, labels: str = "") -> float:
-        """One value of the metrics page; 0 if it is not there."""
-        return (await metrics(self.admin_port)).get((name, labels), 0.0)
+        """The sum of the series of the metrics page that have these labels; 0 if there is none."""
+        wanted = set(labels.split(",")) - {""}
+        page = await metrics(self.admin_port)
+        return sum(
+            value for (found, has), value in page.items() if found == name and wanted <= set(has.split(","))
+        )
 
     async def ejections(self, name: str) -> int:
         """Number of ejections of an instance."""

@@ -133,7 +133,7 @@ async def silent(rig: Rig) -> None:
     await rig.engine.until(visit.left.is_set)
 
 
-@case("W3", "answers-403", outcomes={"upstream_error": 1}, modes=("no-session",))
+@case("W3", "answers-403", outcomes={"upstream_refused": 1}, modes=("no-session",))
 async def refuses(rig: Rig) -> None:
     with pytest.raises(InvalidStatus) as refused:
         await session(rig)

@@ -117,7 +117,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.waiting.discard(request_id)
         self.ended[request_id] = outcome
 
-    def end(self, lease: Lease, outcome: Outcome, *, retry: bool = False, server_error: bool = False) -> None:
+    def end(self, lease: Lease, outcome: Outcome, *, retry: bool = False) -> None:
         """A lease ends."""
         del self.leases[lease.id], self.met[lease.id], self.begun[lease.id]
         request_id = lease.request.id
@@ -125,9 +125,7 @@ class FleetMachine(RuleBasedStateMachine):
             self.runs[request_id] = self.runs.get(request_id, 0) + 1
         if not retry:
             self.finish(request_id, outcome.value)
-        commands = self.scheduler.on_lease_ended(
-            lease, outcome, self.now, retry=retry, server_error=server_error
-        )
+        commands = self.scheduler.on_lease_ended(lease, outcome, self.now, retry=retry)
         self.carry_out(commands, request_id if retry else None)
 
     def first_byte(self, lease: Lease) -> None:
@@ -152,7 +150,7 @@ class FleetMachine(RuleBasedStateMachine):
         elif fault == JUNK and not begun:
             self.end(lease, Outcome.NO_RESPONSE)
         elif fault in (ERRORS, REFUSALS) and not begun:
-            self.end(lease, Outcome.UPSTREAM_ERROR, server_error=fault == ERRORS)
+            self.end(lease, Outcome.UPSTREAM_ERROR if fault == ERRORS else Outcome.UPSTREAM_REFUSED)
         elif fault == BUSY and not begun:
             self.turned_away(lease)
         elif not begun:

@@ -187,7 +187,7 @@ async def internal_error(rig: Rig) -> None:
 
 
 def verbatim(status: str) -> None:
-    @case("U6", status, engines=2, outcomes={"upstream_error": 12, "ok": 1})
+    @case("U6", status, engines=2, outcomes={"upstream_refused": 12, "ok": 1})
     async def client_error(rig: Rig) -> None:
         for _ in range(12):
             answer = await rig.ask(status)
@@ -201,7 +201,9 @@ for status in ("400", "404", "413", "422"):
 
 
 def busy(status: str) -> None:
-    @case("U7", f"{status}-plain", engines=2, outcomes={"upstream_error": 4}, modes=(status, status))
+    told = "upstream_busy" if status == "429" else "upstream_error"
+
+    @case("U7", f"{status}-plain", engines=2, outcomes={told: 4}, modes=(status, status))
     async def without_retry_after(rig: Rig) -> None:
         for _ in range(4):
             answer = await rig.ask()
@@ -223,7 +225,7 @@ def busy(status: str) -> None:
         "U7",
         f"{status}-everywhere",
         engines=3,
-        outcomes={"upstream_error": 1},
+        outcomes={"upstream_busy": 1},
         modes=(f"{status}-retry-after",) * 3,
     )
     async def with_retry_after_everywhere(rig: Rig) -> None:

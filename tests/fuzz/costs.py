@@ -9,22 +9,32 @@ times at most, and the least one counts: what is superlinear is so every time.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 
-from pick.frames import Peer, opened
+from pick.door import HEADERS, Door, messages_of, written
 from proxy.memory import End, Proxy
+from yaml import YAMLError
 
+from hetlb.config.mistakes import mistakes_in
+from hetlb.config.yaml_file import _Builder
 from hetlb.core import engine_metrics
 from hetlb.core.health import HealthTracker
 from hetlb.core.throttle import Throttle
 from hetlb.core.types import Health
+from hetlb.proxy.discovery.files import InstanceFile
 from hetlb.proxy.http import openai_body as bodies
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import GateError
+from hetlb.proxy.kv_events import read_batch
+from hetlb.proxy.model_names import ModelNames
+from hetlb.stage import messages
+from hetlb.websocket import accept_of
 
 #: Reads of a socket are as large as this at most.
 READ = 256 << 10
@@ -49,6 +59,7 @@ class Kept:
 
     def __init__(self) -> None:
         self._proxy: Proxy | None = None
+        self._door: Door | None = None
         self._engine: End | None = None
 
     @property
@@ -56,6 +67,12 @@ class Kept:
         if self._proxy is None:
             self._proxy = Proxy(self._listen)
         return self._proxy
+
+    @property
+    def door(self) -> Door:
+        if self._door is None:
+            self._door = Door()
+        return self._door
 
     def _listen(self) -> End:
         self._engine = End()
@@ -77,7 +94,7 @@ class Kept:
         # Nothing of one input is to be held against the next.
         instance = self.proxy.scheduler.instances[0]
         instance.health = HealthTracker(random.Random(0), Health.UP)
-        instance.throttle = Throttle(instance.health.probation, was_up=True)
+        instance.throttle = Throttle(instance.health.probation)
 
 
 KEPT = Kept()
@@ -119,16 +136,38 @@ def engine(size: int = READ) -> Reader:
     return read
 
 
-def gateway(size: int = READ) -> Reader:
-    """The bytes of a gateway to an endpoint picker after its preface, in reads of `size` bytes."""
+UPGRADE = (
+    b"GET /v1/realtime?model=alias HTTP/1.1\r\nhost: p\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+    b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+AGREED = (
+    b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+    b"sec-websocket-accept: %b\r\n\r\n" % accept_of(b"dGhlIHNhbXBsZSBub25jZQ==")
+)
+
+
+def session(*, client: bool, size: int = READ) -> Reader:
+    """What either side of a WebSocket says whose client asked for an alias, in reads of `size` bytes."""
 
     def read(data: bytes) -> None:
-        connection = Peer().greet().http2
-        for now, piece in enumerate(_pieces(data, size)):
-            connection.receive(piece, float(now))  # a read a second: none is too many
-            connection.take()
+        KEPT.proxy.server.router.names = ModelNames({"alias": "m"})
+        asker, end = KEPT.engine(UPGRADE)
+        loop = KEPT.proxy.loop
+        end.send(AGREED)
+        loop.settle(4)
+        for piece in _pieces(data, size):
+            (asker if client else end).send(piece)
+            loop.settle(1)
+        loop.rest()
+        KEPT.done(asker, end)
+        KEPT.proxy.server.router.names = None
 
     return read
+
+
+def gateway(data: bytes) -> None:
+    """Messages of a gateway to an endpoint picker, with their lengths before them."""
+    KEPT.door.check(messages_of(data))
 
 
 def json(kind: Kind) -> Reader:
@@ -142,6 +181,28 @@ def json(kind: Kind) -> Reader:
             pass
 
     return read
+
+
+def stage(data: bytes) -> None:
+    """Frames of a stage or coordinator one after the other, each after its length in four bytes."""
+    at = 0
+    while at + 4 <= len(data):
+        end = at + 4 + int.from_bytes(data[at : at + 4], "big")
+        with contextlib.suppress(messages.ProtocolError):
+            messages.decode(data[at + 4 : end])
+        at = end
+
+
+def kv_events(data: bytes) -> None:
+    """A message of KV events, all parts of it."""
+    with contextlib.suppress(ValueError):
+        deque(read_batch(data), maxlen=0)
+
+
+def yaml(data: bytes) -> None:
+    """A file of instances: its plain data, and its mistakes."""
+    with contextlib.suppress(YAMLError, UnicodeDecodeError):
+        mistakes_in(_Builder().build(data.decode()), InstanceFile)
 
 
 def metrics(data: bytes) -> None:
@@ -221,12 +282,18 @@ PREFIXES: tuple[tuple[Reader, bytes], ...] = (
     (engine(), b"HTTP/1.1 200 OK\r\n"),
     (engine(), SSE),
     (engine(), SSE.replace(b"transfer-encoding: chunked\r\n", b"")),
-    (gateway(), b""),
-    (gateway(), opened()),
+    (gateway, b""),
+    (gateway, written([HEADERS])),
+    (session(client=True), b""),
+    (session(client=False), b""),
     (json(Kind.COMPLETION), b'{"model":"m","prompt":['),
     (json(Kind.CHAT), b'{"messages":"'),
     (json(Kind.RESPONSES), b""),
     (metrics, b""),
+    (kv_events, b""),
+    (kv_events, b"\x92\xc0\xdd\x00\x00\x70\x00"),
+    (yaml, b""),
+    (yaml, b"models: ["),
 )
 #: Of an input given many times over: its sizes, and the passes that a byte may cost. Coverage slows down what
 #: it covers, and a whole request in a few bytes is work of its own.

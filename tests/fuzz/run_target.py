@@ -22,6 +22,8 @@ try:
 except ImportError:
     atheris = None
 
+#: Each target has a folder of inputs.
+TARGETS = sorted(path.name for path in (Path(__file__).parent / "corpus").iterdir())
 FOUND = Path(__file__).resolve().parents[2] / ".cache" / "fuzz"
 
 
@@ -92,10 +94,7 @@ def with_coverage(name: str, seconds: int, seed: int) -> None:
 def main() -> int:
     """Fuzz as the arguments say."""
     parser = argparse.ArgumentParser(description="Fuzz one target.")
-    parser.add_argument(
-        "name",
-        choices=("gate", "body", "sse", "metrics", "config", "engine", "gateway", "differential", "cost"),
-    )
+    parser.add_argument("name", choices=TARGETS)
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()

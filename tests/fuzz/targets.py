@@ -10,12 +10,15 @@ parser reads the same, that a figure is within its range, that an error is one l
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,19 +28,36 @@ import h11
 import python_multipart
 import python_multipart.exceptions
 from fuzz import costs
-from pick.frames import Peer
+from helpers import make_scheduler, spec
+from pick.door import Door, messages_of
+from stage.toy import make_folder, make_worker
 
+from hetlb import websocket
 from hetlb.config.api_keys import load_api_keys
 from hetlb.config.cluster import load_cluster
 from hetlb.config.fleet import load_fleet
+from hetlb.config.fleet_tables import SharedTable
 from hetlb.config.profile import load_profile
 from hetlb.core import engine_metrics
+from hetlb.core.block_index import BlocksCleared, BlocksStored
+from hetlb.core.remote_leases import RemoteLeases
 from hetlb.errors import InputError
-from hetlb.proxy.http import http1, multipart, sse
+from hetlb.proxy.http import http1, multipart, sse, transfer_fields
 from hetlb.proxy.http import openai_body as bodies
 from hetlb.proxy.http.endpoints import Kind
+from hetlb.proxy.kv_events import PART_BLOCKS, read_batch
+from hetlb.proxy.lease_wire import from_wire
+from hetlb.proxy.sharing import Sharing
+from hetlb.proxy.takeover import read_packet
+from hetlb.stage import messages as stage_messages
+from hetlb.stage.runner import run_apart
 
 CORPUS = Path(__file__).parent / "corpus"
+#: Folder of the toy model whose stage is fuzzed.
+TOY = make_folder(Path(tempfile.mkdtemp(prefix="hetlb-fuzz-")))
+#: A request that fails alone is no find.
+logging.getLogger("hetlb.stage").setLevel(logging.ERROR)
+atexit.register(shutil.rmtree, TOY, ignore_errors=True)
 
 #: Where heads are remembered, as the listener and the pools do; they live as long as the fuzzer.
 _known_requests: Any = None
@@ -156,6 +176,11 @@ def body(data: bytes) -> None:
             assert error.status == 400
             assert "\n" not in error.message
             continue
+        if call.transfers:
+            fields = json.loads(transfer_fields.without_transfer_fields(data))
+            assert fields.keys().isdisjoint(transfer_fields.FIELDS)
+        else:
+            assert json.loads(data).keys().isdisjoint(transfer_fields.FIELDS)
         sent = bodies.inject_usage(kind, call, data)
         # What Python reads, and so vLLM: of a repeated key the last.
         try:
@@ -257,6 +282,17 @@ def _clean_up() -> None:
     _folder.rmdir()
 
 
+def kv_events(data: bytes) -> None:
+    """Messages of KV events: parts of a bounded size, or one line that says why not."""
+    try:
+        for event in read_batch(data):
+            assert isinstance(event, BlocksCleared) or len(event.hashes) <= PART_BLOCKS
+            assert not isinstance(event, BlocksStored) or len(event.hashes) == len(event.contents)
+    except ValueError as error:
+        assert "\n" not in str(error), str(error)
+    costs.check_cost(costs.kv_events, data)
+
+
 def config_file(data: bytes) -> None:
     """Fleet files, profiles, lists of keys, clusters: read whole, or one line that says why not."""
     path = _folder / f"{os.getpid()}.yaml"
@@ -348,19 +384,118 @@ def _compare_form(boundary: bytes, form: bytes) -> None:
         assert call.model == models[-1].decode("utf-8", "replace"), (call.model, models)
 
 
+_door: list[Door] = []
+
+
 def gateway(data: bytes) -> None:
-    """Frames of a gateway: no error but GOAWAY, one reading however they are cut, one end of each call."""
-    whole, cut = Peer().greet(), Peer().greet()
-    whole.send(data)
-    cut.send(*(data[at : at + 7] for at in range(0, len(data), 7)))
-    assert whole.messages == cut.messages
-    assert whole.written == cut.written
-    assert whole.http2.closing == (whole.goaway is not None)
-    streams = len(whole.http2.streams)
-    whole.http2.lost()
-    assert {call.resets for call in whole.calls} <= {0, 1}
-    assert sum(call.resets for call in whole.calls) >= min(streams, len(whole.calls))
-    assert whole.http2._pending_bytes >= 0
+    """Messages of a gateway: no error but a refusal, one lease at most, and nothing left of it."""
+    if not _door:
+        _door.append(Door())
+    _door[0].check(messages_of(data))
+
+
+def frames(data: bytes) -> None:
+    """Frames of a WebSocket: one reading however they are cut, none of them lost or longer than is kept."""
+    for masked in (False, True):
+        whole = _frames([data], masked)
+        assert _frames([data[at : at + 3] for at in range(0, len(data), 3)], masked) == whole
+        assert _frames([data[at : at + 1] for at in range(len(data))], masked) == whole
+        for opcode, payload in whole[0]:
+            assert len(payload) <= (125 if opcode >= 8 else 64)
+        # What is framed again reads the same.
+        again = b"".join(
+            websocket.frame(opcode, payload, b"mask" if masked else b"") for opcode, payload in whole[0]
+        )
+        assert _frames([again], masked) == (whole[0], None)
+
+
+def _frames(pieces: list[bytes], masked: bool) -> tuple[list[tuple[int, bytes]], int | None]:
+    """The messages of one side, and the code of the error that ended them."""
+    reader = websocket.FrameReader(masked=masked, most_kept=64, strict=masked)
+    found: list[tuple[int, bytes]] = []
+    try:
+        for piece in pieces:
+            at = 0
+            while at < len(piece):
+                at = reader.read(piece, at, 2, found)
+    except websocket.ProtocolError as error:
+        return found, error.code
+    return found, None
+
+
+class _Sink:
+    """A coordinator that is told what the stage gives up."""
+
+    def send(self, frame: bytes) -> None:
+        assert isinstance(stage_messages.decode(frame)[0], stage_messages.Lost)
+
+
+def stage_frames(data: bytes) -> None:
+    """Frames of a coordinator to a stage: one reading, no batch that breaks it, nothing held afterwards.
+
+    The input is frames one after the other, each after its length in two bytes.
+    """
+    worker, runner, pool = make_worker(TOY, 0, 6, token_layers=6 * 64)
+    batcher = worker._batcher
+    worker._coordinators[1] = _Sink()  # type: ignore[assignment]
+    at = 0
+    while at + 2 <= len(data):
+        length = int.from_bytes(data[at : at + 2], "big")
+        frame, at = data[at + 2 : at + 2 + length], at + 2 + length
+        try:
+            message, rows = stage_messages.decode(frame)
+            assert stage_messages.decode(stage_messages.encode(message, rows)) == (message, rows)
+            worker.receive(message, rows)
+        except stage_messages.ProtocolError:
+            continue
+        works, given_up = batcher.form(lambda lease: True)
+        worker._report(given_up)
+        results = run_apart(runner, works) if works else []
+        assert len(results) == len(works)
+        batcher.done()
+        assert pool.used <= pool.blocks
+    for lease in list(batcher.leases):
+        worker._close(lease)
+    batcher.form(lambda lease: True)
+    assert pool.used == batcher.waiting_bytes == batcher.waiting == 0
+
+
+_shared: Any = None
+
+
+def shared_view(data: bytes) -> None:
+    """Messages of peers: taken or counted, no more leases than were sent, nothing left when they are gone."""
+    global _shared
+    if _shared is None:
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+
+        async def make() -> Sharing:
+            scheduler = make_scheduler([spec("a"), spec("b")])
+            return Sharing(SharedTable(), "redis://127.0.0.1:1", scheduler, lambda _: None, "cd34")
+
+        _shared = loop.run_until_complete(make())
+    view, before = _shared.view, _shared.figures
+    _shared._receive(data)
+    after = _shared.figures
+    assert after.received + after.rejected - before.received - before.rejected in (0, 1)
+    assert view.peer_leases <= len(data)
+    view._scheduler.check_integrity()
+    for peer in view.peers:
+        view.gone(peer, 0.0)
+    assert view._scheduler.in_flight == 0
+
+
+def takeover(data: bytes) -> None:
+    """Steps of the other process at the socket of `--replace`: read or refused, and bounded."""
+    with contextlib.suppress(ValueError):
+        changes = from_wire(read_packet(data).changes)
+        assert len(changes) <= len(data)
+        remote = RemoteLeases(make_scheduler([spec("a")]), arrived=False)
+        remote.receive("old", changes, 0.0)
+        remote.gone("old", 0.0)
+        remote._scheduler.check_integrity()
+        assert remote._scheduler.in_flight == 0
 
 
 def cost(data: bytes) -> None:
@@ -375,12 +510,17 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "engine": engine,
     "gateway": gateway,
     "differential": differential,
+    "websocket": frames,
+    "shared": shared_view,
+    "takeover": takeover,
+    "stage": stage_frames,
     "cost": cost,
     "gate": gate,
     "body": body,
     "sse": sse_watcher,
     "metrics": metrics,
     "config": config_file,
+    "kv_events": kv_events,
 }
 
 

@@ -5,14 +5,19 @@ Forty worst cases, each generated in any size, and judged by the least of severa
 
 from __future__ import annotations
 
+import contextlib
+import tracemalloc
 from collections.abc import Callable
 
 import pytest
 from fuzz import costs
 from fuzz.costs import Reader
-from pick.frames import data, message, opened
+from msgspec import msgpack
+from pick.door import ANSWER, BODY, HEADERS, written
+from pick.gateway import body_of
 
 from hetlb.proxy.http.endpoints import Kind
+from hetlb.stage.messages import MOST_PASSES, Close, Pass, Passes, ProtocolError, decode, encode
 
 Make = Callable[[int], bytes]
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\n"
@@ -75,10 +80,41 @@ PING = b"GET /ping HTTP/1.1\r\nhost: p\r\n\r\n"
 NUMBERED = b"GET /ping HTTP/1.1\r\nhost: p\r\nx-n: %07d\r\n\r\n"
 
 
-def calls(size: int) -> bytes:
-    """Calls of a gateway that have no message."""
-    length = len(opened(end=True))
-    return b"".join(opened(number, end=True) for number in range(1, 2 * size // length, 2))
+def headers_of(unit: bytes) -> Make:
+    """A request's headers with as many of these headers as fit, below what may stand beside a body."""
+
+    def make(size: int) -> bytes:
+        held = unit * (size // len(unit))
+        found = b"\x0a" + varint(len(held)) + held
+        return written([b"\x12" + varint(len(found)) + found])
+
+    return make
+
+
+def varint(number: int) -> bytes:
+    """A number as protobuf writes it."""
+    out = b""
+    while number > 0x7F:
+        out += bytes([number & 0x7F | 0x80])
+        number >>= 7
+    return out + bytes([number])
+
+
+def pieces(part: str, size: int, *before: bytes) -> Make:
+    """A body in messages of `size` bytes."""
+    unit = written([body_of(part, b"x" * size, end=False).SerializeToString()])
+    return many(unit, written(list(before)))
+
+
+def framed(frame: bytes) -> bytes:
+    """A frame of a stage after its length."""
+    return len(frame).to_bytes(4, "big") + frame
+
+
+def blocks(size: int, tokens: int = 16) -> bytes:
+    """KV events that store so many bytes of blocks."""
+    count = size // (tokens + 1)
+    return msgpack.encode([0.5, [["BlockStored", [1] * count, None, [1] * (tokens * count), tokens]]])
 
 
 #: name -> (reader, input of a size, the smaller size).
@@ -141,18 +177,55 @@ CASES: dict[str, tuple[Reader, Make, int]] = {
     "an event without end, byte by byte": (costs.engine(1), answer(b"data: x", 7), 8 << 10),
     "a stream in small reads": (costs.engine(30), answer(TOKEN, len(TOKEN)), 32 << 10),
     "a plain answer in small reads": (costs.engine(10), many(b"x", JSON + b"\r\n"), 32 << 10),
-    "messages of a gateway": (costs.gateway(), many(data(1, message(b"x" * 500)), opened()), 128 << 10),
-    "short messages in a frame": (costs.gateway(), many(data(1, message(b"") * 1000), opened()), 64 << 10),
-    "a message in frames of ten bytes": (
-        costs.gateway(), many(data(1, bytes(10)), opened() + data(1, b"\0\0\x20\0\0")), 64 << 10,
+    "short frames of a client": (costs.session(client=True), many(b"\x81\x80mask"), 16 << 10),
+    "pings of a client, byte by byte": (costs.session(client=True, size=1), many(b"\x89\x80mask"), 4 << 10),
+    "a client's message in parts": (
+        costs.session(client=True), many(b"\0\x81maskx", b"\x01\x80mask", b"\x80\x80mask"), 32 << 10,
     ),
-    "a message in small reads": (
-        costs.gateway(10), many(data(1, bytes(4096)), opened() + data(1, b"\0\0\x20\0\0")), 32 << 10,
+    "short frames of an engine": (costs.session(client=False), many(b"\x81\0"), 16 << 10),
+    "frames of an engine in small reads": (
+        costs.session(client=False, size=10), many(b"\x82\x7e\x03\0" + bytes(768)), 32 << 10,
     ),
-    "requests of a gateway": (costs.gateway(), calls, 64 << 10),
-    "trailers of a stream that is gone": (costs.gateway(), many(opened(end=True)), 64 << 10),
+    "an engine's message in parts": (
+        costs.session(client=False), many(b"\0\x01x", b"\x01\0", b"\x80\0"), 32 << 10,
+    ),
+    "a body in messages of a byte": (costs.gateway, pieces("request_body", 1, HEADERS), 32 << 10),
+    "a body in messages of 4 KiB": (costs.gateway, pieces("request_body", 4096, HEADERS), 512 << 10),
+    "an answer in messages of a byte": (
+        costs.gateway, pieces("response_body", 1, HEADERS, BODY, ANSWER), 32 << 10,
+    ),
+    "messages that change nothing": (
+        costs.gateway, many(written([HEADERS]), written([HEADERS, BODY])), 64 << 10,
+    ),
+    "empty headers of a gateway": (costs.gateway, headers_of(b"\x0a\x00"), 16 << 10),
+    "headers of a gateway": (costs.gateway, headers_of(b"\x0a\x06\x0a\x01a\x12\x01b"), 16 << 10),
+    "frames of a stage": (costs.stage, many(framed(encode(Close([1])))), 64 << 10),
+    "frames of many passes": (
+        costs.stage, many(framed(encode(Passes([Pass(1, 0, 0, 1, True)] * MOST_PASSES)))), 64 << 10,
+    ),
+    "frames of too many passes": (
+        costs.stage, many(framed(encode(Passes([Pass(1, 0, 0, 1, True)] * 9 * MOST_PASSES)))), 256 << 10,
+    ),
     "a metrics page": (costs.metrics, many(b'vllm:num_requests_running{engine="0"} 1.0\n'), 64 << 10),
     "a metrics page of other names": (costs.metrics, many(b"vllm:num_requests_run 1\n"), 512 << 10),
+    "blocks that are stored": (costs.kv_events, blocks, 64 << 10),
+    "blocks of one token": (costs.kv_events, lambda size: blocks(size, 1), 64 << 10),
+    "blocks that are removed": (
+        costs.kv_events, lambda size: msgpack.encode([0.5, [["BlockRemoved", [1]]] * (size // 16)]),
+        128 << 10,
+    ),
+    "events of other kinds": (
+        costs.kv_events, lambda size: msgpack.encode([0.5, [{"type": "x"}] * (size // 8)]), 64 << 10,
+    ),
+    "a file of instances": (
+        costs.yaml, many(b"  - {url: 'http://h:1', weight: 2}\n", b"models:\n- name: m\n  instances:\n"),
+        64 << 10,
+    ),
+    "a file of mistakes": (costs.yaml, many(b"{},", b"models: [", b"]"), 64 << 10),
+    "a file of anchors": (costs.yaml, many(b"- &a x\n- *a\n", b"models:\n"), 64 << 10),
+    "a file of lists": (costs.yaml, many(b"[],", b"models: [", b"]"), 64 << 10),
+    "a file of one key": (costs.yaml, many(b"x ", b"models: '", b"'"), 512 << 10),
+    "comments of a file": (costs.yaml, many(b"# x\n"), 256 << 10),
     "comments of a metrics page": (costs.metrics, many(b"# HELP vllm:num_requests_running x\n"), 256 << 10),
 }  # fmt: skip
 
@@ -200,5 +273,24 @@ def limit(name: str) -> float:
         return 400.0
     if "small reads" in name or "requests" in name:
         return 120.0
-    small = ("chunk", "event", "tokens", "frame")
+    if "messages" in name:
+        return 200.0
+    if "a file of" in name:  # read outside of the event loop
+        return 250.0
+    if name.startswith("blocks"):  # one digest a block, in turns
+        return 250.0
+    small = ("chunk", "event", "tokens", "frame", "parts")
     return 40.0 if any(each in name for each in small) else 6.0
+
+
+@pytest.mark.parametrize("passes", [MOST_PASSES, 8 * MOST_PASSES])
+def test_a_frame_of_a_stage_takes_little_memory(passes: int) -> None:
+    """Whatever a frame decodes to takes twice its bytes, and what the fewest of them allow."""
+    frame = encode(Passes([Pass(1, 0, 0, 1, True)] * passes))
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(ProtocolError):
+            decode(frame)
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(frame) + (1 << 20)
+    finally:
+        tracemalloc.stop()

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.emulator.fields import VOCABULARY
+from hetlb.emulator.counting import VOCABULARY
 from hetlb.loadtest.bodies import CHAT, MadePrompts, RequestBodies, given_texts, own_headers
 from hetlb.workload.arrivals import PlannedRequest, planned_request
 from hetlb.workload.datasets import estimate_tokens

@@ -44,20 +44,20 @@ def test_the_manifests_agree_with_each_other(tmp_path: Path, monkeypatch: pytest
     (container,) = by_kind["Deployment"]["spec"]["template"]["spec"]["containers"]
     assert container["args"][:2] == ["pick", "--config"]
     ports = {each["name"]: each["containerPort"] for each in container["ports"]}
-    assert ports == {"grpc": fleet.pick.port, "admin": fleet.admin.port}
-    assert fleet.discovery is not None
-    (source,) = fleet.discovery.clusters
+    assert ports == {"grpc": fleet.file.pick.port, "admin": fleet.file.admin.port}
+    assert fleet.file.discovery is not None
+    (source,) = fleet.file.discovery.clusters
     assert by_kind["Deployment"]["spec"]["template"]["spec"]["serviceAccountName"] in {
         each["name"] for each in by_kind["RoleBinding"]["subjects"]
     }
-    assert fleet.pick.shared is not None
-    assert fleet.pick.shared.url_env in {each["name"] for each in container["env"]}
+    assert fleet.file.pick.shared is not None
+    assert fleet.file.pick.shared.url_env in {each["name"] for each in container["env"]}
     pool = next(each for each in documents("gateway.yaml") if each["kind"] == "InferencePool")
     assert source.pool == pool["metadata"]["name"]
     picker = pool["spec"]["endpointPickerRef"]
     assert (picker["name"], picker["port"]["number"]) == (
         by_kind["Service"]["metadata"]["name"],
-        fleet.pick.port,
+        fleet.file.pick.port,
     )
     (rule,) = documents("istio.yaml")
     assert rule["spec"]["host"] == picker["name"]

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from helpers import make_scheduler, spec
 
-from hetlb.config.fleet import ProxyTable
+from hetlb.config.fleet_tables import ProxyTable
 from hetlb.core.policies.groups import LARGEST_WHOLE
 from hetlb.core.types import AdminState, AdminStateSet, Capacity, Dispatch, Request
 from hetlb.pick.driver import PickDriver

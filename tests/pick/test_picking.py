@@ -146,7 +146,7 @@ async def test_an_engines_own_error_passes(both: Rig) -> None:
     reply = await both.ask()
     assert (reply.status, reply.json) == (400, {"error": {"message": "no"}})
     await both.settled()
-    assert both.outcomes == ["upstream_error"]
+    assert both.outcomes == ["upstream_refused"]
 
 
 async def fill(made: Rig) -> list[asyncio.Task[Any]]:
@@ -369,8 +369,7 @@ async def test_a_request_leaves_nothing_to_the_garbage_collector(both: Rig) -> N
             assert (await both.ask(stream=n % 2 == 0)).status == 200
         assert (await both.ask(model="other")).status == 404
         await both.settled()
-        gateways = both.picker.server.gateways
-        await turns_until(lambda: not any(each.http2.streams for each in gateways))
+        await turns_until(lambda: not both.picker.server.connections)
         both.picker.driver.settle()  # requests that ended are counted together
         left = [each for each in gc.get_objects() if isinstance(each, HttpStream | ProcessCall)]
         assert not left

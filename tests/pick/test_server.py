@@ -6,74 +6,46 @@ import asyncio
 import contextlib
 import shutil
 import ssl
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import grpc.aio
 import pytest
 import pytest_asyncio
 import trustme
+import yaml
 from helpers import HANG_S, turns_until
-from pick.frames import END_HEADERS, HEADERS, block, data, frame, frames, message, opened
-from pick.rig import Engine, Rig
+from pick.frames import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    ENHANCE_YOUR_CALM,
+    GOAWAY,
+    HEADERS,
+    HELLO,
+    PING,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    block,
+    frame,
+    next_frame,
+)
+from pick.gateway import PROCESS, Gateway, insecure, picker
+from pick.rig import GATEWAY_API, STATIC, Engine, Rig
+from pick.test_faults import PickerProcess
 from proxy.discovery.conftest import Cluster, serving
 from proxy.discovery.test_inference_pool import pool
 from proxy.discovery.test_kubernetes import pod
 
 from hetlb.errors import ConfigError
-from hetlb.pick import messages
-from hetlb.pick.http2 import DATA, GOAWAY, MAX_FRAME, PING, PREFACE, RST_STREAM, SETTINGS
-from hetlb.pick.messages import BUFFERED, FULL_DUPLEX
+from hetlb.pick import messages, server
+from hetlb.pick.messages import FULL_DUPLEX
 
 #: Names that have an address, and that have none (RFC 6761, 6.4).
 NAMES = ("localhost", "none.invalid")
-PROCESS = f"/{messages.PROCESS_SERVICE}/Process"
-
-
-class Gateway:
-    """Streams of external processing over grpcio."""
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.channel = channel
-        self._process = channel.stream_stream(
-            PROCESS,
-            request_serializer=lambda request: request.SerializeToString(),
-            response_deserializer=messages.ProcessingResponse.FromString,
-        )
-
-    async def open(self, mode: int = BUFFERED) -> Any:
-        """A stream whose request's headers were sent."""
-        call = self._process()
-        await call.write(request_headers(mode))
-        if mode == BUFFERED:
-            assert (await call.read()).HasField("request_headers")
-        return call
-
-    async def body(self, call: Any, body: bytes) -> Any:
-        """Send the request's body; the picker's first word."""
-        part = messages.ProcessingRequest()
-        part.request_body.body = body
-        part.request_body.end_of_stream = True
-        await call.write(part)
-        return await call.read()
-
-
-@contextlib.asynccontextmanager
-async def picker(folder: Path, **tables: Any) -> AsyncIterator[Rig]:
-    """A picker over one engine, without Envoy."""
-    async with contextlib.AsyncExitStack() as stack:
-        made = Rig(folder, [await Engine().start()])
-        stack.push_async_callback(made.engines[0].stop)
-        await made.start_picker(**tables)
-        stack.push_async_callback(made.picker.stop, 0.0)
-        yield made
-        await made.settled()
-
-
-def insecure(made: Rig) -> grpc.aio.Channel:
-    limit = ("grpc.max_receive_message_length", 64 << 20)
-    return grpc.aio.insecure_channel(f"127.0.0.1:{made.grpc_port}", options=[limit])
 
 
 async def test_another_client_is_told_where_a_request_goes_and_may_leave(tmp_path: Path) -> None:
@@ -120,61 +92,23 @@ async def test_a_long_body_goes_there_and_back(tmp_path: Path) -> None:
         await call.done_writing()
 
 
-@pytest.mark.parametrize("mode", [BUFFERED, FULL_DUPLEX])
-async def test_bodies_that_are_not_whole_are_bounded_over_all_streams(tmp_path: Path, mode: int) -> None:
-    async with picker(tmp_path, proxy={"max_held_bytes": 100_000}) as made:
-        state = made.picker.server.state
+async def test_bodies_that_are_not_whole_are_bounded_over_all_streams(tmp_path: Path) -> None:
+    async with picker(tmp_path, proxy={"max_held_bytes": 100_000}) as made, insecure(made) as channel:
+        gateway, state = Gateway(channel), made.picker.server.state
         part = messages.ProcessingRequest()
         part.request_body.body = b" " * 60_000
-        body = message(part.SerializeToString())
-        # Full duplex: a whole message, the first of several; buffered: the one message, not all of it.
-        begun = (
-            message(request_headers(mode).SerializeToString()) + body[: None if mode == FULL_DUPLEX else -1]
-        )
-        head = block(path=PROCESS.encode())
-        reader, writer = await connect(made, PREFACE + frame(SETTINGS))
-        writer.write(frame(HEADERS, END_HEADERS, 1, head) + in_frames(1, begun))
-        await turns_until(lambda: state.held_bytes >= 60_000)
-        writer.write(frame(HEADERS, END_HEADERS, 3, head) + in_frames(3, begun))
-        answer = await immediate_answer(reader, 3)
+        first, second = [await gateway.open(FULL_DUPLEX) for _ in range(2)]
+        await first.write(part)
+        await turns_until(lambda: state.held_bytes == 60_000)
+        await second.write(part)
+        answer = (await second.read()).immediate_response
         assert answer.status.code == 429
         assert b"too_many_bytes" in answer.body
-        await turns_until(lambda: state.held_bytes < 70_000)
-        writer.write(frame(RST_STREAM, 0, 1, bytes(4)))
+        assert await second.read() is grpc.aio.EOF
+        assert await second.code() is grpc.StatusCode.OK
+        assert state.held_bytes == 60_000
+        first.cancel()
         await turns_until(lambda: state.held_bytes == 0 and not state.streams)
-
-
-def request_headers(mode: int) -> Any:
-    """The first message of a request, its body in one message or in pieces."""
-    first = messages.ProcessingRequest()
-    fields = {":method": "POST", ":path": "/v1/completions", "content-type": "application/json"}
-    for name, value in fields.items():
-        header = first.request_headers.headers.headers.add()
-        header.key, header.raw_value = name, value.encode()
-    first.protocol_config.request_body_mode = mode
-    first.protocol_config.response_body_mode = messages.STREAMED
-    return first
-
-
-def in_frames(number: int, payload: bytes) -> bytes:
-    pieces = (payload[at : at + MAX_FRAME] for at in range(0, len(payload), MAX_FRAME))
-    return b"".join(data(number, piece) for piece in pieces)
-
-
-async def immediate_answer(reader: asyncio.StreamReader, number: int) -> Any:
-    """The answer that the picker has Envoy give to the request of a stream."""
-    received = b""
-    while True:
-        ((kind, _, stream, payload),) = frames(await _one_frame(reader))
-        if kind == DATA and stream == number:
-            received += payload
-        elif kind == HEADERS and stream == number and received:
-            break
-    while received:
-        size = int.from_bytes(received[1:5], "big")
-        response = messages.ProcessingResponse.FromString(received[5 : 5 + size])
-        received = received[5 + size :]
-    return response.immediate_response
 
 
 async def test_what_is_no_message_and_no_method_has_a_status(tmp_path: Path) -> None:
@@ -188,10 +122,14 @@ async def test_what_is_no_message_and_no_method_has_a_status(tmp_path: Path) -> 
             await unknown(b"")
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
         compressed = channel.stream_stream(PROCESS)(compression=grpc.Compression.Gzip)
-        await compressed.write(b"x" * 1000)
-        assert await compressed.code() is grpc.StatusCode.UNIMPLEMENTED
+        with contextlib.suppress(grpc.aio.AioRpcError):  # it has ended while it was written
+            await compressed.write(b"x" * 1000)
+        assert await compressed.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL)
+        assert not made.outcomes
 
 
+#: Numbers of streams.
+ODD = range(1, 200, 2)
 OPEN: list[asyncio.StreamWriter] = []
 
 
@@ -217,62 +155,106 @@ async def test_peers_that_are_no_gateway_disturb_no_other(tmp_path: Path) -> Non
     async with picker(tmp_path) as made, insecure(made) as channel:
         gateway = Gateway(channel)
         call = await gateway.open()
-        server = made.picker.server
-        hello = PREFACE + frame(SETTINGS)
         browser, _ = await connect(made, b"GET / HTTP/1.1\r\nhost: picker\r\n\r\n")
-        assert frames(await browser.read())[-1][0] == GOAWAY
-        # One that asks for answers and reads none is not read from any more.
-        _, deaf = await connect(made, hello, frame(PING, 0, 0, bytes(8)) * 5000)
-        await turns_until(lambda: len(server.gateways) == 2)
-        pings = frame(PING, 0, 0, bytes(8)) * 100
-        began = made.picker.now()
-        while len(server.gateways) == 2 and made.picker.now() < began + 1.0:
-            deaf.write(pings)
-            await asyncio.sleep(0)
-        deaf.close()
-        # One that opens requests and goes.
-        _, hasty = await connect(made, hello, *(opened(number) for number in range(1, 100, 2)))
-        hasty.close()
-        await turns_until(lambda: len(server.gateways) == 1)
+        await browser.read()
+        # One that pings without end, and one that opens requests and takes each back.
+        flood, _ = await connect(made, HELLO, frame(PING, 0, 0, bytes(8)) * 200)
+        while (found := await next_frame(flood))[0] != GOAWAY:
+            pass
+        assert int.from_bytes(found[3][4:8], "big") == ENHANCE_YOUR_CALM
+        head = block(PROCESS.encode())
+        hasty = [frame(HEADERS, END_HEADERS, n, head) + frame(RST_STREAM, 0, n, bytes(4)) for n in ODD]
+        _, writer = await connect(made, HELLO, *hasty)
         assert (await gateway.body(call, made.body())).HasField("request_body")
+        writer.close()
         await call.done_writing()
 
 
-async def test_a_connection_that_stops_is_dropped_and_a_silent_gateway_asked(tmp_path: Path) -> None:
+async def test_a_connection_that_stops_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    soon = {**dict(server._OPTIONS), "grpc.server_handshake_timeout_ms": 50}
+    monkeypatch.setattr(server, "_OPTIONS", tuple(soon.items()))
     async with picker(tmp_path) as made:
-        server = made.picker.server
-        await connect(made, PREFACE[:10])
-        await turns_until(lambda: len(server.gateways) == 1)
-        (first,) = server.gateways
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        first.sweep(now + 9.0)
-        assert server.gateways
-        first.sweep(now + 11.0)
-        await turns_until(lambda: not server.gateways)
-        idle, writer = await connect(made, PREFACE + frame(SETTINGS))
-        await turns_until(lambda: len(server.gateways) == 1)
-        (second,) = server.gateways
-        await turns_until(lambda: not second.http2.incomplete)
-        second.sweep(loop.time() + 1000.0)
-        assert server.gateways  # nothing is open there: it may be silent for ever
-        path = f"/{messages.HEALTH_SERVICE}/Check".encode()
-        writer.write(_headers(path))
-        await turns_until(lambda: bool(second.http2.streams))
-        second.sweep(loop.time() + 40.0)
-        while (kind := frames(await _one_frame(idle))[0][0]) != PING:
-            assert kind != GOAWAY
-        second.sweep(loop.time() + 100.0)
-        await turns_until(lambda: not server.gateways)
+        silent, _ = await connect(made, PREFACE[:10])
+        await silent.read()  # until it is closed
 
 
-def _headers(path: bytes) -> bytes:
-    return frame(HEADERS, END_HEADERS, 1, block(path=path))
+async def test_more_connections_than_allowed_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {**dict(server._OPTIONS), "grpc.max_allowed_incoming_connections": 2}
+    monkeypatch.setattr(server, "_OPTIONS", tuple(few.items()))
+    async with picker(tmp_path) as made:
+        for _ in range(2):
+            reader, _ = await connect(made, HELLO)
+            assert (await next_frame(reader))[0] == SETTINGS
+        third, _ = await connect(made, HELLO)
+        with contextlib.suppress(OSError):
+            assert await third.read() == b""
 
 
-async def _one_frame(reader: asyncio.StreamReader) -> bytes:
-    head = await reader.readexactly(9)
-    return head + await reader.readexactly(int.from_bytes(head[:3], "big"))
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_frames_of_two_bytes_hold_little_more_than_their_bytes(tmp_path: Path) -> None:
+    calls, size = 16, 512 << 10
+    async with picker(tmp_path) as made:
+        process = PickerProcess(made)
+        await process.start()
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", process.port)
+            OPEN.append(writer)
+            head, begun = block(PROCESS.encode()), b"\0" + (8 << 20).to_bytes(4, "big")
+            writer.write(HELLO)
+            for number in ODD[:calls]:
+                writer.write(frame(HEADERS, END_HEADERS, number, head) + frame(DATA, 0, number, begun))
+            # What may be sent, by stream; 0 is the connection.
+            room = dict.fromkeys(ODD[:calls], 65_535 - 5) | {0: 65_535 - 5 * calls}
+            before, sent = process.memory, dict.fromkeys(ODD[:calls], 0)
+            while min(sent.values()) < size:
+                for number, done in sent.items():
+                    part = min(room[number], room[0], size - done) // 2
+                    writer.write(frame(DATA, 0, number, b"xx") * part)
+                    for each in (number, 0):
+                        room[each] -= 2 * part
+                    sent[number] += 2 * part
+                await writer.drain()
+                kind, flags, number, payload = await next_frame(reader)
+                assert kind not in (GOAWAY, RST_STREAM), (kind, payload)
+                if kind == WINDOW_UPDATE:
+                    room[number] += int.from_bytes(payload, "big")
+                elif kind in (PING, SETTINGS) and not flags:
+                    writer.write(frame(kind, ACK, 0, payload if kind == PING else b""))
+            writer.write(frame(PING, 0, 0, bytes(8)))
+            while (await next_frame(reader))[:2] != (PING, ACK):  # it has read all that came before
+                pass
+            assert process.memory - before < 4 * calls * size
+        finally:
+            await process.kill()
+
+
+async def test_more_calls_than_allowed_are_turned_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_CALLS", 3)
+    async with picker(tmp_path) as made, insecure(made) as channel:
+        gateway = Gateway(channel)
+        for _ in range(3):
+            await gateway.open()
+        fourth = channel.stream_stream(PROCESS)()
+        assert await fourth.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert len(made.picker.server.connections) == 3
+
+
+def test_a_gateway_may_ping_as_often_as_the_shipped_ones_do() -> None:
+    """grpcio ends the connection of a client that pings more often than it is told to bear."""
+    for path in (STATIC, GATEWAY_API):
+        (picker,) = [
+            each
+            for each in yaml.safe_load(path.read_text())["static_resources"]["clusters"]
+            if each["name"] == "picker"
+        ]
+        (options,) = picker["typed_extension_protocol_options"].values()
+        ping = options["explicit_http_config"]["http2_protocol_options"]["connection_keepalive"]
+        borne = dict(server._OPTIONS)["grpc.http2.min_ping_interval_without_data_ms"]
+        assert float(ping["interval"].rstrip("s")) * 1000 >= 2 * borne
 
 
 async def test_a_picker_that_stops_says_so_and_serves_what_is_open(tmp_path: Path) -> None:
@@ -280,14 +262,16 @@ async def test_a_picker_that_stops_says_so_and_serves_what_is_open(tmp_path: Pat
         gateway = Gateway(channel)
         call = await gateway.open()
         await gateway.body(call, made.body())
-        watcher, _ = await connect(made, PREFACE + frame(SETTINGS))
-        await turns_until(lambda: len(made.picker.server.gateways) == 2)
+        watcher, _ = await connect(made, HELLO)
+        assert (await next_frame(watcher))[0] == SETTINGS
         stopping = asyncio.create_task(made.picker.stop(HANG_S))
-        while frames(await _one_frame(watcher))[0][0] != GOAWAY:
+        while (await next_frame(watcher))[0] != GOAWAY:
             pass
         assert not stopping.done()
-        with pytest.raises(OSError):
-            await connect(made)
+        async with asyncio.timeout(HANG_S):
+            with contextlib.suppress(OSError):
+                while True:  # until it does not listen any more
+                    await connect(made)
         await call.done_writing()
         assert await call.read() is grpc.aio.EOF
         await stopping
@@ -318,17 +302,15 @@ async def test_certificates_of_gateways_are_asked_for_and_ours_may_be_replaced(t
             reader, writer = await asyncio.open_connection(
                 "127.0.0.1", made.grpc_port, ssl=context, server_hostname="localhost"
             )
-            writer.write(PREFACE + frame(SETTINGS))
+            writer.write(HELLO)
             try:
-                assert frames(await _one_frame(reader))[0][0] == SETTINGS
+                assert (await next_frame(reader))[0] == SETTINGS
                 found = writer.get_extra_info("ssl_object")
                 assert found.selected_alpn_protocol() == "h2"
                 subject = dict(pair for each in found.getpeercert()["subject"] for pair in each)
                 return str(subject["commonName"])
             finally:
-                writer.close()
-                with contextlib.suppress(OSError):
-                    await writer.wait_closed()
+                writer.transport.abort()
 
         assert await shown(mine) == "first"
         for stranger in (None, other.issue_cert("gateway")):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hetlb.core.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec
-from hetlb.plan.placement.cluster import Cluster, Holding, MachineKind, ModelShape, Node
 from hetlb.plan.placement.files import ClusterFiles, load_cluster
+from hetlb.plan.placement.place_cluster import Cluster, Holding, MachineKind, ModelShape, Node
 
 HELIX = Path(__file__).parents[2] / ".." / "shared" / "data" / "helix"
 

@@ -12,15 +12,9 @@ import yaml
 from hetlb.config.profile import load_profile
 from hetlb.core.latency import LatencyModel
 from hetlb.errors import ConfigError
-from hetlb.plan.configurations import (
-    LinkSeconds,
-    Stage,
-    candidates,
-    divide_layers,
-    kv_cache_tokens,
-    pipeline_profile,
-)
-from hetlb.plan.market import Market, Model, load_market
+from hetlb.plan.common.capacity import divide_layers
+from hetlb.plan.configurations import Stage, candidates, capacity_of
+from hetlb.plan.market import Market, load_market
 from hetlb.plan.throughput import (
     Measured,
     SloLimits,
@@ -35,18 +29,6 @@ from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import EngineSpec
 
 PROFILING = Path(__file__).parents[2] / "profiling"
-
-
-def model(layers: int | None = None) -> Model:
-    return Model(
-        name="m",
-        weight_bytes=16e9,
-        parameters=8e9,
-        bytes_per_parameter=2.0,
-        kv_bytes_per_token=131072,
-        layers=layers,
-        hidden_size=4096,
-    )
 
 
 def market(tmp_path: Path) -> Market:
@@ -70,19 +52,19 @@ def market(tmp_path: Path) -> Market:
 
 def test_layers_follow_the_memory_of_the_stages() -> None:
     # The paper's example: 24 layers, memory 1:2.
-    shares = divide_layers([Fraction(1), Fraction(2)], model(24))
+    shares = divide_layers([1, 2], 24)
     assert [share * 24 for share in shares] == [8, 16]
     # 10 layers on three alike: the remainder goes somewhere, none is lost.
-    assert sum(divide_layers([Fraction(1)] * 3, model(10))) == 1
+    assert sum(divide_layers([1] * 3, 10)) == 1
 
 
 def test_kv_capacity_is_that_of_the_stage_with_the_least_room(tmp_path: Path) -> None:
     found = market(tmp_path)
     # One L: 0.9 * 48305799168 - 16e9 bytes, by 131072 a token.
-    assert kv_cache_tokens(found, found.models["m"], [Stage("L", 1, Fraction(1))]) == 209619
+    assert capacity_of(found, found.models["m"], [Stage("L", 1, Fraction(1))]) == 209619
     both = [Stage("L", 1, Fraction(1, 2)), Stage("A", 1, Fraction(1, 2))]
     # The A holds half of the weights and half of every token: 0.9 * 24e9 - 8e9 bytes, by 65536.
-    assert kv_cache_tokens(found, found.models["m"], both) == 207519
+    assert capacity_of(found, found.models["m"], both) == 207519
 
 
 def test_what_is_enumerated_fits_and_knows_its_origin(tmp_path: Path) -> None:
@@ -97,19 +79,6 @@ def test_what_is_enumerated_fits_and_knows_its_origin(tmp_path: Path) -> None:
     assert all(each.profile is not None for each in found.values())
     with pytest.raises(ConfigError, match=r"hold a model, got none for m \(16 GB of weights\)"):
         candidates(market(tmp_path), {"m": 10_000_000})
-
-
-def test_a_pipeline_of_equal_stages_does_in_a_turn_what_one_engine_does_in_its_batch() -> None:
-    profile = load_profile(PROFILING / "l40s-llama-3.1-8b-tp1.yaml")
-    stages = [Stage("L", 1, Fraction(1, 2))] * 2
-    pipeline = pipeline_profile("p", model(32), stages, [profile] * 2, 400_000, LinkSeconds(0.0, 0.0))
-    one, two = profile.latency, pipeline.latency
-    # Two batches of 32 sequences in flight come round in the time that one takes.
-    assert two.step_s(64, 64 * 500) == pytest.approx(one.step_s(32, 32 * 500), rel=1e-9)
-    # And twice as many prompt tokens are read in that time.
-    assert two.prefill_s(512, 8) == pytest.approx(one.prefill_s(512, 4), rel=1e-6)
-    slow = pipeline_profile("p", model(32), stages, [profile] * 2, 400_000, LinkSeconds(1e-4, 1e-2))
-    assert slow.latency.step_s(64, 64 * 500) == pytest.approx(one.step_s(32, 16000) + 1e-2 + 32e-4, rel=1e-9)
 
 
 # --- throughput -----------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ MODEL = PlanModel(
     "m", 8.03e9, 2, 131_072, 2048, 1024, ModelShape(32, 32, 8, 128, 128_256, (("intermediate_size", 14336),))
 )
 ROWS = [(100 + 37 * i % 900, 20 + 53 * i % 400) for i in range(200)]
+MIX = [(1.0, ROWS)]
 
 
 def box(name: str, system: str, gpus: int, degrees: tuple[int, ...] = (1, 2, 4)) -> Machine:
@@ -47,7 +48,7 @@ def fleet(machines: list[Machine], rate: float, slo: SloLimits | None = None) ->
     def estimate(profile: Profile, tokens: int) -> float:
         return 1.0 / profile.latency.step_s(64, 64 * 500)
 
-    instances = {m.kind: instances_of(MODEL, m, profiles, estimate, 1) for m in machines}
+    instances = {m.kind: instances_of(MODEL, m, profiles, estimate, 1, MIX) for m in machines}
     return Fleet(machines, instances, ROWS, Target(rate, slo or SloLimits()))
 
 
@@ -92,7 +93,7 @@ def test_what_vllm_refuses_is_in_no_layout() -> None:
     profiles = {
         path: load_profile(PROFILING / "a100_sxm-llama-3.1-8b-tp2.yaml") for _, path in machine.profiles
     }
-    found = instances_of(MODEL, machine, profiles, lambda profile, tokens: 1.0, 1)
+    found = instances_of(MODEL, machine, profiles, lambda profile, tokens: 1.0, 1, MIX)
     assert set(found) == {Part(2)}
 
 
@@ -100,7 +101,7 @@ def test_a_pipeline_holds_what_its_gpus_hold_together() -> None:
     machine = box("four", "l40s", 4)
     profiles = {path: load_profile(PROFILING / path) for _, path in machine.profiles}
     big = replace(MODEL, parameters=45e9)  # 90 GB: one or two GPUs do not hold it
-    found = instances_of(big, machine, profiles, lambda profile, tokens: float(tokens), 4)
+    found = instances_of(big, machine, profiles, lambda profile, tokens: float(tokens), 4, MIX)
     assert Part(1) not in found
     assert Part(2) not in found
     pipelines = [each for each in found.values() if each.part.pipeline_parallel_size > 1]

@@ -25,9 +25,9 @@ from hetlb.errors import PlanError
 from hetlb.plan.check import check_placement
 from hetlb.plan.placement.balance import balanced_flow
 from hetlb.plan.placement.bounds import compute_bound, flow_bound
-from hetlb.plan.placement.cluster import Cluster, Placement
 from hetlb.plan.placement.files import load_placement
 from hetlb.plan.placement.flow import Flow, max_flow, pipelines
+from hetlb.plan.placement.place_cluster import Cluster, Placement
 
 
 def flow_by_linear_program(cluster: Cluster, placement: Placement, *, partial: bool) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 
 import pytest
@@ -11,14 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.clusters import helix_cluster, kind, needs_helix, random_cluster, random_placement, small_cluster
 
+from hetlb.plan.highs import Interrupt, SolveLimits
 from hetlb.plan.placement.bounds import flow_bound
-from hetlb.plan.placement.cluster import Cluster
+from hetlb.plan.placement.columns import Pipelines
 from hetlb.plan.placement.estimate import Estimator
 from hetlb.plan.placement.failures import losses
 from hetlb.plan.placement.flow import Flow, max_flow
 from hetlb.plan.placement.heuristics import Intervals, chains, petals, separate_pipelines, swarm
 from hetlb.plan.placement.milp import solve
-from hetlb.plan.placement.search import Search
+from hetlb.plan.placement.place_cluster import Cluster
+from hetlb.plan.placement.place_search import Search
+from hetlb.plan.placement.stage_columns import StageChain
 
 LENGTHS = [(100, 20), (50, 40)]
 
@@ -32,6 +34,10 @@ class Steps:
     def __call__(self) -> float:
         self.now += 1.0
         return self.now
+
+
+def steps(count: float, *, seed: int = 0, interrupt: Interrupt | None = None) -> SolveLimits:
+    return SolveLimits(deadline=count, seed=seed, interrupt=interrupt, clock=Steps())
 
 
 def best_of_all(cluster: Cluster) -> float:
@@ -57,7 +63,7 @@ def test_the_integer_program_finds_the_best_placement_and_bounds_hold(seed: int)
     best = best_of_all(cluster)
     bound = flow_bound(cluster)
     assert best <= bound * (1.0 + 1e-9)
-    solved = solve(cluster, math.inf, bound)
+    solved = solve(cluster, SolveLimits(gap=1e-6), bound)
     assert solved.optimal
     assert solved.bound == pytest.approx(best, rel=1e-5, abs=1e-6)
     if best > 0.0:
@@ -81,8 +87,47 @@ def test_the_optimum_of_helix_small_cluster_is_proven() -> None:
     cluster = helix_cluster("cluster10")
     bound = flow_bound(cluster)
     assert bound == pytest.approx(286.5874097546421, rel=1e-8)
-    search = Search(cluster, Estimator(cluster, LENGTHS), None, enough=bound, seed=0, clock=Steps())
-    assert search.run(40_000.0).highest_flow.flow.tokens_per_s == pytest.approx(286.5874097546421, abs=1e-9)
+    found = Search(cluster, Estimator(cluster, LENGTHS), None, bound=bound).run(steps(40_000.0))
+    assert found.highest_flow.flow.tokens_per_s == pytest.approx(286.5874097546421, abs=1e-9)
+
+
+@needs_helix
+@pytest.mark.parametrize("name", ["single24", "cluster10"])
+def test_pipelines_by_column_generation_reach_the_bound(name: str) -> None:
+    cluster = helix_cluster(name)
+    pipelines = Pipelines(cluster)
+    placement = pipelines.placement(pipelines.solve(0.0, SolveLimits()))
+    assert fits(cluster, placement)
+    assert max_flow(cluster, placement).tokens_per_s == pytest.approx(flow_bound(cluster), rel=1e-8)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_constructed_placements_fit_and_keep_their_rate(seed: int) -> None:
+    rng = random.Random(seed)
+    kinds = [kind("x", [90.0, 50.0, 35.0]), kind("y", [60.0, 25.0])]
+    cluster = small_cluster([rng.choice("xy") for _ in range(rng.randint(3, 12))], kinds, rng.randint(3, 6))
+    bound = flow_bound(cluster)
+    pipelines = Pipelines(cluster)
+    found = pipelines.solve(rng.choice([0.0, 3.0]), SolveLimits())
+    placement = pipelines.placement(found)
+    assert fits(cluster, placement)
+    if found:
+        assert max_flow(cluster, placement).tokens_per_s >= sum(each.rate for each in found) * (1 - 1e-9)
+    chain = StageChain(cluster).highest(0.0, bound, SolveLimits())
+    assert chain is None or fits(cluster, chain)
+
+
+def test_many_machines_are_placed_near_the_bound_at_once() -> None:
+    kinds = [
+        kind("a", [9000 / j for j in range(1, 13)]),
+        kind("b", [4000 / j for j in range(1, 8)]),
+        kind("c", [1500 / j for j in range(1, 5)]),
+    ]
+    cluster = small_cluster(["a"] * 10 + ["b"] * 30 + ["c"] * 60, kinds, 80)
+    bound = flow_bound(cluster)
+    found = Search(cluster, Estimator(cluster, LENGTHS), None, bound=bound).run(steps(60.0))
+    assert found.highest_flow.flow.tokens_per_s >= 0.9 * bound
 
 
 def fits(cluster: Cluster, placement: Intervals) -> bool:
@@ -112,14 +157,11 @@ def test_a_search_is_repeatable_and_its_judge_has_the_last_word() -> None:
     cluster = small_cluster(["x", "x", "y", "y", "y"], kinds, 6)
     asked: list[bool] = []
 
-    def judge(placement: Intervals, flow: Flow, whole: bool) -> float:
+    def judge(placement: Intervals, flow: Flow, whole: bool, limits: SolveLimits) -> float:
         asked.append(whole)
         return 1000.0 - len(set(placement.values())) + flow.tokens_per_s / 1000.0
 
-    runs = [
-        Search(cluster, Estimator(cluster, LENGTHS), judge, seed=3, clock=Steps()).run(1500.0)
-        for _ in range(2)
-    ]
+    runs = [Search(cluster, Estimator(cluster, LENGTHS), judge).run(steps(1500.0, seed=3)) for _ in range(2)]
     assert runs[0].best.placement == runs[1].best.placement
     assert runs[0].best.simulated is not None
     assert True in asked
@@ -132,7 +174,7 @@ def test_a_search_is_repeatable_and_its_judge_has_the_last_word() -> None:
 def test_a_search_whose_time_is_up_before_it_begins_ends_with_its_starts(seconds: float) -> None:
     """As where the solver has used all of the time."""
     cluster = small_cluster(["x"] * 4, [kind("x", [100.0, 45.0])], 4)
-    found = Search(cluster, Estimator(cluster, LENGTHS), lambda *_: 1.0, clock=Steps()).run(seconds)
+    found = Search(cluster, Estimator(cluster, LENGTHS), lambda *_: 1.0).run(steps(seconds))
     assert found.best.flow.tokens_per_s > 0.0
     assert not found.interrupted
 
@@ -140,13 +182,13 @@ def test_a_search_whose_time_is_up_before_it_begins_ends_with_its_starts(seconds
 def test_an_interrupt_leaves_the_best_so_far() -> None:
     cluster = small_cluster(["x"] * 4, [kind("x", [100.0, 45.0])], 4)
 
-    class Interrupting(Steps):
-        def __call__(self) -> float:
-            if self.now > 300.0:
-                raise KeyboardInterrupt
-            return super().__call__()
+    interrupt = Interrupt()
 
-    found = Search(cluster, Estimator(cluster, LENGTHS), None, clock=Interrupting()).run(10_000.0)
+    def stop(phase: str, best: object) -> None:
+        interrupt.requested = True
+
+    search = Search(cluster, Estimator(cluster, LENGTHS), None, progress=stop)
+    found = search.run(steps(10_000.0, interrupt=interrupt))
     assert found.interrupted
     assert found.best.flow.tokens_per_s > 0.0
 
@@ -154,10 +196,14 @@ def test_an_interrupt_leaves_the_best_so_far() -> None:
 def test_losses_say_what_is_left_and_the_cheapest_move() -> None:
     # n2 idles behind n1; without n0 only n2 can take its layer, and one layer is enough.
     cluster = small_cluster(["x", "x", "x"], [kind("x", [100.0, 45.0])], 2)
-    found = {loss.node: loss for loss in losses(cluster, {"n0": (0, 1), "n1": (1, 2), "n2": (1, 2)})}
+    placement = {"n0": (0, 1), "n1": (1, 2), "n2": (1, 2)}
+    found = {loss.nodes[0]: loss for loss in losses(cluster, placement, SolveLimits())}
     assert found["n0"].tokens_per_s == 0.0
     assert found["n0"].move is not None
     assert (found["n0"].move.first, found["n0"].move.end, found["n0"].move.loaded) == (0, 1, 1)
     assert found["n0"].move.tokens_per_s == pytest.approx(100.0)
-    assert found["n2"].tokens_per_s == pytest.approx(100.0)
-    assert found["n2"].move is None
+    # n1 and n2 are alike: one line for both.
+    assert found["n1"].nodes == ("n1", "n2")
+    assert found["n1"].tokens_per_s == pytest.approx(100.0)
+    assert found["n1"].move is None
+    assert losses(cluster, placement, SolveLimits(deadline=0.0)) == []

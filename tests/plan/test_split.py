@@ -16,22 +16,22 @@ from hypothesis import strategies as st
 
 from hetlb.cli.main import main
 from hetlb.config.fleet import load_fleet
+from hetlb.config.plan_tables import Model, RooflineTable
 from hetlb.core.latency import LatencyModel
 from hetlb.core.types import Role
 from hetlb.errors import ConfigError, PlanError
 from hetlb.plan.check import check_split
-from hetlb.plan.disaggregation.cluster import Cluster, Group, Links, Machine, Plan, Slo, Stage, Workload
-from hetlb.plan.disaggregation.cost import GroupTable, PaperCost, ProfileCost, divide, kv_cache_tokens
-from hetlb.plan.disaggregation.deploy import commands, lay_out, write_fleet
+from hetlb.plan.disaggregation.cost import GroupTable, PaperCost, ProfileCost, capacity_of
 from hetlb.plan.disaggregation.exhaustive import Exhaustive
 from hetlb.plan.disaggregation.files import load_split
 from hetlb.plan.disaggregation.network import LINK_SHARE, Network
 from hetlb.plan.disaggregation.partition import assign_roles, partition
 from hetlb.plan.disaggregation.rates import both_rate, decode_rate, prefill_rate
-from hetlb.plan.disaggregation.search import Search
-from hetlb.plan.disaggregation.simulation import simulate_plan
+from hetlb.plan.disaggregation.split_cluster import Cluster, Group, Links, Machine, Plan, Slo, Stage, Workload
+from hetlb.plan.disaggregation.split_deploy import commands, lay_out, write_fleet
+from hetlb.plan.disaggregation.split_search import Search
+from hetlb.plan.disaggregation.split_simulation import simulate_plan
 from hetlb.plan.highs import Interrupt, SolveLimits
-from hetlb.plan.market import Model, RooflineTable
 from hetlb.plan.throughput import saturated_rate
 from hetlb.sim.engine import EngineLimits
 from hetlb.sim.fleet import EngineSpec
@@ -92,21 +92,6 @@ clusters = st.builds(
 # --- the cost models ------------------------------------------------------------------------------------
 
 
-@given(
-    st.lists(st.floats(0.01, 100.0), min_size=1, max_size=8).flatmap(
-        lambda weights: st.tuples(st.just(weights), st.integers(len(weights), 100))
-    )
-)
-def test_layers_are_divided_whole_and_none_is_left_out(case: tuple[list[float], int]) -> None:
-    weights, layers = case
-    shares = divide(weights, layers)
-    assert sum(shares) == layers
-    assert min(shares) >= 1
-    if layers >= 50 * len(weights) / min(w / sum(weights) for w in weights) / 50:
-        exact = [w / sum(weights) * layers for w in weights]
-        assert all(abs(a - b) <= len(weights) for a, b in zip(shares, exact, strict=True))
-
-
 @pytest.mark.parametrize("rows", [(1237, 221), (268, 279), (1673, 60)])
 @pytest.mark.parametrize("limits", [(500_000, 256, 2048), (30_000, 256, 2048), (500_000, 256, 16384)])
 def test_rates_are_those_of_the_engine_model(rows: tuple[int, int], limits: tuple[int, int, int]) -> None:
@@ -138,7 +123,7 @@ def test_memory_is_that_of_the_tightest_stage() -> None:
         (2 * room - 60e9 * layers / 48) / (of.kv_bytes_per_token * layers / 48)
         for room, layers in zip(usable, (36, 12), strict=True)
     ]
-    assert kv_cache_tokens(of, stages) == math.floor(min(by_stage))
+    assert capacity_of(of, stages) == math.floor(min(by_stage))
 
 
 def test_groups_of_alike_machines_are_alike() -> None:
@@ -368,7 +353,7 @@ links: {inside: {H100: 300e9, default: 25e9}, between: 5e9}
     ("old", "new", "said"),
     [
         ("between: 5e9", "betwen: 5e9", "betwen"),
-        ("layers: 32, ", "", "model.layers: expected a number of layers"),
+        ("layers: 32, ", "", "model.layers: expected a value or model.config, got neither"),
         (
             "workload: {input_tokens: 1000, output_tokens: 200}",
             "",
@@ -443,7 +428,7 @@ def test_commands_say_role_layers_and_gpus(tmp_path: Path) -> None:
     groups = []
     alone = (Stage(0, 1, 32),)
     for role, own in ((Role.PREFILL, stages), (Role.DECODE, alone), (Role.BOTH, alone)):
-        tokens = kv_cache_tokens(of, own)
+        tokens = capacity_of(of, own)
         groups.append(Group(role, own, cost.capacity(own, role, tokens), tokens))
     plan = Plan(tuple(groups[:2]), {(0, 1): 0.1}, {})
     first, second = commands(of, plan, lay_out(of, plan))

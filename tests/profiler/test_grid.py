@@ -13,7 +13,7 @@ from hetlb.profiler.grid import DECODE_ROOM, DEFAULT_GRID, clip, token_budget
 
 
 def test_a_roomy_server_is_measured_on_the_default_grid() -> None:
-    capacity = Capacity(kv_cache_tokens=2_000_000, block_size=16, max_num_seqs=256, max_model_len=131072)
+    capacity = Capacity(kv_cache_tokens=2_000_000, block_size=16, max_num_seqs=1025, max_model_len=131072)
     assert set(clip(DEFAULT_GRID, capacity)) == set(DEFAULT_GRID)
     assert set(clip(DEFAULT_GRID, Capacity())) == set(DEFAULT_GRID)
 
@@ -35,6 +35,13 @@ def test_every_point_fits_the_server(blocks: int, block: int, seqs: int, longest
         assert 1 <= size.batch <= seqs
         assert size.length + room <= longest
         assert size.batch * math.ceil((size.length + room) / block) <= blocks
+
+
+def test_mixed_steps_are_measured_at_the_most_sequences_of_the_server() -> None:
+    capacity = Capacity(kv_cache_tokens=400_000, block_size=16, max_num_seqs=200, max_model_len=40_000)
+    mixed = [size for size in clip(DEFAULT_GRID, capacity) if size.phase is Phase.MIXED]
+    assert max(size.batch for size in mixed) == 199  # and one prompt
+    assert max(size.length for size in mixed) == 32768
 
 
 def test_a_small_server_still_gets_enough_points() -> None:

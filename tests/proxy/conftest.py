@@ -12,7 +12,7 @@ import pytest_asyncio
 import uvloop
 from helpers import HANG_S, make_scheduler, spec, turns_until
 
-from hetlb.config.fleet import ProxyTable
+from hetlb.config.fleet_tables import ProxyTable
 from hetlb.core.admission import QueueLimits
 from hetlb.core.scheduler import Scheduler
 from hetlb.proxy.driver import Driver, DriverSetup

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from helpers import make_scheduler, spec
 
-from hetlb.config.fleet import ProxyTable
+from hetlb.config.fleet_tables import ProxyTable
 from hetlb.proxy.connection import ClientConnection
 from hetlb.proxy.driver import Driver, DriverSetup
 from hetlb.proxy.server import ProxyServer

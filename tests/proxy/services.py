@@ -184,8 +184,7 @@ async def serving(
     path.write_text(yaml.safe_dump(fleet))
     loaded = load_fleet(path)
     if policy is not None:
-        named = msgspec.structs.replace(loaded.policy, name=policy)
-        loaded = msgspec.structs.replace(loaded, policy=named)
+        loaded = loaded.with_tables(policy=msgspec.structs.replace(loaded.file.policy, name=policy))
     service = PatientService(loaded)
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HANG_S)) as session:

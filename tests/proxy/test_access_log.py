@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from helpers import turns_until
 from hypothesis import given
 from hypothesis import strategies as st
 from proxy.services import Engine, document, serving
@@ -102,11 +103,13 @@ def served() -> RequestRecord:
 
 def test_a_line_of_words() -> None:
     assert keyvalue_line(served()) == (
+        "time=1970-01-01T00:00:12.000+00:00 level=info client=- "
         "request=r-1 tenant=ann model=m path=/v1/completions instance=a outcome=ok phase=stream status=200 "
         "prompt_tokens=9 cached_tokens=4 output_tokens=5 predicted_output=12 queue_s=0.5000 "
         "ttft_s=1.0000 total_s=2.0000 retries=1\n"
     )
     assert keyvalue_line(over()) == (
+        "time=1970-01-01T00:00:10.250+00:00 level=warning client=- "
         "request=r-1 tenant=- model=m path=/v1/completions instance=- outcome=rejected_full phase=queue "
         "status=429 prompt_tokens=7 cached_tokens=- output_tokens=0 predicted_output=0 "
         "queue_s=0.2500 ttft_s=- total_s=0.2500 retries=0\n"
@@ -116,7 +119,9 @@ def test_a_line_of_words() -> None:
 def test_a_line_of_json_has_the_same_keys_and_a_time() -> None:
     document = json.loads(json_line(served(), 1.0e9))
     words = dict(word.split("=") for word in keyvalue_line(served()).split())
-    assert list(document) == ["time", *words]
+    assert list(document) == list(words)
+    assert words.pop("time") == "1970-01-01T00:00:12.000+00:00"
+    assert (words.pop("client"), document["client"]) == ("-", None)
     assert document["time"] == "2001-09-09T01:46:52.000+00:00"
     for key, word in words.items():
         expected = type(document[key])(word)
@@ -142,7 +147,7 @@ def test_any_text_is_part_of_one_line(label: str, model: str, tenant: str | None
     ended = over(label=label, model=model, tenant=tenant)
     line = keyvalue_line(ended)
     assert line.isascii()
-    assert [word.count("=") for word in line.split()] == [1] * 16
+    assert [word.count("=") for word in line.split()] == [1] * 19
     line = json_line(ended, 0.0)
     assert line.splitlines() == [line[:-1]]
     document = json.loads(line)
@@ -214,3 +219,27 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     path.write_text(f"version: 1\n{models}\nproxy: {{request_log_format: xml}}\n")
     with pytest.raises(ConfigError, match=r"fleet.yaml: proxy.request_log_format: .*'xml'"):
         load_fleet(path)
+
+
+@pytest.mark.parametrize(
+    ("trusted", "forwarded", "client"),
+    [
+        ([], "203.0.113.9", "127.0.0.1"),
+        (["127.0.0.0/8"], "203.0.113.9", "203.0.113.9"),
+        (["127.0.0.0/8", "10.0.0.0/8"], "198.51.100.1, 203.0.113.9, 10.1.2.3", "203.0.113.9"),
+        (["127.0.0.0/8"], "forged, 203.0.113.9", "203.0.113.9"),
+        (["127.0.0.0/8"], "x=y z", "127.0.0.1"),
+        (["10.0.0.0/8"], "203.0.113.9", "127.0.0.1"),
+    ],
+)
+async def test_the_address_of_a_client_is_that_of_the_last_proxy_that_is_trusted(
+    tmp_path: Path, trusted: list[str], forwarded: str, client: str
+) -> None:
+    async with Engine() as engine:
+        fleet = document(engine, proxy={"trusted_proxies": trusted})
+        async with serving(tmp_path, fleet) as running:
+            records: list[RequestRecord] = []
+            running.service.driver._on_ended = records.extend
+            await running.ask(X_Forwarded_For=forwarded)
+            await turns_until(lambda: bool(running.service.driver.totals.requests and records))
+    assert [record.address for record in records] == [client]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import pytest
 from helpers import HANG_S, turns_until
 from proxy.services import PLAIN_BODY, Engine, document, said, serving
 from proxy.upstreams import Upstream, plain
+
+from hetlb.proxy import admin_listener
 
 # --- what is seen ---
 
@@ -73,7 +76,10 @@ async def test_the_metrics_page(tmp_path: Path) -> None:
         await running.ask()
         page = await running.admin("GET", "/metrics")
         assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
-        assert b'hetlb_requests_total{outcome="ok",phase="stream"} 1\n' in page.body
+        assert (
+            b'hetlb_requests_total{outcome="ok",cause="none",phase="stream",model="m",status="2xx"} 1\n'
+            in page.body
+        )
         assert b'hetlb_instance_in_flight{server="i0"} 0\n' in page.body
 
 
@@ -330,7 +336,7 @@ async def test_what_needs_a_restart_is_named(tmp_path: Path) -> None:
         running.rewrite(document(engine, listen={"port": 4}, queue={"max_requests": 3}, pick=pick))
         said_so = (await running.admin("POST", "/v1/reload")).json["reloaded"]
         assert said_so == "0 instances out, 0 in, policy rr; only a restart changes listen.port, queue, pick"
-        assert running.service.fleet.listen.port == 0
+        assert running.service.fleet.file.listen.port == 0
         # It is said for as long as the file asks for it.
         assert (await running.admin("POST", "/v1/reload")).json["reloaded"] == said_so
 
@@ -485,3 +491,35 @@ async def test_an_engine_that_is_gone_leaves_the_admin_listener_alone(tmp_path: 
         assert (await running.admin("GET", "/healthz")).status == 200
         assert (await running.admin("GET", "/v1/fleet")).status == 200
         assert (await running.admin("GET", "/metrics")).status == 200
+
+
+async def test_half_heads_hold_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin_listener, "MOST_CONNECTIONS", 20)
+    monkeypatch.setattr(admin_listener, "_SWEEP_S", 0.01)
+    async with Engine() as engine, serving(tmp_path, document(engine)) as running:
+        address = running.service.admin.address
+        half = [await asyncio.open_connection(*address) for _ in range(60)]
+        for _, writer in half:
+            writer.write(b"GET /metrics HTTP/1.1\r\nhost: 127.0.0.1\r\nx-")
+        # The oldest are dropped first; the newest stay until they are idle for too long.
+        for reader, writer in half[:40]:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
+        assert (await running.admin("GET", "/healthz")).status == 200
+        monkeypatch.setattr(admin_listener, "IDLE_S", 0.0)
+        for reader, writer in half[40:]:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
+
+
+async def test_labels_hold_no_control_characters(tmp_path: Path) -> None:
+    async with Engine() as engine:
+        engine.served = "m\x1b[31m\r\u2028\n"
+        async with serving(tmp_path, document(engine)) as running:
+            await running.up("i0")
+            await turns_until(lambda: running.instance("i0").served == (engine.served,))
+            page = (await running.admin("GET", "/metrics")).body.decode()
+            assert 'model="m?[31m???"' in page
+            assert all(line.isprintable() for line in page.split("\n"))

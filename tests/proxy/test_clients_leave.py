@@ -75,11 +75,10 @@ async def test_three_in_ten_leave_and_nothing_is_left_of_them() -> None:
         EmulatedEngine(slow, served_model_names=("m",), time_scale=0.05) as two,
     ):
         fleet = fleet_from_urls([one.url, two.url])
-        fleet = msgspec.structs.replace(
-            fleet,
-            listen=msgspec.structs.replace(fleet.listen, port=0),
-            admin=msgspec.structs.replace(fleet.admin, port=0),
-            proxy=msgspec.structs.replace(fleet.proxy, request_log=False),
+        fleet = fleet.with_tables(
+            listen=msgspec.structs.replace(fleet.file.listen, port=0),
+            admin=msgspec.structs.replace(fleet.file.admin, port=0),
+            proxy=msgspec.structs.replace(fleet.file.proxy, request_log=False),
         )
         service = PatientService(fleet)
         driver = service.driver

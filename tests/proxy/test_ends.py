@@ -25,7 +25,8 @@ COUNTS = {
     "not-handed-over": Verdict.NOTHING,
     "unread": Verdict.NOTHING, "held-up": Verdict.NOTHING, "idle": Verdict.NOTHING,
     "left": Verdict.NOTHING, "local": Verdict.NOTHING,
-    "stopped": Verdict.NOTHING,
+    "stopped": Verdict.NOTHING, "last-missing": Verdict.FAILED, "head-cut": Verdict.FAILED,
+    "otherwise": Verdict.NOTHING,
 }  # fmt: skip
 
 
@@ -50,7 +51,7 @@ def test_an_end_counts_as_its_row_says(end: End) -> None:
         if lease.instance != "a":
             scheduler.on_lease_ended(lease, ends.LEFT.told, float(number), retry=False)
             break
-        scheduler.on_lease_ended(lease, end.told, float(number), retry=False, server_error=end.server_error)
+        scheduler.on_lease_ended(lease, end.told, float(number), retry=False)
         if end.counts_as is Verdict.FAILED and one.health.probation.active(float(number)):
             break
     health = one.health

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from proxy.memory import End, Loop
 
-from hetlb.config.fleet import ProxyTable
+from hetlb.config.fleet_tables import ProxyTable
 from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.ends import End as LeaseEnd
 from hetlb.proxy.engine_pools import EnginePools

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
+import threading
+import tracemalloc
 from array import array
 from collections.abc import AsyncIterator, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import pytest_asyncio
+import zmq
 from helpers import turns_until
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,9 +24,17 @@ from proxy.kv_publisher import CLEARED, SIZE, Publisher, removed, stored
 from proxy.services import Engine, Running, document, serving
 
 from hetlb.config.fleet import load_fleet
-from hetlb.core.block_index import BlocksCleared, BlocksRemoved, BlocksStored, block_digests
+from hetlb.core.block_index import (
+    BlockIndex,
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    KvEventBatch,
+    block_digests,
+)
 from hetlb.errors import ConfigError
-from hetlb.proxy.kv_events import read_batch
+from hetlb.proxy.kv_events import MOST_PUBLISHER_BYTES, PART_BLOCKS, read_batch
+from hetlb.proxy.zmtp import MOST_BYTES, ZmtpConnection, ZmtpError
 
 
 @pytest_asyncio.fixture
@@ -43,6 +55,11 @@ def held(running: Running, ids: list[int]) -> int:
     blocks = running.instance("i0").blocks
     assert blocks is not None
     return blocks.held("m", (SIZE, block_digests(array("q", ids), SIZE)))
+
+
+def stored_tokens(running: Running, name: str) -> int:
+    blocks = running.instance(name).blocks
+    return 0 if blocks is None else blocks.stored_tokens
 
 
 def state(running: Running) -> str:
@@ -102,7 +119,7 @@ async def test_a_prompt_of_ids_goes_where_its_blocks_are(tmp_path: Path, publish
             await running.up("i1")
             await publisher.subscribed()
             await publisher.publish(stored(ids, 1))
-            await turns_until(lambda: running.scheduler.fleet.block_tokens == SIZE)
+            await turns_until(lambda: stored_tokens(running, "i1") == 4000)
             scheduler = running.scheduler
             request = msgspec.json.encode({"model": "m", "prompt": [*ids, 5, 6], "max_tokens": 1})
             reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
@@ -141,12 +158,12 @@ def events() -> Iterator[tuple[Any, Any]]:
 
 @pytest.mark.parametrize(("raw", "event"), list(events()))
 def test_both_shapes_of_events_are_read(raw: Any, event: Any) -> None:
-    assert read_batch(msgspec.msgpack.encode([1.0, [raw], None])) == (event,)
+    assert tuple(read_batch(msgspec.msgpack.encode([1.0, [raw], None]))) == (event,)
 
 
 def test_other_memory_and_other_groups_are_passed_over() -> None:
     raw = [{**stored([1] * 4, 7), "medium": "CPU"}, {**removed(7), "group_idx": 1}]
-    assert read_batch(msgspec.msgpack.encode([1.0, raw])) == ()
+    assert tuple(read_batch(msgspec.msgpack.encode([1.0, raw]))) == ()
 
 
 VALUES = (
@@ -159,4 +176,145 @@ BATCHES = st.tuples(st.just(0.5), st.lists(st.dictionaries(KEYS, VALUES)))
 @given(st.binary() | st.builds(msgspec.msgpack.encode, BATCHES))
 def test_any_other_bytes_are_refused(payload: bytes) -> None:
     with contextlib.suppress(ValueError):  # nothing else may come of it
-        read_batch(payload)
+        list(read_batch(payload))
+
+
+def parts(*events: Any) -> list[Any]:
+    return list(read_batch(msgspec.msgpack.encode([1.0, list(events)])))
+
+
+def test_a_long_event_is_told_in_parts_that_mean_the_same() -> None:
+    ids = list(range(1000 * SIZE))
+    salts = [["s"], None, ["t"]] + [None] * 600 + [["u"]]
+    whole, split = BlockIndex(), BlockIndex()
+    for index in (whole, split):
+        index.apply(KvEventBatch(begins=True))
+    for event in parts({**stored(ids, 5), "extra_keys": salts}, removed(*range(900, 1005))):
+        assert len(event.hashes) <= PART_BLOCKS
+        split.apply(KvEventBatch((event,)))
+    extras = ["s", "", "t"] + [""] * 600 + ["u"]
+    contents = block_digests(array("q", ids), SIZE, extras)
+    whole.apply(KvEventBatch((BlocksStored(tuple(range(5, 1005)), None, contents, SIZE),)))
+    whole.apply(KvEventBatch((BlocksRemoved(tuple(range(900, 1005))),)))
+    assert split.stored_tokens == whole.stored_tokens == 895 * SIZE
+    assert split.held("m", (SIZE, contents)) == whole.held("m", (SIZE, contents)) == 895 * SIZE
+
+
+BOMBS = [
+    [[]] * (MOST_BYTES - 16),
+    [["BlockRemoved", []]] * (MOST_BYTES // 15 - 1),
+    [["BlockRemoved", [1] * (MOST_BYTES - 64)]],
+    [["BlockStored", [1], None, [1] * (MOST_BYTES - 64), 1]],
+    [["BlockStored", [1] * (MOST_BYTES // 2 - 64), None, [1] * (MOST_BYTES // 2), 1]],
+    [["BlockStored", [1], None, [1], 1, None, None, None, [[]] * (MOST_BYTES - 64)]],
+    [{"type": "x"}] * (MOST_BYTES // 8),
+    [{"type": "BlockStored", "block_hashes": [1], "token_ids": [2**63], "block_size": 1}],
+    [{"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 0}],
+]
+
+
+@pytest.mark.parametrize("number", range(len(BOMBS)))
+def test_a_message_takes_a_bounded_amount_of_memory(number: int) -> None:
+    payload = msgspec.msgpack.encode([1.0, BOMBS[number]])
+    assert len(payload) <= MOST_BYTES + 64
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(ValueError):
+            assert len(list(islice(read_batch(payload), 3))) <= 3
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * MOST_PUBLISHER_BYTES
+
+
+@contextlib.contextmanager
+def flooding(endpoint: str, messages: list[list[bytes]]) -> Iterator[None]:
+    """A publisher in a thread of its own that sends these again and again, as fast as it can."""
+    context = zmq.Context()
+    socket, over = context.socket(zmq.PUB), threading.Event()
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.bind(endpoint)
+
+    def flood() -> None:
+        while not over.is_set():
+            for message in messages:
+                socket.send_multipart(message)
+            if not over.wait(0.001):
+                continue
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("kind", ["events", "numbers", "rubbish"])
+async def test_a_flood_of_events_leaves_the_loop_to_others(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    payload = msgspec.msgpack.encode([0.5, [stored(list(range(4000)), 1), removed(*range(1, 1001))]])
+    messages = {
+        "events": [[b"", number.to_bytes(8, "big"), payload] for number in range(50)],
+        "numbers": [[b"", (7 * number).to_bytes(8, "big"), b"\x93\x00\x90\x00"] for number in range(500)],
+        "rubbish": [[b"", bytes(8), b"\xff"], [b"x"], [b"", b"", b"", b""]] * 200,
+    }[kind]
+    endpoint = f"ipc://{tmp_path}/flood"
+    async with Engine() as engine, serving(tmp_path, fleet(engine, endpoint)) as running:
+        await running.up("i0")
+        with flooding(endpoint, messages):
+            await turns_until(lambda: state(running) != "no event has come yet")
+            for _ in range(20):  # the flood goes on meanwhile
+                assert (await running.admin("GET", "/healthz")).status == 200
+        lines = [each for each in caplog.records if "what it has cached is estimated" in each.getMessage()]
+        assert len(lines) <= 2
+
+
+async def test_a_message_without_end_ends_its_connection(tmp_path: Path) -> None:
+    """libzmq would keep the frames of one message until the last has come."""
+    greetings = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        greeting = await reader.readexactly(64)
+        greetings.append(greeting)
+        ready = b"\x05READY\x0bSocket-Type\0\0\0\x03PUB"
+        writer.write(greeting + bytes([4, len(ready)]) + ready)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"\x01\x01x" * 1000)
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_unix_server(serve, tmp_path / "endless")
+    endpoint = f"ipc://{tmp_path}/endless"
+    async with server, Engine() as engine, serving(tmp_path, fleet(engine, endpoint)) as running:
+        await turns_until(lambda: "frames of a message" in state(running))
+        await turns_until(lambda: len(greetings) > 1)  # and it is tried again
+
+
+SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n".ljust(64), "expected a peer that speaks ZMTP 3"),
+        (SIGNATURE + b"\x01" + bytes(53), "expected a peer that speaks ZMTP 3"),
+        (SIGNATURE + b"\x03\x00" + b"CURVE".ljust(52, b"\0"), "expected a peer without authentication"),
+        (SIGNATURE + b"\x03\x00" + b"NULL".ljust(52, b"\0") + b"\x00\x01x", "expected a peer that is ready"),
+        (SIGNATURE + b"\x03\x00" + b"NULL".ljust(52, b"\0") + b"\xf0\x01x", "expected the flags of a frame"),
+        (SIGNATURE + b"\x03\x00" + b"NULL".ljust(52, b"\0") + b"\x06" + b"\xff" * 8, "expected at most 10"),
+    ],
+)  # fmt: skip
+async def test_a_peer_that_does_not_speak_zeromq(tmp_path: Path, sent: bytes, message: str) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(sent)
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_unix_server(serve, tmp_path / "other"):
+        with pytest.raises(ZmtpError, match=message):
+            await ZmtpConnection.open(f"ipc://{tmp_path}/other", "SUB")

@@ -122,7 +122,7 @@ async def test_requests_beyond_a_limit_are_429_and_say_when_to_come_again(tmp_pa
             usage = (await running.admin("GET", "/v1/usage")).json["usage"]
             assert [(each["tenant"], each["requests"]) for each in usage] == [("t0", 6), ("t1", 2)]
             ended = list(running.service.history.newest_first())
-            assert [each.outcome for each in ended].count("rejected_full") == 2
+            assert [each.outcome for each in ended].count("rate_limited") == 2
 
 
 async def test_tokens_are_settled_by_what_the_engine_counted(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import re
 import shutil
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import yaml
 from helpers import make_scheduler, request, spec, turns_until
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,9 +21,9 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from proxy.memory import Proxy
 from proxy.services import Engine, Running, document, serving
-from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, USAGE, Upstream, Visit, chunk
+from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, USAGE, Upstream, Visit, chunk, plain
 
-from hetlb.core.types import EngineSample, InstanceRemoved, Outcome
+from hetlb.core.types import CAUSES, EngineSample, InstanceRemoved, Outcome
 from hetlb.proxy.driver import SWEEP_S
 from hetlb.proxy.telemetry import prometheus
 from hetlb.proxy.telemetry.counters import ITL_S, MODELS_MAX, Totals
@@ -121,16 +123,24 @@ def described() -> dict[str, tuple[str, set[str]]]:
 
 async def everything(tmp_path: Path) -> dict[str, Metric]:
     """A page on which every family has a series."""
-    async with Engine(STREAM) as engine, serving(tmp_path, document(engine)) as running:
-        await stream(running)
-        await turns_until(lambda: running.instance("i0").sample is not None)
-        running.service.stages = STAGES
-        figures = SharedFigures(True, 1, 2, 0.01, 3, 4, True)
-        running.service.sharing = cast(Any, SimpleNamespace(figures=figures))
-        try:
-            return await page(running)
-        finally:
-            running.service.sharing = None
+    classes = {"report": {"e2e_ms": 60_000}}
+    async with Engine(STREAM) as engine:
+        fleet = document(engine)
+        fleet["models"][0]["classes"] = classes
+        async with serving(tmp_path, fleet) as running:
+            return await of_everything(running)
+
+
+async def of_everything(running: Running) -> dict[str, Metric]:
+    await stream(running)
+    await turns_until(lambda: running.instance("i0").sample is not None)
+    running.service.stages = STAGES
+    figures = SharedFigures(True, 1, 2, 0.01, 3, 4, True)
+    running.service.sharing = cast(Any, SimpleNamespace(figures=figures))
+    try:
+        return await page(running)
+    finally:
+        running.service.sharing = None
 
 
 async def test_every_metric_is_described_and_every_description_is_of_one(tmp_path: Path) -> None:
@@ -274,6 +284,33 @@ async def test_what_is_refused_counts_and_leaves_no_label(tmp_path: Path) -> Non
     assert value(parsed(reply.body.decode()), "hetlb_requests_total", outcome="bad_request") == 1
 
 
+async def test_a_client_a_limit_and_an_engine_are_told_apart(tmp_path: Path) -> None:
+    key = {"name": "t", "sha256": hashlib.sha256(b"key").hexdigest(), "limits": {"requests_per_minute": 3}}
+    (tmp_path / "keys.yaml").write_text(yaml.safe_dump([key]))
+    async with Engine() as engine:
+        fleet = document(engine, proxy={"api_keys_file": "keys.yaml"})
+        async with serving(tmp_path, fleet) as running:
+            for status in (b"200 OK", b"400 Bad Request", b"500 Wrong"):
+                engine.reply = plain(b"{}", status)
+                await running.ask(Authorization="Bearer key")
+            assert (await running.ask(Authorization="Bearer key")).status == 429
+            assert (await running.ask(Authorization="Bearer nobody")).status == 401
+            await running.settled()
+            found = await page(running)
+    told = {
+        tuple(sample.labels[name] for name in ("cause", "outcome", "status", "model")): sample.value
+        for sample in found["hetlb_requests_total"].samples
+    }
+    assert told == {
+        ("none", "ok", "2xx", "m"): 1,
+        ("client", "upstream_refused", "4xx", "m"): 1,
+        ("engine", "upstream_error", "5xx", "m"): 1,
+        ("limit", "rate_limited", "4xx", "m"): 1,
+        ("client", "bad_request", "4xx", ""): 1,
+    }
+    assert CAUSES.keys() == {outcome.value for outcome in Outcome}
+
+
 async def test_requests_that_waited_in_vain_are_in_the_queue_time(tmp_path: Path) -> None:
     fleet = {"queue": {"no_instance_timeout_s": 0}}
     async with Engine() as engine, serving(tmp_path, document(engine, **fleet)) as running:
@@ -377,7 +414,7 @@ def test_a_name_with_quotes_and_line_ends_stays_one_label() -> None:
     name = 'org/"odd"\\name\nwith lines'
     totals.model(name).ttft.observe(0.2)
     found = written(source(1, totals))
-    assert value(found, "hetlb_time_to_first_token_seconds_sum", model=name) == 0.2
+    assert value(found, "hetlb_time_to_first_token_seconds_sum", model=name.replace("\n", "?")) == 0.2
 
 
 def test_adapters_without_end_share_the_last_label() -> None:

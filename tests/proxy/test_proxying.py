@@ -388,15 +388,23 @@ async def test_answers_that_are_none_are_a_502_and_not_tried_again(start: Start,
     assert proxy.ended[0][0] == "no_response"
 
 
-@pytest.mark.parametrize("status", [b"400 Bad Request", b"429 Too Many Requests", b"500 X", b"503 Y"])
-async def test_error_answers_pass_verbatim_and_once(start: Start, status: bytes) -> None:
+@pytest.mark.parametrize(
+    ("status", "outcome"),
+    [
+        (b"400 Bad Request", "upstream_refused"),
+        (b"429 Too Many Requests", "upstream_busy"),
+        (b"500 X", "upstream_error"),
+        (b"503 Y", "upstream_error"),
+    ],
+)
+async def test_error_answers_pass_verbatim_and_once(start: Start, status: bytes, outcome: str) -> None:
     body = b'{"error":{"message":"no"}}'
     async with Upstream(plain(body, status)) as one, Upstream(plain(body, status)) as two:
         proxy = await start(one.url, two.url)
         answer = await ask(proxy, post())
         assert (answer.status, answer.body) == (int(status[:3]), body)
         assert len(one.visits) + len(two.visits) == 1
-    assert proxy.ended[0][0] == "upstream_error"
+    assert proxy.ended[0][0] == outcome
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import hashlib
 import json
 import re
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import websockets
 import yaml
-from emulator.conftest import make_profile
 from helpers import HANG_S, free_port
 from proxy.conftest import turns_until
 from proxy.services import Engine, Running, document, serving
@@ -24,7 +22,6 @@ from proxy.upstreams import Visit, plain
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from hetlb.emulator import EmulatedEngine
 from hetlb.websocket import accept_of, frame
 
 HANDSHAKE = (
@@ -360,6 +357,121 @@ async def test_an_alias_is_renamed_in_the_session_too(tmp_path: Path) -> None:
                 visit.left.set()
 
 
+LIMITED = {"authorization": "Bearer some"}
+
+
+@contextlib.asynccontextmanager
+async def limited(tmp_path: Path, engine: Engine) -> AsyncIterator[Running]:
+    """A service where the key `some` is for the model `m` alone, whose alias is `gpt-realtime`."""
+    rows = [{"name": "some", "sha256": hashlib.sha256(b"some").hexdigest(), "models": ["m"]}]
+    (tmp_path / "keys.yaml").write_text(yaml.safe_dump(rows))
+    fleet = document(engine, proxy={"api_keys_file": "keys.yaml"})
+    fleet["models"][0]["aliases"] = ["gpt-realtime"]
+    async with serving(tmp_path, fleet) as running:
+        await running.up("i0")
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ('{"type":"session.update","model":"n"}', 1008),
+        ('{"type":"session.upd\\u0061te","mod\\u0065l":"n"}', 1008),
+        ('{"model":"m","type":"session.update","model":"n"}', 1008),
+        ('{"type":"session.update","model":""}', 1008),
+        ('{"type":"session.update","model":["m"]}', 1008),
+        ('{"type":"session.update","model":"n","x":NaN}', 1007),
+        ('["session.update"]', 1007),
+    ],
+)
+@pytest.mark.parametrize("query", ["?model=m", "?model=gpt-realtime"])
+async def test_a_key_passes_no_other_model_by_an_update(
+    tmp_path: Path, message: str, code: int, query: str
+) -> None:
+    async with Talker() as engine, limited(tmp_path, engine) as running:
+        async with session(running, query, additional_headers=LIMITED) as client:
+            await client.recv()
+            visit = await engine.asked_for()
+            await client.send([message[:9], message[9:]])
+            assert (await closed_with(client))[0] == code
+        assert await visit.reader.read() == b""
+        visit.left.set()
+        await running.settled()
+
+
+@pytest.mark.parametrize("query", ["?model=m", "?model=gpt-realtime"])
+async def test_a_limited_key_may_say_all_else(tmp_path: Path, query: str) -> None:
+    said = [
+        b'{"type":"session.update","model":"m"}',
+        b'{"type":"input_audio_buffer.append"}',
+        b'{"model":"n"}',
+    ]
+    async with Talker() as engine, limited(tmp_path, engine) as running:
+        async with session(running, query, additional_headers=LIMITED) as client:
+            await client.recv()
+            visit = await engine.asked_for()
+            for each in said:
+                await client.send(each.decode())
+                head = await visit.reader.readexactly(6)
+                told = await visit.reader.readexactly(head[1] & 0x7F)
+                assert bytes(byte ^ head[2 + at % 4] for at, byte in enumerate(told)) == each
+            visit.left.set()
+
+
+# --- floods ---
+
+
+@pytest.mark.parametrize("flooder", ["client", "engine"])
+async def test_a_flood_of_short_frames_holds_up_no_other(tmp_path: Path, flooder: str) -> None:
+    """Of the CPU that a flood takes, no part without a turn of the others is more than a small share."""
+    fleet = document()
+    async with Talker(greets=False) as engine:
+        fleet["models"][0]["instances"] = [{"name": "i0", "url": engine.url}]
+        fleet["models"][0]["aliases"] = ["other"]
+        async with serving(tmp_path, fleet) as running:
+            await running.up("i0")
+            reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+            writer.write(HANDSHAKE.replace(b"model=m", b"model=other") + b"\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            visit = await engine.asked_for()
+            gaps, over = [], asyncio.Event()
+
+            async def look() -> None:
+                while not over.is_set():
+                    before = time.thread_time()
+                    await asyncio.sleep(0)
+                    gaps.append(time.thread_time() - before)
+
+            looking = asyncio.create_task(look())
+            said = b"\x81\x80mask" * 100_000 if flooder == "client" else b"\x81\0" * 400_000
+            speaker, hearer = (writer, visit.reader) if flooder == "client" else (visit.writer, reader)
+            speaker.write(said)
+            heard = 0
+            while heard < len(said):
+                heard += len(await hearer.read(1 << 20))
+            over.set()
+            await looking
+            assert max(gaps) < sum(gaps) / 10, f"{max(gaps):.3f} of {sum(gaps):.3f} s at once"
+            writer.close()
+            visit.left.set()
+            await running.settled()
+
+
+async def test_what_an_engine_said_before_it_left_comes_first(tmp_path: Path) -> None:
+    async with Talker(greets=False) as engine, talking(tmp_path, engine) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(HANDSHAKE + b"\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        visit = await engine.asked_for()
+        said = b"\x81\0" * 200_000 + frame(CLOSE, (1000).to_bytes(2))
+        visit.send(said)
+        visit.left.set()
+        assert await reader.read(-1) == said
+        writer.close()
+        await running.settled()
+        assert ended(running) == ["ok"]
+
+
 # --- ends ---
 
 
@@ -550,44 +662,3 @@ async def test_many_sessions_that_end_in_all_ways(tmp_path: Path) -> None:
         await running.settled()
         assert len(ended(running)) == 60
         assert running.service.totals.account(None, "m").requests == 60
-
-
-# --- a real client over the emulated engine ---
-
-
-async def test_a_transcription_through_the_proxy_and_directly(tmp_path: Path) -> None:
-    async with EmulatedEngine(make_profile(), served_model_names=("m",), time_scale=0.01) as engine:
-        fleet = document()
-        fleet["models"][0]["instances"] = [{"name": "i0", "url": engine.url}]
-        async with serving(tmp_path, fleet) as running:
-            await running.up("i0")
-            seen = [await transcribe(url) for url in (engine.url, f"http://127.0.0.1:{running.port}")]
-            assert seen[0] == seen[1]
-            assert seen[0][0] == {"type": "session.created"}
-            assert [each["type"] for each in seen[0][1:-1]] == ["transcription.delta"] * 9
-            assert seen[0][-1] == {
-                "type": "transcription.done", "text": "".join(each["delta"] for each in seen[0][1:-1]),
-                "usage": {"prompt_tokens": 150, "total_tokens": 159, "completion_tokens": 9,
-                          "prompt_tokens_details": None},
-            }  # fmt: skip
-            await running.settled()
-            row = next(running.service.history.newest_first())
-            assert (row.prompt_tokens_total, row.output_tokens, row.outcome) == (150, 9, "ok")
-
-
-async def transcribe(url: str) -> list[dict[str, Any]]:
-    """The events of a session, by aiohttp's client, as vLLM's example speaks."""
-    audio = base64.b64encode(bytes(32_000)).decode()
-    events: list[dict[str, Any]] = []
-    async with aiohttp.ClientSession() as session, session.ws_connect(f"{url}/v1/realtime") as socket_:
-        events.append(await socket_.receive_json())
-        await socket_.send_json({"type": "session.update", "model": "m"})
-        await socket_.send_json({"type": "input_audio_buffer.commit"})
-        for _ in range(3):
-            await socket_.send_json({"type": "input_audio_buffer.append", "audio": audio})
-        await socket_.send_json({"type": "input_audio_buffer.commit", "final": True})
-        while events[-1]["type"] != "transcription.done":
-            events.append(await socket_.receive_json())
-    for key in ("id", "created"):
-        del events[0][key]
-    return events

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from helpers import HANG_S, free_port
 
-from hetlb.config.fleet import ScrapeTable
+from hetlb.config.fleet_tables import ScrapeTable
 from hetlb.core.types import (
     CapacityLearned,
     EngineSample,

@@ -21,6 +21,7 @@ from proxy.services import Engine, PatientService, document
 from proxy.upstreams import SSE_HEAD, Upstream, Visit, chunk, plain
 
 from hetlb.config.fleet import load_fleet
+from hetlb.errors import HetlbError
 from hetlb.proxy import systemd
 from hetlb.proxy.service import Service
 from hetlb.proxy.systemd import inherited
@@ -153,6 +154,67 @@ async def test_a_process_that_does_not_keep_to_the_steps_gets_nothing(tmp_path: 
         assert not old.replaced
         async with aiohttp.ClientSession() as session:
             assert await request(session, old.address[1]) == 200
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="another user is needed")
+async def test_a_process_of_another_user_is_not_believed(tmp_path: Path) -> None:
+    """Whoever binds the abstract name of a process first gets nothing from one that is to replace it."""
+    address = ("127.0.0.1", 2)
+    script = (
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "
+        f"s.bind({name_of(address)!r}); s.listen(1); print(flush=True); s.accept(); sys.stdin.read()"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        await process.stdout.readline()
+        with pytest.raises(HetlbError, match="another user"):
+            await Takeover.ask(address)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="another user is needed")
+async def test_another_user_gets_no_listeners_and_floods_no_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Engine() as engine, two(tmp_path, document(engine)) as (old, _):
+        script = (
+            "import os, socket\nos.setuid(65534)\nfor _ in range(300):\n"
+            "    s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+            f"    s.connect({name_of(old.address)!r})\n    assert s.recv(9) == b''\n"
+        )
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        await turns_until(lambda: _connects(end, old.address))
+        end.close()
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
+        assert await asyncio.wait_for(process.wait(), HANG_S) == 0
+        told = [record for record in caplog.records if getattr(record, "event", "") == "handover_refused"]
+        assert len(told) <= 2
+
+
+async def test_a_successor_that_dies_leaves_the_old_process_serving(tmp_path: Path) -> None:
+    async with Engine() as engine, two(tmp_path, document(engine)) as (old, new):
+        takeover: Takeover | None = None
+        while takeover is None:
+            takeover = await Takeover.ask(old.address)
+            await asyncio.sleep(0.005)
+        starting = asyncio.create_task(new.start(takeover=takeover))
+        await turns_until(lambda: new.address == old.address)  # it accepts
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await new.stop(0.0)
+        async with aiohttp.ClientSession() as session:
+            assert await request(session, old.address[1]) == 200
+        assert not old.replaced
+        again = PatientService(load_fleet(tmp_path / "fleet.yaml"))
+        try:
+            await take_over(old, again)
+        finally:
+            await again.stop(0.0)
 
 
 def _connects(end: socket.socket, address: tuple[str, int]) -> bool:

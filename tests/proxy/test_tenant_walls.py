@@ -138,7 +138,7 @@ def test_a_claimed_share_lies_within_that_of_the_key(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/decisions", "/v1/fleet", "/metrics", "/v1/what-if", "/v1/usage", "/v1/policy"]
+    "path", ["/v1/decisions", "/v1/fleet", "/metrics", "/v1/status", "/v1/usage", "/v1/policy"]
 )
 def test_what_is_known_of_all_tenants_is_not_on_their_listener(proxy: Proxy, path: str) -> None:
     assert ask(proxy, "bob", path, b"", method="GET").got.startswith(b"HTTP/1.1 404")

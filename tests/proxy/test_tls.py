@@ -140,7 +140,7 @@ def load_tls_table(folder: Path, table: dict[str, str]) -> Any:
     text = "version: 1\nmodels: [{name: m, instances: [{name: a}]}]\n"
     path = folder / "only-tls.yaml"
     path.write_text(f"{text}listen: {{tls: {{cert: {table['cert']}, key: {table['key']}}}}}\n")
-    return load_fleet(path).listen.tls
+    return load_fleet(path).file.listen.tls
 
 
 async def test_a_client_that_speaks_no_tls_gets_nothing(tmp_path: Path) -> None:
@@ -319,21 +319,17 @@ async def test_a_registered_engine_behind_tls_is_verified_by_its_name(
     authority = Authority(tmp_path)
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))  # the system's authorities, for this test
 
-    async def resolve(_: str) -> list[str]:
-        return ["127.0.0.1"]
-
-    monkeypatch.setattr("hetlb.proxy.roster.addresses", resolve)
-    async with Engine() as one, Engine(tls=authority.server("engine.example")) as two:
+    async with Engine() as one, Engine(tls=authority.server("localhost")) as two:
         port = two.url.rpartition(":")[2]
         async with serving(tmp_path, document(one, admin={"registration": True})) as running:
-            for name, host in (("good", "engine.example"), ("bad", "other.example")):
+            for name, host in (("good", "localhost"), ("bad", "127.0.0.1")):
                 body = {"name": name, "url": f"https://{host}:{port}", "model": "m"}
                 assert (await running.admin("POST", "/v1/fleet/instances", body)).status == 201
             await running.up("good")
             await turns_until(lambda: bool(said(caplog.records, "bad: no TLS connection: ")))
             served = {(await running.ask()).headers["x-hetlb-instance"] for _ in range(4)}
             assert served == {"i0", "good"}
-        assert all(b"host: engine.example:" in visit.head.lower() for visit in two.visits)
+        assert all(b"host: localhost:" in visit.head.lower() for visit in two.visits)
 
 
 # --- reload ---

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from hetlb.config.fleet import TracingTable
+from hetlb.config.fleet_tables import TracingTable
 from hetlb.core.types import Lease, Outcome, Request
 from hetlb.errors import ConfigError
 from hetlb.proxy.exchange_states import Phase
@@ -217,9 +217,9 @@ def test_a_request_that_went_nowhere_has_one_span(traces: Traces) -> None:
     ("outcome", "status", "failed"),
     [
         (Outcome.OK, 200, False),
-        (Outcome.REJECTED_FULL, 429, False),
+        (Outcome.RATE_LIMITED, 429, False),
         (Outcome.CLIENT_GONE, 0, False),
-        (Outcome.UPSTREAM_ERROR, 404, False),
+        (Outcome.UPSTREAM_REFUSED, 404, False),
         (Outcome.UPSTREAM_ERROR, 500, True),
         (Outcome.BROKEN_STREAM, 200, True),
         (Outcome.NO_RESPONSE, 502, True),

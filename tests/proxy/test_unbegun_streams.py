@@ -41,7 +41,7 @@ async def test_what_comes_from_the_other_may_be_no_stream(start: Start, dies: An
         answer = await ask(proxy, post(ASK_STREAM))
         assert (answer.status, answer.body) == (400, error)
         assert answer.headers["content-type"] == "application/json"
-    assert proxy.ended == [("upstream_error", "stream", 400)]
+    assert proxy.ended == [("upstream_refused", "stream", 400)]
 
 
 @DIES

@@ -152,13 +152,13 @@ ERROR = b'{"error":{"message":"too long","type":"BadRequestError","code":400}}'
 @pytest.mark.parametrize(
     ("answer", "message", "outcome"),
     [
-        (plain(ERROR, b"400 Bad Request"), "too long", "upstream_error"),
-        (plain(ERROR.replace(b":{", b": {\n"), b"400 X"), "too long", "upstream_error"),
+        (plain(ERROR, b"400 Bad Request"), "too long", "upstream_refused"),
+        (plain(ERROR.replace(b":{", b": {\n"), b"400 X"), "too long", "upstream_refused"),
         (plain(b'{"object":"error","message":"old"}', b"500 Internal"), "old", "upstream_error"),
         (plain(b"<html>", b"503 Busy"), "The instance answered with status 503.", "upstream_error"),
-        (plain(b"", b"429 Busy"), "The instance answered with status 429.", "upstream_error"),
+        (plain(b"", b"429 Busy"), "The instance answered with status 429.", "upstream_busy"),
         (plain(b"[" * 20_000, b"500 X"), "The instance answered with status 500.", "upstream_error"),
-        (plain(), "The instance did not answer with a stream.", "upstream_error"),
+        (plain(), "The instance did not answer with a stream.", "upstream_refused"),
         (closing(b""), "The instance closed the connection without answering.", "no_response"),
         (closing(plain()[:-4]), "The instance gave no valid answer: the engine's answer broke off.",
          "no_response"),

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import io
 import json
 import os
 import shutil
 import subprocess
-import wave
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,19 +103,6 @@ def sdk(name: str) -> Any:
     return pytest.importorskip(name, reason="brought by make test-sdks")
 
 
-def wav() -> io.BytesIO:
-    """Two seconds of silence."""
-    out = io.BytesIO()
-    with wave.open(out, "wb") as sound:
-        sound.setnchannels(1)
-        sound.setsampwidth(2)
-        sound.setframerate(8000)
-        sound.writeframes(bytes(32_000))
-    out.name = "a.wav"
-    out.seek(0)
-    return out
-
-
 # --- openai ------------------------------------------------------------------------------------------------
 
 
@@ -201,12 +186,6 @@ def openai_responses_stream(url: str) -> Any:
 def openai_embeddings(url: str) -> Any:
     answer = openai_client(url).embeddings.create(model=MODEL, input=["a", "b"], encoding_format="float")
     assert [len(each.embedding) for each in answer.data] == [8, 8]
-    return answer
-
-
-def openai_transcription(url: str) -> Any:
-    answer = openai_client(url).audio.transcriptions.create(model=MODEL, file=wav())
-    assert answer.text == " t0 t1 t2 t3 t4 t5"
     return answer
 
 
@@ -402,19 +381,10 @@ def curl_messages_stream(url: str) -> Any:
     return [json.loads(block.partition("data: ")[2]) for block in blocks]
 
 
-def curl_form(url: str, tmp_path: Path) -> Any:
-    recording = tmp_path / "a.wav"
-    recording.write_bytes(wav().getvalue())
-    form = ["-F", f"model={MODEL}", "-F", f"file=@{recording}", "-F", "stream=true"]
-    *events, end = curl(f"{url}/v1/audio/transcriptions", *form).strip().split("\n\n")
-    assert (len(events), end) == (6, "data: [DONE]")
-    return [json.loads(event.removeprefix("data: ")) for event in events]
-
-
 CASES: list[Callable[[str], Any]] = [
     openai_chat, openai_chat_stream, openai_chat_stream_without_usage, openai_tools, openai_tools_stream,
     openai_reasoning, openai_completion, openai_responses, openai_responses_stream, openai_embeddings,
-    openai_transcription, openai_models, openai_unknown_model, openai_wrong_value,
+    openai_models, openai_unknown_model, openai_wrong_value,
     anthropic_message, anthropic_stream, anthropic_tools, anthropic_thinking, anthropic_count,
     anthropic_unknown_model,
     litellm_chat, litellm_stream, litellm_tools, litellm_messages,
@@ -428,10 +398,6 @@ def test_the_answer_is_the_same_from_the_engine_and_through_hetlb(
     case: Callable[[str], Any], urls: Urls
 ) -> None:
     assert plain(case(urls.engine)) == plain(case(urls.proxy))
-
-
-def test_a_form_is_answered_the_same_too(urls: Urls, tmp_path: Path) -> None:
-    assert plain(curl_form(urls.engine, tmp_path)) == plain(curl_form(urls.proxy, tmp_path))
 
 
 @pytest.mark.skipif("HETLB_ALL_SDKS" not in os.environ, reason="make test-sdks sets it")

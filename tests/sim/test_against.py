@@ -24,7 +24,16 @@ from hetlb.core.policies.base import PolicyParams
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Dispatch, Health, Lease, Outcome
 from hetlb.errors import ConfigError, TraceError
-from hetlb.sim.against import Corrections, Engine, compare, errors, fit_corrections, replay, varies_enough
+from hetlb.sim.against import (
+    Corrections,
+    Engine,
+    compare,
+    errors,
+    fit_corrections,
+    reach,
+    replay,
+    varies_enough,
+)
 from hetlb.sim.against_logs import Log, Measured, read_log
 from hetlb.sim.engine import EngineLimits
 
@@ -101,6 +110,52 @@ def test_corrections_of_a_right_model_are_none() -> None:
     model = Corrections(1.0, 1.0, 1.0, -0.01).applied(TRUE)
     assert model.host_s == 0.0
     assert 0.0 < model.step_s(1, 100) < TRUE.step_s(1, 100)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_time_to_join_a_running_engine_is_what_the_engine_model_takes(asynchronous: bool) -> None:
+    engine = replace(
+        ENGINE,
+        latency=replace(TRUE, request_s=0.004),
+        limits=replace(ENGINE.limits, async_scheduling=asynchronous),
+    )
+    step_s = TRUE.step_s(8, 8 * 600)
+    running = [Measured(0.0, 100, 1000, 0.0, 0.0) for _ in range(8)]
+    # Far enough apart that each finds decodes alone, and at every point of a step equally often.
+    late = [Measured(1.0 + i * 6.618 * step_s, 1, 1, 0.0, 0.0) for i in range(120)]
+    queues = [each.queue_s for each in replay([*running, *late], engine).requests[8:]]
+    expected = engine.latency.joining_s(step_s, asynchronous)
+    assert sum(queues) / len(queues) == pytest.approx(expected, rel=0.05)
+    alone = replay(late[:1], engine).requests[0].queue_s
+    assert alone == pytest.approx(engine.latency.joining_s(0.0, asynchronous))
+
+
+def test_a_correction_that_makes_another_load_worse_is_refused() -> None:
+    wrong = replace(ENGINE, latency=replace(TRUE, host_s=0.004))
+    found = fit_corrections(LOG.requests, wrong)
+    tested = reach(LOG.requests, wrong, found)
+    assert not tested.harms
+    assert abs(tested.after) < 0.3 * abs(tested.before)
+    assert tested.times >= 1.0
+    assert tested.sequences > 1
+    # The quiet half was slowed down by something that the busy half did not meet.
+    loads = [each.load for each in replay(LOG.requests, ENGINE).requests]
+    middle = sorted(loads)[len(loads) // 2]
+    slowed = [
+        replace(each, ttft_s=1.5 * each.ttft_s, e2e_s=1.5 * each.e2e_s) if load < middle else each
+        for each, load in zip(LOG.requests, loads, strict=True)
+    ]
+    assert reach(slowed, ENGINE, Corrections()).harms
+
+
+def test_each_part_is_told_with_how_sure_the_log_makes_it() -> None:
+    assert TRUE.better_decode is not None
+    slower = replace(TRUE, better_decode=TRUE.better_decode.scaled(0.8))
+    found = fit_corrections(LOG.requests, replace(ENGINE, latency=slower))
+    phrases = dict(zip(("prefill", "mixed", "decode", "host", "request"), found.described(), strict=True))
+    assert phrases["decode"].startswith("decode x 1.")
+    assert "may be none" not in phrases["decode"]
+    assert all("may be none" in each for each in fit_corrections(LOG.requests, ENGINE).described())
 
 
 # --- logs ------------------------------------------------------------------------------------------------

@@ -118,7 +118,9 @@ def test_an_arrival_in_mid_stretch_starts_at_the_next_iteration() -> None:
 
 def test_a_server_that_takes_its_time_with_requests_delays_each_by_that_much() -> None:
     setup, engines = fleet(1.0)
-    slow = {name: replace(spec, request_overhead_s=0.25) for name, spec in engines.items()}
+    slow = {
+        name: replace(spec, latency=replace(spec.latency, request_s=0.25)) for name, spec in engines.items()
+    }
     plan = [PlannedRequest(i, 40.0 * i, 100 + i, 30) for i in range(5)]
     for prompt, late in zip(
         simulate(setup, engines, plan).records, simulate(setup, slow, plan).records, strict=True
@@ -174,7 +176,7 @@ def test_what_never_fits_fails_and_the_rest_completes() -> None:
         PlannedRequest(2, 0.0, 100, 10),
     ]
     result = simulate(setup, engines, plan)
-    assert result.outcomes == [Outcome.BAD_REQUEST, Outcome.UPSTREAM_ERROR, Outcome.OK]
+    assert result.outcomes == [Outcome.BAD_REQUEST, Outcome.UPSTREAM_REFUSED, Outcome.OK]
     assert result.summary()["failed"] == 2
 
 

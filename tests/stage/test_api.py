@@ -113,14 +113,31 @@ async def test_chat_uses_the_template(api: Api) -> None:
         ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "does not exist"),
         ("/v1/completions", {"prompt": ""}, 400, "prompt"),
         ("/v1/completions", {"prompt": [999]}, 400, "token ids from 0 to"),
-        ("/v1/completions", {"prompt": [True]}, 400, "token ids from 0 to"),
+        ("/v1/completions", {"prompt": [True]}, 400, "Expected text, token ids"),
         ("/v1/completions", {"prompt": [{"a": 1}]}, 400, "Expected text, token ids"),
         ("/v1/completions", {}, 400, "prompt"),
         ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens must be at least 1"),
         ("/v1/completions", {"prompt": "x", "max_tokens": 600}, 400, "maximum context length is 512"),
-        ("/v1/completions", {"prompt": "x", "top_p": 1.5}, 400, "top_p must be in"),
+        ("/v1/completions", {"prompt": "x", "top_p": 1.5}, 400, "at `$.top_p`"),
         ("/v1/completions", {"prompt": "x", "n": 1000}, 400, "1 to 128 answers"),
         ("/v1/completions", {"prompt": "x", "stop": [""]}, 400, "stop cannot contain"),
+        ("/v1/completions", {"prompt": "x", "stop": ["ab"] * 10_000}, 400, "stop must be at most"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "stop_token_ids": [*range(257)], "min_tokens": 4, "top_p": 0.9, "temperature": 1},
+            400,
+            "leave no token",
+        ),
+        ("/v1/completions", {"prompt": "x", "allowed_token_ids": []}, 400, "must not be empty"),
+        ("/v1/completions", {"prompt": "x", "allowed_token_ids": [257]}, 400, "token ids from 0 to"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "truncate_prompt_tokens": 600, "max_tokens": None},
+            400,
+            "must be in [-1, 512]",
+        ),
+        ("/v1/nothing", {}, 404, "Not Found: POST /v1/nothing"),
+        ("/v1/models", {}, 405, "Method Not Allowed"),
         ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "Expected token ids"),
         ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix is not supported"),
         ("/v1/chat/completions", {"messages": []}, 400, "at least one message"),
@@ -144,6 +161,38 @@ async def test_bad_requests_get_the_reason(
     found, reply = await api.ask(path, **body)
     assert found == status, reply
     assert message in reply["error"]["message"]
+
+
+async def test_biases_beyond_all_measure_are_cut(api: Api) -> None:
+    body = {"prompt": [1, 2], "max_tokens": 4, "temperature": 0.01, "logit_bias": {"3": 1e308, "5": 1e308}}
+    status, reply = await api.ask("/v1/completions", **body, return_token_ids=True)
+    assert status == 200, reply
+    assert set(reply["choices"][0]["token_ids"]) <= {3, 5}
+
+
+async def test_allowed_tokens_and_truncated_prompts(api: Api) -> None:
+    body = {"prompt": [1, 2, 3, 4], "max_tokens": 6, "return_token_ids": True}
+    _, reply = await api.ask("/v1/completions", **body, allowed_token_ids=[7, 8, 9])
+    assert set(reply["choices"][0]["token_ids"]) <= {7, 8, 9}
+    for more, kept in (
+        ({"truncate_prompt_tokens": 2}, [3, 4]),
+        ({"truncate_prompt_tokens": 2, "truncation_side": "right"}, [1, 2]),
+        ({"truncate_prompt_tokens": -1}, [1, 2, 3, 4]),
+    ):
+        _, reply = await api.ask("/v1/completions", **body, **more)
+        assert reply["choices"][0]["token_ids"] == answer(kept, 6)
+        assert reply["usage"]["prompt_tokens"] == len(kept)
+    long = {"prompt": [1] * 600, "max_tokens": 12, "truncate_prompt_tokens": -1}
+    assert (await api.ask("/v1/completions", **long))[1]["usage"]["prompt_tokens"] == 500
+
+
+async def test_a_request_that_cannot_be_computed_is_answered(api: Api) -> None:
+    for stage in api.rig.stages.values():
+        stage.runner.poison = 250
+    for stream in (False, True):
+        status, reply = await api.ask("/v1/completions", prompt=[250], stream=stream)
+        assert (status, reply["error"]["type"]) == (400, "BadRequestError")
+    assert (await api.ask("/v1/completions", prompt=[1], max_tokens=3))[0] == 200
 
 
 async def test_a_client_that_leaves_frees_everything(api: Api) -> None:

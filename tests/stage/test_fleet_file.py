@@ -68,6 +68,9 @@ def test_wrong_keys_are_one_line(tmp_path: Path, stages: dict[str, Any], told: s
 
 def test_stages_are_served_by_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path)
+    folder = tmp_path / "m"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
     assert main(["serve", "--config", str(path), "--check"]) == 0
     assert main(["serve", "--config", str(path), "--check", "--workers", "2"]) == 2
     assert "proxy.workers: expected 1 with stages:, got 2" in capsys.readouterr().err

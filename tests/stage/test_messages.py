@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.stage import auth
 from hetlb.stage.messages import (
+    MOST_PASSES,
+    Cause,
     Close,
     Lost,
     Opening,
@@ -36,7 +39,7 @@ WELCOME = Welcome("m", "float32", 0, 7, 100, 8, 64, [(0.0, 0.0), (8.0, 0.1)], [(
         Passes([Pass(1 << 63, 0, 0, 3, True, OPENING), Pass(7, 1, 3, 1, True)]),
         Close([1, 2]),
         Tokens([Token(5, 9, 17), Token(6, 1, 0, [(0, -0.5)])]),
-        Lost([3], True, ""),
+        Lost([3], Cause.REQUEST, "why"),
         WELCOME,
     ],
 )
@@ -67,12 +70,14 @@ def test_passes_are_divided_and_lose_nothing(parts: list[tuple[int, bool]], spli
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hetlb.stage.outbox.SPLIT_BYTES", split)
+        patch.setattr("hetlb.stage.outbox.MOST_PASSES", 3)
         sent = list(frames(made))
     found: dict[int, list[tuple[Pass, bytes]]] = {}
     for frame in sent:
         message, rows = decode(frame)
         assert isinstance(message, Passes)
         assert len(rows) <= max(split, 8)
+        assert len(message.passes) <= 3
         at = 0
         for each in message.passes:
             found.setdefault(each.lease, []).append((each, bytes(rows[at : at + 8 * each.count])))
@@ -99,3 +104,50 @@ def test_proofs_depend_on_everything() -> None:
         auth.client_proof(b"k", b"a", b"b", 1),
     }
     assert len(proofs) == 6
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Passes([Pass(1, 0, 0, 1, True)] * (MOST_PASSES + 1)),
+        Passes([Pass(1, 0, 0, 0, True)]),
+        Passes([Pass(1, 0, 1 << 30, 1, True)]),
+        Passes([Pass(1, 0, 0, 1, True, Opening(OPENING.route * 200, Sampling(1)))]),
+        Passes([Pass(1, 0, 0, 1, True, Opening(OPENING.route, Sampling(1, temperature=float("nan"))))]),
+        Passes([Pass(1, 0, 0, 1, True, Opening(OPENING.route, Sampling(1, temperature=float("inf"))))]),
+        Close([1] * (MOST_PASSES + 1)),
+        Lost([1], Cause.PATH, "x" * 2000),
+        msgspec.structs.replace(WELCOME, prompt_times=[(0.0, float("nan")), (1.0, 1.0)]),
+    ],
+)
+def test_what_is_beyond_a_limit_is_refused(message: object) -> None:
+    with pytest.raises(ProtocolError):
+        decode(encode(message))  # type: ignore[arg-type]
+
+
+def test_a_challenge_is_good_for_one_connection_and_one_session() -> None:
+    challenges = auth.Challenges(b"k")
+
+    def headers(session: int) -> dict[str, str]:
+        nonce = auth.new_nonce()
+        found = auth.challenge(challenges.issue(auth.hello(session, nonce)))
+        assert found is not None
+        stage_nonce, proof = found
+        assert proof == auth.stage_proof(b"k", nonce, stage_nonce)
+        mine = auth.client_proof(b"k", nonce, stage_nonce, session)
+        return auth.hello(session, nonce) | auth.proof(stage_nonce, mine)
+
+    good = headers(7)
+    assert challenges.session(good) == 7
+    for bad in (good, headers(7) | {"x-hetlb-session": "8"}, headers(7) | {"origin": "http://page"}):
+        with pytest.raises(auth.NotProven):
+            challenges.session(bad)
+    with pytest.raises(auth.NotProven):
+        challenges.issue({})
+    assert challenges.session(auth.hello(7, auth.new_nonce())) is None
+
+
+@given(st.dictionaries(st.sampled_from(["x-hetlb-session", "x-hetlb-nonce", "x-hetlb-proof"]), st.text()))
+def test_any_headers_are_refused_or_no_proof(headers: dict[str, str]) -> None:
+    with contextlib.suppress(auth.NotProven):
+        assert auth.Challenges(b"k").session(headers) is None

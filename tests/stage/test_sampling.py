@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.stage.messages import Sampling
-from hetlb.stage.sampling import choose
+from hetlb.stage.messages import Sampling, pack
+from hetlb.stage.sampling import CannotSample, choose
 
 LOGITS = np.array([1.0, 3.0, 2.0, 0.0, 2.9], dtype=np.float32)
 
@@ -48,27 +50,82 @@ def test_a_choice_depends_on_seed_and_position_alone(seed: int, position: int) -
 
 
 def test_penalties() -> None:
-    frequency = Sampling(2, frequency_penalty=1.0, history=(1, 1))
+    frequency = Sampling(2, frequency_penalty=1.0, history=pack((1, 1)))
     assert choose(LOGITS, frequency, [], 1)[0] == 1, "a prompt is not penalised by frequency"
     assert choose(LOGITS, frequency, [1], 2)[0] == 4
-    assert choose(LOGITS, Sampling(2, presence_penalty=0.05, history=(0, 0)), [1], 2)[0] == 1
-    assert choose(LOGITS, Sampling(2, presence_penalty=0.2, history=(0, 0)), [1], 2)[0] == 4
-    repetition = Sampling(1, repetition_penalty=2.0, history=(1,))
+    assert choose(LOGITS, Sampling(2, presence_penalty=0.05, history=pack((0, 0))), [1], 2)[0] == 1
+    assert choose(LOGITS, Sampling(2, presence_penalty=0.2, history=pack((0, 0))), [1], 2)[0] == 4
+    repetition = Sampling(1, repetition_penalty=2.0, history=pack((1,)))
     assert choose(LOGITS, repetition, [], 0)[0] == 4, "a prompt is penalised by repetition"
     negative = np.array([-1.0, -1.5], dtype=np.float32)
-    assert choose(negative, Sampling(1, repetition_penalty=2.0, history=(0,)), [], 0)[0] == 1
+    assert choose(negative, Sampling(1, repetition_penalty=2.0, history=pack((0,))), [], 0)[0] == 1
     # The answer so far, after a replay, stands behind the prompt.
-    assert choose(LOGITS, Sampling(1, frequency_penalty=1.0, history=(0, 1)), [], 1)[0] == 4
+    assert choose(LOGITS, Sampling(1, frequency_penalty=1.0, history=pack((0, 1))), [], 1)[0] == 4
 
 
 def test_bias_ban_and_log_probabilities() -> None:
-    assert choose(LOGITS, Sampling(1, logit_bias=((3, 9.0),)), [], 0)[0] == 3
-    banned = Sampling(4, min_tokens=2, stop=(1,))
+    bias = {"bias_tokens": pack([3]), "bias_values": np.float32(9.0).tobytes()}
+    assert choose(LOGITS, Sampling(1, **bias), [], 0)[0] == 3
+    banned = Sampling(4, min_tokens=2, stop=pack([1]))
     assert [choose(LOGITS, banned, [], position)[0] for position in (3, 4, 5)] == [4, 4, 1]
-    token, found = choose(LOGITS, Sampling(1, logprobs=2, logit_bias=((3, 9.0),)), [], 0)
+    token, found = choose(LOGITS, Sampling(1, logprobs=2, **bias), [], 0)
     assert token == 3
     assert found is not None
     assert [each for each, _ in found] == [3, 1, 4]
     expected = np.log(np.exp(LOGITS) / np.exp(LOGITS).sum())
     for each, value in found:
         assert value == pytest.approx(float(expected[each]), abs=1e-6)
+
+
+def test_only_allowed_tokens_come() -> None:
+    assert choose(LOGITS, Sampling(1, allowed=pack([0, 2])), [], 0)[0] == 2
+    assert set(tokens(500, allowed=pack([0, 2, 3]))) == {0, 2, 3}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"stop": pack(range(5)), "min_tokens": 4, "top_p": 0.9},
+        {"allowed": pack([1]), "stop": pack([1]), "min_tokens": 4},
+        {"allowed": pack([5])},
+        {"stop": pack([-1]), "min_tokens": 4},
+        {"stop": b"abc", "min_tokens": 4},
+        {"bias_tokens": pack([1]), "bias_values": b""},
+        {"bias_tokens": pack([1]), "bias_values": np.float32(np.inf).tobytes()},
+    ],
+)
+def test_parameters_that_leave_no_token_are_one_error(parameters: dict[str, object]) -> None:
+    with pytest.raises(CannotSample):
+        choose(LOGITS, Sampling(1, temperature=1.0, **parameters), [], 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_logits_that_are_not_finite_are_one_error(wrong: float) -> None:
+    with pytest.raises(CannotSample):
+        choose(np.array([1.0, wrong], dtype=np.float32), Sampling(1, temperature=1.0), [], 0)
+
+
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=8),
+    st.floats(0.0, 100.0),
+    st.lists(st.floats(-(2.0**120), 2.0**120, width=32), min_size=2, max_size=2),
+    st.floats(0.0, 1.0, exclude_min=True),
+    st.floats(0.0, 1.0),
+    st.integers(0, 9),
+    st.floats(1e-9, 1e9),
+)
+def test_any_finite_logits_and_parameters_give_a_token(
+    logits: list[float], temperature: float, bias: list[float], top_p: float, min_p: float, top_k: int,
+    repetition: float,
+) -> None:  # fmt: skip
+    values = np.array(logits, dtype=np.float32)
+    sampling = Sampling(
+        1, temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k, repetition_penalty=repetition,
+        bias_tokens=pack([0, len(logits) - 1]), bias_values=np.array(bias, dtype="<f4").tobytes(),
+        history=pack([0]), presence_penalty=2.0, logprobs=1,
+    )  # fmt: skip
+    with np.errstate(over="raise", invalid="raise", divide="raise"):
+        token, found = choose(values, sampling, [0], 1)
+    assert 0 <= token < len(logits)
+    assert found is not None
+    assert all(math.isfinite(value) for _, value in found)

@@ -15,7 +15,7 @@ from stage.toy import EOS, make_folder
 from hetlb.errors import ConfigError
 from hetlb.stage.checkpoint import load_config, stage_tensors, tensor_files
 from hetlb.stage.messages import Token
-from hetlb.stage.text import AnswerText, Ending, TemplateError, TextModel
+from hetlb.stage.text import AnswerText, Ending, StopStrings, TemplateError, TextModel
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128,
@@ -30,7 +30,8 @@ def config_of(folder: Path, **changed: Any) -> Any:
 
 def read(text: str, **ending: Any) -> tuple[str, str | None, int | str | None, list[str]]:
     """An answer byte by byte: its text, why it ended, and the pieces."""
-    answer = AnswerText(chr, Ending(**{"max_tokens": 1000} | ending))
+    stop = StopStrings(ending.pop("stop", ()))
+    answer = AnswerText(chr, Ending(**{"max_tokens": 1000, "stop": stop} | ending))
     pieces = []
     for number, letter in enumerate(text):
         piece = answer.add(Token(1, number, ord(letter)))

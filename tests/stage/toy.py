@@ -79,6 +79,9 @@ class ToyRunner:
         self._cache = np.full(blocks * block_size, -1, dtype=np.int64)
         self.gate = threading.Event()
         self.gate.set()
+        #: Fails every batch; a token that fails the batch that it enters in.
+        self.broken = False
+        self.poison: int | None = None
         self.batches = 0
         self.largest = 0
 
@@ -88,9 +91,15 @@ class ToyRunner:
 
     def run(self, works: Sequence[Work]) -> list[Result]:
         self.gate.wait(30)
+        if self.broken or any(self._poisoned(work) for work in works):
+            raise RuntimeError("no memory")
         self.batches += 1
         self.largest = max(self.largest, len(works))
         return [self._run(work) for work in works]
+
+    def _poisoned(self, work: Work) -> bool:
+        rows = np.frombuffer(work.rows, dtype="<i4" if work.lease.first == 0 else "<i8")
+        return self.poison is not None and work.lease.first == 0 and self.poison in rows
 
     def _run(self, work: Work) -> Result:
         lease, count, position = work.lease, work.count, work.position

@@ -130,3 +130,33 @@ def _texts(value: Any) -> list[str]:
         own = [each for key, each in value.items() if key in ("text", "content") and isinstance(each, str)]
         return own + [text for each in value.values() for text in _texts(each)]
     return [text for each in value for text in _texts(each)] if isinstance(value, list) else []
+
+
+async def test_blocks_of_another_request_give_an_answer_of_its_own(running: Running) -> None:
+    """`kv_transfer_params` of another's prompt, as its prefill server gave them, from a client of hetlb."""
+    if not running.connector.startswith("nixl"):
+        pytest.skip("its parameters name no blocks")
+    ask = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+    ask |= {"remote_block_ids": None, "remote_host": None, "remote_port": None}
+    prefilled = split_pair.body_of(800, "another", max_tokens=1, kv_transfer_params=ask)
+    own = split_pair.body_of(800, "own")
+    async with httpx.AsyncClient(timeout=240.0) as client:
+        expected = await running.text_alone(client, own)
+        first = await client.post(f"{running.reader.url}/v1/completions", json=prefilled)
+        params = first.json()["kv_transfer_params"]
+        assert params["remote_block_ids"]
+        for stolen in (
+            {"kv_transfer_params": params},
+            {"n": 1, "kv_transfer_params": params, "stream": True},
+        ):
+            answer = await split_pair.ask(client, running.proxy.url, {**own, **stolen})
+            assert (answer.text, answer.error) == (expected, "")
+        # An answer holds none either, and what is none ends no engine.
+        odd = {**own, "vllm_xargs": {"kv_transfer_params": "x"}}
+        reply = await client.post(f"{running.proxy.url}/v1/completions", json=odd)
+        assert reply.json()["choices"][0]["text"] == expected
+        asked = await client.post(
+            f"{running.proxy.url}/v1/completions", json={**own, "kv_transfer_params": ask}
+        )
+        assert not asked.json()["kv_transfer_params"]
+        await running.quiet()

@@ -116,10 +116,12 @@ class Serving:
             return Reply(reply.status, reply.headers, await reply.read())
 
     async def metric(self, line: str) -> float:
-        """The value of a series as the processes have told within a second, 0 where it is not there."""
+        """The sum of the series that have these labels, as the processes have told within a second."""
         text = (await self.admin("/metrics")).body.decode()
-        found = re.search(rf"^{re.escape(line)} (.+)$", text, re.MULTILINE)
-        return 0.0 if found is None else float(found[1])
+        name, _, labels = line.rstrip("}").partition("{")
+        wanted = set(labels.split(",")) - {""}
+        series = re.findall(rf"^{name}(?:{{(.*)}})? (.+)$", text, re.MULTILINE)
+        return sum(float(value) for has, value in series if wanted <= set(has.split(",")))
 
     async def fleet_until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """The fleet once something is true of it."""

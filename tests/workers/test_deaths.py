@@ -14,7 +14,7 @@ import pytest
 from helpers import turns_until
 from proxy.services import Engine, document
 from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, USAGE, Visit, chunk
-from workers.processes import PROMPT, Serve, Serving, at_rest, in_flight, name_of
+from workers.processes import PROMPT, Serve, Serving, alive, at_rest, in_flight, name_of
 
 from hetlb.cli.main import main
 
@@ -242,3 +242,31 @@ async def test_the_event_log_of_all_relays_replays(
     assert '"kind":"restore"' in second.read_text()
     assert main(["simulate", "--event-log", str(second), "--json"]) == 0
     assert msgspec.json.decode(capsys.readouterr().out)["differing_lines"] == []
+
+
+async def test_without_a_supervisor_the_port_is_free_while_streams_go_on(serve: Serve) -> None:
+    async with Streams() as one:
+        one.hold()
+        orphans = await serve(document(one))
+        port, admin = (url.rpartition(":")[2] for url in (orphans.url, orphans.admin_url))
+        async with orphans.session.post(
+            orphans.url + "/v1/completions", json=PROMPT | {"stream": True}
+        ) as reply:
+            assert TOKEN in await reply.content.readany()
+            left = orphans.processes
+            orphans.process.kill()
+            await turns_until(lambda: not listening(int(port)) and not listening(int(admin)))
+            # The old ones still end what they have.
+            again = await serve(document(one), "--port", port, "--admin-port", admin)
+            assert again.url == orphans.url
+            assert len(alive(left)) >= 2
+            one.released.set()
+            assert (await reply.read()).endswith(DONE)
+        await turns_until(lambda: not alive(left))
+
+
+def listening(port: int) -> bool:
+    """True if some process of this machine listens there."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    fields = [line.split() for line in lines]
+    return any(each[1].endswith(f":{port:04X}") and each[3] == "0A" for each in fields)

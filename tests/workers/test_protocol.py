@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.core.types import Outcome, Request
+from hetlb.proxy.lease_wire import RequestFacts, WireBooked
 from hetlb.workers.channel import FROM_RELAY, FROM_SCHEDULER, Channel
 from hetlb.workers.protocol import (
     Arrival,
@@ -23,10 +24,9 @@ from hetlb.workers.protocol import (
     FromRelay,
     FromScheduler,
     Hello,
-    LiveLease,
+    LiveRequest,
 )
 from hetlb.workers.relay_driver import arrival_of
-from hetlb.workers.relay_host import request_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "workers.md"
 REQUEST = Request(7 << 32, "m", 12, 5, 2, 30, True, 400, True, None, (("k", 64), ("s", None)), -1, "t", 2)
@@ -36,12 +36,12 @@ def test_a_request_comes_as_it_went() -> None:
     arrival = arrival_of(REQUEST, None, strict=False)
     [read] = FROM_RELAY.decode(msgspec.msgpack.encode([arrival]))
     assert isinstance(read, Arrival)
-    assert request_of(read, read.model, None) == REQUEST
+    assert read.request.request() == REQUEST
 
 
 def test_live_leases_come_as_they_went() -> None:
-    live = LiveLease(arrival_of(REQUEST, "o", strict=True), 3, "i0", 10**9, 20.5, 1.5, True)
-    hello = Hello(1, 7, 2, [live])
+    live = WireBooked(3, "i0", RequestFacts.of(REQUEST), 10**9, 20.5, 1.5, True)
+    hello = Hello(2, 7, 2, [LiveRequest(live, "o")])
     assert FROM_RELAY.decode(msgspec.msgpack.encode([hello])) == [hello]
 
 
@@ -67,7 +67,7 @@ def test_every_message_is_described() -> None:
     st.lists(st.integers(1, 40), max_size=40),
 )
 def test_batches_arrive_whole_however_they_are_cut(batches: list[list[int]], cuts: list[int]) -> None:
-    sent = [[Ended(number, 1, Outcome.OK, 2, False, False) for number in batch] for batch in batches]
+    sent = [[Ended(number, 1, Outcome.OK, 2, False) for number in batch] for batch in batches]
     data = b"".join(
         len(frame).to_bytes(4) + frame for frame in (msgspec.msgpack.encode(batch) for batch in sent)
     )

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from hetlb.core.admission import QueueLimits
 from hetlb.core.types import Outcome
+from hetlb.proxy.lease_wire import WireBooked
 from hetlb.workers import protocol
 from hetlb.workers.channel import FROM_RELAY, FROM_SCHEDULER, Channel
-from hetlb.workers.protocol import Cancelled, Ended, FirstToken, Hello, LiveLease, Message
+from hetlb.workers.protocol import Cancelled, Ended, FirstToken, Hello, LiveRequest, Message
 from hetlb.workers.relay_driver import ID_BITS, arrival_of
 from hetlb.workers.relay_host import RelayHost, RelayLink
 
@@ -74,9 +75,12 @@ class Relay:
         self.asked.clear()
         host.connected(self.link)
         live = [
-            LiveLease(
-                self.arrival(number), lease.lease, lease.instance, lease.work_ns,
-                lease.predicted_output, 0.5, number in self.begun,
+            LiveRequest(
+                WireBooked(
+                    lease.lease, lease.instance, self.arrival(number).request, lease.work_ns,
+                    lease.predicted_output, 0.5, number in self.begun,
+                ),
+                None,
             )
             for number, lease in self.open.items()
             if lease is not None
@@ -117,10 +121,10 @@ class Relay:
             self.up.append(protocol.Busy(number, lease.lease, 5.0))
         elif kind == 2 and number not in self.asked and number not in self.begun:
             self.open[number] = None
-            self.up.append(Ended(number, lease.lease, rng.choice(ENDS[3:]), 0, True, False))
+            self.up.append(Ended(number, lease.lease, rng.choice(ENDS[3:]), 0, True))
         elif kind > 2:
             self.finish(number)
-            self.up.append(Ended(number, lease.lease, rng.choice(ENDS[:3]), 9, False, False))
+            self.up.append(Ended(number, lease.lease, rng.choice(ENDS[:3]), 9, False))
 
     def receive(self, message: Any) -> None:
         if isinstance(message, protocol.Dispatch):
@@ -209,7 +213,7 @@ class World:
                 for number, lease in list(relay.open.items()):
                     if lease is not None and number not in relay.asked and not relay.wire.down:
                         relay.finish(number)
-                        relay.up.append(Ended(number, lease.lease, Outcome.OK, 9, False, False))
+                        relay.up.append(Ended(number, lease.lease, Outcome.OK, 9, False))
             self.host.carry_out(self.host.scheduler.on_tick(self.clock))
 
 

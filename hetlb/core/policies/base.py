@@ -1,8 +1,8 @@
 """Base of every policy: the context of a decision, the paper's terms, the decision.
 
 A policy sees only instances that can take the request (the scheduler has filtered), the lowest
-score wins and ties go to the first in file order. `choose` changes nothing but the policy's random draws;
-`committed` is told what was chosen.
+score wins and ties go to the first in file order. Choosing reads and changes nothing but the policy's random
+draws; `committed` is told what was chosen.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import ClassVar, Final, TypeAlias
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.core.admission import Queued
 from hetlb.core.demand import Demand
+from hetlb.core.forecast import Forecast
 from hetlb.core.instance import Instance
 from hetlb.core.latency import ideal_batch, processing_s
 from hetlb.core.pickle_by_fields import PickleByFields
@@ -70,7 +70,8 @@ class PlannedShares(PickleByFields):
 class PolicyParams(PickleByFields):
     """Parameters under `policy:` of the fleet file: `decay_s` of `peak-ewma`, `shares` of `planned`.
 
-    `adapter_load_s` is the time in which an engine loads a LoRA adapter that is in none of its slots.
+    `adapter_load_s` is the time in which an engine loads a LoRA adapter that is in none of its slots;
+    `weights` are those of terms of `hetlb` that differ from the default.
     """
 
     theta: float = 2.0
@@ -78,6 +79,7 @@ class PolicyParams(PickleByFields):
     decay_s: float = 10.0
     shares: tuple[PlannedShares, ...] = ()
     adapter_load_s: float = 0.25
+    weights: tuple[tuple[str, float], ...] = ()
 
 
 def paper_terms(
@@ -119,11 +121,22 @@ def paper_terms(
     )
 
 
+def paper_work(ctx: SchedulingContext, instance: Instance) -> tuple[int, float, float]:
+    """Ideal batch, processing time and workload (booked in the ledger), as the paper defines them."""
+    request, predicted = ctx.request, ctx.predicted_output
+    prompt = request.prompt_tokens
+    engines = instance.engines
+    cache, slots = instance.kv_cache_tokens // engines, instance.max_num_seqs // engines
+    batch = ideal_batch(cache, prompt, predicted, slots)
+    t_s = processing_s(instance.latency, batch, prompt, predicted) / engines
+    workload_s = t_s * request.sequences
+    return batch * engines, t_s, workload_s if workload_s < MAX_WORKLOAD_S else MAX_WORKLOAD_S
+
+
 @mypyc_attr(acyclic=True, free_list_len=1)
 class SchedulingContext:
     """Context of one decision: the request, the time, and what else is asked for.
 
-    `residual` is what is left of such an answer at a random moment, in tokens (see `core.predictor`).
     `waiting` is the size (see `core.demand`) of the other requests in the queue for the same model. `held` is
     what prefix caches have of its prompt, None where none has any.
     `availabilities` give for each instance `core.throttle.NORMAL`, `DEPRIORITISED` or `BLOCKED`, and why, for
@@ -139,7 +152,7 @@ class SchedulingContext:
         "now",
         "predicted_output",
         "request",
-        "residual",
+        "waited_s",
         "waiting",
     )  # fmt: skip
 
@@ -153,7 +166,6 @@ class SchedulingContext:
         now: float,
         held: Held | None,
         availabilities: Sequence[tuple[int, str]] | None = None,
-        residual: float = 0.0,
     ) -> None:
         self.request = request
         self.predicted_output = predicted_output
@@ -163,9 +175,10 @@ class SchedulingContext:
         self.now = now
         self.held = held
         self.availabilities = availabilities
-        self.residual = residual
         #: Seconds to load the adapter that the request is for, 0 where it is for none.
         self.adapter_load_s = 0.0
+        #: Seconds since the request came.
+        self.waited_s = 0.0
 
 
 #: Choice of a policy: the index of the instance (None: none now), the seconds of work to book, and what
@@ -175,7 +188,7 @@ Choice: TypeAlias = tuple[int | None, float, Callable[[], list[Candidate]]]
 
 #: Prompt tokens beyond its prefix cache that an instance with the role `decode` computes itself, where the
 #: cache holds half of the prompt. Short prompts alone would make it do both as soon as prefill is busy.
-OWN_READ_TOKENS: Final = 256
+OWN_PREFILL_TOKENS: Final = 256
 
 
 @mypyc_attr(acyclic=True)
@@ -236,6 +249,26 @@ def pair_choice(
     )
 
 
+def forecast(ctx: SchedulingContext, instance: Instance) -> Forecast:
+    """Forecast of the request on an instance."""
+    mix = ctx.demand.mix
+    return Forecast(
+        instance,
+        ctx.request,
+        ctx.predicted_output,
+        float(cached_at(ctx, instance)),
+        mix.output / 2.0,
+        mix.costs(instance).delay_s,
+        prompts_per_s(ctx, instance),
+    )
+
+
+def prompts_per_s(ctx: SchedulingContext, instance: Instance) -> float:
+    """Mean prompts that each engine of an instance prefilled per second lately."""
+    mean_tokens = max(1.0, ctx.demand.mix.prefill)
+    return instance.speed.prefill_per_s(ctx.now) / (instance.engines * mean_tokens)
+
+
 def cached_at(ctx: SchedulingContext, instance: Instance) -> int:
     """Tokens of the prompt in the prefix cache of an instance."""
     if ctx.held is None or not instance.caches_prefixes:
@@ -252,8 +285,6 @@ class Policy:
     #: True if a request may be left waiting although an instance could take it. The others are asked only
     #: about the instances that stand best.
     holds_back: ClassVar[bool] = False
-    #: Waiting requests that are looked at for a free instance; the first is overtaken so often at most.
-    lookahead: ClassVar[int] = 1
 
     def __init__(self, params: PolicyParams, rng: random.Random) -> None:
         self.params = params
@@ -305,14 +336,6 @@ class Policy:
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
         """One candidate per instance, in their order; an infinite score is never chosen."""
         raise NotImplementedError
-
-    def suited(
-        self, chosen: Instance, entries: Sequence[Queued], demand: Demand, instances: Sequence[Instance]
-    ) -> Queued:
-        """The request among `entries` (the head of the queue first) that suits `chosen` best, the head's
-        choice.
-        """
-        return entries[0]
 
     def committed(self, ctx: SchedulingContext, chosen: Instance, instances: Sequence[Instance]) -> None:
         """`chosen` out of `instances` got the request."""

@@ -10,7 +10,7 @@ from typing import Final
 
 from hetlb.core.instance import Instance
 from hetlb.core.policies.base import Choice, PlannedShares, PolicyParams, SchedulingContext, best
-from hetlb.core.policies.least_delay import FULL, PASSED_OVER, Hetlb
+from hetlb.core.policies.hetlb import FULL, PASSED_OVER, Hetlb
 from hetlb.core.types import Candidate
 
 #: A reason of `planned`, and the requests of a type after which what was given counts half.

@@ -19,7 +19,7 @@ from hetlb.core.policies.baselines import (
     Single,
     SmoothWeightedRoundRobin,
 )
-from hetlb.core.policies.least_delay import Hetlb
+from hetlb.core.policies.hetlb import Hetlb
 from hetlb.core.policies.planned import Planned
 
 POLICIES: dict[str, type[Policy]] = {

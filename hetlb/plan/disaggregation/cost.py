@@ -21,8 +21,6 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Protocol
 
-import msgspec
-
 from hetlb.config.profile import (
     BetterPrefill,
     DecodeCoefficients,
@@ -34,17 +32,20 @@ from hetlb.config.profile import (
     Source,
 )
 from hetlb.core.latency import LatencyModel
-from hetlb.plan.configurations import (
+from hetlb.plan.common.capabilities import NIXL, Form, refused
+from hetlb.plan.common.capacity import divide_layers, exact, kv_cache_tokens
+from hetlb.plan.common.composition import (
     ACTIVATION_BYTES,
     LinkSeconds,
-    hidden_size,
-    pipeline_latency,
-    pipeline_profile,
+    StageProfile,
+    compose_profile,
+    engine_stages,
 )
-from hetlb.plan.configurations import Stage as ModelStage
-from hetlb.plan.disaggregation.cluster import Cluster, Composition, Group, Machine, Role, Stage
+from hetlb.plan.configurations import hidden_size
 from hetlb.plan.disaggregation.rates import rate
-from hetlb.sim.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineLimits
+from hetlb.plan.disaggregation.split_cluster import Cluster, Composition, Group, Machine, Role, Stage
+from hetlb.plan.throughput import bubbles, engine_spec, slowed
+from hetlb.sim.fleet import EngineSpec
 
 #: The most GPUs and stages of one group.
 MOST_GPUS = 16
@@ -57,6 +58,9 @@ _INSIDE_LATENCY_S = 5e-6
 _CORNER = 8.0
 #: Layers' time of the whole model is taken at this batch and context to say how fast GPUs decode.
 _SPEED_BATCH, _SPEED_CONTEXT = 32, 1024
+#: A KV cache below this holds nothing; rows of the workload that the bubbles of a pipeline are found on.
+_FEWEST_TOKENS = 16
+_BUBBLE_ROWS = 100
 
 
 class CostModel(Protocol):
@@ -75,15 +79,10 @@ class CostModel(Protocol):
         ...
 
 
-def kv_cache_tokens(cluster: Cluster, stages: Sequence[Stage]) -> int:
-    """Tokens that the KV cache of a group holds: that of the stage with the least room for its layers."""
-    per_layer = cluster.weight_bytes / cluster.layers
-    kv_per_layer = cluster.kv_bytes_per_token / cluster.layers
-    least = math.inf
-    for stage in stages:
-        room = stage.gpus * cluster.machines[stage.machine].usable_bytes - per_layer * stage.layers
-        least = min(least, room / (kv_per_layer * stage.layers))
-    return max(0, math.floor(least))
+def capacity_of(cluster: Cluster, stages: Sequence[Stage]) -> int:
+    """Tokens that the KV cache of a group holds."""
+    room = [(cluster.machines[s.machine].usable(s.gpus), Fraction(s.layers, cluster.layers)) for s in stages]
+    return kv_cache_tokens(room, exact(cluster.weight_bytes), cluster.kv_bytes_per_token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +135,7 @@ class GroupTable:
         workload = self.cluster.workload
         need = workload.longest_prompt + 1 if role is Role.PREFILL else workload.longest_tokens
         for stages in self._layouts(composition, role):
-            tokens = kv_cache_tokens(self.cluster, stages)
+            tokens = capacity_of(self.cluster, stages)
             if tokens < need:
                 continue
             capacity = self._cost.capacity(stages, role, tokens)
@@ -158,6 +157,9 @@ class GroupTable:
             machines = [m for m, n in composition for _ in range(n // degree)]
             if len(machines) > min(MOST_STAGES, cluster.layers):
                 continue
+            form = Form(degree, len(machines), len(composition), NIXL, role)
+            if role is not Role.BOTH and refused(form):
+                continue
             seen = set()
             speeds = [1.0 / cost.layer_s(m, degree, role) for m in machines]
             memory = [degree * cluster.machines[m].usable_bytes for m in machines]
@@ -168,26 +170,10 @@ class GroupTable:
                     blend * s / sum(speeds) + (1.0 - blend) * b / sum(memory)
                     for s, b in zip(speeds, memory, strict=True)
                 ]
-                layers = divide(weights, cluster.layers)
+                layers = tuple(int(s * cluster.layers) for s in divide_layers(weights, cluster.layers))
                 if layers not in seen:
                     seen.add(layers)
                     yield tuple(Stage(m, degree, own) for m, own in zip(machines, layers, strict=True))
-
-
-def divide(weights: Sequence[float], layers: int) -> tuple[int, ...]:
-    """Whole layers in proportion to weights, at least one each; largest remainders first."""
-    total = math.fsum(weights)
-    shares = [weight / total * layers for weight in weights]
-    whole = [max(1, math.floor(share)) for share in shares]
-    order = sorted(range(len(shares)), key=lambda s: shares[s] - whole[s], reverse=True)
-    at = 0
-    while sum(whole) < layers:
-        whole[order[at % len(order)]] += 1
-        at += 1
-    while sum(whole) > layers:
-        largest = max(range(len(whole)), key=lambda s: whole[s])
-        whole[largest] -= 1
-    return tuple(whole)
 
 
 # --- latency profiles -----------------------------------------------------------------------------------
@@ -201,6 +187,7 @@ class ProfileCost:
         self._profiles: dict[tuple[int, int], tuple[Profile, LatencyModel] | None] = {}
         self._degrees: dict[int, frozenset[int]] = {}
         self._layer_s: dict[tuple[int, int, Role], float] = {}
+        self._shares: dict[object, float] = {}
 
     def degrees(self, machine: int) -> frozenset[int]:
         """Degrees with a profile; any power of two where peak figures are known."""
@@ -239,61 +226,66 @@ class ProfileCost:
             self._layer_s[key] = seconds
         return self._layer_s[key]
 
-    def _links(self, stages: Sequence[Stage]) -> LinkSeconds:
-        rates, size = self._cluster.links.bytes_per_s, hidden_size(self._cluster.model) * ACTIVATION_BYTES
-        pairs = [(a.machine, b.machine) for a, b in pairwise(stages)]
-        return LinkSeconds(
-            math.fsum(size / max(rates[i][j], 1.0) for i, j in pairs),
-            math.fsum(self._cluster.links.latency_s for i, j in pairs if i != j),
-        )
+    def _links(self, stages: Sequence[Stage]) -> list[LinkSeconds]:
+        """The links behind all stages but the last."""
+        links, size = self._cluster.links, hidden_size(self._cluster.model) * ACTIVATION_BYTES
+        return [
+            LinkSeconds(
+                size / max(links.bytes_per_s[a.machine][b.machine], 1.0),
+                links.latency_s if a.machine != b.machine else 0.0,
+            )
+            for a, b in pairwise(stages)
+        ]
 
     def capacity(self, stages: Sequence[Stage], role: Role, kv_cache_tokens: int) -> float:
         """Requests/s by the composed latency model; 0 where its limits hold no request."""
-        whole = [self._whole(stage) for stage in stages]
-        if len(stages) == 1:
-            latency = whole[0][1]
-        else:
-            shares = [stage.layers / self._cluster.layers for stage in stages]
-            latency = pipeline_latency(shares, [each for _, each in whole], self._links(stages))
-        engines = [profile.engine for profile, _ in whole]
-        stated = engines[0].kv_cache_tokens if len(stages) == 1 else None
-        tokens = kv_cache_tokens if stated is None else min(stated, kv_cache_tokens)
-        if tokens < 16:
+        workload = self._cluster.workload
+        if kv_cache_tokens < _FEWEST_TOKENS:
             return 0.0
-        batched = min(e.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS for e in engines)
-        limits = EngineLimits(
-            kv_cache_tokens=tokens,
-            max_num_seqs=min(e.max_num_seqs or DEFAULT_MAX_NUM_SEQS for e in engines),
-            max_num_batched_tokens=batched * len(stages),
-        )
-        return rate(role, latency, limits, self._cluster.workload, self._cluster.slo)
+        profile = self._composed(stages, kv_cache_tokens)
+        spec = engine_spec(profile)
+        served = rate(role, spec.latency, spec.limits, workload, self._cluster.slo)
+        return served * self._bubbles(stages, spec) if role is Role.BOTH else served
 
-    def profile(self, stages: Sequence[Stage], kv_cache_tokens: int) -> Profile:
+    def _bubbles(self, stages: Sequence[Stage], spec: EngineSpec) -> float:
+        """Prompts and answers in one pipeline; groups of one role have batches that are alike."""
+        if len(stages) < 2:
+            return 1.0
+        key = tuple((self._cluster.kinds[s.machine], s.gpus, s.layers) for s in stages), spec.limits
+        if key not in self._shares:
+            rows = self._cluster.workload.rows
+            sample = rows[:: max(1, len(rows) // _BUBBLE_ROWS)]
+            own = engine_stages(self._parts(stages), self._links(stages))
+            self._shares[key] = bubbles(spec, [(1.0, sample)], own)
+        return self._shares[key]
+
+    def profile(self, stages: Sequence[Stage], kv_cache_tokens: int, role: Role) -> Profile:
         """The latency profile of a group, for the simulator and for a fleet file."""
+        profile = self._composed(stages, kv_cache_tokens)
+        if role is not Role.BOTH:
+            return profile
+        return slowed(profile, self._bubbles(stages, engine_spec(profile)))
+
+    def _parts(self, stages: Sequence[Stage]) -> list[StageProfile]:
         cluster = self._cluster
-        machines = [cluster.machines[stage.machine] for stage in stages]
-        profiles = [self._whole(stage)[0] for stage in stages]
-        if len(stages) == 1:
-            stated = profiles[0].engine.kv_cache_tokens
-            engine = msgspec.structs.replace(
-                profiles[0].engine,
-                kv_cache_tokens=kv_cache_tokens if stated is None else min(stated, kv_cache_tokens),
-                tensor_parallel_size=stages[0].gpus,
+        return [
+            StageProfile(
+                self._whole(stage)[0],
+                stage.layers / cluster.layers,
+                cluster.machines[stage.machine].gpu,
+                stage.gpus,
             )
-            return msgspec.structs.replace(profiles[0], engine=engine)
-        name = "-".join([*dict.fromkeys(m.gpu.lower() for m in machines), f"tp{stages[0].gpus}"])
-        model_stages = [
-            ModelStage(machine.gpu, stage.gpus, Fraction(stage.layers, cluster.layers))
-            for machine, stage in zip(machines, stages, strict=True)
+            for stage in stages
         ]
-        return pipeline_profile(
-            f"{name}-pp{len(stages)}",
-            cluster.model,
-            model_stages,
-            profiles,
-            kv_cache_tokens,
-            self._links(stages),
-        )
+
+    def _composed(self, stages: Sequence[Stage], kv_cache_tokens: int) -> Profile:
+        cluster, parts = self._cluster, self._parts(stages)
+        name = "-".join([*dict.fromkeys(part.gpu.lower() for part in parts), f"tp{stages[0].gpus}"])
+        if len(stages) == 1:
+            stated = parts[0].profile.engine.kv_cache_tokens
+            kv_cache_tokens = kv_cache_tokens if stated is None else min(stated, kv_cache_tokens)
+        info = ModelInfo(name=cluster.model.name, kv_bytes_per_token=cluster.kv_bytes_per_token)
+        return compose_profile(f"{name}-pp{len(stages)}", info, parts, kv_cache_tokens, self._links(stages))
 
 
 def estimated_profile(cluster: Cluster, machine: Machine, degree: int, link_bytes_per_s: float) -> Profile:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from hetlb.plan.disaggregation.cluster import Composition, Group, Plan, Role
 from hetlb.plan.disaggregation.cost import MOST_GPUS, GroupTable
 from hetlb.plan.disaggregation.network import Network
+from hetlb.plan.disaggregation.split_cluster import Composition, Group, Plan, Role
 from hetlb.plan.highs import SolveLimits
 
 _WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)

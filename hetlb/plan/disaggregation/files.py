@@ -6,39 +6,21 @@ expected. Paths are relative to the file.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from hetlb.config.cluster import model_kv_bytes
+from hetlb.config.plan_tables import INSIDE, LinkTable, ModelTable, RooflineTable, read_model
 from hetlb.config.profile import Profile, load_profile
-from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml
+from hetlb.config.yaml_file import Positive, PositiveInt, Share, load_yaml
 from hetlb.errors import ConfigError
-from hetlb.plan.disaggregation.cluster import Cluster, Links, Machine, Slo, Workload
-from hetlb.plan.market import Model, RooflineTable
+from hetlb.plan.disaggregation.split_cluster import Cluster, Links, Machine, Slo, Workload
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
-#: Bytes/s between GPUs of one machine and between machines where the file does not say: PCIe 4 x16, 5 Gbit/s.
-_INSIDE, _BETWEEN = 25e9, 0.625e9
-
-
-class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The model. `config` is its `config.json`, which gives layers, hidden size, heads and the KV size."""
-
-    name: str
-    parameters: Positive
-    bytes_per_parameter: Positive = 2.0
-    kv_bytes_per_token: PositiveInt | None = None
-    kv_bytes_per_value: Positive = 2.0
-    config: str | None = None
-    layers: PositiveInt | None = None
-    hidden_size: PositiveInt | None = None
-    attention_heads: PositiveInt | None = None
 
 
 class WorkloadTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -63,19 +45,6 @@ class MachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     count: PositiveInt = 1
 
 
-class LinksTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Bytes/s: inside machines by GPU, between machines of a site, between sites; or a matrix of all.
-
-    A matrix has a row per machine or per GPU, in file order; its diagonal is the rate inside a machine.
-    """
-
-    inside: dict[str, Positive] = {}
-    between: Positive = _BETWEEN
-    between_sites: Positive | None = None
-    matrix: tuple[tuple[NonNegative, ...], ...] | None = None
-    latency_s: NonNegative = 2e-4
-
-
 class SloTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits on the mean latencies."""
 
@@ -90,7 +59,7 @@ class SplitFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     model: ModelTable
     machines: tuple[MachineTable, ...]
     workload: WorkloadTable | None = None
-    links: LinksTable = LinksTable()
+    links: LinkTable = LinkTable()
     slo: SloTable = SloTable()
 
 
@@ -106,51 +75,14 @@ def load_split(path: Path, rows: Sequence[tuple[int, int]] | None = None) -> Clu
     elif not rows:
         raise ConfigError(f"{path}: workload: expected a trace with at least one request, got none")
     machines = _machines(path, file)
-    model, heads = _model(path, file.model)
+    file.links.check(path)
+    model = read_model(file.model, path, "model", ("parameters", "kv_bytes_per_token", "layers"))
     slo = Slo(
         *(math.inf if each is None else each / 1e3 for each in (file.slo.ttft_ms, file.slo.tpot_ms)),
     )
-    return Cluster(path, model, machines, _links(path, file, machines), Workload(tuple(rows)), slo, heads)
-
-
-def _model(path: Path, table: ModelTable) -> tuple[Model, int | None]:
-    known: dict[str, int | None] = {
-        "layers": table.layers,
-        "hidden_size": table.hidden_size,
-        "attention_heads": table.attention_heads,
-    }
-    kv_bytes = table.kv_bytes_per_token
-    if table.config is not None or kv_bytes is None:
-        kv_bytes = model_kv_bytes(path, "model.", kv_bytes, table.config, table.kv_bytes_per_value)
-    if table.config is not None:
-        raw = _architecture(path.parent / table.config)
-        for key, theirs in (
-            ("layers", "num_hidden_layers"),
-            ("hidden_size", "hidden_size"),
-            ("attention_heads", "num_attention_heads"),
-        ):
-            if known[key] is None and isinstance(raw.get(theirs), int):
-                known[key] = raw[theirs]
-    layers = known["layers"]
-    if layers is None:
-        raise ConfigError(f"{path}: model.layers: expected a number of layers, or model.config, got neither")
-    model = Model(
-        name=table.name,
-        weight_bytes=table.parameters * table.bytes_per_parameter,
-        parameters=table.parameters,
-        bytes_per_parameter=table.bytes_per_parameter,
-        kv_bytes_per_token=kv_bytes,
-        layers=layers,
-        hidden_size=known["hidden_size"],
+    return Cluster(
+        path, model, machines, _links(path, file, machines), Workload(tuple(rows)), slo, model.attention_heads
     )
-    return model, known["attention_heads"]
-
-
-def _architecture(path: Path) -> dict[str, Any]:
-    """`config.json`, or its `text_config`; `model_kv_bytes` has checked that it can be read."""
-    raw = json.loads(path.read_text(encoding="utf-8"))
-    text = raw.get("text_config")
-    return text if isinstance(text, dict) else dict(raw)
 
 
 def _machines(path: Path, file: SplitFile) -> tuple[Machine, ...]:
@@ -207,13 +139,10 @@ def _links(path: Path, file: SplitFile, machines: Sequence[Machine]) -> Links:
         if table.inside:
             raise ConfigError(f"{path}: links.inside: expected either inside or matrix, got both")
         return Links(_matrix(path, table.matrix, machines), table.latency_s)
-    inside = table.inside
-    apart = table.between if table.between_sites is None else table.between_sites
+    apart = table.apart
     rates = tuple(
         tuple(
-            inside.get(a.gpu, inside.get("default", _INSIDE))
-            if i == j
-            else (table.between if a.site == b.site else apart)
+            table.rate_inside(a.gpu) if i == j else (table.between if a.site == b.site else apart)
             for j, b in enumerate(machines)
         )
         for i, a in enumerate(machines)
@@ -252,4 +181,4 @@ def _matrix(
                     "differently as machines of their own"
                 )
     count = len(machines)
-    return tuple(tuple(rates_of.get((i, j), _INSIDE) for j in range(count)) for i in range(count))
+    return tuple(tuple(rates_of.get((i, j), INSIDE) for j in range(count)) for i in range(count))

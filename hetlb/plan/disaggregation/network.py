@@ -15,7 +15,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hetlb.plan.disaggregation.cluster import Cluster, Group, Plan, Role
+from hetlb.plan.common.capabilities import NIXL, Form, refused
+from hetlb.plan.disaggregation.split_cluster import Cluster, Group, Plan, Role
 from hetlb.plan.highs import LinearProgram, SolveLimits
 from hetlb.plan.placement.flow import Dinic
 
@@ -91,7 +92,18 @@ class Network:
         return min(prefill, decode) + math.fsum(g.capacity for g in groups if g.role is Role.BOTH)
 
     def solve(self, groups: Sequence[Group]) -> Plan:
-        """The plan with the most requests/s of these groups."""
+        """The plan with the most requests/s of these groups.
+
+        Groups for both phases whose servers cannot take part in transfers are left out of a plan that splits.
+        """
+        plan = self._solve(groups)
+        able = [group for group in groups if not _stands_alone(group)]
+        if not plan.splits or len(able) == len(groups):
+            return plan
+        whole = [group for group in groups if group.role is Role.BOTH]
+        return max(self._solve(able), self._solve(whole), key=lambda each: each.throughput)
+
+    def _solve(self, groups: Sequence[Group]) -> Plan:
         served = {g: each.capacity for g, each in enumerate(groups) if each.role is Role.BOTH}
         senders = [g for g, each in enumerate(groups) if each.role is Role.PREFILL]
         receivers = [g for g, each in enumerate(groups) if each.role is Role.DECODE]
@@ -136,6 +148,12 @@ class Network:
         assert solution is not None, "expected the empty flow to be feasible"
         least = _LEAST_SHARE * max(1e-12, solution.objective)
         return {pair: float(solution.values[c]) for pair, c in columns.items() if solution.values[c] > least}
+
+
+def _stands_alone(group: Group) -> bool:
+    """True for a group of both phases that the engine refuses with KV transfers."""
+    form = Form(group.tensor_parallel_size, len(group.stages), len(group.composition), NIXL, group.role)
+    return group.role is Role.BOTH and refused(form)
 
 
 def _max_flow(groups: Sequence[Group], routes: dict[tuple[int, int], Route]) -> dict[tuple[int, int], float]:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.cluster.vq import kmeans2
 
-from hetlb.plan.disaggregation.cluster import Cluster, Composition, Role
+from hetlb.plan.disaggregation.split_cluster import Cluster, Composition, Role
 
 #: Memory of a replica beyond its weights, as a share of them: what the number of groups is computed with.
 _KV_SHARE = 0.5

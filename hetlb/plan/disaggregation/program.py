@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetlb.plan.disaggregation.cluster import Cluster, Composition, Group, Role
 from hetlb.plan.disaggregation.cost import MOST_GPUS, GroupTable
 from hetlb.plan.disaggregation.network import LINK_SHARE
+from hetlb.plan.disaggregation.split_cluster import Cluster, Composition, Group, Role
 from hetlb.plan.highs import INFINITY, LinearProgram, SolveLimits
 
 #: Every machine is a class of its own in clusters of up to so many.

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 
 from hetlb.core.latency import LatencyModel
-from hetlb.plan.disaggregation.cluster import Role, Slo, Workload
+from hetlb.plan.disaggregation.split_cluster import Role, Slo, Workload
 from hetlb.sim.engine import EngineLimits
 
 #: Above so many prompts per iteration their number is taken to be the mean.

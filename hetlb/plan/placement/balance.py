@@ -14,13 +14,16 @@ import highspy
 import numpy as np
 
 from hetlb.core.paths.stages import SINK, SOURCE, Edge
-from hetlb.plan.placement.cluster import Cluster, Placement
 from hetlb.plan.placement.flow import Flow, max_flow, valid_links
+from hetlb.plan.placement.place_cluster import Cluster, Placement
 
 #: Flows below this share of the total are rounding of the solver.
 _LEAST_SHARE = 1e-7
 #: Networks of 24 nodes need about a hundred iterations.
 _MOST_ITERATIONS = 1000
+#: Larger ones take a maximum flow as it comes: links of one, and seconds of the solver.
+_MOST_LINKS = 3000
+_MOST_S = 2.0
 
 
 def balanced_flow(cluster: Cluster, placement: Placement, *, partial_inference: bool = False) -> Flow:
@@ -29,6 +32,8 @@ def balanced_flow(cluster: Cluster, placement: Placement, *, partial_inference: 
     if flow.tokens_per_s <= 0.0:
         return flow
     edges = valid_links(cluster, placement, partial_inference=partial_inference)
+    if len(edges) > _MOST_LINKS:
+        return flow
     names = [node.name for node in cluster.nodes if node.name in placement]
     rates = {
         node.name: cluster.kind(node).rate(placement[node.name][1] - placement[node.name][0])
@@ -74,6 +79,7 @@ def _solve(
     solver.setOptionValue("threads", 1)
     # The active-set method may cycle where much is degenerate; every point on its way is a flow.
     solver.setOptionValue("qp_iteration_limit", _MOST_ITERATIONS)
+    solver.setOptionValue("time_limit", _MOST_S)
     # The caps leave room for the rounding of the maximum flow.
     solver.addVars(count, np.zeros(count), np.array(caps) * (1.0 + 1e-9))
     for columns, coefficients, bound in rows:

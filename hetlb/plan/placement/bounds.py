@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linprog
 
-from hetlb.plan.placement.cluster import Cluster, Node
+from hetlb.plan.highs import SolveLimits
+from hetlb.plan.placement.place_cluster import Cluster, Node
 
 #: Bisection ends at this width, relative to the bound (or to the first one, where no flow is possible).
 _WIDTH = 1e-9
@@ -21,6 +22,8 @@ _WIDTH = 1e-9
 _VIOLATED = 1e-6
 #: Covers that are added before the prices are scaled as they are (never met).
 _MOST_COVERS = 200
+#: Steps of branch and bound between looks at the clock.
+_LOOK = 4096
 
 
 def compute_bound(cluster: Cluster) -> float:
@@ -30,7 +33,7 @@ def compute_bound(cluster: Cluster) -> float:
     return sum(cluster.kind(node).layer_rate for node in cluster.nodes) / cluster.model.layers
 
 
-def flow_bound(cluster: Cluster) -> float:
+def flow_bound(cluster: Cluster, limits: SolveLimits | None = None) -> float:
     """The highest flow at which the machines could still cover every layer (covers as whole machines).
 
     Each layer needs machines whose rates add up to the flow F, and a machine with j layers gives 1/j of
@@ -41,16 +44,18 @@ def flow_bound(cluster: Cluster) -> float:
 
     says how many layers can be covered. F is too high where that is fewer than the model has. Its dual has
     one price per kind, and covers are added as they are violated (a knapsack, by branch and bound).
+    Where the time is up it is the lowest bound known by then.
     """
+    limits = limits or SolveLimits()
     groups = _groups(cluster)
     items = [_Item(g, 1.0 / j, cluster.kind(node).rate(j)) for g, (node, _) in enumerate(groups)
              for j in range(1, cluster.most_layers(node) + 1)]  # fmt: skip
     numbers = [number for _, number in groups]
     low, high = 0.0, compute_bound(cluster)
     least = _WIDTH * _WIDTH * high
-    while high - low > max(least, _WIDTH * high):
+    while high - low > max(least, _WIDTH * high) and not limits.over:
         middle = (low + high) / 2.0
-        if _coverable(items, numbers, middle) >= cluster.model.layers * (1.0 - 1e-9):
+        if _coverable(items, numbers, middle, limits) >= cluster.model.layers * (1.0 - 1e-9):
             low = middle
         else:
             high = middle
@@ -73,7 +78,7 @@ def _groups(cluster: Cluster) -> list[tuple[Node, int]]:
     return [(first[key], number) for key, number in counts.items()]
 
 
-def _coverable(items: list[_Item], numbers: list[int], flow: float) -> float:
+def _coverable(items: list[_Item], numbers: list[int], flow: float, limits: SolveLimits) -> float:
     """Most layers that the machines cover at this flow."""
     rows: list[list[float]] = []
     for group in range(len(numbers)):  # covers of one sort bound all prices
@@ -87,7 +92,9 @@ def _coverable(items: list[_Item], numbers: list[int], flow: float) -> float:
         if answer.x is None:  # no answer is no bound: the flow counts as possible
             return math.inf
         prices = [float(price) for price in answer.x]
-        cost, cover = _cheapest_cover(items, prices, flow)
+        cost, cover = _cheapest_cover(items, prices, flow, limits)
+        if limits.over:
+            return math.inf
         if cost >= 1.0 - _VIOLATED or number == _MOST_COVERS:
             # Prices scaled up to the cheapest cover are feasible: a bound even where rounding left one short.
             return float(answer.fun) / min(1.0, cost)
@@ -98,15 +105,21 @@ def _coverable(items: list[_Item], numbers: list[int], flow: float) -> float:
     raise AssertionError
 
 
-def _cheapest_cover(items: list[_Item], prices: list[float], flow: float) -> tuple[float, list[_Item]]:
-    """The set of machines (any number of each) that reaches the flow at the least price."""
+def _cheapest_cover(
+    items: list[_Item], prices: list[float], flow: float, limits: SolveLimits
+) -> tuple[float, list[_Item]]:
+    """The set of machines (any number of each) that reaches the flow at the least price, if there is time."""
     useful = sorted(items, key=lambda item: prices[item.group] * item.share / min(item.rate, flow))
     costs = [prices[item.group] * item.share for item in useful]
     ratios = [cost / min(item.rate, flow) for cost, item in zip(costs, useful, strict=True)]
     best_cost: float = math.inf
     best: list[_Item] = []
     stack: list[tuple[int, float, float, list[_Item]]] = [(0, flow, 0.0, [])]
+    steps = 0
     while stack:
+        steps += 1
+        if steps % _LOOK == 0 and limits.over:
+            break
         index, left, cost, taken = stack.pop()
         if left <= 0.0:
             if cost < best_cost:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetlb.core.paths.stages import SINK, SOURCE, Edge
-from hetlb.plan.placement.cluster import Cluster, Placement
+from hetlb.plan.placement.place_cluster import Cluster, Placement
 
 _Array = NDArray[np.float64]
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from hetlb.core.paths.stages import SINK, SOURCE, BatchLimits, Curve, Edge, LinkSpec
 from hetlb.errors import ConfigError
-from hetlb.plan.placement.cluster import Cluster, Holding, MachineKind, ModelShape, Node
+from hetlb.plan.placement.place_cluster import Cluster, Holding, MachineKind, ModelShape, Node
 
 _T = TypeVar("_T")
 

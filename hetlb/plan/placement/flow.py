@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hetlb.core.paths.stages import SINK, SOURCE, Edge
-from hetlb.plan.placement.cluster import Cluster, Placement
+from hetlb.plan.placement.place_cluster import Cluster, Placement
 
 #: Residual capacities below this share of the largest one are rounding, not capacity.
 _RELATIVE_EPSILON = 1e-13

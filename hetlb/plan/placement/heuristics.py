@@ -15,7 +15,7 @@ import math
 import random
 from collections.abc import Callable
 
-from hetlb.plan.placement.cluster import Cluster, Node
+from hetlb.plan.placement.place_cluster import Cluster, Node
 
 Intervals = dict[str, tuple[int, int]]
 

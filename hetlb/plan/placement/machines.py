@@ -12,7 +12,7 @@ from typing import Final
 
 from hetlb.core.latency import LatencyModel
 from hetlb.core.paths.stages import BatchLimits, Curve, decode_curve
-from hetlb.plan.placement.cluster import Holding, MachineKind
+from hetlb.plan.placement.place_cluster import Holding, MachineKind
 
 #: Limits of a profile that states none: vLLM's defaults.
 USUAL_SEQS: Final = 256

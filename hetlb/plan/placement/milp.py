@@ -1,4 +1,4 @@
-"""An exact search for the highest flow by mixed integer programming (HiGHS).
+"""An exact search for the highest flow by mixed integer programming.
 
 No placement without partial inference has a higher flow than `Solved.bound`.
 
@@ -11,14 +11,14 @@ capped by an upper bound, without which the relaxation would hold single layers 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import highspy
-import numpy as np
-
-from hetlb.plan.placement.cluster import Cluster, Node
+from hetlb.plan.highs import LinearProgram, SolveLimits
+from hetlb.plan.placement.flow import max_flow
 from hetlb.plan.placement.heuristics import Intervals
+from hetlb.plan.placement.place_cluster import Cluster, Node, Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,57 +30,78 @@ class Solved:
     optimal: bool
 
 
-def solve(cluster: Cluster, seconds: float, most: float, *, seed: int = 0) -> Solved:
-    """Run HiGHS for so many seconds. `most` is an upper bound on the flow, from `bounds.flow_bound`."""
-    layers = cluster.model.layers
-    groups = _groups(cluster)
-    columns = [
-        (group, first, length)
-        for group, nodes in enumerate(groups)
-        for length in range(1, cluster.most_layers(nodes[0]) + 1)
-        for first in range(layers - length + 1)
-    ]
-    count = len(columns)
-    solver = highspy.Highs()  # type: ignore[no-untyped-call]
-    solver.silent()
-    for option, value in (
-        ("threads", 1),
-        ("time_limit", seconds),
-        ("random_seed", seed),
-        ("mip_rel_gap", 1e-6),
-    ):
-        solver.setOptionValue(option, value)
-    rates = np.array([min(most, cluster.kind(groups[group][0]).rate(length)) for group, _, length in columns])
-    numbers = np.array([float(len(groups[group])) for group, _, _ in columns])
-    # Columns: counts z, then flows f.
-    solver.addVars(2 * count, np.zeros(2 * count), np.concatenate((numbers, rates * numbers)))
-    solver.changeColsIntegrality(
-        count, np.arange(count, dtype=np.int32), np.array([highspy.HighsVarType.kInteger] * count)
+def solve(cluster: Cluster, limits: SolveLimits, most: float, *, start: Placement | None = None) -> Solved:
+    """Run the solver within limits, from `start` on. `most`: an upper bound, from `bounds.flow_bound`."""
+    program = _Program(cluster, most)
+    found = program.solve(limits, start)
+    if found is None:
+        return Solved(most, None, optimal=False)
+    counts, value, bound = found
+    bound = min(most, bound)
+    return Solved(
+        bound, _intervals(program.groups, counts), optimal=value >= bound * (1.0 - limits.gap - 1e-9)
     )
-    infinity = highspy.kHighsInf
-    for i in range(count):
-        solver.addRow(-infinity, 0.0, 2, np.array([i, count + i], dtype=np.int32), np.array([-rates[i], 1.0]))
-    for group, nodes in enumerate(groups):
-        held = np.array([i for i, column in enumerate(columns) if column[0] == group], dtype=np.int32)
-        solver.addRow(0.0, float(len(nodes)), len(held), held, np.ones(len(held)))
-    for boundary in range(1, layers):
-        ending = [count + i for i, (_, first, length) in enumerate(columns) if first + length == boundary]
-        starting = [count + i for i, (_, first, _) in enumerate(columns) if first == boundary]
-        index = np.array(ending + starting, dtype=np.int32)
-        solver.addRow(0.0, 0.0, len(index), index, np.array([1.0] * len(ending) + [-1.0] * len(starting)))
-    entering = np.array([count + i for i, (_, first, _) in enumerate(columns) if first == 0], dtype=np.int32)
-    for column in entering:
-        solver.changeColCost(int(column), 1.0)
-    solver.changeObjectiveSense(highspy.ObjSense.kMaximize)
-    solver.run()
-    info = solver.getInfo()
-    bound = min(most, float(info.mip_dual_bound))
-    if info.primal_solution_status != 2:
-        return Solved(bound, None, optimal=False)
-    values = solver.getSolution().col_value
-    placement = _intervals(groups, {columns[i]: round(values[i]) for i in range(count)})
-    optimal = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
-    return Solved(bound, placement, optimal)
+
+
+class _Program:
+    """The program: a count and a flow for every (group, first layer, length)."""
+
+    def __init__(self, cluster: Cluster, most: float) -> None:
+        layers = cluster.model.layers
+        self._cluster = cluster
+        self.groups = _groups(cluster)
+        self.columns = [
+            (group, first, length)
+            for group, nodes in enumerate(self.groups)
+            for length in range(1, cluster.most_layers(nodes[0]) + 1)
+            for first in range(layers - length + 1)
+        ]
+        self._program = program = LinearProgram()
+        by_group: list[list[int]] = [[] for _ in self.groups]
+        self._counts, self._flows = [], []
+        ends: list[list[tuple[int, float]]] = [[] for _ in range(layers + 1)]
+        for group, first, length in self.columns:
+            nodes = self.groups[group]
+            rate, number = min(most, cluster.kind(nodes[0]).rate(length)), float(len(nodes))
+            z = program.column(upper=number, integer=True)
+            f = program.column(1.0 if first == 0 else 0.0, upper=rate * number)
+            program.row([(z, -rate), (f, 1.0)], upper=0.0)
+            by_group[group].append(z)
+            ends[first].append((f, -1.0))
+            ends[first + length].append((f, 1.0))
+            self._counts.append(z)
+            self._flows.append(f)
+        for nodes, held in zip(self.groups, by_group, strict=True):
+            program.row([(z, 1.0) for z in held], upper=float(len(nodes)))
+        for boundary in range(1, layers):
+            program.row(ends[boundary], lower=0.0, upper=0.0)
+
+    def solve(
+        self, limits: SolveLimits, start: Placement | None
+    ) -> tuple[dict[tuple[int, int, int], int], float, float] | None:
+        """Counts, their flow and the bound."""
+        point = None if start is None else self._point(start)
+        solution = self._program.solve(limits, start=point)
+        if solution is None:
+            return None
+        counts = {
+            column: round(solution.values[z]) for column, z in zip(self.columns, self._counts, strict=True)
+        }
+        return counts, solution.objective, solution.bound
+
+    def _point(self, start: Placement) -> list[float]:
+        """A placement and its flow as values of all columns."""
+        group = {node.name: g for g, nodes in enumerate(self.groups) for node in nodes}
+        through: Counter[str] = Counter()
+        for (_, receiver), rate in max_flow(self._cluster, start).links.items():
+            through[receiver] += rate  # type: ignore[assignment]
+        values = [0.0] * self._program.columns
+        index = {column: i for i, column in enumerate(self.columns)}
+        for name, (first, end) in start.items():
+            i = index[group[name], first, end - first]
+            values[self._counts[i]] += 1.0
+            values[self._flows[i]] += through[name]
+        return values
 
 
 def _groups(cluster: Cluster) -> list[list[Node]]:

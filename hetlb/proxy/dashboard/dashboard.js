@@ -163,6 +163,7 @@ function shown(snapshot) {
   // A token cannot be sent by following a link.
   byId("links").hidden = sessionStorage.getItem(STORED_TOKEN) !== null;
   say(byId("version"), snapshot.version);
+  status(snapshot);
   tiles(snapshot);
   policies(snapshot);
   fleet(snapshot);
@@ -171,12 +172,32 @@ function shown(snapshot) {
   charts(snapshot);
   decisions(snapshot);
   accuracy(snapshot);
-  whatIf(snapshot);
 }
 
 const everybody = (snapshot) => snapshot.fleet.models.flatMap((model) => model.instances);
 
 // --- now ------------------------------------------------------------------------------------------------
+
+const COLOUR = { well: "good", busy: "warn", degraded: "bad", down: "bad" };
+
+/** The first line: state, load against capacity, limit, headroom, and what to do. */
+function status(snapshot) {
+  const { status: now } = snapshot;
+  set(byId("status"), "data-state", COLOUR[now.state] ?? "bad");
+  const word = now.state[0].toUpperCase() + now.state.slice(1);
+  say(byId("status-word"), word);
+  say(byId("status-sentence"), now.sentence[0].toUpperCase() + now.sentence.slice(1));
+  say(byId("status-advice"), now.advice);
+  document.title = now.state === "well" ? "hetlb" : `${word} · hetlb`;
+  const list = byId("status-models");
+  list.hidden = now.models.length < 2;
+  if (list.hidden) return;
+  const lines = now.models.map((each) => [each.model, each.state, `${each.sentence}. ${each.advice}`]);
+  if (list.dataset.shown === JSON.stringify(lines)) return;
+  list.dataset.shown = JSON.stringify(lines);
+  list.replaceChildren(...lines.map(([model, state, text]) =>
+    make("li", {}, make("span", { class: "pill", "data-state": COLOUR[state], text: `${model} ${state}` }), ` ${text}`)));
+}
 
 const TILES = [
   ["up", "Taking requests"], ["flight", "In flight"], ["queue", "Queue"], ["requests", "Requests"],
@@ -191,8 +212,8 @@ const tileValues = new Map(TILES.map(([name, title]) => {
 /** A figure and, smaller, what belongs to it. */
 function tile(name, figure, rest, state = "") {
   const value = tileValues.get(name);
-  if (value.dataset.shown === `${figure}|${rest}`) return;
-  value.dataset.shown = `${figure}|${rest}`;
+  if (value.dataset.shown === `${figure}|${rest}|${state}`) return;
+  value.dataset.shown = `${figure}|${rest}|${state}`;
   set(value, "data-state", state);
   value.replaceChildren(figure, make("small", { text: ` ${rest}` }));
 }
@@ -205,13 +226,18 @@ function tiles(snapshot) {
   const { series } = snapshot;
   const lately = (column) => series[column].slice(-5);
   const up = instances.filter((instance) => instance.health === "up" && instance.state === "ready").length;
-  tile("up", String(up), `of ${instances.length}`, up === instances.length ? "" : up ? "warn" : "bad");
+  const stuck = snapshot.status.state === "degraded" || snapshot.status.state === "down";
+  tile("up", String(up), `of ${instances.length}`, up === instances.length ? "" : up && !stuck ? "warn" : "bad");
   tile("flight", count(instances.reduce((sum, instance) => sum + instance.in_flight, 0)), "requests");
-  tile("queue", count(queue.requests), queue.requests ? `oldest ${age(queue.oldest_s)}` : "none waiting");
+  tile("queue", count(queue.requests), queue.requests ? `oldest ${age(queue.oldest_s)}` : "none waiting",
+    queue.requests ? (stuck ? "bad" : "warn") : "");
   tile("requests", rate(mean(lately("ok_per_s"))), "/s");
   tile("tokens", rate(mean(lately("output_tokens_per_s"))), "tokens/s");
   const ttft = lately("ttft_p50_s").filter((value) => value !== null);
-  tile("ttft", ttft.length ? seconds(mean(ttft)) : "–", "last 10 s");
+  // Against its own last minutes: what is slow for one model is usual for another.
+  const usual = snapshot.series.ttft_p50_s.filter((value) => value !== null).sort((a, b) => a - b);
+  const ratio = ttft.length && usual.length > 10 ? mean(ttft) / usual[Math.floor(usual.length / 4)] : 1;
+  tile("ttft", ttft.length ? seconds(mean(ttft)) : "–", "last 10 s", ratio > 4 ? "bad" : ratio > 2 ? "warn" : "");
   const promised = instances.reduce((sum, instance) => sum + instance.kv_reserved_tokens, 0);
   const there = instances.reduce((sum, instance) => sum + instance.kv_cache_tokens, 0);
   tile("kv", percent(there ? promised / there : null), `of ${count(there)}`);
@@ -256,6 +282,7 @@ const ORDERS = {
 };
 
 function fleet(snapshot) {
+  byId("add").hidden = !snapshot.registration;
   const models = snapshot.fleet.models;
   const names = models.map((model) => model.name);
   if (names.join("\n") !== Array.from(tables.keys()).join("\n")) {
@@ -283,12 +310,14 @@ class FleetTable {
   constructor(model) {
     this.#name = model;
     const columns = [
-      ["Instance", "left"], ["Health", "left"], ["In flight", "", "dispatched and not ended"],
-      ["Runs", "", "running, as the engine reports"], ["Waits", "", "waiting, as the engine reports"],
+      ["Server", "left"], ["Health", "left"], ["In flight", "", "dispatched and not ended"],
+      ["Slots", "left", "sequences that it is believed to run at once, and where that figure is from"],
+      ["Runs", "wide", "running, as the engine reports"], ["Waits", "wide", "waiting, as the engine reports"],
       ["KV cache", "left", "promised and reported share of the tokens there are"],
-      ["Work", "", "assigned and not completed"],
+      ["Work", "wide", "assigned and not completed"],
       ["Share", "", "of the work of the last minute, and of the speed of those that take requests"],
-      ["Model", "", "seen against expected by the profile: prefill, mixed and decode steps"], ["Report", "", "age of the engine's last report"], ["State", "left"],
+      ["Speed", "left", "where its speed is from; seen against expected by the profile: prefill, mixed and decode steps"],
+      ["Report", "wide", "age of the engine's last report"], ["State", "left stay"],
     ];
     this.element = make("div", { class: "model" },
       make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Instances of ${model || "all models"}` },
@@ -337,7 +366,7 @@ class FleetTable {
 /** By how much seen times differ from the profile's: prefill, mixed, decode. */
 function modelFactors(factors) {
   const parts = ["prefill", "mixed", "decode"].map((part) => factors?.[part] ?? null);
-  if (parts.every((each) => each === null)) return "-";
+  if (parts.every((each) => each === null)) return "";
   return parts.map((each) => each === null ? "-" : `${each >= 1 ? "+" : ""}${((each - 1) * 100).toFixed(0)} %`).join(" / ");
 }
 
@@ -349,27 +378,38 @@ class FleetRow {
   #reported = make("i");
   #track;
   #figures = make("span", { class: "number" });
+  #slots = make("span");
+  #slotsFrom = make("span", { class: "from" });
+  #speedFrom = make("span", { class: "from" });
+  #factors = make("span", { class: "soft" });
+  #remove;
   #buttons;
 
   constructor(instance, model) {
     this.#track = make("span", { class: "track", "aria-hidden": "true" }, this.#promised, this.#reported);
+    this.#remove = make("button", {
+      type: "button", class: "remove", hidden: true, text: "Remove", "aria-label": `Remove ${instance.name}`,
+      on: { click: () => removeServer(instance.name) },
+    });
     this.#buttons = STATES.map((state) => make("button", {
       type: "button", "data-state": state, text: state,
       on: { click: () => this.#switch(instance.name, model, state) },
     }));
-    this.#cells = ["In flight", "", ""].map((title) => make("td", { class: title ? null : "more", "data-title": title || null }));
-    this.workload = make("td", { class: "more" });
+    this.#cells = ["In flight", "", ""].map((title) => make("td", { class: title ? null : "more wide", "data-title": title || null }));
+    this.slots = make("td", { class: "left", "data-title": "Slots" }, this.#slots, " ", this.#slotsFrom);
+    this.workload = make("td", { class: "more wide" });
     this.share = make("td", { "data-title": "Share" });
-    this.model = make("td", { class: "more" });
-    this.age = make("td", { class: "more" });
+    this.model = make("td", { class: "more left" }, this.#speedFrom, " ", this.#factors);
+    this.age = make("td", { class: "more wide" });
     this.element = make("tr", {},
-      make("th", { scope: "row", text: instance.name, title: instance.url }),
-      make("td", { class: "left" }, this.#pill, " ", this.#why),
-      ...this.#cells,
+      make("th", { scope: "row", title: instance.url }, make("span", { text: instance.name }),
+        instance.gpu ? make("small", { class: "soft", text: ` ${instance.gpu}` }) : ""),
+      make("td", { class: "left health" }, this.#pill, this.#why),
+      this.#cells[0], this.slots, this.#cells[1], this.#cells[2],
       make("td", { class: "left kv" }, this.#track, " ", this.#figures),
       this.workload, this.share, this.model, this.age,
-      make("td", { class: "left" },
-        make("span", { class: "states", role: "group", "aria-label": `State of ${instance.name}` }, ...this.#buttons)));
+      make("td", { class: "left stay" },
+        make("span", { class: "states", role: "group", "aria-label": `State of ${instance.name}` }, ...this.#buttons), " ", this.#remove));
   }
 
   update(row, share) {
@@ -377,8 +417,18 @@ class FleetRow {
     set(this.element, "data-state", row.state);
     set(this.#pill, "data-state", HEALTH[row.health] ?? "warn");
     say(this.#pill, row.health);
-    const why = row.health === "up" ? "" : row.health_reason;
+    const why = row.health === "up" ? row.restraint : row.health_reason;
     say(this.#why, why);
+    this.#why.hidden = !why;
+    this.#remove.hidden = !page.snapshot.registration;
+    const { max_num_seqs: slots, speed } = row.believes;
+    say(this.#slots, count(slots.value));
+    say(this.#slotsFrom, slots.source);
+    set(this.#slotsFrom, "data-source", slots.source);
+    say(this.#speedFrom, speed.source);
+    set(this.#speedFrom, "data-source", speed.source);
+    set(this.#speedFrom, "title", `${rate(speed.value)} weighted tokens/s, ${speed.factor.toFixed(2)} times the time of its profile`
+      + `${speed.age_s === null ? "" : `, newest evidence ${age(speed.age_s)} old`}`);
     set(this.#why, "title", why);
     [row.in_flight, row.running, row.waiting].forEach((value, index) => say(this.#cells[index], count(value)));
     const promised = row.kv_reserved_tokens / row.kv_cache_tokens;
@@ -390,7 +440,7 @@ class FleetRow {
       + `${row.kv_reported === null ? "none" : percent(row.kv_reported)} reported in use`);
     say(this.workload, seconds(row.workload));
     say(this.share, share === undefined ? "–" : `${percent(share.work_share)} / ${percent(share.speed_share)}`);
-    say(this.model, modelFactors(row.model_factors));
+    say(this.#factors, modelFactors(row.model_factors));
     say(this.age, seconds(row.signal_age_s));
     this.age.classList.toggle("stale", row.signal_age_s === null || row.signal_age_s > STALE_S);
     for (const button of this.#buttons) set(button, "aria-pressed", String(button.dataset.state === row.state));
@@ -409,6 +459,33 @@ class FleetRow {
     });
   }
 }
+
+/** Take a server out of the fleet, after a question. */
+function removeServer(name) {
+  if (!confirm(`Remove ${name} from the fleet? What it is answering goes on; it gets nothing new. A server of the fleet file comes back with a restart.`)) return;
+  act(() => tell("DELETE", `v1/fleet/instances/${encodeURIComponent(name)}`));
+}
+
+byId("add").addEventListener("click", () => {
+  byId("add-form").reset();
+  say(byId("add-why"), "");
+  choices(byId("add-model"), page.snapshot.fleet.models.map((model) => model.name));
+  byId("adding").showModal();
+});
+byId("add-cancel").addEventListener("click", () => byId("adding").close());
+byId("add-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const server = { url: byId("add-url").value.trim(), model: byId("add-model").value };
+  const name = byId("add-name").value.trim();
+  if (name) server.name = name;
+  try {
+    await tell("POST", "v1/fleet/instances", server);
+    byId("adding").close();
+    announce(`${name || server.url} was added.`);
+  } catch (error) {
+    say(byId("add-why"), error.message);
+  }
+});
 
 byId("filter").addEventListener("input", () => page.snapshot && fleet(page.snapshot));
 byId("order").addEventListener("change", () => page.snapshot && fleet(page.snapshot));
@@ -431,48 +508,40 @@ function news(before, snapshot) {
 
 // --- balance --------------------------------------------------------------------------------------------
 
-/** What is drawn by instance: of the proxy's series, or of what the snapshots said since the page was opened. */
+/** What is drawn by instance: title, text of a value, column of the proxy's series. */
 const SHARES = [
-  ["Output tokens per second, by instance", rate, null],
-  ["In flight, by instance", count, (row) => row.in_flight],
-  ["KV cache promised, by instance", percent, (row) => row.kv_reserved_tokens / row.kv_cache_tokens],
+  ["Output tokens per second, by server", rate, "instances"],
+  ["In flight, by server", count, "in_flight"],
+  ["KV cache promised, by server", percent, "kv_promised"],
 ];
-const SEEN = 300;
-const shares = { names: "", charts: [], seen: new Map() };
+const shares = { names: "", charts: [] };
 
 function balance(snapshot) {
-  const lines = snapshot.balance.map((each) => [each.model, each.balanced, each.sentence]);
+  const states = new Map(snapshot.status.models.map((each) => [each.model, each.state]));
+  const colour = (model, balanced) => {
+    const state = states.get(model);
+    if (state === "degraded" || state === "down") return "bad";
+    if (balanced) return "good";
+    return state === "busy" ? "warn" : "wait";
+  };
+  const lines = snapshot.balance.map((each) => [each.model, colour(each.model, each.balanced), each.sentence]);
   const list = byId("balance");
   if (list.dataset.shown !== JSON.stringify(lines)) {
     list.dataset.shown = JSON.stringify(lines);
-    list.replaceChildren(...lines.map(([model, balanced, text]) => make("li", { "data-balanced": String(balanced) },
-      make("span", { class: "pill", "data-state": balanced ? "good" : "warn", text: model || "all models" }), ` ${text}`)));
+    list.replaceChildren(...lines.map(([model, state, text]) => make("li", {},
+      make("span", { class: "pill", "data-state": state, text: model || "all models" }), ` ${text}`)));
   }
-  const rows = everybody(snapshot);
-  const named = rows.slice(0, COLOURS - 1).map((row) => row.name);
+  const named = everybody(snapshot).slice(0, COLOURS - 1).map((row) => row.name);
   if (shares.names !== named.join("\n")) {
     shares.names = named.join("\n");
-    shares.charts = SHARES.map(([title, text]) => new TimeChart(title, named.map((name, index) => [name, name, lineClass(index)]), text));
+    shares.charts = SHARES.map(([title, text]) => new TimeChart(title, named.map((name, index) => [name, name, lineClass(index)]), text, text === count));
     byId("shares").replaceChildren(...shares.charts.map((chart) => chart.element));
   }
-  const { seen } = shares;
-  for (const name of seen.keys()) if (!named.includes(name)) seen.delete(name);
-  for (const row of rows.slice(0, COLOURS - 1)) {
-    const kept = seen.get(row.name) ?? SHARES.map(() => Array(SEEN).fill(null));
-    SHARES.forEach(([, , of], index) => {
-      if (of === null) return;
-      kept[index].push(of(row));
-      kept[index].shift();
-    });
-    seen.set(row.name, kept);
-  }
+  const { series } = snapshot;
   shares.charts.forEach((chart, index) => {
-    const own = SHARES[index][2] !== null;
-    const empty = Array(own ? SEEN : snapshot.series.ok_per_s.length).fill(own ? null : 0);
-    chart.update({
-      bin_s: own ? 1 : snapshot.series.bin_s,
-      ...Object.fromEntries(named.map((name) => [name, own ? seen.get(name)[index] : snapshot.series.instances[name] ?? empty])),
-    });
+    const column = SHARES[index][2];
+    const empty = Array(series.ok_per_s.length).fill(column === "instances" ? 0 : null);
+    chart.update({ bin_s: series.bin_s, ...Object.fromEntries(named.map((name) => [name, series[column][name] ?? empty])) });
   });
 }
 
@@ -482,6 +551,7 @@ const CHARTS = [
   new TimeChart("Requests per second", [["ok_per_s", "ok", "k0"], ["not_ok_per_s", "others", "k1"]], rate),
   new TimeChart("Output tokens per second", [["output_tokens_per_s", "tokens", "k2"]], rate),
   new TimeChart("Time to first token", [["ttft_p50_s", "median", "k0"], ["ttft_p99_s", "p99", "k3 d1"]], seconds),
+  new TimeChart("Requests waiting", [["queue", "waiting", "k1"]], count, true),
   new TimeChart("Whole request", [["e2e_p50_s", "median", "k0"], ["e2e_p99_s", "p99", "k3 d1"]], seconds),
 ];
 byId("charts").append(...CHARTS.map((chart) => chart.element));
@@ -530,7 +600,38 @@ function decisions(snapshot) {
     }
   }
   for (const [lease, row] of decisionRows) row.update(byLease.get(lease), snapshot.clock_s);
+  grouped(last);
 }
+
+/** Reason why a decision was not as usual, "" where it was: it failed, was far longer than predicted, or took long. */
+function unusual(each, middle) {
+  if (each.outcome !== null && each.outcome !== "ok") return each.outcome.replaceAll("_", " ");
+  if (each.output_tokens / each.sequences > 3 * each.predicted_output + 32) return "far longer than predicted";
+  if (middle > 0 && (each.took_s ?? 0) > 4 * middle) return "took long";
+  return "";
+}
+
+/** What was usual in a sentence, and what was not in the table alone where that is wanted. */
+function grouped(last) {
+  const took = last.map((each) => each.took_s).filter((value) => value !== null).sort((a, b) => a - b);
+  const middle = took[Math.floor(took.length / 2)] ?? 0;
+  const reasons = new Map(last.map((each) => [each.lease, unusual(each, middle)]));
+  const tally = (values) => Array.from(values.reduce((all, value) => all.set(value, (all.get(value) ?? 0) + 1), new Map()),
+    ([value, number]) => `${count(number)} ${value}`).join(", ");
+  const usual = last.filter((each) => !reasons.get(each.lease));
+  const rest = Array.from(reasons.values()).filter(Boolean);
+  say(byId("usual"), last.length ? `Of the last ${last.length}: ${usual.length} as usual`
+    + `${usual.length ? ` (${tally(usual.map((each) => `to ${each.chosen}`))})` : ""}, `
+    + `${rest.length ? `${rest.length} not: ${tally(rest)}.` : "none that was not."}` : "");
+  const only = byId("unusual").checked;
+  for (const [lease, row] of decisionRows) {
+    const reason = reasons.get(lease);
+    set(row.element, "data-unusual", String(Boolean(reason)));
+    row.element.hidden = only && reason === "";
+    if (row.element.hidden) row.detail.hidden = true;
+  }
+}
+byId("unusual").addEventListener("change", () => page.snapshot && grouped(page.snapshot.decisions.last));
 
 class DecisionRow {
   #decision;
@@ -607,7 +708,7 @@ byId("hold").addEventListener("change", (event) => {
 
 // --- finding decisions ----------------------------------------------------------------------------------
 
-const OUTCOMES = ["", "running", "ok", "upstream_error", "no_response", "broken_stream", "connect_failed", "client_gone", "shutdown"];
+const OUTCOMES = ["", "running", "ok", "upstream_refused", "upstream_busy", "upstream_error", "no_response", "broken_stream", "connect_failed", "client_gone", "shutdown"];
 choices(byId("find-outcome"), OUTCOMES);
 
 /** What can be chosen among. */
@@ -738,76 +839,6 @@ function accuracy(snapshot) {
       make("i", { class: `k${name ? colour(name) : COLOURS - 1}` }), name || "all others")));
   }
 }
-
-// --- what if --------------------------------------------------------------------------------------------
-
-function whatIf(snapshot) {
-  const state = snapshot.what_if;
-  const models = snapshot.fleet.models.map((model) => model.name);
-  const inForce = snapshot.fleet.policy;
-  choices(byId("whatif-model"), models);
-  const other = byId("whatif-policy");
-  choices(other, snapshot.policies);
-  if (other.dataset.inForce !== inForce) {
-    other.dataset.inForce = inForce;
-    other.value = inForce === "rr" ? "hetlb" : "rr";
-  }
-  const running = state.state === "running";
-  const obstacle = state.obstacles[byId("whatif-model").value] ?? "";
-  byId("whatif-start").disabled = running || obstacle !== "";
-  byId("whatif-cancel").hidden = !running;
-  let text = obstacle;
-  if (running) text = `Simulating ${state.policy} for ${age(snapshot.clock_s - state.started_s)}, in a process of its own…`;
-  else if (state.state === "failed") text = state.message;
-  else if (state.state === "done") {
-    const left = Object.entries(state.left_out);
-    text = `${plural(state.requests, "request")} of ${state.model}`
-      + `${state.not_replayed ? `, ${count(state.not_replayed)} that did not end well left out` : ""}`
-      + `${state.whole_window ? "" : "; the hour had more than is kept"}`
-      + `${state.learnt.length ? `; the speed of ${state.learnt.join(", ")} as learnt here, not measured` : ""}`
-      + `${left.length ? `; without ${left.map(([name, why]) => `${name} (${why})`).join(", ")}` : ""}. It took ${seconds(state.took_s)}.`;
-  }
-  // The seconds of a run are for the eye; aloud they would never stop.
-  set(byId("whatif-state"), "aria-live", running ? "off" : "polite");
-  say(byId("whatif-state"), text);
-  const result = byId("whatif-result");
-  const key = state.state === "done" ? `${state.started_s}` : "";
-  if (result.dataset.shown !== key) {
-    result.dataset.shown = key;
-    result.replaceChildren(...(key ? [outcome(state)] : []));
-  }
-}
-
-function outcome(state) {
-  const columns = [
-    ["Tokens/s", "total_token_throughput", rate, 1], ["TTFT median", "median_ttft_ms", ms, -1], ["TTFT p99", "p99_ttft_ms", ms, -1],
-    ["Whole, median", "median_e2el_ms", ms, -1], ["Whole, p99", "p99_e2el_ms", ms, -1], ["Last answer", "duration", seconds, -1],
-  ];
-  const [current, other = current] = state.runs;
-  const row = (title, run, base) => make("tr", {},
-    make("th", { scope: "row", text: title }),
-    ...columns.map(([, key, text, sign]) => {
-      const change = base ? run[key] / base[key] - 1 : 0;
-      const kind = Math.abs(change) < 0.02 ? "same" : change * sign > 0 ? "better" : "worse";
-      return make("td", {}, text(run[key]), base ? make("small", { class: kind, text: ` ${difference(run[key], base[key])}` }) : "");
-    }));
-  const rows = [row("as it was", state.measured), row(`${state.current}, simulated`, current)];
-  if (other !== current) rows.push(row(`${state.policy}, simulated`, other, current));
-  return make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "What the replay gave" },
-    make("table", {},
-      make("caption", { class: "soft", text: "Compare the simulated rows with each other. The distance between the first two shows how well the simulation matches this fleet." }),
-      make("thead", {}, make("tr", {}, make("th", { scope: "col", class: "left", text: "Run" }), ...columns.map(([title]) => make("th", { scope: "col", text: title })))),
-      make("tbody", {}, ...rows)));
-}
-
-const ms = (value) => seconds(value / 1e3);
-
-byId("whatif-model").addEventListener("change", () => whatIf(page.snapshot));
-byId("whatif-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  act(() => tell("POST", "v1/what-if", { model: byId("whatif-model").value, policy: byId("whatif-policy").value }));
-});
-byId("whatif-cancel").addEventListener("click", () => act(() => tell("DELETE", "v1/what-if")));
 
 // --- colours, and begin ---------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The dashboard's part of the admin listener: the page, its event stream, the what-if.
+"""The dashboard's part of the admin listener: the page, its event stream, the status.
 
 The page's files are public (a page can send no token before it was loaded) and hold nothing of the
 fleet; everything else stands behind the admin listener's guard like any other path of it.
@@ -6,6 +6,7 @@ fleet; everything else stands behind the admin listener's guard like any other p
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Reversible
 from typing import Any, Protocol
 
@@ -19,10 +20,12 @@ from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Dispatch, Lease
 from hetlb.pages import asset
-from hetlb.proxy.dashboard import balance, whatif
+from hetlb.proxy.dashboard import balance
 from hetlb.proxy.dashboard.decisions import decision_document, newest
 from hetlb.proxy.dashboard.events import EventStream
-from hetlb.proxy.dashboard.figures import Accuracy, Series
+from hetlb.proxy.dashboard.figures import BIN_S, Accuracy, Levels, Series
+from hetlb.proxy.fleet_status import QueueMemory, status
+from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.telemetry.prometheus import MetricsSource
 
 _OWN, _SHARED = "hetlb.proxy.dashboard", "hetlb.pages"
@@ -52,20 +55,17 @@ _HEADERS = {
 DECISIONS_SHOWN = 25
 
 
-class Source(whatif.Source, MetricsSource, Protocol):
+class Source(MetricsSource, Protocol):
     """Interface of the service for the page."""
 
+    @property
+    def history(self) -> History: ...
+    @property
+    def registration(self) -> bool: ...
     @property
     def decisions(self) -> Reversible[Dispatch]: ...
     async def decision(self, lease: int) -> Dispatch | None: ...
     def tokens_so_far(self, lease: Lease) -> int: ...
-
-
-class _Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of `POST /v1/what-if`."""
-
-    policy: str
-    model: str | None = None
 
 
 class Dashboard:
@@ -76,24 +76,44 @@ class Dashboard:
         self._fleet = fleet
         self._series = Series(source.history)
         self._accuracy = Accuracy(source.history)
-        self._what_if = whatif.WhatIf(source)
+        self._levels = Levels()
+        self._queues = QueueMemory()
+        self._timer: asyncio.TimerHandle | None = None
         self.events = EventStream(lambda: msgspec.json.encode(self.snapshot()))
         files = {path: _file_handler(*file) for path, file in _FILES.items()}
         #: The handlers that ask for no token.
         self.public = tuple(files.values())
         self.routes = [
             *(web.get(path, handler) for path, handler in files.items()),
+            web.get("/v1/status", self._get_status),
             web.get("/v1/events", self.events.serve, allow_head=False),
             web.get(r"/v1/decisions/{lease:\d{1,18}}", self._get_decision),
-            web.get("/v1/what-if", self._get_what_if),
-            web.post("/v1/what-if", self._post_what_if),
-            web.delete("/v1/what-if", self._delete_what_if),
         ]
 
     async def close(self, _: web.Application) -> None:
-        """End the streams and the simulation."""
+        """End the streams and the sampling."""
         self.events.close()
-        await self._what_if.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def start(self, _: web.Application) -> None:
+        """Begin to sample what the page shows over time, whether a page is open or not."""
+        self._sample()
+
+    def _sample(self) -> None:
+        source = self._source
+        now = source.now()
+        self._timer = asyncio.get_running_loop().call_later(BIN_S, self._sample)
+        self._levels.sample(source.scheduler, now)
+        self._queues.look(source.scheduler.queue.by_model(), now)
+
+    def status(self) -> dict[str, Any]:
+        """The body of `GET /v1/status`."""
+        source = self._source
+        return status(source.scheduler, pools(source.scheduler), source.history, self._queues, source.now())
+
+    async def _get_status(self, _: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(self.status()), content_type="application/json")
 
     def snapshot(self) -> dict[str, Any]:
         """One event of the stream: all that the page shows, at one moment."""
@@ -111,18 +131,16 @@ class Dashboard:
             "version": hetlb.__version__,
             "clock_s": now,
             "policies": list(POLICIES),
+            "registration": source.registration,
             "decisions": {
                 "total": source.totals.decisions,
                 "last": newest(source.decisions, DECISIONS_SHOWN, source.tokens_so_far),
             },
             "fleet": fleet,
-            "balance": balance.documents(scheduler, source.history, _pools(scheduler), now),
-            "series": self._series.document(now),
+            "status": self.status(),
+            "balance": balance.documents(scheduler, source.history, pools(scheduler), now),
+            "series": {**self._series.document(now), **self._levels.document(now)},
             "accuracy": self._accuracy.document(),
-            "what_if": {
-                **self._what_if.document(),
-                "obstacles": self._what_if.obstacles([model["name"] for model in fleet["models"]]),
-            },
         }
 
     async def _get_decision(self, request: web.Request) -> web.Response:
@@ -132,32 +150,14 @@ class Dashboard:
         body = msgspec.json.encode(decision_document(dispatch, self._source.tokens_so_far))
         return web.Response(body=body, content_type="application/json")
 
-    def _what_if_reply(self, status: int = 200) -> web.Response:
-        body = msgspec.json.encode(self._what_if.document())
-        return web.Response(body=body, status=status, content_type="application/json")
 
-    async def _get_what_if(self, _: web.Request) -> web.Response:
-        return self._what_if_reply()
-
-    async def _post_what_if(self, request: web.Request) -> web.Response:
-        try:
-            question = msgspec.json.decode(await request.read(), type=_Question)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise web.HTTPBadRequest(text='expected a JSON object {"policy", "model"}') from error
-        self._what_if.start(question.model, question.policy)
-        return self._what_if_reply(202)
-
-    async def _delete_what_if(self, _: web.Request) -> web.Response:
-        await self._what_if.cancel()
-        return self._what_if_reply()
-
-
-def _pools(scheduler: Scheduler) -> dict[str, list[Instance]]:
+def pools(scheduler: Scheduler) -> dict[str, list[Instance]]:
     """The instances by model, as the fleet's document has them."""
-    pools: dict[str, list[Instance]] = {}
+    found: dict[str, list[Instance]] = {}
     for instance in scheduler.instances:
-        pools.setdefault(whatif.pool_of(instance), []).append(instance)
-    return pools
+        name = instance.spec.model or (instance.served or ("",))[0]
+        found.setdefault(name, []).append(instance)
+    return found
 
 
 def _file_handler(package: str, name: str, content_type: str) -> Handler:

@@ -45,6 +45,8 @@ class DnsSource:
             self._resolver.nameservers = [host for host, _, _ in first]
             self._resolver.nameserver_ports = {host: int(port) for host, _, port in first}
         self._resolver.cache = None
+        #: The servers of the last answer: one that is there again is the same object.
+        self._known: dict[tuple[str, float], Found] = {}
         self._resolver.lifetime = _TIMEOUT_S
 
     async def run(self, publish: Publish) -> None:
@@ -78,10 +80,13 @@ class DnsSource:
                 )
                 for record in records
             ]
-        return [
-            Found(where, f"{table.scheme}://{where}", table.model or "", table.labels, weight=weight)
-            for where, weight in sorted(pairs)
-        ], ttl_s
+        known = self._known
+        self._known = {
+            pair: known.get(pair)
+            or Found(pair[0], f"{table.scheme}://{pair[0]}", table.model or "", table.labels, weight=pair[1])
+            for pair in sorted(pairs)
+        }
+        return list(self._known.values()), ttl_s
 
     async def _records(self, kind: str) -> tuple[Sequence, float]:  # type: ignore[type-arg]
         from dns.exception import DNSException

@@ -15,7 +15,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from hetlb.config.fleet import ModelTable, check_url
+from hetlb.config.fleet_tables import ModelTable
+from hetlb.config.urls import check_url
 from hetlb.config.yaml_file import load_yaml
 from hetlb.errors import ConfigError, InputError
 from hetlb.proxy.discovery.source import Found, Publish, logger

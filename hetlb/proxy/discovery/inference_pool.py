@@ -15,7 +15,7 @@ import aiohttp
 
 from hetlb.config.discovery import KubernetesTable
 from hetlb.errors import ConfigError
-from hetlb.proxy.discovery.kubernetes import ApiServer, Item, Watch, found_at, labels_of, ready
+from hetlb.proxy.discovery.kubernetes import ApiServer, Item, ServersOf, Watch, found_at, labels_of, ready
 from hetlb.proxy.discovery.source import Found, Publish, SourceFailedError
 
 _POOLS: Final = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
@@ -85,19 +85,20 @@ class InferencePoolSource:
     async def _watch_pods(self, labels: dict[str, str], ports: list[int], publish: Publish) -> None:
         selector = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
         path = f"/api/v1/namespaces/{self._api.namespace}/pods"
-        await Watch(self._api, path, selector, lambda pods: publish(self._found(pods, ports))).run()
+        servers = ServersOf(lambda pod: self._of_pod(pod, ports))
+        await Watch(self._api, path, selector, lambda pods: publish(servers(pods))).run()
 
-    def _found(self, pods: Mapping[str, Item], ports: list[int]) -> list[Found]:
-        found = []
-        for pod in pods.values():
-            if not ready(pod):
-                continue
-            assert pod.status is not None, "expected a pod that is ready"
-            for rank, port in enumerate(ports):
-                # As the reference picker names them.
-                name = pod.metadata.name if len(ports) == 1 else f"{pod.metadata.name}-rank-{rank}"
-                found.append(found_at(self._table, name, pod.status.pod_ip, port, labels_of(pod)))
-        return found
+    def _of_pod(self, pod: Item, ports: list[int]) -> list[Found]:
+        if not ready(pod):
+            return []
+        assert pod.status is not None, "expected a pod that is ready"
+        address, labels, own = pod.status.pod_ip, labels_of(pod), pod.metadata.name
+        # As the reference picker names them.
+        names = [own] if len(ports) == 1 else [f"{own}-rank-{rank}" for rank in range(len(ports))]
+        return [
+            found_at(self._table, name, address, port, labels)
+            for name, port in zip(names, ports, strict=True)
+        ]
 
 
 class ObjectiveSource:

@@ -218,7 +218,7 @@ class ApiServer:
 
 
 class Watch:
-    """Keeps the objects at a path; `changed` gets all of them, by name, after every change.
+    """Keeps the objects at a path; `changed` gets all of them, by name, after changes that came together.
 
     With a `name` that object alone.
     """
@@ -256,8 +256,12 @@ class Watch:
     async def _resume(self, session: aiohttp.ClientSession) -> None:
         """One connection of the watch, until it ends. Raises `ExpiredError`."""
         try:
-            async for event in self._events(session):
-                self._take(event)
+            async for lines in self._lines(session):
+                try:
+                    for line in lines:
+                        self._take(msgspec.json.decode(line, type=WatchEvent))
+                finally:
+                    self._changed(self._items)
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
             pass  # whatever broke: what was seen until then is known, and the version with it
         await asyncio.sleep(_AGAIN_S)
@@ -284,7 +288,8 @@ class Watch:
                 self._items, self._version = items, part.metadata.resource_version
                 return
 
-    async def _events(self, session: aiohttp.ClientSession) -> AsyncIterator[WatchEvent]:
+    async def _lines(self, session: aiohttp.ClientSession) -> AsyncIterator[list[bytes]]:
+        """The lines of one connection, those that came together at a time."""
         query = {
             **self._query,
             "watch": "1",
@@ -304,9 +309,8 @@ class Watch:
                 *lines, rest = (rest + piece).split(b"\n")
                 if len(rest) > _MOST_BYTES:
                     raise SourceFailedError(f"{self._path}: a line has more than {_MOST_BYTES} bytes")
-                for line in lines:
-                    if line.strip():
-                        yield msgspec.json.decode(line, type=WatchEvent)
+                if whole := [line for line in lines if line.strip()]:
+                    yield whole
 
     def _take(self, event: WatchEvent) -> None:
         """One change. Raises `ExpiredError`."""
@@ -323,7 +327,6 @@ class Watch:
             self._items.pop(item.metadata.name, None)
         else:
             self._items[item.metadata.name] = item
-        self._changed(self._items)
 
     def _url(self, query: Mapping[str, str]) -> str:
         return f"{self._api.url}{self._path}?{urlencode(query)}"
@@ -333,6 +336,23 @@ def _message(body: bytes) -> str:
     with contextlib.suppress(msgspec.DecodeError):
         return msgspec.json.decode(body, type=Status).message[:200]
     return "no reason given"
+
+
+class ServersOf:
+    """Servers of objects. Those of an object that is as before are the same: an answer costs what changed."""
+
+    def __init__(self, make: Callable[[Item], list[Found]]) -> None:
+        self._make = make
+        self._known: dict[str, tuple[Item, list[Found]]] = {}
+
+    def __call__(self, items: Mapping[str, Item]) -> list[Found]:
+        known, self._known = self._known, {}
+        for name, item in items.items():
+            before = known.get(name)
+            self._known[name] = before if before and before[0] is item else (item, self._make(item))
+        # Two slices may hold one endpoint while it moves.
+        servers = {each.name: each for _, found in self._known.values() for each in found}
+        return list(servers.values())
 
 
 class KubernetesSource:
@@ -355,42 +375,37 @@ class KubernetesSource:
 
     async def run(self, publish: Publish) -> None:
         """Publish the servers that are ready, after every change."""
-        servers = self._of_pods if self._table.resource == "pods" else self._of_slices
+        servers = ServersOf(self._of_pod if self._table.resource == "pods" else self._of_slice)
         watch = Watch(self._api, self._path, self._selector, lambda items: publish(servers(items)))
         try:
             await watch.run()
         except aiohttp.ClientError as error:
             raise SourceFailedError(f"{self._api.url}: {error}") from error
 
-    def _of_pods(self, items: Mapping[str, Item]) -> list[Found]:
-        return [found for item in items.values() if (found := self._of_pod(item)) is not None]
-
-    def _of_pod(self, item: Item) -> Found | None:
+    def _of_pod(self, item: Item) -> list[Found]:
         """The server of a pod that is ready and not about to end."""
         if not ready(item):
-            return None
+            return []
         spec, port = item.spec or Spec(), self._table.port
         if isinstance(port, str):
             ports = [each for container in spec.containers for each in container.ports if each.name == port]
             if not ports:
-                return None
+                return []
             port = ports[0].container_port
         assert item.status is not None, "expected a pod that is ready"
-        return found_at(self._table, item.metadata.name, item.status.pod_ip, port, labels_of(item))
+        return [found_at(self._table, item.metadata.name, item.status.pod_ip, port, labels_of(item))]
 
-    def _of_slices(self, items: Mapping[str, Item]) -> list[Found]:
-        """The servers of all slices, each once: two slices may hold one endpoint while it moves."""
-        servers: dict[str, Found] = {}
-        for item in items.values():
-            port = self._slice_port(item)
-            for endpoint in item.endpoints or ():
-                conditions = endpoint.conditions
-                if conditions.ready is False or conditions.terminating or not endpoint.addresses or not port:
-                    continue
-                name = endpoint.target_ref.name if endpoint.target_ref is not None else ""
-                found = found_at(self._table, name, endpoint.addresses[0], port, item.metadata.labels)
-                servers[found.name] = found
-        return list(servers.values())
+    def _of_slice(self, item: Item) -> list[Found]:
+        """The servers of a slice that are ready and not about to end."""
+        servers: list[Found] = []
+        port = self._slice_port(item)
+        for endpoint in item.endpoints or ():
+            conditions = endpoint.conditions
+            if conditions.ready is False or conditions.terminating or not endpoint.addresses or not port:
+                continue
+            name = endpoint.target_ref.name if endpoint.target_ref is not None else ""
+            servers.append(found_at(self._table, name, endpoint.addresses[0], port, item.metadata.labels))
+        return servers
 
     def _slice_port(self, item: Item) -> int | None:
         wanted = self._table.port

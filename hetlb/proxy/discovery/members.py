@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
-from hetlb.config.fleet import same_server
+from hetlb.config.urls import Origin, origin
 from hetlb.core.types import InstanceSpec
 from hetlb.errors import InputError
 from hetlb.proxy.discovery.source import Found
@@ -22,25 +22,32 @@ REGISTRATION: Final = "registration"
 class RosterSide(Protocol):
     """Interface of the roster that members join and leave."""
 
-    def specs(self) -> Mapping[str, InstanceSpec]:
-        """All instances now, by name."""
+    def spec(self, name: str) -> InstanceSpec | None:
+        """An instance of the fleet, None where there is none of that name."""
+
+    def name_at(self, place: Origin) -> str | None:
+        """The instance at an address, None where there is none."""
 
     def spec_of(self, found: Found) -> InstanceSpec:
         """The scheduler's view of a server, its profile chosen. Raises `InputError`."""
 
-    def join(self, spec: InstanceSpec) -> None: ...
-    def leave(self, name: str) -> None: ...
+    def join(self, specs: Sequence[InstanceSpec]) -> None: ...
+    def leave(self, names: Sequence[str]) -> None: ...
     def update(self, spec: InstanceSpec) -> None: ...
 
 
 class Members:
-    """Keeps the roster as the sources say. A name or an address belongs to the source that gave it first."""
+    """Keeps the roster as the sources say. A name or an address belongs to the source that gave it first.
+
+    An answer costs what changed in it: servers that are given as before are not looked at.
+    """
 
     def __init__(self, roster: RosterSide) -> None:
         self._roster = roster
         self._source_of: dict[str, str] = {}
-        #: Instances that each source gave last.
+        #: Servers that each source gave last, and the names of those that are not in the roster as given.
         self._given: dict[str, dict[str, Found]] = {}
+        self._waiting: dict[str, set[str]] = {}
         self._told: dict[tuple[str, str], str] = {}
         self._expiries: dict[str, asyncio.TimerHandle] = {}
 
@@ -55,22 +62,28 @@ class Members:
     def found(self, source: str, servers: Sequence[Found]) -> None:
         """A source knows these servers now, and no others."""
         given = {each.name: each for each in servers}
-        before, self._given[source] = self._given.get(source, {}), given
-        for name in [name for name, owner in self._source_of.items() if owner == source]:
-            if name not in given:
-                self._leave(name)
-        for each in given.values():
-            self._place(source, each)
-        if before.keys() - given.keys():  # a name or an address is free again
-            for other, known in self._given.items():
-                for name in known.keys() - self._roster.specs().keys():
-                    self._place(other, known[name])
+        before = self._given.get(source, {})
+        waiting = self._waiting.setdefault(source, set())
+        self._given[source] = given
+        gone = before.keys() - given.keys()
+        for name in gone:
+            waiting.discard(name)
+            self._told.pop((source, name), None)
+        self._leave([name for name in before if name in gone and self._source_of.get(name) == source])
+        for name, each in given.items():
+            known = before.get(name)
+            if known is not each and known != each:
+                waiting.add(name)
+        if waiting:
+            self._place(source, [each for name, each in given.items() if name in waiting])
+        if gone:  # a name or an address is free again
+            for other, names in self._waiting.items():
+                self._place(other, [self._given[other][name] for name in names])
 
     def refresh(self) -> None:
         """Profiles may be chosen otherwise now, and names of the fleet file may be free."""
         for source, given in self._given.items():
-            for each in given.values():
-                self._place(source, each)
+            self._place(source, list(given.values()))
 
     def registered(self, name: str, ttl_s: float) -> None:
         """An instance was registered, for so many seconds; 0 is for ever."""
@@ -83,7 +96,9 @@ class Members:
 
     def gone(self, name: str) -> None:
         """An instance left otherwise: by an operator, or because the fleet file has its name."""
-        self._source_of.pop(name, None)
+        source = self._source_of.pop(name, None)
+        if source and name in self._given.get(source, ()):
+            self._waiting[source].add(name)
         if timer := self._expiries.pop(name, None):
             timer.cancel()
 
@@ -98,41 +113,63 @@ class Members:
             logger, Event.REGISTRATION_EXPIRED, "%s was not registered again within %g s", name, ttl_s,
             instance=name,
         )  # fmt: skip
-        self._leave(name)
+        self._leave([name])
 
-    def _leave(self, name: str) -> None:
-        self.gone(name)
-        if name in self._roster.specs():
-            self._roster.leave(name)
+    def _leave(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.gone(name)
+        if there := [name for name in names if self._roster.spec(name) is not None]:
+            self._roster.leave(there)
 
-    def _place(self, source: str, found: Found) -> None:
-        """Have one server in the roster as its source gives it."""
+    def _place(self, source: str, servers: Sequence[Found]) -> None:
+        """Have servers in the roster as their source gives them; one that cannot be there waits."""
+        coming: dict[Origin, InstanceSpec] = {}
+        moved: list[str] = []
+        for found in servers:
+            self._waiting[source].add(found.name)
+            spec = self._allowed(source, found, coming)
+            if spec is None:
+                continue
+            self._told.pop((source, found.name), None)
+            current = self._roster.spec(found.name)
+            if current is not None and (current.url, current.model) == (spec.url, spec.model):
+                self._take(source, found.name)
+                if current != spec:
+                    self._roster.update(spec)
+                continue
+            if current is not None:
+                moved.append(found.name)
+            coming[origin(spec.url)] = spec
+        if moved:
+            self._roster.leave(moved)
+        for spec in coming.values():
+            self._take(source, spec.name)
+        if coming:
+            self._roster.join(list(coming.values()))
+
+    def _take(self, source: str, name: str) -> None:
+        self._source_of[name] = source
+        self._waiting[source].discard(name)
+
+    def _allowed(
+        self, source: str, found: Found, coming: Mapping[Origin, InstanceSpec]
+    ) -> InstanceSpec | None:
+        """The spec of a server that may be in the roster beside all others, and those that come with it."""
         roster, name = self._roster, found.name
         try:
             spec = roster.spec_of(found)
         except InputError as error:
             self._tell_once(source, name, Event.DISCOVERY_FAILED, f"{name}: {error}")
-            return
-        specs = roster.specs()
-        current, owner = specs.get(name), self._source_of.get(name)
-        if current is not None and owner not in (source, ""):
+            return None
+        if roster.spec(name) is not None and self._source_of.get(name) not in (source, ""):
             self._tell_once(source, name, Event.DISCOVERY_CONFLICT, f"{name} is in the fleet already")
-            return
-        for other in specs.values():
-            if other.name != name and same_server(other.url, spec.url):
-                text = f"{name} has the address of {other.name}"
-                self._tell_once(source, name, Event.DISCOVERY_CONFLICT, text)
-                return
-        self._told.pop((source, name), None)
-        self._source_of[name] = source
-        if current is None:
-            roster.join(spec)
-        elif (current.url, current.model) != (spec.url, spec.model):
-            roster.leave(name)
-            self._source_of[name] = source
-            roster.join(spec)
-        elif current != spec:
-            roster.update(spec)
+            return None
+        place = origin(spec.url)
+        other = coming[place].name if place in coming else roster.name_at(place)
+        if other not in (None, name):
+            self._tell_once(source, name, Event.DISCOVERY_CONFLICT, f"{name} has the address of {other}")
+            return None
+        return spec
 
     def _tell_once(self, source: str, name: str, event: Event, text: str) -> None:
         if self._told.get((source, name)) != text:

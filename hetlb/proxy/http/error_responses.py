@@ -47,7 +47,7 @@ BROKEN_STREAM = Answer(Outcome.BROKEN_STREAM, 502, "BadGateway", "broken_stream"
 LOCAL_FAULT = Answer(Outcome.LOCAL_FAULT, 503, "ServiceUnavailable", "local_fault", True)
 TOO_MANY_CONNECTIONS = Answer(Outcome.REJECTED_FULL, 429, "TooManyRequests", "too_many_connections", True)
 TOO_MANY_BYTES = Answer(Outcome.REJECTED_FULL, 429, "TooManyRequests", "too_many_bytes", True)
-RATE_LIMITED = Answer(Outcome.REJECTED_FULL, 429, "RateLimitError", "rate_limit_exceeded", True)
+RATE_LIMITED = Answer(Outcome.RATE_LIMITED, 429, "RateLimitError", "rate_limit_exceeded", True)
 LOOP = Answer(Outcome.BAD_REQUEST, 508, "LoopDetected", "loop", False)
 SHUTTING_DOWN = Answer(Outcome.SHUTDOWN, 503, "ServiceUnavailable", "shutting_down", True)
 

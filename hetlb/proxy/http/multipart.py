@@ -12,6 +12,7 @@ from typing import Final
 
 from hetlb.proxy.http.http1 import GateError
 from hetlb.proxy.http.openai_body import MAX_MODEL_BYTES, MEDIA_BYTES, Call
+from hetlb.proxy.http.transfer_fields import has_transfer_fields
 
 #: One boundary of RFC 2046 without blanks: what every client makes.
 _BOUNDARY = re.compile(rb"""boundary=("?)([0-9A-Za-z'()+_,./:=?-]{1,70})\1\s*(?:;|$)""", re.I)
@@ -155,5 +156,9 @@ class FormReader:
             if call.model is not None or self._is_file or len(value) > MAX_MODEL_BYTES:
                 raise GateError(400, f"model: expected one name of at most {MAX_MODEL_BYTES} bytes.")
             call.model = value.decode("utf-8", "replace")
+        elif self._name == b"vllm_xargs":
+            if len(value) > MAX_MODEL_BYTES or has_transfer_fields(value):
+                expected = f"a JSON object of at most {MAX_MODEL_BYTES} bytes without transfer parameters"
+                raise GateError(400, f"vllm_xargs: expected {expected}.")
         elif self._name == b"stream":
             call.stream = value.strip().lower() in (b"true", b"1")

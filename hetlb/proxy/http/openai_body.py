@@ -59,8 +59,7 @@ class Call:
     __slots__ = (
         "asked", "asks_options", "cache_salt", "continues", "hold_usage", "ids", "ids_nested", "images",
         "longest_tokens", "max_tokens", "model", "n", "priority", "prompt_tokens_total", "prompts", "renamed",
-        "stream",
-        "text", "text_bytes", "tools",
+        "stream", "text", "text_bytes", "tools", "transfers",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -84,6 +83,8 @@ class Call:
         #: True if it asked for an alias, or for a model that another stands in for: for `asked`.
         self.renamed = False
         self.asked = ""
+        #: True if it has fields that hetlb alone sets (`transfer_fields.py`), or what may hold one.
+        self.transfers = False
 
 
 def _invalid(message: str) -> GateError:
@@ -110,6 +111,8 @@ def read_json(kind: Kind, body: bytes) -> Call:
     call.n = _sequences(decoded)
     call.priority = _priority(decoded)
     call.cache_salt = decoded.cache_salt
+    own = decoded.kv_transfer_params or decoded.ec_transfer_params
+    call.transfers = bool(own or decoded.vllm_xargs or decoded.sampling_params)
     if kind is _NO_OUTPUT:
         call.text_bytes = len(body)
         if decoded.messages:

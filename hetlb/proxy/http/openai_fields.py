@@ -28,6 +28,11 @@ class RequestFields(msgspec.Struct):
     previous_response_id: str | None = None
     request_id: msgspec.Raw = msgspec.Raw(b"")
     cache_salt: str | None = None
+    #: Those that hetlb alone sets, and what may hold one (`transfer_fields.py`).
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")
+    ec_transfer_params: msgspec.Raw = msgspec.Raw(b"")
+    vllm_xargs: msgspec.Raw = msgspec.Raw(b"")
+    sampling_params: msgspec.Raw = msgspec.Raw(b"")
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -62,6 +67,37 @@ class EventFields(msgspec.Struct):
     error: msgspec.Raw = msgspec.Raw(b"")
 
 
+class DeltaFields(msgspec.Struct):
+    """Fields of an event that add to the message of a chat."""
+
+    role: str | None = None
+    content: str | None = None
+    reasoning: msgspec.Raw = msgspec.Raw(b"")
+    reasoning_content: msgspec.Raw = msgspec.Raw(b"")
+    tool_calls: msgspec.Raw = msgspec.Raw(b"")
+
+
+class ChoiceFields(msgspec.Struct):
+    """One answer in an event, of a completion (`text`) or a chat (`delta`)."""
+
+    text: str | None = None
+    delta: DeltaFields | None = None
+    finish_reason: str | None = None
+    logprobs: msgspec.Raw = msgspec.Raw(b"")
+    token_ids: msgspec.Raw = msgspec.Raw(b"")
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"")
+
+
+class ChunkFields(msgspec.Struct):
+    """Fields of an event of a completion or a chat that tell how to go on from it."""
+
+    id: str = ""
+    created: int = 0
+    model: str = ""
+    choices: list[ChoiceFields] = []
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"")
+
+
 class PrefillFields(msgspec.Struct):
     """Fields of a prefill instance's answer: its id, and what there is about fetching the KV blocks."""
 
@@ -81,10 +117,12 @@ class BootstrapEntry(msgspec.Struct):
     engine_id: str
 
 
-class LogLine(msgspec.Struct):
+class LogLine(msgspec.Struct, omit_defaults=True):
     """One line of the request log as a JSON object; null where the words have a `-`."""
 
     time: str
+    level: str
+    client: str | None
     request: str
     tenant: str | None
     model: str
@@ -101,3 +139,4 @@ class LogLine(msgspec.Struct):
     ttft_s: float | None
     total_s: float
     retries: int
+    resumed: int = 0

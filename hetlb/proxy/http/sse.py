@@ -28,8 +28,10 @@ class SseWatcher:
     """Facts about one stream. `feed` returns what may be passed on."""
 
     __slots__ = (
+        "_each",
         "_hold",
         "_long",
+        "_max_held",
         "_passing",
         "_tail",
         "cached_tokens",
@@ -43,6 +45,9 @@ class SseWatcher:
 
     def __init__(self, hold_usage: bool) -> None:
         self._hold = hold_usage
+        #: True if every event is looked at (`_pass_on`); the longest event that is held until it is whole.
+        self._each = False
+        self._max_held = MAX_HELD_BYTES
         self._tail = bytearray()  # the unfinished event at the end of what was fed
         self._passing = 0  # how much of the tail was passed on already
         self._long = False  # the tail is what was kept of an event too long to be read
@@ -65,7 +70,7 @@ class SseWatcher:
         """Look at the next bytes of the stream; returns those to pass on (maybe with some held before)."""
         tail = self._tail
         whole_events = data.endswith(_END) and not data.endswith(b"\n" + _END)
-        if not tail and whole_events and len(data) <= MAX_HELD_BYTES:
+        if not tail and whole_events and len(data) <= MAX_HELD_BYTES and not self._each:
             # The usual read: whole events. One look decides whether any of them is special.
             if b'"usage":{' not in data and b"[DONE]" not in data and b"error" not in data:
                 # A line feed inside text is escaped, so `data: ` begins a line only where an event has data.
@@ -102,10 +107,10 @@ class SseWatcher:
     def _keep(self) -> bytes:
         """Pass on of an unfinished event what cannot be held for good."""
         tail = self._tail
-        if len(tail) <= MAX_HELD_BYTES and not self._passing:
+        if len(tail) <= self._max_held and not self._passing:
             return b""
         out = bytes(tail[self._passing :])
-        if len(tail) > MAX_HELD_BYTES + 1:
+        if len(tail) > self._max_held + 1:
             # Too long to be any event we must read: keep enough to see its end. (One more than an event
             # may have, since the first line feed of its end may be there already.)
             if not self._long:
@@ -121,14 +126,27 @@ class SseWatcher:
         for event in events:
             if self._long:
                 self._long = False  # counted when it grew too long
-            elif len(event) > MAX_HELD_BYTES:
+                self._passed_in_parts()
+            elif len(event) > self._max_held:
                 self.events += event.startswith(b"data: ")
+                self._passed_in_parts()
             elif self._read(event) and self._hold and not passed:
                 continue
+            elif self._each and not passed:
+                event = self._pass_on(event)
+                if not event:
+                    continue
             # The first line feed of the event's end may be out already too.
             kept.append((event + _END)[passed:])
             passed = 0
         return b"".join(kept)
+
+    def _pass_on(self, event: bytes) -> bytes:
+        """Choose what goes on of an event that was read, b"" for nothing."""
+        return event
+
+    def _passed_in_parts(self) -> None:
+        """An event was too long to be read."""
 
     def _read(self, event: bytes) -> bool:
         """Take the facts out of one event; True if it is nothing but usage."""
@@ -171,8 +189,8 @@ class SseWatcher:
 
 #: No beginning of an event is longer than this: an id, a name of a model.
 _MAX_BEGINNING: Final = 1024
-#: Endings of an event of text in its chunk: its choices, or no usage, come last.
-_TEXT_ENDS = (b"}]}\n\n\r\n", b":null}\n\n\r\n")
+#: Endings of an event of text in its chunk: its choices come last, or no usage behind them.
+_TEXT_ENDS = (b"}]}\n\n\r\n", b'}],"usage":null}\n\n\r\n')
 
 
 def text_beginning(data: bytes) -> bytes | None:

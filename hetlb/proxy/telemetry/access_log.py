@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from hetlb.core.types import CAUSES
 from hetlb.proxy.http.openai_fields import LogLine
 from hetlb.proxy.telemetry.request_record import RequestRecord
 
@@ -49,10 +50,37 @@ def _seconds(value: float) -> str:
     return f"{ticks // 10_000}.{_TWO[ticks // 100 % 100]}{_TWO[ticks % 100]}"
 
 
-def keyvalue_line(record: RequestRecord, _: float = 0.0) -> str:
-    """`key=value` words, with a newline. Text of a client never holds a blank."""
+#: Text of a second of the Unix time, the last one that was asked for.
+_second: list[tuple[int, str]] = [(-1, "")]
+
+
+def _time(epoch_s: float) -> str:
+    """The time in UTC as ISO 8601 has it, to the millisecond."""
+    ticks = int(epoch_s * 1000 + 0.5)
+    second = ticks // 1000
+    known, text = _second[0]
+    if known != second:
+        text = datetime.fromtimestamp(second, UTC).isoformat()[:19]
+        _second[0] = second, text
+    return f"{text}.{ticks % 1000:03d}+00:00"
+
+
+def _level(outcome: str) -> str:
+    """`warning` where an engine or hetlb itself failed, else `info`."""
+    cause = CAUSES[outcome]
+    return "warning" if cause == "engine" or cause == "hetlb" else "info"
+
+
+def _resumed(times: int) -> str:
+    return f" resumed={times}" if times else ""
+
+
+def keyvalue_line(record: RequestRecord, epoch_s: float = 0.0) -> str:
+    """`key=value` words, with a newline. Text of a client never holds a blank; `epoch_s` as for JSON."""
     lease, outcome, cached, ttft_s = record.lease, record.outcome, record.cached_tokens, record.ttft_s
     assert outcome is not None, "expected a request that has ended"
+    assert record.ended_at is not None, "expected a request that has ended"
+    time = _time(epoch_s + record.ended_at)
     tenant = "-" if not record.tenant else _word(record.tenant)
     name: str = outcome._value_  # `value` is a function in Python
     phase: str = record.ended_in._value_
@@ -63,12 +91,13 @@ def keyvalue_line(record: RequestRecord, _: float = 0.0) -> str:
     ttft = "-" if ttft_s is None else _seconds(ttft_s)
     # Compiled, pieces that are text or whole numbers already are put together at once.
     return (
+        f"time={time} level={_level(name)} client={record.address} "
         f"request={escape(record.label)} tenant={tenant} model={_word(record.request.model)} "
         f"path={_word(record.path)} instance={instance} outcome={name} phase={phase} status={record.status} "
         f"prompt_tokens={record.prompt_tokens_total} cached_tokens={cached_tokens} "
         f"output_tokens={record.output_tokens} predicted_output={predicted} "
         f"queue_s={_seconds(record.queue_s)} ttft_s={ttft} total_s={_seconds(record.e2e_s)} "
-        f"retries={record.retries}\n"
+        f"retries={record.retries}{_resumed(record.resumed)}\n"
     )
 
 
@@ -78,7 +107,9 @@ def json_line(record: RequestRecord, epoch_s: float) -> str:
     assert end is not None, "expected a request that has ended"
     assert outcome is not None, "expected a request that has ended"
     line = LogLine(
-        time=datetime.fromtimestamp(epoch_s + end, UTC).isoformat(timespec="milliseconds"),
+        time=_time(epoch_s + end),
+        level=_level(outcome.value),
+        client=None if record.address == "-" else record.address,
         request=_whole(record.label),
         tenant=None if record.tenant is None else _whole(record.tenant),
         model=_whole(record.request.model),
@@ -95,6 +126,7 @@ def json_line(record: RequestRecord, epoch_s: float) -> str:
         ttft_s=None if ttft_s is None else round(ttft_s, 6),
         total_s=round(record.e2e_s, 6),
         retries=record.retries,
+        resumed=record.resumed,
     )
     return msgspec.json.encode(line).decode() + "\n"
 

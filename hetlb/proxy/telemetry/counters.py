@@ -37,6 +37,8 @@ LEAST_EVIDENCE_S: Final = 1.0
 _OK: Final = Outcome.OK
 #: Status of a request that became a WebSocket session.
 _SWITCHED: Final = 101
+#: Label `status` of a request by the hundreds of its status, 0 without one. A session is well.
+STATUS_CLASSES: Final = ("none", "2xx", "2xx", "2xx", "4xx", "5xx")
 #: Resolution of the event loop's clock, seconds.
 CLOCK_S: Final = 0.001
 #: Models with series of their own (engines may list many adapters); further ones are `other`.
@@ -156,6 +158,7 @@ class Totals:
     __slots__ = (
         "accounts",
         "arrival",
+        "classes",
         "decisions",
         "end",
         "handovers",
@@ -164,14 +167,19 @@ class Totals:
         "models",
         "reloads",
         "requests",
+        "resumptions",
         "retries",
     )
 
     def __init__(self) -> None:
-        #: By outcome and phase.
-        self.requests: dict[tuple[str, str], int] = {}
+        #: By outcome, phase, model ("" where none was read) and class of the status.
+        self.requests: dict[tuple[str, str, str, str], int] = {}
+        #: Requests by model, service class, and whether they met every target of it.
+        self.classes: dict[tuple[str, str, bool], int] = {}
         self.decisions = 0
         self.retries = 0
+        #: Answers that went on at another instance, by model and reason.
+        self.resumptions: dict[tuple[str, str], int] = {}
         #: Requests whose KV blocks were to go from one instance to another, by what came of it.
         self.handovers = dict.fromkeys(HANDOVER_RESULTS, 0)
         self.reloads = {"done": 0, "refused": 0}
@@ -220,13 +228,23 @@ class Totals:
         self.retries += 1
         self.instance(name).ended(outcome)
 
+    def resumed(self, model: str, reason: str, lease: Lease) -> None:
+        """An answer goes on elsewhere: its lease ended, with a part of it."""
+        key = (model, reason)
+        self.resumptions[key] = self.resumptions.get(key, 0) + 1
+        instance = self.instance(lease.instance)
+        instance.ended(Outcome.BROKEN_STREAM)
+        instance.output_tokens += lease.output_tokens
+
     def handed_over(self, result: str) -> None:
         """The hand-over of a request has ended."""
         self.handovers[result] += 1
 
-    def count(self, outcome: Outcome, phase: str) -> None:
-        """A request ended."""
-        key = (outcome._value_, phase)
+    def count(self, outcome: Outcome, phase: str, model: str, status: int) -> None:
+        """A request ended. `model` is one that the fleet serves, `OTHER_MODELS` or ""."""
+        if model and model not in self.models and len(self.models) >= MODELS_MAX:
+            model = OTHER_MODELS
+        key = (outcome._value_, phase, model, STATUS_CLASSES[status // 100 if status < 600 else 5])
         self.requests[key] = self.requests.get(key, 0) + 1
 
     def believed(self, lease: Lease) -> None:
@@ -243,11 +261,16 @@ class Totals:
         outcome, ended_at = record.outcome, record.ended_at
         assert outcome is not None
         assert ended_at is not None
-        self.count(outcome, record.ended_in._value_)
-        if not served:
-            return
         request, lease, ttft_s = record.request, record.lease, record.ttft_s
+        if not served:  # a client may have made up the name of its model
+            name = OTHER_MODELS if request.model else ""
+            self.count(outcome, record.ended_in._value_, name, record.status)
+            return
         model = self.model(request.model)
+        self.count(outcome, record.ended_in._value_, request.model, record.status)
+        if request.service.name and outcome is not Outcome.CLIENT_GONE:
+            key = (request.model, request.service.name, outcome is _OK and _met(record))
+            self.classes[key] = self.classes.get(key, 0) + 1
         model.queue.observe(record.queue_s)
         account = self.account(request.tenant, request.model)
         account.requests += 1
@@ -256,7 +279,7 @@ class Totals:
             return
         account.prompt_tokens += record.prompt_tokens_total
         account.cached_prompt_tokens += record.cached_tokens or 0
-        account.output_tokens += lease.output_tokens
+        account.output_tokens += record.output_tokens
         instance = self.instance(lease.instance)
         instance.ended(outcome)
         instance.output_tokens += lease.output_tokens
@@ -264,7 +287,12 @@ class Totals:
         instance.cached_prompt_tokens += record.cached_tokens or 0
         if record.streamed and ttft_s is not None:
             model.ttft.observe(ttft_s)
-            if record.expected_first_s > 0.0 and request.generates and record.first_byte_at is not None:
+            if (
+                record.expected_first_s > 0.0
+                and not record.resumed
+                and request.generates
+                and record.first_byte_at is not None
+            ):
                 seen_s = record.first_byte_at - lease.dispatched_at
                 instance.first_token(record.expected_first_s, seen_s, record.mixed)
         self.believed(lease)
@@ -274,9 +302,17 @@ class Totals:
         if outcome is not _OK:
             return
         model.e2e.observe(record.e2e_s)
-        if request.generates and lease.output_tokens:
+        if request.generates and lease.output_tokens and not record.resumed:
             served_s = ended_at - lease.dispatched_at
             model.output_ratio.observe(lease.predicted_output * record.sequences / lease.output_tokens)
             instance.expected_s += record.expected_s
             instance.served_s += served_s
             model.time_ratio.observe(record.expected_s / max(served_s, CLOCK_S))
+
+
+def _met(record: RequestRecord) -> bool:
+    """True if an answer met the targets of its class; the first token of a whole answer is not seen."""
+    ttft_s, tokens = record.ttft_s if record.streamed else 0.0, 0
+    if record.lease is not None:
+        tokens = record.lease.output_tokens // max(1, record.sequences)
+    return record.request.service.met(ttft_s or 0.0, record.e2e_s, tokens)

@@ -7,6 +7,8 @@ time. docs/metrics.md lists the names; a test holds the two together.
 from __future__ import annotations
 
 import logging
+import math
+import time
 from datetime import UTC, datetime
 from enum import Enum
 from typing import Any, Final
@@ -53,6 +55,7 @@ class Event(Enum):
     EVENT_LOG = "event_log", _INFO, "the event log goes on in another file"
     SHARED = "shared", _INFO, "the server of the shared view is reached"
     SHARED_LOST = "shared_lost", _WARNING, "the server of the shared view is gone; the own view goes on"
+    SHARED_MESSAGE = "shared_message", _WARNING, "a message of the shared view is none; logged once in 10 s"
     SHARED_PEER_GONE = "shared_peer_gone", _WARNING, "another process of the fleet is silent; its leases go"
     LEADS = "leads", _INFO, "this process serves now, the others stand by"
     LEADS_NO_MORE = "leads_no_more", _WARNING, "another process serves, or may"
@@ -78,6 +81,26 @@ def tell(
     """Log an event: a sentence for people, `fields` for programs."""
     extra = {"event": event.event, "fields": fields}
     logger.log(event.level, message, *args, extra=extra, exc_info=exc_info)
+
+
+class Rarely:
+    """Logs what a stranger can cause as often as it likes: once in `every_s`, with the number left out."""
+
+    def __init__(self, every_s: float = 10.0) -> None:
+        self._every_s = every_s
+        self._told_at = -math.inf
+        self._left_out = 0
+
+    def tell(self, logger: logging.Logger, event: Event, message: str, *args: object) -> None:
+        """As `tell`, or count it."""
+        now = time.monotonic()
+        if now - self._told_at < self._every_s:
+            self._left_out += 1
+            return
+        if self._left_out:
+            message, args = message + " (and %d more like it)", (*args, self._left_out)
+        self._told_at, self._left_out = now, 0
+        tell(logger, event, message, *args)
 
 
 def _time(created: float) -> str:

@@ -21,7 +21,8 @@ import hetlb
 from hetlb.build import compiled
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import AdminState, Health
+from hetlb.core.types import CAUSES, AdminState, Health
+from hetlb.proxy.beliefs import Source, slots_source
 from hetlb.proxy.telemetry.counters import AccountTotals, InstanceTotals, ModelTotals, Totals
 from hetlb.proxy.telemetry.histograms import Gaps, Histogram
 
@@ -45,7 +46,8 @@ class WorkerState:
 class SharedFigures(NamedTuple):
     """A view that several processes share: `leases` are peers', `delay_s` the age of their news.
 
-    `connected`: the server is reached; `leads` is None where all serve. Messages `sent` and `received`.
+    `connected`: the server is reached; `leads` is None where all serve. Messages `sent`, `received` and
+    `rejected`.
     """
 
     connected: bool
@@ -55,6 +57,7 @@ class SharedFigures(NamedTuple):
     sent: int
     received: int
     leads: bool | None
+    rejected: int = 0
 
 
 class MetricsSource(Protocol):
@@ -115,10 +118,19 @@ class MetricsPage:
             f'compiled="{str(compiled()).lower()}"}} 1'
         ])  # fmt: skip
         yield _family(
-            "hetlb_requests_total", "counter", "Requests that ended, by outcome and the phase they ended in.",
+            "hetlb_requests_total", "counter", "Requests that ended, and whose doing it was.",
             [
-                f'{{outcome="{outcome}",phase="{phase}"}} {count}'
-                for (outcome, phase), count in totals.requests.items()
+                f'{{outcome="{outcome}",cause="{CAUSES[outcome]}",phase="{phase}",'
+                f'model="{_escape(model)}",status="{status}"}} {count}'
+                for (outcome, phase, model, status), count in totals.requests.items()
+            ],
+        )  # fmt: skip
+        yield _family(
+            "hetlb_class_requests_total", "counter",
+            "Requests of a service class that ended, by whether they met all its targets.",
+            [
+                f'{{model="{_escape(model)}",class="{_escape(name)}",met="{str(met).lower()}"}} {count}'
+                for (model, name, met), count in totals.classes.items()
             ],
         )  # fmt: skip
         yield _family(
@@ -128,6 +140,14 @@ class MetricsPage:
             "hetlb_kv_handovers_total", "counter",
             "Requests prefilled at one instance for another, by what came of it.",
             [f'{{result="{result}"}} {count}' for result, count in totals.handovers.items()],
+        )  # fmt: skip
+        yield _family(
+            "hetlb_requests_resumed_total", "counter",
+            "Answers that went on at another instance, by why the first was lost.",
+            [
+                f'{{model="{_escape(model)}",reason="{reason}"}} {count}'
+                for (model, reason), count in totals.resumptions.items()
+            ],
         )  # fmt: skip
         yield _family("hetlb_decisions_total", "counter", "Dispatches decided.", [totals.decisions])
         yield _family(
@@ -156,6 +176,10 @@ class MetricsPage:
         yield _family(
             "hetlb_model_free_places", "gauge", "Sequences that could run at once besides those that do.",
             [f'{{model="{_escape(each.model)}"}} {each.free_places}' for each in models],
+        )  # fmt: skip
+        yield _family(
+            "hetlb_model_capacity_assumed", "gauge", "1 while the slots of one of its instances are a guess.",
+            [f'{{model="{_escape(each.model)}"}} {int(each.assumed)}' for each in models],
         )  # fmt: skip
         yield from _accounts(totals)
         yield _family("hetlb_queue_bytes", "gauge", "Bytes of the bodies waiting.", [queue.bytes])
@@ -265,6 +289,24 @@ class MetricsPage:
     ) -> Iterator[Piece]:
         pairs = [(self._label(instance.name), totals.instance(instance.name)) for instance in instances]
         yield _family(
+            "hetlb_forecast_bias", "gauge", "Mean forecast over mean true time - 1 of the newest answers.",
+            [
+                f'{{{self._label(instance.name)},figure="{figure}"}} {bias:.6g}'
+                for instance in instances
+                for figure, ratios in instance.errors.by_figure
+                if (bias := ratios.bias) is not None
+            ],
+        )  # fmt: skip
+        yield _family(
+            "hetlb_forecast_coverage", "gauge", "Share of the newest answers within their 90 % bound.",
+            [
+                f'{{{self._label(instance.name)},figure="{figure}"}} {coverage:.6g}'
+                for instance in instances
+                for figure, ratios in instance.errors.by_figure
+                if (coverage := ratios.coverage) is not None
+            ],
+        )  # fmt: skip
+        yield _family(
             "hetlb_instance_requests_total", "counter", "Leases that ended, by instance and outcome.",
             [
                 f'{{{label},outcome="{outcome}"}} {count}'
@@ -350,6 +392,16 @@ class MetricsPage:
                 lambda each: each.kv_cache_tokens,
             ),
             (
+                "hetlb_instance_slots",
+                "Sequences that it is believed to run at once.",
+                lambda each: each.max_num_seqs,
+            ),
+            (
+                "hetlb_instance_slots_assumed",
+                "1 while that is vLLM's default: neither stated nor measured nor learnt.",
+                lambda each: int(slots_source(each) is Source.ASSUMED),
+            ),
+            (
                 "hetlb_instance_kv_reported_ratio",
                 "KV cache use the engine reports, 0 to 1.",
                 reported("kv_usage"),
@@ -423,6 +475,8 @@ class ModelLoad:
     queued: int
     free_places: int
     saturation: float
+    #: True if the slots of one of them are a guess.
+    assumed: bool
 
 
 def _model_load(scheduler: Scheduler) -> list[ModelLoad]:
@@ -439,7 +493,8 @@ def _model_load(scheduler: Scheduler) -> list[ModelLoad]:
         promised = sum(each.kv_tokens for each in able)
         cache = sum(each.kv_cache_tokens for each in able)
         used = max((running + waiting) / places, promised / cache) if able else float(waiting)
-        loads.append(ModelLoad(model, len(able), waiting, max(0, places - running), used))
+        assumed = any(slots_source(each) is Source.ASSUMED for each in able)
+        loads.append(ModelLoad(model, len(able), waiting, max(0, places - running), used, assumed))
     return loads
 
 
@@ -455,7 +510,10 @@ def _shared(figures: SharedFigures) -> Iterator[Piece]:
         yield _family(name, "gauge", help_text, [value + 0])
     yield _family(
         "hetlb_shared_messages_total", "counter", "Messages of the shared state.",
-        [f'{{direction="sent"}} {figures.sent}', f'{{direction="received"}} {figures.received}'],
+        [
+            f'{{direction="{direction}"}} {getattr(figures, direction)}'
+            for direction in ("sent", "received", "rejected")
+        ],
     )  # fmt: skip
     if figures.leads is not None:
         yield _family("hetlb_shared_leads", "gauge", "1 while this process serves.", [figures.leads + 0])
@@ -523,5 +581,7 @@ def _buckets(label: str, histogram: Histogram | Gaps) -> list[str]:
 
 
 def _escape(text: str) -> str:
-    """The value of a label. Line ends and quotes would end it; control characters are of no use."""
-    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+    """The value of a label. Quotes would end it; what is not printable becomes a question mark."""
+    if not text.isprintable():
+        text = "".join(each if each.isprintable() else "?" for each in text)
+    return text.replace("\\", r"\\").replace('"', r"\"")

@@ -28,10 +28,11 @@ class RequestRecord:
     """
 
     __slots__ = (
-        "arrived_at", "cached_tokens", "dispatched_at", "ended_at", "ended_in", "estimated_prompt_tokens",
+        "address", "arrived_at", "cached_tokens", "dispatched_at", "ended_at", "ended_in",
+        "estimated_prompt_tokens",
         "expected_first_s", "expected_s", "first_byte_at", "kind", "label", "lease", "method", "mixed",
-        "outcome", "path", "prefill_instance", "prompts", "request", "retries", "status", "streamed",
-        "tenant", "ticket", "trace", "usage_prompt_tokens",
+        "outcome", "path", "prefill_instance", "prompts", "request", "resumed", "resumed_tokens",
+        "retries", "status", "streamed", "tenant", "ticket", "trace", "usage_prompt_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -52,6 +53,8 @@ class RequestRecord:
         self.path = path
         #: `x-request-id`, for clients and engines.
         self.label = label
+        #: IP address of the client, "-" where it is not known.
+        self.address = "-"
         #: Name of the client's API key, None where none is needed.
         self.tenant = tenant
         #: Reservation of its key's limits for it, None without limits.
@@ -65,6 +68,8 @@ class RequestRecord:
         #: Instance that read the prompt, where another one decodes the answer.
         self.prefill_instance: str | None = None
         self.status = self.retries = 0
+        #: Times that its answer went on at another instance, and its tokens from before the last one.
+        self.resumed = self.resumed_tokens = 0
         #: True if the answer was a stream of server-sent events; set at the end.
         self.streamed = False
         self.prompts = prompts
@@ -106,7 +111,7 @@ class RequestRecord:
     def output_tokens(self) -> int:
         """Output tokens of all sequences so far."""
         lease = self.lease
-        return 0 if lease is None else lease.output_tokens
+        return self.resumed_tokens + (0 if lease is None else lease.output_tokens)
 
     @property
     def queue_s(self) -> float:

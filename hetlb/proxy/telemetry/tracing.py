@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import hetlb
-from hetlb.config.fleet import TracingTable
-from hetlb.core.types import Outcome
+from hetlb.config.fleet_tables import TracingTable
+from hetlb.core.types import CAUSES
 from hetlb.errors import ConfigError
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.telemetry.request_record import RequestRecord
@@ -43,10 +43,8 @@ _OPERATIONS = {
     Kind.COMPLETION: "text_completion",
 }
 _EMBEDDINGS = "/v1/embeddings"
-#: Ends that are no failure on our side unless the status says so.
-_NO_ERROR = frozenset(
-    {Outcome.OK, Outcome.BAD_REQUEST, Outcome.CLIENT_GONE, Outcome.UPSTREAM_ERROR, Outcome.REJECTED_FULL}
-)
+#: Causes of ends that are no failure on our side unless the status says so.
+_NO_ERROR = frozenset({"none", "client", "limit"})
 
 
 class Tracing:
@@ -137,7 +135,7 @@ class Tracing:
                 shared["gen_ai.usage.output_tokens"] = record.output_tokens
                 if record.cached_tokens is not None:
                     shared["gen_ai.usage.cache_read.input_tokens"] = record.cached_tokens
-        failed = outcome not in _NO_ERROR or record.status >= 500
+        failed = CAUSES[outcome.value] not in _NO_ERROR or record.status >= 500
         if failed:
             shared["error.type"] = outcome.value
         method = record.method.decode("ascii", "replace")

@@ -150,17 +150,6 @@ def test_predictions_and_series_are_drawn(look: Look, running: Fleet) -> None:
     expect(look.page.locator("#charts figure")).to_have_count(4)
 
 
-def test_the_last_hour_under_another_policy(look: Look, running: Fleet) -> None:
-    running.ask(3)
-    look.page.locator("#whatif-policy").select_option("single")
-    look.page.get_by_role("button", name="Replay").click()
-    rows = look.page.locator("#whatif-result tbody tr")
-    expect(rows).to_have_count(3)
-    headers = rows.get_by_role("rowheader").all_inner_texts()
-    assert headers == ["as it was", "hetlb, simulated", "single, simulated"]
-    expect(look.page.locator("#whatif-state")).to_contain_text(re.compile(r"\d+ requests of "))
-
-
 def test_it_is_used_with_keys_alone(look: Look, running: Fleet) -> None:
     page = look.page
     page.keyboard.press("Tab")

@@ -6,11 +6,12 @@ import math
 import random
 
 import pytest
+from helpers import make_scheduler, spec
 from proxy.dashboard.rows import ended
 
 from hetlb.core.types import Outcome
 from hetlb.proxy.dashboard import figures
-from hetlb.proxy.dashboard.figures import BIN_S, BINS, POINTS, Accuracy, Series
+from hetlb.proxy.dashboard.figures import BIN_S, BINS, POINTS, Accuracy, Levels, Series
 from hetlb.proxy.telemetry.history import History
 
 
@@ -116,3 +117,16 @@ def test_every_answer_is_a_point_once_and_the_newest_stay() -> None:
             POINTS // 2
         )
     assert accuracy.document() == accuracy.document()
+
+
+def test_levels_are_kept_while_no_page_is_open_and_a_late_timer_leaves_no_gap() -> None:
+    levels, scheduler = Levels(), make_scheduler([spec("a"), spec("b")])
+    for at in (100.0, 102.1, 106.2):  # the timer left out the stretch of 104 s
+        levels.sample(scheduler, at)
+    document = levels.document(110.0)
+    assert len(document["queue"]) == BINS
+    assert document["queue"][-5:] == [0, 0, 0, 0, None]
+    assert document["in_flight"]["a"][-5:] == [0, 0, 0, 0, None]
+    assert document["queue"][0] is None
+    levels.sample(scheduler, 1e6)
+    assert [each for each in levels.document(1e6 + 2)["queue"] if each is not None] == [0]

@@ -84,8 +84,8 @@ async def test_a_snapshot_holds_what_the_page_shows(tmp_path: Path) -> None:
         assert [each["chosen"] for each in snapshot["decisions"]["last"]] == ["i0", "i1", "i0"]
         assert "candidates" not in snapshot["decisions"]["last"][0]
         assert snapshot["accuracy"]["instances"] == ["i0", "i1"]
-        assert snapshot["what_if"]["state"] == "idle"
-        assert "learnt speed of every instance; i0, i1 are without" in snapshot["what_if"]["obstacles"]["m"]
+        assert snapshot["status"] == (await running.admin("GET", "/v1/status")).json
+        assert snapshot["status"]["state"] == "well"
         [balance] = snapshot["balance"]
         assert (balance["model"], balance["balanced"]) == ("m", True)
         assert sum(each["work_share"] for each in balance["instances"]) == pytest.approx(1.0, abs=1e-3)
@@ -136,8 +136,7 @@ async def test_with_a_token_only_the_files_are_public(tmp_path: Path) -> None:
             for path in FILES:
                 assert (await running.admin("GET", path)).status == 200, path
             for method, path in (
-                ("GET", "/v1/events"), ("GET", "/v1/decisions/1"), ("GET", "/v1/what-if"),
-                ("POST", "/v1/what-if"), ("DELETE", "/v1/what-if"),
+                ("GET", "/v1/events"), ("GET", "/v1/decisions/1"), ("GET", "/v1/status"),
             ):  # fmt: skip
                 assert (await running.admin(method, path)).status == 401, path
             async with listening(running, authorization="Bearer sesame") as reply:
@@ -146,7 +145,7 @@ async def test_with_a_token_only_the_files_are_public(tmp_path: Path) -> None:
 
 async def test_another_page_in_the_browser_hears_nothing(tmp_path: Path) -> None:
     async with Engine() as engine, serving(tmp_path, document(engine)) as running:
-        for path in ("/v1/events", "/v1/decisions/1", "/v1/what-if"):
+        for path in ("/v1/events", "/v1/decisions/1", "/v1/status"):
             assert (await running.admin("GET", path, origin="http://evil.example")).status == 403
 
 

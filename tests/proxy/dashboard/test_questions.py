@@ -1,4 +1,4 @@
-"""The three questions of the dashboard in a browser: does it balance, why there, what if; desk and phone."""
+"""The questions of the dashboard in a browser: does it balance, why there; desk and phone."""
 
 from __future__ import annotations
 
@@ -131,23 +131,6 @@ def test_why_there(browser: Any, skewed: Fleet, width: int) -> None:
         assert sum(terms) == pytest.approx(score, rel=2e-3)
     page.get_by_role("button", name="Show the newest").click()
     expect(page.locator("#held")).to_have_text("")
-    look.close()
-    assert look.errors == []
-
-
-@pytest.mark.parametrize(("policy", "other"), [("rr", "hetlb"), ("hetlb", "rr")])
-def test_what_if_from_learnt_speeds(browser: Any, skewed: Fleet, policy: str, other: str) -> None:
-    choose_policy(skewed, policy)
-    ask(skewed, 12)
-    look = look_at(browser, skewed, 1400)
-    page = look.page
-    expect(page.get_by_role("button", name="Replay")).to_be_enabled()
-    expect(page.locator("#whatif-policy")).to_have_value(other)
-    page.get_by_role("button", name="Replay").click()
-    expect(page.locator("#whatif-state")).to_contain_text(
-        "the speed of fast, slow as learnt here, not measured"
-    )
-    expect(page.locator("#whatif-result tbody tr")).to_have_count(3)
     look.close()
     assert look.errors == []
 

@@ -7,7 +7,7 @@ concepts", the objects those of core/v1 and discovery.k8s.io/v1.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -196,6 +196,5 @@ def test_no_object_is_too_odd(document: Any) -> None:
     except (msgspec.ValidationError, TypeError):
         return
     source = KubernetesSource(KubernetesTable(api_server="http://127.0.0.1:1"), Path())
-    items: Mapping[str, Item] = {item.metadata.name: item}
-    assert isinstance(source._of_pods(items), list)
-    assert isinstance(source._of_slices(items), list)
+    assert isinstance(source._of_pod(item), list)
+    assert isinstance(source._of_slice(item), list)

@@ -1,0 +1,329 @@
+"""Engines that are lost in the middle of their answers: how many answers are whole, and the same.
+
+Shows: of so many greedy answers (completions and chats, streamed and plain, with stop strings and
+`min_tokens`) during which engines are killed (`kill -9`), stopped (SIGTERM), cut off and hang, at random
+points, how many are whole, how many have the text and the usage of an engine that was left alone, and how
+often one went on elsewhere. Exit status 1 unless all are.
+
+`.venv/bin/python bench/faults/lost_engines.py [--requests 1000] [--workers 2] [--replace] [--save FILE]`
+against four emulated engines, a minute or two; `--vllm URL URL` against two running vLLM servers of one
+model, whose answers are cut off on the way (`--model`, its name).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+from helpers import free_port
+from proxy.cutter import Cut, Cutter
+
+import hetlb.demo
+
+PROFILE = Path(hetlb.demo.__file__).parent / "fast.yaml"
+HETLB = [sys.executable, "-m", "hetlb"]
+ENGINES, CLIENTS = 4, 24
+#: Seconds between two losses, and until an engine that was lost is there again.
+LOSS_S, AWAY_S = 0.7, 0.5
+WORDS = ("the", "of", "and", "in", "is", "that", "for", "it", "with", "Hello", "Count", "Tell", "me", "story")
+
+
+class Answer(NamedTuple):
+    """What a client has of an answer."""
+
+    text: str
+    finish: str | None
+    usage: tuple[int, int, int] | None
+    resumed: bool
+    error: str
+
+
+class Asked(NamedTuple):
+    """A request, and what an engine that is left alone answers."""
+
+    path: str
+    body: dict[str, Any]
+    whole: Answer
+
+
+def read(status: int, headers: Any, raw: bytes, *, stream: bool) -> Answer:
+    """The answer in the bytes of a body; raises nothing, whatever they are."""
+    resumed = "x-hetlb-resumed" in headers
+    try:
+        if status != 200:
+            return Answer("", None, None, resumed, f"{status} {raw[:200]!r}")
+        events = [json.loads(raw)] if not stream else []
+        if stream:
+            *blocks, rest = raw.split(b"\n\n")
+            if rest or not blocks or blocks.pop() != b"data: [DONE]":
+                return Answer("", None, None, resumed, f"no end: {raw[-200:]!r}")
+            events = [json.loads(block.removeprefix(b"data: ")) for block in blocks]
+        if len({(each["id"], each["created"]) for each in events}) != 1:
+            return Answer("", None, None, resumed, "several ids")
+        text, finish, usage, roles = "", [], None, 0
+        for event in events:
+            for choice in event["choices"]:
+                part = choice.get("message") or choice.get("delta") or {}
+                roles += "role" in part
+                text += choice.get("text") or part.get("content") or ""
+                finish += [choice["finish_reason"]] if choice["finish_reason"] else []
+            if event.get("usage"):
+                given = event["usage"]
+                usage = given["prompt_tokens"], given["completion_tokens"], given["total_tokens"]
+        error = "" if len(finish) == 1 and roles <= 1 else f"ends {finish}, roles {roles}"
+        return Answer(text, finish[0] if finish else None, usage, resumed, error)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        return Answer("", None, None, resumed, f"{error!r}: {raw[-200:]!r}")
+
+
+async def ask(session: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]) -> Answer:
+    raw, status, headers = b"", 0, {}
+    try:
+        async with session.post(url + path, json=body) as reply:
+            status, headers = reply.status, reply.headers
+            async for piece in reply.content.iter_any():
+                raw += piece
+    except aiohttp.ClientError as error:
+        if not status:
+            return Answer("", None, None, False, repr(error))
+    return read(status, headers, raw, stream=body.get("stream", False))
+
+
+def request(rng: random.Random, model: str, *, real: bool) -> tuple[str, dict[str, Any]]:
+    """A greedy request of any of the kinds."""
+    words = " ".join(rng.choices(WORDS, k=rng.randint(4, 30)))
+    tokens = rng.randint(30, 120)
+    body: dict[str, Any] = {"model": model, "max_tokens": tokens, "temperature": 0}
+    stream = rng.random() < 0.7
+    if stream:
+        body["stream"] = True
+        if rng.random() < 0.5:
+            body["stream_options"] = {"include_usage": True}
+    if not real:
+        body["vllm_xargs"] = {"output_tokens": rng.randint(20, 140)}
+    if rng.random() < 0.3:
+        body["min_tokens"] = rng.randint(1, tokens)
+    if rng.random() < 0.3:
+        # An emulated engine says every token at once, and holds back nothing for longer ones.
+        body["stop"] = rng.sample(["ea", "st", "ing", "oth ", " be"], 2) if real else ["x", "y"]
+    if rng.random() < 0.5:
+        return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": words}]}
+    prompt: Any = words if rng.random() < 0.6 else [rng.randrange(300, 1900) for _ in range(20)]
+    return "/v1/completions", {**body, "prompt": prompt}
+
+
+def serve_engine(port: int) -> subprocess.Popen[bytes]:
+    more = ["--profile", str(PROFILE), "--port", str(port), "--served-model-name", "m"]
+    return subprocess.Popen([*HETLB, "engine", *more], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+
+class Engine:
+    """An emulated engine that can be lost and comes back at the same address."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        process = self._process = serve_engine(self.port)
+        assert process.stdout is not None
+        await asyncio.to_thread(process.stdout.readline)
+
+    def send(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    async def gone(self) -> None:
+        assert self._process is not None
+        await asyncio.to_thread(self._process.wait)
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+async def lose(engines: list[Engine], rng: random.Random, lost: Counter[str]) -> None:
+    """Lose one engine after the other, each in one of the ways, and have it back."""
+    while True:
+        await asyncio.sleep(rng.uniform(0.5, 1.5) * LOSS_S)
+        engine, how = rng.choice(engines), rng.choice(("SIGKILL", "SIGTERM", "SIGSTOP"))
+        lost[how] += 1
+        engine.send(signal.Signals[how])
+        if how == "SIGSTOP":
+            await asyncio.sleep(3.0)  # beyond `idle_timeout_s`: what it had has gone on elsewhere
+            engine.send(signal.SIGCONT)
+            continue
+        await engine.gone()
+        await asyncio.sleep(AWAY_S)
+        await engine.start()
+
+
+@contextlib.contextmanager
+def fleet_file(urls: list[str], workers: int, model: str) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "fleet.yaml"
+        instances = [{"name": f"i{number}", "url": url} for number, url in enumerate(urls)]
+        fleet = {
+            "version": 1,
+            "listen": {"port": free_port()},
+            "admin": {"port": free_port()},
+            "proxy": {
+                "resume": "ids",
+                "idle_timeout_s": 1.0,
+                "first_byte_timeout_s": 20.0,
+                "request_log": False,
+                "workers": workers,
+            },
+            "health": {"slow_start_s": 0.0},
+            "models": [{"name": model, "instances": instances}],
+        }
+        path.write_text(json.dumps(fleet))
+        yield path, f"http://127.0.0.1:{fleet['listen']['port']}"  # type: ignore[index]
+
+
+def serve(path: Path, *more: str) -> subprocess.Popen[bytes]:
+    log = open(path.with_suffix(".log"), "ab")  # noqa: SIM115
+    return subprocess.Popen(
+        [*HETLB, "serve", "--config", str(path), *more], stdout=subprocess.PIPE, stderr=log
+    )
+
+
+async def replace(path: Path, running: list[subprocess.Popen[bytes]]) -> None:
+    """Replace the process by another one, again and again."""
+    while True:
+        await asyncio.sleep(4.0)
+        running.append(serve(path, "--replace"))
+        stdout = running[-1].stdout
+        assert stdout is not None
+        await asyncio.to_thread(stdout.readline)
+
+
+async def clients(url: str, asked: list[Asked], count: int) -> list[tuple[Asked, Answer]]:
+    """Ask all of it, so many at a time."""
+    got: list[tuple[Asked, Answer]] = []
+    todo = list(asked)
+    connector = aiohttp.TCPConnector(force_close=True, limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(300)) as session:
+
+        async def client() -> None:
+            while todo:
+                each = todo.pop()
+                got.append((each, await ask(session, url, each.path, each.body)))
+
+        await asyncio.gather(*(client() for _ in range(count)))
+    return got
+
+
+async def undisturbed(url: str, rng: random.Random, count: int, model: str, *, real: bool) -> list[Asked]:
+    """Requests with what an engine that is left alone answers."""
+    pairs = [request(rng, model, real=real) for _ in range(count)]
+    blank = Answer("", None, None, False, "")
+    got = await clients(url, [Asked(path, body, blank) for path, body in pairs], 2 if real else CLIENTS)
+    assert not [each.error for _, each in got if each.error], [each.error for _, each in got if each.error][
+        :3
+    ]
+    return [asked._replace(whole=answer) for asked, answer in got]
+
+
+async def run(args: argparse.Namespace) -> dict[str, Any]:
+    rng, real = random.Random(args.seed), bool(args.vllm)
+    lost: Counter[str] = Counter()
+    cuts: list[Cut] = []
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [] if real else [Engine() for _ in range(ENGINES + 1)]
+        for engine in engines:
+            stack.callback(engine.end)
+            await engine.start()
+        asked = await undisturbed(
+            args.vllm[0] if real else engines[-1].url, rng, args.requests, args.model, real=real
+        )
+        urls = args.vllm or [each.url for each in engines[:ENGINES]]
+        ports = [int(url.rpartition(":")[2]) for url in urls]
+        cutters = [await stack.enter_async_context(Cutter(port, cuts)) for port in ports]
+        path, url = stack.enter_context(fleet_file([each.url for each in cutters], args.workers, args.model))
+        running = [serve(path)]
+        stack.callback(lambda: [each.kill() for each in running])
+        stdout = running[0].stdout
+        assert stdout is not None
+        await asyncio.to_thread(stdout.readline)
+        tasks = [] if real else [asyncio.create_task(lose(engines[:ENGINES], rng, lost))]
+
+        async def cut() -> None:
+            while True:
+                await asyncio.sleep(rng.uniform(1.0, 3.0) if real else rng.uniform(0.2, 0.6))
+                if not cuts:
+                    cuts.append(Cut(rng.randrange(300, 12_000), rng.choice(("fin", "rst"))))
+
+        tasks.append(asyncio.create_task(cut()))
+        if args.replace:
+            tasks.append(asyncio.create_task(replace(path, running)))
+        got = await clients(url, asked, 2 if real else CLIENTS)
+        for task in tasks:
+            task.cancel()
+        for each in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(each, Exception):
+                raise each
+        lost["cut"] = sum(each.cut for each in cutters)
+        admin = json.loads(path.read_text())["admin"]["port"]
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://127.0.0.1:{admin}/metrics") as reply,
+        ):
+            page = (await reply.text()).splitlines()
+        if args.log:
+            print(path.with_suffix(".log").read_text()[-4000:])
+    whole = [(each, answer) for each, answer in got if not answer.error]
+    same = [each for each, answer in whole if answer[:3] == each.whole[:3]]
+    for each, answer in got:
+        if answer.error:
+            print("not whole:", each.path, each.body, answer.error)
+        elif answer[:3] != each.whole[:3]:
+            print("other:", each.path, each.body, answer[:3], "expected", each.whole[:3])
+    return {
+        "requests": len(got),
+        "whole": len(whole),
+        "same": len(same),
+        "lost": dict(lost),
+        "resumed": [line for line in page if line.startswith("hetlb_requests_resumed_total{")],
+        "retries": [line for line in page if line.startswith("hetlb_retries_total")],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Engines are lost in the middle of their answers.")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--replace", action="store_true", help="another process takes over every 4 s")
+    parser.add_argument("--vllm", nargs=2, metavar="URL", help="two vLLM servers of one model")
+    parser.add_argument("--model", default="m")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--log", action="store_true", help="show the end of hetlb's log")
+    parser.add_argument("--save", type=Path)
+    args = parser.parse_args()
+    os.environ["PYTHONWARNINGS"] = "default"
+    result = asyncio.run(run(args))
+    print(json.dumps(result, indent=1))
+    if args.save is not None:
+        args.save.write_text(json.dumps({"command": sys.argv[1:], **result}, indent=1) + "\n")
+    return 0 if result["same"] == result["requests"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Addresses where servers of a fleet may be: one rule for all that is not the operator's own fleet file.
+
+Registrations, DNS answers, objects of Kubernetes, files of instances and routes of stages come from others.
+None of them may have hetlb connect, with a key, to an address that is not one machine's (unspecified,
+multicast, broadcast) or where a machine's own credentials are given out (link-local, metadata), nor to one
+that stands for such an address (mapped, NAT64, 6to4, Teredo, ISATAP). Loopback and private ones are usual.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Iterable
+from typing import Any, Final, TypeAlias
+
+from hetlb.errors import ConfigError
+
+Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+_BROADCAST: Final = ipaddress.IPv4Address(0xFFFFFFFF)
+#: Addresses at which clouds hand out credentials, besides the link-local ones.
+_METADATA = frozenset(
+    ipaddress.ip_address(text)
+    for text in ("100.100.100.200", "168.63.129.16", "fd00:ec2::254", "fd20:ce::254")
+)
+#: IPv6 addresses that lead to the IPv4 address in their last four bytes: translated (RFC 6052, RFC 8215, RFC
+#: 2765) and compatible ones (RFC 4291, 2.5.5.1).
+_EMBEDDED = tuple(
+    ipaddress.IPv6Network(text) for text in ("64:ff9b::/96", "64:ff9b:1::/48", "::ffff:0:0:0/96", "::/96")
+)
+#: Interface identifiers of ISATAP (RFC 5214), in the bytes before the IPv4 address.
+_ISATAP = frozenset({0x00005EFE, 0x02005EFE})
+
+
+def allowed_address(addresses: Iterable[str], networks: tuple[Network, ...]) -> str:
+    """The first of the addresses at which an instance may be registered. Raises `ConfigError`.
+
+    With `networks` it is one in them. Where no model is served and much can be learnt (link-local and
+    metadata addresses, and those that are not one machine's) it is refused unless a network of such
+    addresses, or the address itself, is listed.
+    """
+    refused = ""
+    for text in addresses:
+        address = _plain(ipaddress.ip_address(text))
+        listed = [network for network in networks if address in network]
+        if is_special(address):
+            allowed = any(network.is_link_local or network.num_addresses == 1 for network in listed)
+        else:
+            allowed = bool(listed) or not networks
+        if allowed:
+            return text
+        refused = refused or text
+    inside = f"one in {', '.join(map(str, networks))}" if networks else "no link-local or metadata address"
+    raise ConfigError(f"url: expected an address that may be registered ({inside}), got {refused}")
+
+
+def is_loopback(host: str) -> bool:
+    """True if a host is this machine: a loopback address in any form, or `localhost`."""
+    try:
+        return _plain(ipaddress.ip_address(host)).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_special(address: Address | str) -> bool:
+    """True for an address where no server of a fleet can be, in any form. False for a name."""
+    if isinstance(address, str):
+        try:
+            address = ipaddress.ip_address(address)
+        except ValueError:
+            return False
+    address = _plain(address)
+    return (
+        address.is_link_local
+        or address.is_multicast
+        or address.is_unspecified
+        or address == _BROADCAST
+        or address in _METADATA
+    )
+
+
+def refuse_special(address: str) -> None:
+    """Raise `OSError` for an address where no server of a fleet can be."""
+    if is_special(address):
+        raise OSError(errno.EACCES, f"expected the address of a server, got {address}")
+
+
+def confined_socket(address: tuple[Any, ...]) -> socket.socket:
+    """A socket for one address that a name led to, as aiohttp asks for it. Raises `OSError`."""
+    family, kind, protocol, _, place = address
+    refuse_special(place[0])
+    return socket.socket(family, kind, protocol)
+
+
+def _plain(address: Address) -> Address:
+    """The IPv4 address that an IPv6 one stands for, or the address itself."""
+    if not isinstance(address, ipaddress.IPv6Address):
+        return address
+    if address.scope_id is not None:
+        address = ipaddress.IPv6Address(int(address))
+    if address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    if address.sixtofour is not None:
+        return address.sixtofour
+    if address.teredo is not None:
+        return address.teredo[1]
+    embeds = any(address in network for network in _EMBEDDED) and int(address) > 1  # but `::` and `::1`
+    if embeds or (int(address) >> 32) & 0xFFFFFFFF in _ISATAP:
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address

@@ -1,0 +1,119 @@
+"""Facts that an engine tells at its address, for `hetlb init` and `hetlb doctor`."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from hetlb.core.engine_metrics import parse
+from hetlb.core.types import EngineSample
+from hetlb.errors import connect_reason
+from hetlb.proxy.scrape import read_model_list, read_version
+
+_TIMEOUT_S = 5.0
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class EngineFacts:
+    """Answers of one server. A status is 0 where nothing came; `trouble` says why.
+
+    `entries` are those of `/v1/models`; `began` are the starts of processes that two looks at its metrics
+    told; `skew_s` is by how much its clock is ahead of this one.
+    """
+
+    url: str
+    trouble: str = ""
+    health: int = 0
+    models_status: int = 0
+    metrics_status: int = 0
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    version: str | None = None
+    sample: EngineSample | None = None
+    has_metrics: bool = False
+    old_names: bool = False
+    began: set[float] = field(default_factory=set)
+    skew_s: float = 0.0
+    proxy: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the models that it serves."""
+        return [entry["id"] for entry in self.entries]
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The longest context of its models."""
+        lengths = [each.get("max_model_len") for each in self.entries]
+        return max((each for each in lengths if isinstance(each, int)), default=None)
+
+
+async def ask_engines(urls: Mapping[str, Mapping[str, str]]) -> dict[str, EngineFacts]:
+    """Ask the servers at these addresses for their facts, each with its headers."""
+    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()) as session:
+        found = await asyncio.gather(*(_ask(session, url, headers) for url, headers in urls.items()))
+    return {facts.url: facts for facts in found}
+
+
+async def _ask(session: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> EngineFacts:
+    facts = EngineFacts(url)
+    try:
+        facts.health, _, answered = await _get(session, url, "/health", headers)
+    except TimeoutError:
+        facts.trouble = f"no answer within {_TIMEOUT_S:g} s"
+        return facts
+    except aiohttp.ClientConnectorError as error:
+        facts.trouble = connect_reason(error.os_error).lower()
+        return facts
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        facts.trouble = (str(error) or type(error).__name__).splitlines()[0]
+        return facts
+    _read_head(facts, answered)
+    for _ in range(2):
+        try:
+            facts.metrics_status, body, _ = await _get(session, url, "/metrics", headers)
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
+            break
+        if facts.metrics_status == 200:
+            text = body.decode("utf-8", "replace")
+            facts.has_metrics = "\nvllm:" in f"\n{text}"
+            facts.old_names = "vllm:gpu_cache_usage_perc" in text and "vllm:kv_cache_usage_perc" not in text
+            facts.sample = parse(text)
+            if facts.sample.began is not None:
+                facts.began.add(facts.sample.began)
+    try:
+        facts.models_status, body, _ = await _get(session, url, "/v1/models", headers)
+        facts.entries = read_model_list(body) if facts.models_status == 200 else []
+        _, body, _ = await _get(session, url, "/version", headers)
+        facts.version = read_version(body)
+    except (TimeoutError, aiohttp.ClientError, OSError, ValueError, json.JSONDecodeError):
+        pass
+    return facts
+
+
+async def _get(
+    session: aiohttp.ClientSession, url: str, path: str, headers: Mapping[str, str]
+) -> tuple[int, bytes, Mapping[str, str]]:
+    async with session.get(url + path, headers=dict(headers), allow_redirects=False) as reply:
+        return reply.status, await reply.content.read(_MOST_BYTES), reply.headers
+
+
+def _read_head(facts: EngineFacts, headers: Mapping[str, str]) -> None:
+    """Take the clock and the signs of a proxy from the head of an answer."""
+    server = headers.get("Server", "")
+    if "Via" in headers or "x-hetlb-instance" in headers:
+        facts.proxy = headers.get("Via", "another hetlb")
+    elif server and not server.lower().startswith(("uvicorn", "hetlb", "python")):
+        facts.proxy = server
+    told = email.utils.parsedate_tz(headers.get("Date", ""))
+    if told is not None:
+        # A date is in whole seconds: half a second of it is no skew.
+        facts.skew_s = email.utils.mktime_tz(told) + 0.5 - time.time()

@@ -1,0 +1,108 @@
+"""`hetlb init`: a commented fleet file from what servers say of themselves."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import sys
+from urllib.parse import urlsplit
+
+from hetlb.cli.engine_facts import EngineFacts, ask_engines
+from hetlb.config.fleet import fleet_from_urls
+from hetlb.errors import HetlbError
+
+SCHEMA = "https://raw.githubusercontent.com/hetlb/hetlb/main/configs/schemas/fleet.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `hetlb init`."""
+    parser.epilog = "example: hetlb init http://10.0.0.7:8000 http://10.0.0.8:8000 > fleet.yaml"
+    parser.add_argument("urls", nargs="+", metavar="URL", help="address of a vLLM server, without /v1")
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable with the servers' API key"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the file; what is to be looked at goes to stderr."""
+    from hetlb.cli.doctor import bearer
+
+    urls = [each.url for each in fleet_from_urls([url.removesuffix("/v1") for url in args.urls]).instances]
+    found = asyncio.run(ask_engines(dict.fromkeys(urls, bearer(args.api_key_env))))
+    for url, facts in found.items():
+        if not facts.entries:
+            print(f"hetlb init: {url}: {why_unknown(facts)}", file=sys.stderr)
+    if not any(facts.entries for facts in found.values()):
+        raise HetlbError("no server told what it serves: nothing to write")
+    print(fleet_text(list(found.values()), args.api_key_env), end="")
+    return 0
+
+
+def why_unknown(facts: EngineFacts) -> str:
+    """Reason why a server is not in the file."""
+    if facts.trouble:
+        return facts.trouble
+    if facts.models_status in (401, 403):
+        return f"it wants an API key ({facts.models_status}): name its variable with --api-key-env"
+    return f"/v1/models answers {facts.models_status}"
+
+
+def fleet_text(found: list[EngineFacts], key_env: str | None) -> str:
+    """The fleet file of these servers, by model."""
+    models: dict[str, list[EngineFacts]] = {}
+    for facts in found:
+        if facts.entries:
+            models.setdefault(facts.names[0], []).append(facts)
+    lines = [
+        f"# yaml-language-server: $schema={SCHEMA}",
+        "# Written by `hetlb init`. Check: `hetlb doctor --config FILE`. Serve: `hetlb serve --config FILE`.",
+        "version: 1",
+        "listen: {host: 127.0.0.1, port: 8080}     # for clients; 0.0.0.0 for those of other machines",
+        "admin: {host: 127.0.0.1, port: 8081}      # dashboard, metrics, switches",
+        "models:",
+    ]
+    names: set[str] = set()
+    for model, servers in models.items():
+        lines += [f"  - name: {json.dumps(model)}", "    instances:"]
+        if key_env:
+            lines.insert(-1, f"    api_key_env: {key_env}")
+        for facts in servers:
+            lines += [f"      # {about(facts)}"]
+            name = _name(facts.url, names)
+            lines += [f"      - name: {name}", f"        url: {json.dumps(facts.url)}"]
+            lines += [
+                "        # max_num_seqs: 256        # as in its `vllm serve`; not stated, it is learnt",
+                "        # profile: profile.yaml    # `hetlb profile --url URL --out profile.yaml` makes it",
+            ]
+    silent = [facts for facts in found if not facts.entries]
+    lines += [f"# left out: {facts.url}: {why_unknown(facts)}" for facts in silent]
+    return "\n".join(lines) + "\n"
+
+
+def about(facts: EngineFacts) -> str:
+    """One line about a server, by its own words."""
+    parts = [f"vLLM {facts.version}" if facts.version else "version not told"]
+    if facts.max_model_len is not None:
+        parts.append(f"context {facts.max_model_len:,} tokens")
+    capacity = None if facts.sample is None else facts.sample.capacity
+    if capacity is not None and capacity.kv_cache_tokens is not None:
+        parts.append(f"KV cache {capacity.kv_cache_tokens:,} tokens")
+        if capacity.engines is not None and capacity.engines > 1:
+            parts.append(f"{capacity.engines} data-parallel engines")
+        if capacity.enable_prefix_caching is not None:
+            parts.append(f"prefix caching {'on' if capacity.enable_prefix_caching else 'off'}")
+    else:
+        parts.append("KV cache not told: are its metrics on?")
+    return ", ".join(parts)
+
+
+def _name(url: str, taken: set[str]) -> str:
+    parts = urlsplit(url)
+    name = base = re.sub(r"[^A-Za-z0-9.-]+", "-", f"{parts.hostname}-{parts.port or 80}").strip("-")
+    number = 2
+    while name in taken:
+        name, number = f"{base}-{number}", number + 1
+    taken.add(name)
+    return name

@@ -1,0 +1,223 @@
+"""Errors of files and requests: each names key, value (shortened) and what was expected."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import math
+import re
+import reprlib
+import types
+from collections.abc import Collection, Iterable, Iterator
+from functools import cache
+from itertools import islice
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from hetlb.errors import InputError
+
+#: So many names are listed in an error, and so many mistakes of a file are told together.
+_LISTED = 20
+_MOST_CHARACTERS = 1000
+#: Numbers of another size (but 0) are mistakes: no quantity of a file needs them, and sums would overflow.
+_LEAST, _MOST = 1e-100, 1e100
+
+_STEP = re.compile(r"\.([^.\[\]]+)|\[([^\]]*)\]")
+#: msgspec's names of types in the words of someone who writes YAML.
+_PLAIN_WORDS = {
+    "float": "a number",
+    "int": "a whole number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a mapping of keys",
+    "null": "nothing",
+}
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxlist, _short.maxtuple, _short.maxdict = 2, 4, 4, 4
+_short.maxstring = _short.maxlong = _short.maxother = 60
+
+
+class Mistakes:
+    """Mistakes that are looked for one after the other and told together."""
+
+    def __init__(self) -> None:
+        self.found: list[InputError] = []
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        """Keep the error of a check; the next check goes on."""
+        try:
+            yield
+        except InputError as caught:
+            if len(self.found) < _LISTED:
+                self.found.append(caught)
+
+
+def mistakes_in(raw: Any, kind: Any) -> list[str]:
+    """`key: expected …, got …` for each value of `raw` that is no `kind`, the first twenty."""
+    found = list(islice(_unusual_numbers(raw, ""), _LISTED))
+    if not found:
+        try:
+            msgspec.convert(raw, kind)
+        except msgspec.ValidationError as caught:
+            invalid = list(islice(_invalid(raw, kind, ""), _LISTED))
+            found = [_explained(*each, raw, kind) for each in invalid or [_parts(caught)]]
+    return [each if len(each) <= _MOST_CHARACTERS else f"{each[:_MOST_CHARACTERS]}..." for each in found]
+
+
+def did_you_mean(given: object, names: Iterable[str]) -> str:
+    """` (did you mean …?)` where one of `names` is close to what was given, else nothing."""
+    close = difflib.get_close_matches(str(given), list(names), n=1) if isinstance(given, str) else []
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def listed(names: Collection[str]) -> str:
+    """`a, b, c`, the first twenty of many."""
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(islice(names, _LISTED)) + more
+
+
+def one_of(given: object, names: Collection[str]) -> str:
+    """`expected one of a, b, got 'x' (did you mean a?)` for a name that is none of `names`."""
+    return f"expected one of {listed(names)}, got {short(given)}{did_you_mean(given, names)}"
+
+
+def short(value: object) -> str:
+    """`value` as Python writes it, in 60 characters at most; only the beginning of a long one is read."""
+    if isinstance(value, str) and len(value) > 60:
+        return repr(value[:56])[:57] + "..."
+    if isinstance(value, int) and value.bit_length() > 200:
+        return "a number of more than 60 digits"
+    text = _short.repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _unusual_numbers(raw: Any, path: str) -> Iterator[str]:
+    """Mistakes: numbers that are infinite, no numbers, or of no usual size."""
+    if isinstance(raw, dict):
+        for key, value in raw.items():
+            yield from _unusual_numbers(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(raw, list):
+        for index, value in enumerate(raw):
+            if not isinstance(value, str):
+                yield from _unusual_numbers(value, f"{path}[{index}]")
+    elif isinstance(raw, float | int) and raw and not _LEAST <= abs(raw) <= _MOST:
+        finite = isinstance(raw, int) or math.isfinite(raw)
+        expected = "0 or a size from 1e-100 to 1e100" if finite else "a finite number"
+        yield f"{path or 'the file'}: expected {expected}, got {short(raw)}"
+
+
+@cache
+def _hints(table: type) -> dict[str, Any]:
+    return get_type_hints(table, include_extras=True)
+
+
+class _Shape(NamedTuple):
+    """Options of a kind: a table, a list of items, a mapping of values; None where it has no such."""
+
+    table: type[msgspec.Struct] | None
+    items: Any
+    values: Any
+
+
+def _shape(kind: Any) -> _Shape:
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    table = items = values = None
+    for each in get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,):
+        arguments = get_args(each)
+        if isinstance(each, type) and issubclass(each, msgspec.Struct):
+            table = each
+        elif get_origin(each) is tuple and arguments[1:] == (...,):
+            items = arguments[0]
+        elif get_origin(each) is dict:
+            values = arguments[1]
+    return _Shape(table, items, values)
+
+
+def _invalid(raw: Any, kind: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Every value of `raw` that is no `kind`: msgspec's message, and where, `.models[0].name`."""
+    table, items, values = _shape(kind)
+    if table is not None and isinstance(raw, dict):
+        for key in raw:
+            if key not in table.__struct_fields__:
+                yield f"Object contains unknown field `{key}`", path
+        for field in msgspec.structs.fields(table):
+            if field.name in raw:
+                yield from _invalid(raw[field.name], _hints(table)[field.name], f"{path}.{field.name}")
+            elif field.required:
+                yield f"Object missing required field `{field.name}`", path
+    elif items is not None and isinstance(raw, list):
+        for index, item in enumerate(raw):
+            yield from _invalid(item, items, f"{path}[{index}]")
+    elif values is not None and isinstance(raw, dict):
+        for key, item in raw.items():
+            yield from _invalid(item, values, f"{path}.{key}")
+    else:
+        try:
+            msgspec.convert(raw, kind)
+        except msgspec.ValidationError as caught:
+            message, inner = _parts(caught)
+            yield message, path + inner
+
+
+def _parts(error: msgspec.ValidationError) -> tuple[str, str]:
+    """An error's message, and the path that it names: `.models[0].name`, or nothing."""
+    message, _, path = str(error).partition(" - at `$")
+    return message, path.rstrip("`")
+
+
+def _explained(message: str, at: str, raw: Any, kind: Any) -> str:
+    """One `key: expected …, got …` from msgspec's message and the data it complains about."""
+    path = at.lstrip(".")
+    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", message, re.DOTALL):
+        given = unknown[1] if len(unknown[1]) <= 60 else unknown[1][:57] + "..."
+        key = f"{path}.{given}" if path else given
+        keys = _keys_at(kind, at)
+        return f"{key}: unknown key, expected one of {', '.join(keys)}{did_you_mean(given, keys)}"
+    if missing := re.fullmatch(r"Object missing required field `(.*)`", message):
+        key = f"{path}.{missing[1]}" if path else missing[1]
+        return f"{key}: expected a value, but the key is missing"
+    value = _value_at(raw, at)
+    if message.startswith("Invalid enum value"):
+        options = _options_at(kind, path)
+        return f"{path}: expected {options}, got {short(value)}{did_you_mean(value, options.split(' or '))}"
+    expected = re.sub(r", got `.*`$", "", message)
+    expected = re.sub(r"`(\w+)( \| \w+)*`", lambda m: _PLAIN_WORDS.get(m[1], m[1]), expected)
+    expected = expected[:1].lower() + expected[1:]
+    got = "" if value is ... else f", got {short(value)}"
+    return f"{path or 'the file'}: {expected}{got}"
+
+
+def _value_at(raw: Any, path: str) -> Any:
+    """The value that msgspec's `.a[0].b` points at, or a marker where it cannot be followed."""
+    for name, index in _STEP.findall(path):
+        try:
+            raw = raw[name] if name else raw[int(index)]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return ...
+    return raw
+
+
+def _kind_at(kind: Any, path: str) -> Any:
+    """The kind of the value at `path` of a `kind`."""
+    for name, _ in _STEP.findall(path):
+        table, items, values = _shape(kind)
+        kind = _hints(table).get(name) if name and table is not None else values if name else items
+    return kind
+
+
+def _keys_at(kind: Any, path: str) -> tuple[str, ...]:
+    """The keys that the table at `path` of a `kind` may have."""
+    table = _shape(_kind_at(kind, path)).table
+    return () if table is None else tuple(table.__struct_fields__)
+
+
+def _options_at(kind: Any, path: str) -> str:
+    """The values that the `Literal` at `path` of a `kind` lists, in words."""
+    options = [str(each) for each in get_args(_kind_at(kind, f".{path}"))]
+    if options == ["1"] and path == "version":
+        return "1, the only version there is"
+    return " or ".join(options)

@@ -1,0 +1,72 @@
+"""Addresses as files and requests state them: engines, collectors, stages, publishers of KV events."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeAlias
+from urllib.parse import SplitResult, urlsplit
+
+from hetlb.config.mistakes import short
+from hetlb.errors import ConfigError
+
+#: Scheme, host and port of a server, the default port filled in.
+Origin: TypeAlias = tuple[str, str, int]
+
+#: Characters between `//` and the path of a URL: they are sent as the Host header.
+_NETLOC = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
+_ZMQ_ADDRESS = re.compile(r"tcp://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[1-9][0-9]{0,4}|ipc:///[!-~]+")
+
+
+def check_url(url: str, where: str) -> str:
+    """An engine's base URL without a trailing slash or `/v1`. Raises `ConfigError` naming `where`."""
+    parts = _split(url)
+    if parts is None or parts.query or parts.path not in ("", "/", "/v1", "/v1/"):
+        raise ConfigError(f"{where}: expected a URL like http://host:8000, got {_shown(url)}")
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def check_collector(url: str, where: str) -> None:
+    """Raise `ConfigError` unless spans can be posted to `url`, which may have a path."""
+    if _split(url) is None or "?" in url:
+        raise ConfigError(f"{where}: expected a URL like http://collector:4318, got {_shown(url)}")
+
+
+def check_stage_url(url: str, where: str) -> str:
+    """Address of a worker without a trailing slash. Raises `ConfigError`."""
+    parts = _split(url)
+    if parts is None or parts.query or parts.path not in ("", "/") or not parts.port:
+        raise ConfigError(f"{where}: expected a URL like http://host:9100, got {_shown(url)}")
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def check_publisher(address: str, where: str) -> None:
+    """Raise `ConfigError` unless ZeroMQ can connect to an address."""
+    if _ZMQ_ADDRESS.fullmatch(address) is None:
+        raise ConfigError(f"{where}: expected an address like tcp://host:5557, got {short(address)}")
+
+
+def origin(url: str) -> Origin:
+    """The server that a base URL leads to: two URLs with one origin are one server."""
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def bracketed(host: str) -> str:
+    """A host as URLs have it."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _split(url: str) -> SplitResult | None:
+    """The parts of an http or https URL with a plain host, None where it is none."""
+    try:
+        parts = urlsplit(url)
+        right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return None
+    right = right and _NETLOC.fullmatch(parts.netloc) is not None and not parts.fragment
+    return parts if right and re.search(r"[\x00-\x20\x7f#]", url) is None else None
+
+
+def _shown(url: str) -> str:
+    """A URL in an error: without the password that may stand in it."""
+    return short(re.sub(r"//[^/]*@", "//***@", url))

@@ -1,0 +1,127 @@
+"""Errors of the forecasts of an instance: ratios of true to forecast times, and their quantiles."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from typing import Final
+
+from hetlb.core.types import Lease
+
+#: Ratios are those of the newest so many answers.
+_KEPT: Final = 200
+#: Spread of ln(true / forecast) that is assumed before answers have shown it, and its weight in answers.
+_PRIOR_SPREAD: Final = 0.25
+_PRIOR_WEIGHT: Final = 8.0
+
+
+class Ratios:
+    """True times over forecast ones of the newest answers."""
+
+    __slots__ = ("_covered", "_newest", "_ordered", "_pairs", "_predicted_s", "_true_s")
+
+    def __init__(self) -> None:
+        self._newest: deque[float] = deque()
+        self._ordered: list[float] = []
+        self._pairs: deque[tuple[float, float]] = deque()
+        self._predicted_s = self._true_s = 0.0
+        #: For each of the newest, whether it was within the bound that held before it.
+        self._covered: deque[bool] = deque(maxlen=_KEPT)
+
+    @property
+    def samples(self) -> int:
+        """Number of answers that are known."""
+        return len(self._newest)
+
+    def add(self, predicted_s: float, true_s: float) -> None:
+        """An answer took `true_s`."""
+        if predicted_s <= 0.0 or true_s <= 0.0:
+            return
+        ratio = true_s / predicted_s
+        self._covered.append(ratio <= self.quantile(0.9))
+        if len(self._newest) == _KEPT:
+            oldest = self._newest.popleft()
+            del self._ordered[bisect_left(self._ordered, oldest)]
+            was_predicted_s, was_true_s = self._pairs.popleft()
+            self._predicted_s -= was_predicted_s
+            self._true_s -= was_true_s
+        self._newest.append(ratio)
+        insort(self._ordered, ratio)
+        self._pairs.append((predicted_s, true_s))
+        self._predicted_s += predicted_s
+        self._true_s += true_s
+
+    def over(self, ratio: float) -> float:
+        """The probability that an answer takes more than `ratio` times its forecast."""
+        n = float(len(self._ordered))
+        seen = n - bisect_left(self._ordered, ratio)
+        prior = 0.5 * math.erfc(math.log(max(ratio, 1e-9)) / (_PRIOR_SPREAD * math.sqrt(2.0)))
+        return (seen + _PRIOR_WEIGHT * prior) / (n + _PRIOR_WEIGHT)
+
+    def quantile(self, share: float) -> float:
+        """The ratio that a share of the answers stays within; by the assumed spread while few are known."""
+        n = len(self._ordered)
+        if n < _PRIOR_WEIGHT:
+            return math.exp(_PRIOR_SPREAD * normal_quantile(share))
+        return self._ordered[min(n - 1, math.ceil(share * (n + 1)) - 1)]
+
+    @property
+    def bias(self) -> float | None:
+        """Mean forecast over mean true time - 1, None before the first answer."""
+        return self._predicted_s / self._true_s - 1.0 if self._newest and self._true_s > 0.0 else None
+
+    @property
+    def coverage(self) -> float | None:
+        """Share of the newest answers that stayed within the 90 % bound, None before the first."""
+        return sum(self._covered) / len(self._covered) if self._covered else None
+
+
+def normal_quantile(share: float) -> float:
+    """The quantile of the standard normal distribution, by bisection of `math.erf`."""
+    low, high = -8.0, 8.0
+    for _ in range(48):
+        middle = (low + high) / 2.0
+        if 0.5 * math.erfc(-middle / math.sqrt(2.0)) < share:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+class ForecastErrors:
+    """Errors of the forecasts of one instance: first token, time per further token, whole answer."""
+
+    __slots__ = ("end", "first_token", "step")
+
+    def __init__(self) -> None:
+        self.first_token = Ratios()
+        self.step = Ratios()
+        self.end = Ratios()
+
+    @property
+    def by_figure(self) -> tuple[tuple[str, Ratios], ...]:
+        """The ratios by the name of what they are of."""
+        return ("first_token", self.first_token), ("step", self.step), ("end", self.end)
+
+    def document(self) -> dict[str, float | int | None]:
+        """As the admin listener names it; figures before the first answer are null."""
+        return {
+            "samples": self.end.samples,
+            "first_token_bias": self.first_token.bias,
+            "first_token_coverage90": self.first_token.coverage,
+            "end_bias": self.end.bias,
+            "end_coverage90": self.end.coverage,
+        }
+
+    def learn(self, lease: Lease, now: float) -> None:
+        """Compare the forecast of an answer that ended well with its times."""
+        if lease.forecast_end_s <= 0.0 or lease.first_token_at is None:
+            return
+        first_s, end_s = lease.first_token_at - lease.dispatched_at, now - lease.dispatched_at
+        self.end.add(lease.forecast_end_s, end_s)
+        tokens = lease.output_tokens / lease.request.sequences
+        if tokens > 1.0 and lease.request.streamed:
+            # The first byte of an answer that is no stream comes with its end.
+            self.first_token.add(lease.forecast_first_s, first_s)
+            self.step.add(lease.forecast_step_s, (end_s - first_s) / (tokens - 1.0))

@@ -1,0 +1,94 @@
+"""Leases of other processes: booked in a scheduler like its own, and told to no other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from hetlb.core.journal import Begun, Booked, Change, Ended
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.types import Command, Lease, LeaseId, Outcome, Request
+
+#: Ids of requests of other processes: below all of this one's.
+_FIRST: Final = -(1 << 40)
+
+
+class RemoteLeases:
+    """Leases of other processes, booked in a scheduler: by process, and by their numbers there.
+
+    `arrived`: their requests are demand of the fleet that this scheduler serves too.
+    """
+
+    def __init__(self, scheduler: Scheduler, *, arrived: bool, first_id: int = _FIRST) -> None:
+        self._scheduler = scheduler
+        self._arrived = arrived
+        self._next_request = first_id
+        self.of: dict[str, dict[LeaseId, Lease]] = {}
+
+    def __len__(self) -> int:
+        return sum([len(leases) for leases in self.of.values()])
+
+    def receive(self, process: str, changes: Iterable[Change], now: float) -> list[Command]:
+        """Book what a process says; the commands are what this scheduler's own requests get of it.
+
+        What began is booked before what ended is given back: the other process has given that room away.
+        """
+        leases = self.of.setdefault(process, {})
+        scheduler = self._scheduler
+        commands: list[Command] = []
+        later: list[Begun | Ended] = []
+        for change in changes:
+            if isinstance(change, Booked):
+                if change.number not in leases:
+                    self._book(leases, change, now)
+            elif isinstance(change, Begun | Ended):
+                later.append(change)
+        for each in later:
+            lease = leases.get(each.number)
+            if lease is None:
+                continue
+            if isinstance(each, Begun):
+                commands += scheduler.on_first_token(lease, now)
+            else:
+                del leases[each.number]
+                lease.output_tokens = each.output_tokens
+                lease.reported_cached_tokens = each.cached_tokens
+                commands += scheduler.on_lease_ended(lease, each.outcome, now, retry=False)
+        return commands
+
+    def gone(self, process: str, now: float) -> list[Command]:
+        """A process is no more: its leases end, and count against no instance."""
+        commands: list[Command] = []
+        for lease in self.of.pop(process, {}).values():
+            commands += self._scheduler.on_lease_ended(lease, Outcome.CLIENT_GONE, now, retry=False)
+        return commands
+
+    def copy(self, request: Request) -> Request:
+        """A request under an id of its own: those of two processes are not told apart."""
+        number, self._next_request = self._next_request, self._next_request - 1
+        return Request(
+            number,
+            request.model,
+            request.prompt_tokens,
+            request.max_tokens,
+            request.sequences,
+            request.longest_prompt_tokens,
+            request.generates,
+            prefix_keys=request.prefix_keys,
+            tenant=request.tenant,
+            samples=request.samples,
+        )
+
+    def _book(self, leases: dict[LeaseId, Lease], change: Booked, now: float) -> None:
+        live = Booked(
+            change.number,
+            change.instance,
+            self.copy(change.request),
+            change.work_ns,
+            change.predicted_output,
+            change.age_s,
+            change.begun,
+        )
+        lease = self._scheduler.restore(live, now, own=False, arrived=self._arrived)
+        if lease is not None:
+            leases[change.number] = lease

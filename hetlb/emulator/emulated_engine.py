@@ -1,0 +1,202 @@
+"""An emulated vLLM server, ready to start in this process or as `hetlb engine`.
+
+`async with EmulatedEngine(profile) as engine` accepts at `engine.url` from entry to exit, and
+leaves no socket, timer or task behind. Several may run in one loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from types import TracebackType
+
+from hetlb.config.profile import Profile
+from hetlb.core.latency import IterationRule
+from hetlb.emulator.api import Api
+from hetlb.emulator.data_parallel import EngineGroup
+from hetlb.emulator.generation import Reader
+from hetlb.emulator.http import Connection, Listener
+from hetlb.emulator.kv_transfer import KvExchange, KvSettings
+from hetlb.emulator.real_time import RealTimeEngine
+from hetlb.errors import ConfigError, ProfileError
+from hetlb.sim.engine import EngineLimits, EngineModel
+
+#: uvicorn's: how long an idle connection stays open, seconds.
+KEEP_ALIVE_S = 5.0
+
+
+class EmulatedEngine:
+    """One server. Raises `ProfileError` or `ConfigError` where profile and arguments give no engine.
+
+    `served_model_names` defaults to the profile's model, `max_model_len` to the profile's, then to the
+    KV cache. `time_scale` multiplies every duration of the engine (not the connections' `keep_alive_s`).
+    `data_parallel_size` engines of the profile share the port, each with limits and KV cache of its own.
+    With `prefix_caching` a prompt finds the KV blocks of earlier prompts that begin alike.
+    Port 0 picks a free one. `where` names the profile in errors.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        served_model_names: Sequence[str] = (),
+        max_model_len: int | None = None,
+        time_scale: float = 1.0,
+        iteration: IterationRule = IterationRule.TOKEN,
+        keep_alive_s: float = KEEP_ALIVE_S,
+        data_parallel_size: int = 1,
+        where: str | None = None,
+        kv: KvSettings | None = None,
+        prefix_caching: bool = False,
+    ) -> None:
+        where = where or profile.name
+        try:
+            limits = EngineLimits.from_capacity(profile.capacity)
+        except ValueError as error:
+            raise ProfileError(f"{where}: {error}") from None
+        if not math.isfinite(time_scale) or time_scale <= 0:
+            raise ConfigError(f"--time-scale: expected a number above 0, got {time_scale}")
+        if data_parallel_size < 1:
+            raise ConfigError(f"--data-parallel-size: expected at least 1, got {data_parallel_size}")
+        names = _names(profile, served_model_names, where)
+        holds = limits.kv_blocks * limits.block_size
+        stated = profile.engine.max_model_len if max_model_len is None else max_model_len
+        if stated is not None and not 1 <= stated <= holds:
+            key = f"{where}: engine.max_model_len" if max_model_len is None else "--max-model-len"
+            error_type = ProfileError if max_model_len is None else ConfigError
+            raise error_type(f"{key}: expected 1 to {holds}, the tokens of the KV cache, got {stated}")
+        self.host = host
+        self.port = port
+        self.max_model_len = holds if stated is None else stated
+        self.served_model_names = names
+        self.models = tuple(
+            EngineModel(profile.latency, limits, iteration, prefix_cache=prefix_caching)
+            for _ in range(data_parallel_size)
+        )
+        self._cached_block_size = limits.block_size if prefix_caching else 0
+        if kv is not None:
+            _check_kv(kv, data_parallel_size, prefix_caching)
+        model = profile.model
+        self._bytes_per_token = float((model.kv_bytes_per_token if model else None) or 131_072)
+        self._kv_settings = kv
+        #: Transfer of KV blocks, from its start on where it has a connector.
+        self.kv: KvExchange | None = None
+        self._kv_cache_tokens = limits.kv_cache_tokens
+        self._time_scale = time_scale
+        self._keep_alive_s = keep_alive_s
+        self._server: asyncio.Server | None = None
+        self._listener: Listener | None = None
+        self._engines: EngineGroup | None = None
+
+    @property
+    def url(self) -> str:
+        """Address of the server; the true port once it has started."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def model(self) -> EngineModel:
+        """The first engine; the only one without data parallelism."""
+        return self.models[0]
+
+    @property
+    def running(self) -> int:
+        """Sequences the engines work on."""
+        return sum(model.running for model in self.models)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for an engine."""
+        return self._engines.waiting if self._engines else 0
+
+    @property
+    def connections(self) -> int:
+        """Connections that clients hold open."""
+        return len(self._listener.connections) if self._listener else 0
+
+    @property
+    def finished(self) -> dict[str, int]:
+        """Sequences that have ended, by vLLM's reason: stop, length, abort."""
+        return self._engines.finished if self._engines else {}
+
+    async def wait_idle(self) -> None:
+        """Wait until the engine has no work: answered, or aborted since the client left."""
+        if self._engines is not None:
+            await self._engines.wait_idle()
+
+    async def start(self) -> None:
+        """Accept requests. Raises `OSError` where the address cannot be bound."""
+        assert self._server is None, "expected an engine that was not started"
+        loop = asyncio.get_running_loop()
+        engines = EngineGroup([RealTimeEngine(model, loop, self._time_scale) for model in self.models])
+        reader = Reader(self.served_model_names, self.max_model_len, self._cached_block_size)
+        if self._kv_settings is not None:
+            self.kv = KvExchange(
+                self._kv_settings,
+                self._bytes_per_token,
+                lambda: (self.host, self.port),
+                loop,
+                self._time_scale,
+            )
+            engines.runners[0].on_fetch = self.kv.fetch
+        api = Api(engines, reader, self._kv_cache_tokens, self.kv)
+        listener = Listener(loop, api.handle, self._keep_alive_s)
+        self._server = await loop.create_server(
+            lambda: Connection(listener), self.host, self.port, backlog=2048
+        )
+        self.port = self._server.sockets[0].getsockname()[1]
+        self._engines, self._listener = engines, listener
+
+    async def close(self) -> None:
+        """End at once, like a killed process: connections break, nothing is finished."""
+        if self._server is None:
+            return
+        assert self._engines is not None, "expected engines with the server"
+        assert self._listener is not None, "expected a listener with the server"
+        self._server.close()
+        for connection in tuple(self._listener.connections):
+            connection.abort()
+        self._engines.close()
+        if self.kv is not None:
+            await self.kv.close()
+        await self._server.wait_closed()
+        self._server = None
+
+    async def __aenter__(self) -> EmulatedEngine:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+def _names(profile: Profile, names: Sequence[str], where: str) -> tuple[str, ...]:
+    """Names of the served model. Raises `ProfileError`, `ConfigError`."""
+    if not names:
+        if profile.model is None:
+            raise ProfileError(
+                f"{where}: model.name: expected the model to serve, but the key is missing "
+                f"(or name one with --served-model-name)"
+            )
+        return (profile.model.name,)
+    if not all(names):
+        raise ConfigError("--served-model-name: expected a name, got ''")
+    return tuple(dict.fromkeys(names))
+
+
+def _check_kv(kv: KvSettings, data_parallel_size: int, prefix_caching: bool) -> None:
+    """Raise `ConfigError` unless an engine can have both the connector and the rest."""
+    if data_parallel_size > 1:
+        raise ConfigError(f"--kv-transfer: expected --data-parallel-size 1, got {data_parallel_size}")
+    if prefix_caching:
+        raise ConfigError("--enable-prefix-caching: expected an engine without --kv-transfer")
+    if kv.connector == "shared-storage" and kv.folder is None:
+        raise ConfigError("--kv-folder: expected a folder for shared-storage, got none")

@@ -1,0 +1,80 @@
+"""The shapes of OpenAI's answers, whole and streamed: for completions and for chat."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+import msgspec
+
+#: Ends a stream of server-sent events.
+DONE: Final = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.encode
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """Tokens in and out."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+    }
+
+
+def event(body: dict[str, Any], name: str = "") -> bytes:
+    """One server-sent event, named where a name is given."""
+    data = b"data: %b\n\n" % _encode(body)
+    return b"event: %b\n%b" % (name.encode(), data) if name else data
+
+
+class Envelope:
+    """Fields that all pieces of one answer share."""
+
+    def __init__(
+        self, request_id: str, model: str, *, chat: bool, more: dict[str, Any] | None = None
+    ) -> None:
+        """`more` stands in every piece."""
+        self.chat = chat
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{request_id}"
+        self.model = model
+        self.created = int(time.time())
+        self._more = more or {}
+
+    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request that is not streamed."""
+        return self._body("chat.completion" if self.chat else "text_completion", choices, usage)
+
+    def chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        """One piece of a stream."""
+        return self._body("chat.completion.chunk" if self.chat else "text_completion", choices, usage)
+
+    def _body(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+        body = {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+        if usage is not None:
+            body["usage"] = usage
+        return body | self._more
+
+    def choice(
+        self, index: int, text: str | dict[str, Any], finish: str | None, *, streamed: bool, **more: Any
+    ) -> dict[str, Any]:
+        """One choice of a piece. `text` may be the fields of a message or of a delta."""
+        found: dict[str, Any] = {"index": index}
+        if not self.chat:
+            found["text"] = text
+        elif streamed:
+            found["delta"] = {"content": text} if isinstance(text, str) else text
+        else:
+            message = {"content": text} if isinstance(text, str) else text
+            found["message"] = {"role": "assistant"} | message
+        return found | {"logprobs": None, "finish_reason": finish} | more
+
+    def role(self, index: int) -> dict[str, Any]:
+        """The delta that begins a choice of a chat."""
+        return self.choice(index, {"role": "assistant", "content": ""}, None, streamed=True)

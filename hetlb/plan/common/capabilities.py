@@ -1,0 +1,115 @@
+"""Capabilities of engines: forms of `vllm serve` that start, that are refused, and that were never tried.
+
+A plan emits nothing that is refused; what was never started is marked. The first fact that fits decides.
+Facts are of vLLM 0.32 and hold for what is not known to be another version.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hetlb.core.types import Role
+
+
+class Status(StrEnum):
+    """Knowledge of a form."""
+
+    STARTED = "started"
+    REFUSED = "refused"
+    UNTRIED = "not tried"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way to start a server. `connector` is of KV transfers, `role` of the server in them."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    machines: int = 1
+    connector: str | None = None
+    role: Role = Role.BOTH
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A statement about forms. None: any; `tp`, `pp` and `machines` are (least, most)."""
+
+    status: Status
+    source: str
+    connector: str | None = None
+    roles: tuple[Role, ...] = tuple(Role)
+    tp: tuple[int, int] = (1, 1 << 10)
+    pp: tuple[int, int] = (1, 1 << 10)
+    machines: tuple[int, int] = (1, 1 << 10)
+
+    def fits(self, form: Form) -> bool:
+        """True if the fact is about this form."""
+        return (
+            self.connector == form.connector
+            and form.role in self.roles
+            and self.tp[0] <= form.tensor_parallel_size <= self.tp[1]
+            and self.pp[0] <= form.pipeline_parallel_size <= self.pp[1]
+            and self.machines[0] <= form.machines <= self.machines[1]
+        )
+
+
+NIXL = "NixlConnector"
+_NIXL_WORKER = "vLLM 0.32, kv_connector/v1/nixl/base_worker.py"
+_MANY = 1 << 10
+
+VLLM_FACTS = (
+    Fact(
+        Status.REFUSED,
+        f"{_NIXL_WORKER}: NotImplementedError for kv_consumer with pipeline_parallel_size > 1; completions "
+        "are counted per rank of the receiver, so that kv_both is no better",
+        connector=NIXL,
+        roles=(Role.DECODE, Role.BOTH),
+        pp=(2, _MANY),
+    ),
+    Fact(
+        Status.UNTRIED,
+        f"{_NIXL_WORKER}: accepted of a kv_producer without hybrid KV layouts; no transfer was run",
+        connector=NIXL,
+        roles=(Role.PREFILL,),
+        pp=(2, _MANY),
+    ),
+    Fact(
+        Status.STARTED,
+        "CPU build 0.32.0 with NIXL 1.5.1 over TCP: prefill and decode servers, texts equal to one server's",
+        connector=NIXL,
+        roles=(Role.PREFILL, Role.DECODE),
+        tp=(1, 1),
+        machines=(1, 1),
+    ),
+    Fact(
+        Status.UNTRIED,
+        "NIXL between servers of several GPUs: documented by vLLM, not run here",
+        connector=NIXL,
+    ),
+    Fact(
+        Status.UNTRIED,
+        "a server over several machines (Ray): documented by vLLM, not run here",
+        machines=(2, _MANY),
+    ),
+    Fact(
+        Status.STARTED,
+        "CPU build 0.32.0: one rank; two ranks of a pipeline with VLLM_PP_LAYER_PARTITION, compiled",
+        tp=(1, 1),
+        pp=(1, 2),
+    ),
+    Fact(
+        Status.UNTRIED,
+        "tensor parallelism and longer pipelines on one machine: documented by vLLM, not run here",
+    ),
+)
+
+
+def fact_of(form: Form) -> Fact:
+    """The first fact about a form."""
+    return next(fact for fact in VLLM_FACTS if fact.fits(form))
+
+
+def refused(form: Form) -> bool:
+    """True if the engine is known not to start in this form."""
+    return fact_of(form).status is Status.REFUSED

@@ -1,0 +1,295 @@
+"""Latency of an instance whose layers are divided over stages (pipeline parallelism), as that of one engine.
+
+A pipeline of S stages keeps S batches in flight, each a part of the instance's work. A batch comes round in
+the time that its stages and links take together, or S times the slowest stage where that is longer; the S of
+them are one larger iteration. With equal stages and free links an iteration over some work takes what the
+profile says of an S-th of that work: the same GPUs as replicas, of one KV cache.
+
+Coefficients are composed one by one, so that an iteration of unequal stages is never shorter than that of the
+slowest one, and every field of `LatencyModel` is composed or refused (`_FIELDS`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import msgspec
+
+from hetlb.config.profile import (
+    BetterDecode,
+    BetterPrefill,
+    DecodeCoefficients,
+    Hardware,
+    HostTime,
+    MixedSteps,
+    ModelInfo,
+    PrefillCoefficients,
+    PrefillGridTable,
+    Profile,
+    Source,
+)
+from hetlb.core.latency import (
+    MIXED_DECODE_ATTENTION_FACTOR,
+    DecodeTable,
+    LatencyModel,
+    MixedTerm,
+    PnormPrefill,
+    PrefillGrid,
+)
+from hetlb.sim.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
+from hetlb.sim.staged_engine import EngineStage
+
+#: The bytes of one value that stages and GPUs send each other.
+ACTIVATION_BYTES = 2
+#: The fields of a latency model that `compose_latency` composes.
+_FIELDS = {
+    *(f"k{i}" for i in range(1, 9)),
+    *("better_prefill", "better_decode", "mixed", "host_s", "host_sequence_s", "request_s"),
+}
+assert {field.name for field in fields(LatencyModel)} == _FIELDS, "expected every term to be composed"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSeconds:
+    """Seconds of links between stages: for one token, and for one batch whatever its size."""
+
+    token_s: float = 0.0
+    batch_s: float = 0.0
+
+    @classmethod
+    def sum(cls, links: Sequence[LinkSeconds]) -> LinkSeconds:
+        """All of these links, one after the other."""
+        return cls(math.fsum(each.token_s for each in links), math.fsum(each.batch_s for each in links))
+
+
+class _Round:
+    """Seconds that one of S batches takes to come round, of one coefficient of the whole model."""
+
+    def __init__(self, shares: Sequence[float], links: LinkSeconds) -> None:
+        self.shares = shares
+        self.links = links
+        self.stages = len(shares)
+
+    def of(self, values: Sequence[float], link_s: float = 0.0) -> float:
+        """A coefficient that every batch pays whole."""
+        parts = [share * value for share, value in zip(self.shares, values, strict=True)]
+        return max(self.stages * max(parts), math.fsum(parts) + link_s)
+
+    def part(self, values: Sequence[float], link_s: float = 0.0) -> float:
+        """A coefficient of work that is divided over the batches."""
+        return self.of(values, link_s) / self.stages
+
+
+def compose_latency(
+    shares: Sequence[float], latencies: Sequence[LatencyModel], links: LinkSeconds
+) -> LatencyModel:
+    """The latency model of stages as one engine.
+
+    `latencies` are of the whole model on the GPUs of each stage, `shares` the stages' parts of its layers.
+    One stage that holds every layer is its own profile.
+    """
+    if len(latencies) == 1 and shares[0] == 1.0 and links == LinkSeconds():
+        return latencies[0]
+    turn, token_s, batch_s = _Round(shares, links), links.token_s, links.batch_s
+
+    def values(key: str) -> list[float]:
+        return [getattr(each, key) for each in latencies]
+
+    return LatencyModel(
+        k1=turn.part(values("k1"), token_s),
+        k2=turn.part(values("k2")),
+        k3=turn.of(values("k3")),
+        k4=turn.of(values("k4"), batch_s),
+        k5=turn.part(values("k5")),
+        k6=turn.part(values("k6"), token_s),
+        k7=turn.of(values("k7")),
+        k8=turn.of(values("k8"), batch_s),
+        better_prefill=_prefill(turn, [each.better_prefill for each in latencies]),
+        better_decode=_decode(turn, [each.better_decode for each in latencies]),
+        mixed=_mixed(turn, latencies),
+        # One scheduler for all stages, which works once for every batch.
+        host_s=max(each.host_s for each in latencies),
+        host_sequence_s=max(each.host_sequence_s for each in latencies) / turn.stages,
+        request_s=max(each.request_s for each in latencies),
+    )
+
+
+def _prefill(turn: _Round, forms: Sequence[PnormPrefill | None]) -> PnormPrefill | None:
+    known = [form for form in forms if form is not None]
+    if len(known) < len(forms):
+        return None
+    grid = known[0].grid if all(each.grid == known[0].grid for each in known) else None
+    return PnormPrefill(
+        floor_s=turn.of([each.floor_s for each in known], turn.links.batch_s),
+        token_s=turn.part([each.token_s for each in known], turn.links.token_s),
+        attention_s=turn.part([each.attention_s for each in known]),
+        p=min(each.p for each in known),
+        grid=None
+        if grid is None
+        else PrefillGrid(tuple(batch * turn.stages for batch in grid.batches), grid.lengths, grid.log_ratio),
+        tile=turn.stages * min(each.tile for each in known),
+    )
+
+
+def _decode(turn: _Round, tables: Sequence[DecodeTable | None]) -> DecodeTable | None:
+    known = [table for table in tables if table is not None]
+    if len(known) < len(tables):
+        return None
+    batches = sorted({batch for each in known for batch in each.batches})
+    links = turn.links
+    return DecodeTable(
+        token_s=turn.part([each.token_s for each in known]),
+        context_s=turn.of([each.context_s for each in known]),
+        batches=tuple(batch * turn.stages for batch in batches),
+        seconds=tuple(
+            turn.of([each.step_s(batch, 0.0) for each in known], links.batch_s + links.token_s * batch)
+            for batch in batches
+        ),
+    )
+
+
+def _mixed(turn: _Round, latencies: Sequence[LatencyModel]) -> MixedTerm | None:
+    """The cost of decodes beside prompts; None where no stage knows it.
+
+    A stage without it counts with the rule that `LatencyModel` has for such a profile.
+    """
+    if all(each.mixed is None for each in latencies):
+        return None
+    known = [each.mixed or _assumed(each) for each in latencies]
+
+    def values(key: str) -> list[float]:
+        return [getattr(each, key) for each in known]
+
+    return MixedTerm(
+        sequence_s=turn.part(values("sequence_s")),
+        # Prompt tokens and decodes of a batch are both an S-th of those of the iteration.
+        pair_s=turn.part(values("pair_s")) / turn.stages,
+        token_s=turn.part(values("token_s")),
+        context_s=turn.of(values("context_s")),
+    )
+
+
+def _assumed(latency: LatencyModel) -> MixedTerm:
+    """The rule of `LatencyModel.mixed_step_s` for a profile without mixed steps, as a term."""
+    factor = MIXED_DECODE_ATTENTION_FACTOR
+    sequence_s = latency.k6 if latency.better_prefill is None else 0.0
+    return MixedTerm(max(0.0, sequence_s), 0.0, max(0.0, factor * latency.k5), max(0.0, factor * latency.k7))
+
+
+@dataclass(frozen=True, slots=True)
+class StageProfile:
+    """One stage: the profile of the whole model on its GPUs, and the share of the layers that it holds."""
+
+    profile: Profile
+    share: float
+    gpu: str
+    gpus: int
+
+
+def compose_profile(
+    name: str,
+    model: ModelInfo,
+    parts: Sequence[StageProfile],
+    kv_cache_tokens: int,
+    links: Sequence[LinkSeconds],
+) -> Profile:
+    """The profile of an instance of these stages; of one stage its own, with the KV cache that it has.
+
+    `links` are those behind all stages but the last.
+    """
+    profiles = [part.profile for part in parts]
+    first = profiles[0].engine
+    if len(parts) == 1:
+        engine = msgspec.structs.replace(
+            first, kv_cache_tokens=kv_cache_tokens, tensor_parallel_size=parts[0].gpus
+        )
+        return msgspec.structs.replace(profiles[0], engine=engine)
+    latency = compose_latency(
+        [part.share for part in parts], [p.latency for p in profiles], LinkSeconds.sum(links)
+    )
+    batched = min(p.engine.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS for p in profiles)
+    seqs = min(p.engine.max_num_seqs or DEFAULT_MAX_NUM_SEQS for p in profiles)
+    whole = Profile(
+        version=2,
+        name=name,
+        prefill=profiles[0].prefill,
+        decode=profiles[0].decode,
+        assumed=tuple(dict.fromkeys(word for p in profiles for word in p.assumed)),
+        hardware=Hardware(
+            gpu="+".join(dict.fromkeys(part.gpu for part in parts)), gpus=sum(part.gpus for part in parts)
+        ),
+        model=model,
+        engine=msgspec.structs.replace(
+            first,
+            tensor_parallel_size=parts[0].gpus,
+            kv_cache_tokens=kv_cache_tokens,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=batched * len(parts),
+        ),
+        source=Source(
+            kind="pipeline",
+            measured=False,
+            name=" ".join(dict.fromkeys(p.name for p in profiles)),
+            note=f"{len(parts)} stages composed from profiles of the whole model and the links between them",
+        ),
+    )
+    return with_latency(whole, latency)
+
+
+def with_latency(profile: Profile, latency: LatencyModel) -> Profile:
+    """A profile with the times of another latency model; all else is kept."""
+    mixed = latency.mixed
+    host = HostTime(
+        iteration_s=latency.host_s, sequence_s=latency.host_sequence_s, request_s=latency.request_s
+    )
+    return msgspec.structs.replace(
+        profile,
+        prefill=PrefillCoefficients(k1=latency.k1, k2=latency.k2, k3=latency.k3, k4=latency.k4),
+        decode=DecodeCoefficients(k5=latency.k5, k6=latency.k6, k7=latency.k7, k8=latency.k8),
+        better_prefill=_prefill_table(latency.better_prefill),
+        better_decode=_decode_table(latency.better_decode),
+        mixed=None
+        if mixed is None
+        else MixedSteps(
+            sequence_s=mixed.sequence_s,
+            pair_s=mixed.pair_s,
+            token_s=mixed.token_s,
+            context_s=mixed.context_s,
+        ),
+        host=host if host != HostTime() else None,
+    )
+
+
+def engine_stages(parts: Sequence[StageProfile], links: Sequence[LinkSeconds]) -> tuple[EngineStage, ...]:
+    """The stages as `StagedEngine` takes them; `links` are those behind each stage but the last."""
+    behind = [*links, LinkSeconds()]
+    return tuple(
+        EngineStage(part.profile.latency, part.share, link.token_s, link.batch_s)
+        for part, link in zip(parts, behind, strict=True)
+    )
+
+
+def _prefill_table(form: PnormPrefill | None) -> BetterPrefill | None:
+    if form is None:
+        return None
+    grid = form.grid
+    return BetterPrefill(
+        floor_s=form.floor_s,
+        token_s=form.token_s,
+        attention_s=form.attention_s,
+        p=form.p,
+        grid=None
+        if grid is None
+        else PrefillGridTable(batches=grid.batches, lengths=grid.lengths, log_ratio=grid.log_ratio),
+        tile=form.tile,
+    )
+
+
+def _decode_table(table: DecodeTable | None) -> BetterDecode | None:
+    if table is None:
+        return None
+    return BetterDecode(
+        token_s=table.token_s, context_s=table.context_s, batches=table.batches, seconds=table.seconds
+    )

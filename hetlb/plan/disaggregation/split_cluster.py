@@ -1,0 +1,232 @@
+"""Machines, links, model and workload of a disaggregation problem, and the plans that solve it.
+
+Plain values in tokens, seconds and bytes; nothing is read or searched here. GPUs of one machine are
+alike, so a group of GPUs is a number of GPUs per machine (a `Composition`). Tensor parallelism stays inside a
+machine, as vLLM is run: a stage is `gpus` GPUs of one machine, and all stages of a group have the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from pathlib import Path
+from typing import TypeAlias
+
+from hetlb.config.plan_tables import Model, RooflineTable
+from hetlb.config.profile import Profile
+from hetlb.core.types import Role
+from hetlb.plan.common.capacity import usable_bytes
+
+__all__ = ["Cluster", "Composition", "Group", "Links", "Machine", "Plan", "Role", "Slo", "Stage", "Workload"]
+
+#: GPUs of a group by machine: (index of the machine, GPUs), in the order of the machines.
+Composition: TypeAlias = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`gpus` alike GPUs. `profiles` by degree are of the whole model; `roofline` is for the other degrees.
+
+    `profile_paths` are those of the profiles, as written in the file.
+    """
+
+    name: str
+    gpu: str
+    gpus: int
+    memory_bytes: int
+    gpu_memory_utilization: float = 0.9
+    reserved_bytes_per_gpu: int = 0
+    site: str = ""
+    profiles: Mapping[int, Profile] | None = None
+    profile_paths: Mapping[int, str] | None = None
+    roofline: RooflineTable | None = None
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes of one GPU for weights and KV cache."""
+        return float(self.usable(1))
+
+    def usable(self, gpus: int) -> Fraction:
+        """Bytes of so many GPUs for weights and KV cache."""
+        return usable_bytes(gpus, self.memory_bytes, self.gpu_memory_utilization, self.reserved_bytes_per_gpu)
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """`bytes_per_s[i][j]`: from machine i to machine j, shared by all that uses it, one rate per direction.
+
+    `bytes_per_s[i][i]`: between any two GPUs inside machine i, each pair by itself.
+    """
+
+    bytes_per_s: tuple[tuple[float, ...], ...]
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests as (prompt, output) tokens, equally likely; statistics that the cost models need."""
+
+    rows: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def prompt_tokens(self) -> float:
+        """Mean prompt tokens."""
+        return math.fsum(i for i, _ in self.rows) / len(self.rows)
+
+    @cached_property
+    def output_tokens(self) -> float:
+        """Mean output tokens."""
+        return math.fsum(o for _, o in self.rows) / len(self.rows)
+
+    @cached_property
+    def attended(self) -> float:
+        """Mean square of the prompt tokens: what attention goes over in a prefill."""
+        return math.fsum(i * i for i, _ in self.rows) / len(self.rows)
+
+    @cached_property
+    def context_tokens(self) -> float:
+        """Mean tokens in the KV cache of a sequence that decodes: prompts weigh as long as they stay."""
+        steps = math.fsum(o for _, o in self.rows)
+        return math.fsum(o * (i + (o + 1) / 2) for i, o in self.rows) / steps
+
+    @cached_property
+    def final_tokens(self) -> float:
+        """Mean tokens of a sequence at its end, weighted as `context_tokens` is."""
+        steps = math.fsum(o for _, o in self.rows)
+        return math.fsum(o * (i + o) for i, o in self.rows) / steps
+
+    @cached_property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest request, prompt and output."""
+        return max(i + o for i, o in self.rows)
+
+    @cached_property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(i for i, _ in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Limits in seconds on the mean time to first token and the mean time per output token."""
+
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A disaggregation problem. `layers` and `hidden_size` of the model are always known."""
+
+    path: Path
+    model: Model
+    machines: tuple[Machine, ...]
+    links: Links
+    workload: Workload
+    slo: Slo = Slo()
+    attention_heads: int | None = None
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model."""
+        assert self.model.layers is not None
+        return self.model.layers
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of all weights."""
+        assert self.model.weight_bytes is not None
+        return self.model.weight_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """KV bytes of one token in all layers."""
+        assert self.model.kv_bytes_per_token is not None
+        return self.model.kv_bytes_per_token
+
+    @property
+    def kv_bytes(self) -> float:
+        """KV bytes of one request's prompt, on average."""
+        return self.workload.prompt_tokens * self.kv_bytes_per_token
+
+    @property
+    def gpus(self) -> int:
+        """All GPUs."""
+        return sum(machine.gpus for machine in self.machines)
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """Of every machine, the first one that has the same GPUs (their number apart)."""
+        first: dict[tuple[object, ...], int] = {}
+        return tuple(
+            first.setdefault(
+                (
+                    m.gpu,
+                    m.memory_bytes,
+                    m.gpu_memory_utilization,
+                    m.reserved_bytes_per_gpu,
+                    tuple(sorted((m.profile_paths or {}).items())),
+                    m.roofline,
+                    self.links.bytes_per_s[i][i],
+                ),
+                i,
+            )
+            for i, m in enumerate(self.machines)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """GPUs of one machine that hold `layers` layers with tensor parallelism."""
+
+    machine: int
+    gpus: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """GPUs that serve one copy of the model in one role: `capacity` requests/s, KV cache in tokens."""
+
+    role: Role
+    stages: tuple[Stage, ...]
+    capacity: float
+    kv_cache_tokens: int
+
+    @property
+    def composition(self) -> Composition:
+        """GPUs by machine."""
+        counts: dict[int, int] = {}
+        for stage in self.stages:
+            counts[stage.machine] = counts.get(stage.machine, 0) + stage.gpus
+        return tuple(sorted(counts.items()))
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """GPUs of a stage."""
+        return self.stages[0].gpus
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Groups with the requests/s that pass them. `flows`: (prefill group, decode group) -> requests/s.
+
+    `served`: requests/s of the groups that do both, by index. What is left out of all groups is idle.
+    """
+
+    groups: tuple[Group, ...]
+    flows: Mapping[tuple[int, int], float]
+    served: Mapping[int, float]
+
+    @property
+    def throughput(self) -> float:
+        """Requests/s."""
+        return math.fsum(self.flows.values()) + math.fsum(self.served.values())
+
+    @property
+    def splits(self) -> bool:
+        """True if any request is prefilled and decoded by different groups."""
+        return bool(self.flows)

@@ -1,0 +1,144 @@
+"""A plan of groups as a document (`--json`) and for a person: groups, flows, whether to split, commands."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hetlb.plan.disaggregation.split_cluster import Cluster, Plan, Role
+from hetlb.plan.disaggregation.split_deploy import Instance, commands
+from hetlb.plan.disaggregation.split_search import Found
+
+
+def document_of(
+    cluster: Cluster, plan: Plan, found: Found, instances: list[Instance], solve_s: float
+) -> dict[str, Any]:
+    """The figures of the contract, and what they rest on under further keys."""
+    names = {g: instance.name for g, instance in enumerate(instances)}
+    rates = {Role.PREFILL: 0.0, Role.DECODE: 0.0, Role.BOTH: 0.0}
+    for group in plan.groups:
+        rates[group.role] += group.capacity
+    split_s = math.fsum(plan.flows.values())
+    return {
+        "throughput_req_s": plan.throughput,
+        "throughput_tok_s": plan.throughput * cluster.workload.output_tokens,
+        "bound_req_s": found.bound if math.isfinite(found.bound) else None,
+        "capacity_req_s": {str(role): capacity for role, capacity in rates.items()},
+        "split": plan.splits,
+        "split_req_s": split_s,
+        "groups": [
+            {
+                "name": instance.name,
+                "role": str(group.role),
+                "gpus": {cluster.machines[m].name: n for m, n in group.composition},
+                "tensor_parallel_size": group.tensor_parallel_size,
+                "pipeline_parallel_size": len(group.stages),
+                "layers": [stage.layers for stage in group.stages],
+                "capacity_req_s": group.capacity,
+                "kv_cache_tokens": group.kv_cache_tokens,
+            }
+            for group, instance in zip(plan.groups, instances, strict=True)
+        ],
+        "kv_flows": [
+            {
+                "from": names[sender],
+                "to": names[receiver],
+                "share": rate / split_s,
+                "req_s": rate,
+                "bytes_per_s": rate * cluster.kv_bytes,
+            }
+            for (sender, receiver), rate in plan.flows.items()
+        ],
+        "solve_s": solve_s,
+        "commands": commands(cluster, plan, instances),
+        "workload": {
+            "input_tokens": cluster.workload.prompt_tokens,
+            "output_tokens": cluster.workload.output_tokens,
+            "requests": len(cluster.workload.rows),
+        },
+        "estimated": any(m.roofline is not None for m in cluster.machines),
+    }
+
+
+def print_plan(cluster: Cluster, document: dict[str, Any], console: Console) -> None:
+    """The plan for a person: groups, flows, the plan without splitting, how far to trust it, commands."""
+    console.print(
+        f"{document['throughput_req_s']:.4g} requests/s, {document['throughput_tok_s']:.4g} output tokens/s",
+        highlight=False,
+        style="bold",
+    )
+    console.print(_group_grid(document))
+    if document["kv_flows"]:
+        console.print(_flow_grid(document))
+    for line in trust_lines(document):
+        console.print(line, highlight=False, soft_wrap=True)
+    for command in document["commands"]:
+        print(command)
+
+
+def _group_grid(document: dict[str, Any]) -> Table:
+    grid = Table(title="groups", title_justify="left")
+    for column in ("group", "GPUs", "TP", "PP", "layers", "requests/s", "KV tokens"):
+        grid.add_column(column, justify="left" if column in ("group", "GPUs", "layers") else "right")
+    for each in document["groups"]:
+        layers = each["layers"]
+        grid.add_row(
+            each["name"],
+            " + ".join(f"{n} {name}" for name, n in each["gpus"].items()),
+            str(each["tensor_parallel_size"]),
+            str(each["pipeline_parallel_size"]),
+            str(layers[0]) if len(set(layers)) == 1 else ",".join(map(str, layers)),
+            f"{each['capacity_req_s']:.4g}",
+            str(each["kv_cache_tokens"]),
+        )
+    return grid
+
+
+def _flow_grid(document: dict[str, Any]) -> Table:
+    grid = Table(title="KV flows", title_justify="left")
+    for column in ("from", "to", "share", "requests/s", "GB/s"):
+        grid.add_column(column, justify="left" if column in ("from", "to") else "right")
+    for each in document["kv_flows"]:
+        grid.add_row(
+            each["from"],
+            each["to"],
+            f"{each['share']:.1%}",
+            f"{each['req_s']:.4g}",
+            f"{each['bytes_per_s'] / 1e9:.3g}",
+        )
+    return grid
+
+
+def trust_lines(document: dict[str, Any]) -> list[str]:
+    """Lines that say what the plan rests on and whether to split at all."""
+    lines = []
+    rate, colocated = document["throughput_req_s"], document["colocated"]
+    if not document["split"]:
+        lines.append("do not split: no plan with separate prefill and decode serves more than this one")
+    elif colocated is None:
+        lines.append("no plan whose groups all do both was found")
+    else:
+        other = colocated["throughput_req_s"]
+        gain = f"{rate / other - 1:+.1%}" if other > 0 else "it serves nothing"
+        lines.append(f"without splitting: {other:.4g} requests/s (this plan: {gain})")
+    if (simulated := document["simulated"]) is not None:
+        served = simulated["request_throughput"]
+        lines.append(
+            f"in simulation under hetlb: {served:.4g} requests/s ({served / rate:.1%} of the plan), first "
+            f"token after {simulated['mean_ttft_ms']:.0f} ms, {simulated['mean_tpot_ms']:.1f} ms per token"
+        )
+        if colocated is not None and "simulated" in colocated:
+            lines.append(
+                "without splitting, in simulation: "
+                + ", ".join(f"{each:.4g} under {policy}" for policy, each in colocated["simulated"].items())
+            )
+    if document["bound_req_s"] is not None:
+        lines.append(f"no plan serves more than {document['bound_req_s']:.4g} requests/s in this cost model")
+    if document["interrupted"]:
+        lines.append("interrupted: the best plan so far")
+    if document["estimated"]:
+        lines.append("some speeds are estimated from peak figures, which no hardware has confirmed: measure")
+    return lines

@@ -1,0 +1,218 @@
+"""Plans under the production scheduler, in virtual time: what their groups and links really serve.
+
+Requests arrive at random (Poisson) a little faster than the plan serves them. Throughput is that of
+completions once the fleet is full. Groups are the engines of their latency profiles, KV caches take the links
+of the plan.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from hetlb.core.admission import QueueLimits
+from hetlb.core.predictor import LengthDistribution
+from hetlb.core.setup import SchedulerSetup
+from hetlb.core.types import Connector, Health, InstanceSpec, KvTransfer
+from hetlb.plan.disaggregation.cost import ProfileCost
+from hetlb.plan.disaggregation.network import LINK_SHARE, Network
+from hetlb.plan.disaggregation.split_cluster import Cluster, Plan, Role
+from hetlb.plan.disaggregation.split_deploy import KV_LEASE_S, lay_out
+from hetlb.plan.highs import SolveLimits
+from hetlb.plan.rent_simulation import capacity
+from hetlb.plan.throughput import engine_spec
+from hetlb.sim.fleet import EngineSpec, FleetSimulation
+from hetlb.sim.kv_links import KvLinks, KvPath
+from hetlb.workload.arrivals import PlannedRequest, gaps_s
+from hetlb.workload.records import RequestResult
+
+#: Offered load, as a share of the planned throughput.
+LOAD = 1.05
+#: The run lasts so many times as long as a request stays in the slowest group; its requests, within bounds.
+_TURNS = 6.0
+_FEWEST, _MOST = 2000, 8000
+#: Completions count from this share of the arrivals' time on, until the last arrival.
+_FROM = 0.45
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """Figures of a run in its steady part; latencies in seconds, means over what arrived in it."""
+
+    request_throughput: float
+    output_throughput: float
+    ttft_s: float
+    tpot_s: float
+    transfers: int
+    requests: int
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A plan as instances, engines and links."""
+
+    specs: tuple[InstanceSpec, ...]
+    engines: dict[str, EngineSpec]
+    links: KvLinks
+
+
+def make_fleet(cluster: Cluster, plan: Plan, cost: ProfileCost) -> Fleet:
+    """Instances of a plan with their engines, and the links between them."""
+    network = Network(cluster)
+    instances = lay_out(cluster, plan)
+    prompt = cluster.workload.prompt_tokens
+    paths: dict[tuple[str, str], KvPath] = {}
+    rates: dict[Hashable, float] = {}
+    seconds: dict[str, list[float]] = {}
+    for source in instances:
+        for target in instances:
+            if source is target or source.group.role is Role.DECODE or target.group.role is Role.PREFILL:
+                continue
+            route = network.route(source.group, target.group)
+            parts: list[tuple[Hashable, float]] = [(link, size / prompt) for link, size in route.link_bytes]
+            for (i, j), _ in route.link_bytes:
+                rates[i, j] = max(cluster.links.bytes_per_s[i][j], 1.0)
+            if route.inside_s > 0.0:
+                pair = source.name, target.name
+                parts.append((pair, cluster.kv_bytes_per_token))
+                rates[pair] = cluster.kv_bytes / (LINK_SHARE * route.inside_s)
+            latency_s = cluster.links.latency_s if route.link_bytes else 0.0
+            paths[source.name, target.name] = KvPath(tuple(parts), latency_s)
+            seconds.setdefault(target.name, []).append(1.0 / route.capacity)
+    specs, engines = [], {}
+    for instance in instances:
+        engine = engine_spec(
+            cost.profile(instance.group.stages, instance.group.kv_cache_tokens, instance.group.role)
+        )
+        engines[instance.name] = engine
+        own = seconds.get(instance.name, [cluster.kv_bytes / 5e9])
+        transfer = KvTransfer(
+            Connector.NIXL,
+            lease_s=KV_LEASE_S,
+            bytes_per_token=float(cluster.kv_bytes_per_token),
+            bandwidth_bytes_per_s=cluster.kv_bytes / max(1e-9, math.fsum(own) / len(own)),
+            latency_s=cluster.links.latency_s,
+        )
+        specs.append(
+            InstanceSpec(
+                name=instance.name,
+                model=cluster.model.name,
+                latency=engine.latency,
+                capacity=capacity(engine.limits),
+                role=instance.group.role,
+                kv_transfer=transfer if plan.splits else None,
+            )
+        )
+    return Fleet(tuple(specs), engines, KvLinks(rates, paths))
+
+
+def simulate_plan(
+    cluster: Cluster,
+    plan: Plan,
+    cost: ProfileCost,
+    *,
+    policy: str = "hetlb",
+    rate: float | None = None,
+    count: int | None = None,
+    seed: int = 0,
+) -> Simulated:
+    """A plan under a policy at `rate` requests/s (a little above the plan's); `count` requests."""
+    fleet = make_fleet(cluster, plan, cost)
+    offered = plan.throughput * LOAD if rate is None else rate
+    number = count if count is not None else _count(cluster, plan)
+    rng = random.Random(seed)
+    rows = list(cluster.workload.rows)
+    drawn = [rng.choice(rows) for _ in range(number)] if len(rows) > 1 else rows * number
+    planned, now = [], 0.0
+    for index, ((prompt, output), gap) in enumerate(
+        zip(drawn, gaps_s(number, offered, 1.0, rng), strict=True)
+    ):
+        planned.append(PlannedRequest(index, now, prompt, output))
+        now += gap
+    setup = SchedulerSetup(
+        specs=fleet.specs,
+        policy=policy,
+        limits=QueueLimits(max_requests=None, max_bytes=None, timeout_s=None),
+        predictor="empirical",
+        lengths=LengthDistribution(output for _, output in rows),
+        initial_health=Health.UP,
+        seed=seed,
+    )
+    simulation = FleetSimulation(setup, fleet.engines, planned, model=cluster.model.name, links=fleet.links)
+    result = simulation.run()
+    return _measure(result.records, planned[-1].scheduled_s, result.transfers)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A plan and what it serves in simulation."""
+
+    plan: Plan
+    simulated: Simulated
+
+
+def judge(
+    cluster: Cluster, plans: Sequence[Plan], cost: ProfileCost, limits: SolveLimits, *, seed: int = 0
+) -> list[Judged]:
+    """Plans by what they serve in simulation, the best first; those that there was time for, one at least."""
+    judged: list[Judged] = []
+    for plan in plans:
+        if judged and limits.over:
+            break
+        judged.append(Judged(plan, simulate_plan(cluster, plan, cost, seed=seed)))
+    return sorted(judged, key=lambda each: -each.simulated.request_throughput)
+
+
+def different(plans: Sequence[Plan], count: int) -> list[Plan]:
+    """The first plans that differ in more than in which of several alike machines a group is on."""
+    found: dict[object, Plan] = {}
+    for plan in plans:
+        shape = tuple(
+            sorted(
+                (str(g.role), g.tensor_parallel_size, round(g.capacity, 9), g.kv_cache_tokens)
+                for g in plan.groups
+            )
+        )
+        if len(found) < count:
+            found.setdefault(shape, plan)
+    return list(found.values())
+
+
+def can_judge(cluster: Cluster, plan: Plan) -> bool:
+    """True if a run of the most requests is long enough for a steady part."""
+    return _wanted(cluster, plan) <= 2 * _MOST
+
+
+def _wanted(cluster: Cluster, plan: Plan) -> float:
+    """Requests of a run that is long enough for every group to be full for most of it."""
+    context = cluster.workload.context_tokens
+    stay_s = max(
+        min(256.0, group.kv_cache_tokens / context) / group.capacity
+        for group in plan.groups
+        if group.role is not Role.PREFILL
+    )
+    return _TURNS * stay_s * plan.throughput
+
+
+def _count(cluster: Cluster, plan: Plan) -> int:
+    """Requests of a run, within bounds."""
+    return round(min(_MOST, max(_FEWEST, _wanted(cluster, plan))))
+
+
+def _measure(records: Sequence[RequestResult], last_s: float, transfers: int) -> Simulated:
+    first_s = _FROM * last_s
+    ended = [r for r in records if r.ok and r.end_s is not None and first_s <= r.end_s <= last_s]
+    arrived = [r for r in records if r.ok and r.scheduled_s >= first_s]
+    seconds = max(1e-9, last_s - first_s)
+    ttft = [r.ttft_s for r in arrived if r.ttft_s is not None]
+    tpot = [r.tpot_s for r in arrived if r.tpot_s is not None]
+    return Simulated(
+        len(ended) / seconds,
+        sum(r.output_tokens for r in ended) / seconds,
+        math.fsum(ttft) / max(1, len(ttft)),
+        math.fsum(tpot) / max(1, len(tpot)),
+        transfers,
+        len(records),
+    )

@@ -1,0 +1,238 @@
+"""Placements of separate pipelines by column generation: the start of the search at any size.
+
+A pipeline is a multiset of machines that together hold every layer; its rate is the highest at which each of
+them still passes what it holds. Machines that are alike (kind, layers, region) are counted, not named. The
+linear program
+
+    max sum rate_c x_c   with   sum_c machines_gc x_c <= number of g, for every group g
+
+has a column per pipeline, made when its price is right: at a target rate a machine of a group holds at
+most so many layers, and the cheapest set of machines for all layers is a knapsack, solved for all target
+rates at once. The pipelines of the optimum, in whole numbers, are the placement; a price per hop asks for
+shorter ones, which have a lower flow and less latency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetlb.core.paths.stages import SINK, SOURCE
+from hetlb.plan.highs import LinearProgram, SolveLimits
+from hetlb.plan.placement.heuristics import Intervals
+from hetlb.plan.placement.place_cluster import Cluster, Node
+
+#: Rounds of pricing, and columns of each.
+_MOST_ROUNDS = 80
+_EACH_ROUND = 8
+#: The most machines of a group in one pipeline.
+_MOST_ALIKE = 40
+#: A column is worth adding from this reduced cost on, relative to its rate.
+_WORTH = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Machines that are alike. `rates[j]`: tokens/s with j layers."""
+
+    nodes: tuple[Node, ...]
+    rates: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A pipeline: machines of each group, and its tokens/s."""
+
+    counts: tuple[int, ...]
+    rate: float
+
+
+def groups_of(cluster: Cluster) -> list[Group]:
+    """Machines by kind, layers that they can hold, and region; regions stand together."""
+    alike: dict[tuple[str, str, int], list[Node]] = {}
+    for node in cluster.nodes:
+        alike.setdefault((node.region, node.kind, cluster.most_layers(node)), []).append(node)
+    found = []
+    for key in sorted(alike):
+        nodes = alike[key]
+        kind = cluster.kind(nodes[0])
+        found.append(Group(tuple(nodes), (0.0, *(kind.rate(j) for j in range(1, key[2] + 1)))))
+    return found
+
+
+class Pipelines:
+    """Column generation for one cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._layers = cluster.model.layers
+        self.groups = groups_of(cluster)
+        most = min(
+            (cluster.link_rate(e, link) for e, link in cluster.links.items() if _outside(e)), default=0.0
+        )
+        targets = sorted({min(most, rate) for group in self.groups for rate in group.rates[1:]})
+        self._targets = np.array(targets)
+        #: Most layers of a group's machine at every target rate.
+        self._held = np.array(
+            [[_most_layers(group.rates, target) for target in targets] for group in self.groups]
+        )
+        self._scopes = list(self._find_scopes(cluster))
+        self._columns: dict[tuple[int, ...], Column] = {}
+
+    def _find_scopes(self, cluster: Cluster) -> Iterator[tuple[list[int], float]]:
+        """Groups whose machines may be in one pipeline, and the highest rate of the links between them."""
+        regions: dict[str, list[int]] = {}
+        for g, group in enumerate(self.groups):
+            regions.setdefault(group.nodes[0].region, []).append(g)
+        between: dict[tuple[str, str], float] = {}
+        region = {node.name: node.region for node in cluster.nodes}
+        for (sender, receiver), link in cluster.links.items():
+            if not _outside((sender, receiver)):
+                key = region[sender], region[receiver]
+                rate = cluster.link_rate((sender, receiver), link)
+                between[key] = min(between.get(key, np.inf), rate)
+        for name, held in regions.items():
+            yield held, between.get((name, name), np.inf)
+        if len(regions) > 1:
+            yield list(range(len(self.groups))), min(between.values(), default=0.0)
+
+    def solve(self, hop_price: float, limits: SolveLimits) -> list[Column]:
+        """Pipelines in whole numbers, one entry each; a hop costs `hop_price` tokens/s of the objective."""
+        for _ in range(_MOST_ROUNDS):
+            duals = self._relaxed(hop_price)
+            if limits.over or not self._price(duals, hop_price):
+                break
+        known = list(self._columns.values())
+        if not known:
+            return []
+        program, columns = self._program(known, hop_price, integer=True)
+        solution = program.solve(limits)
+        if solution is None:
+            return []
+        return [
+            column
+            for column, index in zip(known, columns, strict=True)
+            for _ in range(round(solution.values[index]))
+        ]
+
+    def _program(
+        self, known: Sequence[Column], hop_price: float, *, integer: bool
+    ) -> tuple[LinearProgram, list[int]]:
+        program = LinearProgram()
+        columns = [
+            program.column(max(0.0, each.rate - hop_price * sum(each.counts)), integer=integer)
+            for each in known
+        ]
+        for g, group in enumerate(self.groups):
+            entries = [(index, float(each.counts[g])) for index, each in zip(columns, known, strict=True)]
+            program.row(entries, upper=float(len(group.nodes)))
+        return program, columns
+
+    def _relaxed(self, hop_price: float) -> NDArray[np.float64]:
+        """Prices of a machine of each group."""
+        known = list(self._columns.values())
+        if not known:
+            return np.zeros(len(self.groups))
+        solution = self._program(known, hop_price, integer=False)[0].solve(SolveLimits())
+        assert solution is not None, "expected no pipelines at all to be feasible"
+        return np.abs(solution.duals)
+
+    def _price(self, duals: NDArray[np.float64], hop_price: float) -> bool:
+        """Add pipelines that are worth more than their machines; False where there is none."""
+        added = False
+        for scope, most in self._scopes:
+            usable = self._targets <= most * (1.0 + 1e-9)
+            if not usable.any():
+                continue
+            targets, held = self._targets[usable], self._held[:, usable]
+            cost, taken = self._cheapest(scope, held, duals + hop_price)
+            gain = targets - cost
+            order = np.argsort(-gain)
+            for r in order[:_EACH_ROUND]:
+                if gain[r] > _WORTH * targets[r]:
+                    added |= self._add(self._counts(scope, held[:, r], taken, int(r)), most)
+        return added
+
+    def _cheapest(
+        self, scope: Sequence[int], held: NDArray[np.int64], prices: NDArray[np.float64]
+    ) -> tuple[NDArray[np.float64], list[NDArray[np.int16]]]:
+        """At every target rate the least price of all layers, and machines of each group by layers."""
+        rates, layers = held.shape[1], self._layers
+        at = np.arange(layers + 1)[None, :]
+        cost = np.full((rates, layers + 1), np.inf)
+        cost[:, 0] = 0.0
+        taken: list[NDArray[np.int16]] = []
+        for g in scope:
+            each = held[g][:, None]
+            best, count = cost.copy(), np.zeros(cost.shape, dtype=np.int16)
+            least = int(each[each > 0].min(initial=layers))
+            for k in range(1, min(len(self.groups[g].nodes), _MOST_ALIKE, -(-layers // max(1, least))) + 1):
+                before = np.maximum(0, at - k * each)
+                reached = np.take_along_axis(cost, before, axis=1) + k * prices[g]
+                better = (reached < best - 1e-12) & (each > 0)
+                best, count = np.where(better, reached, best), np.where(better, k, count).astype(np.int16)
+            cost = best
+            taken.append(count)
+        return cost[:, layers], taken
+
+    def _counts(
+        self, scope: Sequence[int], held: NDArray[np.int64], taken: list[NDArray[np.int16]], r: int
+    ) -> tuple[int, ...]:
+        counts, left = [0] * len(self.groups), self._layers
+        for g, count in zip(reversed(scope), reversed(taken), strict=True):
+            counts[g] = int(count[r, left])
+            left = max(0, left - counts[g] * int(held[g]))
+        return tuple(counts)
+
+    def _add(self, counts: tuple[int, ...], most: float) -> bool:
+        if counts in self._columns:
+            return False
+        reach = np.array(counts) @ self._held >= self._layers
+        rates = self._targets[reach & (self._targets <= most * (1.0 + 1e-9))]
+        self._columns[counts] = Column(counts, float(rates.max()))
+        return True
+
+    # --- placements ---
+
+    def placement(self, columns: Sequence[Column]) -> Intervals:
+        """Machines by name for pipelines; those that are in none are left out."""
+        free = [list(group.nodes) for group in self.groups]
+        placement: Intervals = {}
+        for column in sorted(columns, key=lambda each: each.counts, reverse=True):
+            at = 0
+            for g, held in self._shares(column):
+                placement[free[g].pop(0).name] = (at, at + held)
+                at += held
+        return placement
+
+    def _shares(self, column: Column) -> list[tuple[int, int]]:
+        """Group and layers of each machine of a pipeline: all that its rate allows, slow ones fewer."""
+        target = int(np.searchsorted(self._targets, column.rate * (1.0 - 1e-12)))
+        shares = [(g, int(self._held[g, target])) for g, n in enumerate(column.counts) for _ in range(n)]
+        over = sum(held for _, held in shares) - self._layers
+        while over > 0:
+            # One layer less where the machine is slowest, of those that keep the rate.
+            i = max(
+                (i for i, (_, held) in enumerate(shares) if held > 1),
+                key=lambda i: (self._keeps(shares[i], column.rate), 1.0 / self._speed(shares[i])),
+            )
+            shares[i] = shares[i][0], shares[i][1] - 1
+            over -= 1
+        return shares
+
+    def _keeps(self, share: tuple[int, int], rate: float) -> bool:
+        return self.groups[share[0]].rates[share[1] - 1] >= rate * (1.0 - 1e-9)
+
+    def _speed(self, share: tuple[int, int]) -> float:
+        rates = self.groups[share[0]].rates
+        return rates[share[1]] * share[1]
+
+
+def _outside(edge: tuple[str, str]) -> bool:
+    return edge[0] == SOURCE or edge[1] == SINK
+
+
+def _most_layers(rates: Sequence[float], target: float) -> int:
+    return max((j for j, rate in enumerate(rates) if j and rate >= target * (1.0 - 1e-12)), default=0)

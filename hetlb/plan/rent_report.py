@@ -1,0 +1,242 @@
+"""A plan of what to rent as a document (`--json`) and for a person: bill, instances, how far to trust it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as Grid
+
+from hetlb.plan.highs import INFINITY
+from hetlb.plan.planning import Planned, Table, pruned_size, simulate_plan
+from hetlb.plan.rent import Plan
+from hetlb.plan.replan import Replanned
+
+
+def document_of(table: Table, planned: Planned, solve_s: float) -> dict[str, Any]:
+    """The figures of the contract; what they rest on under further keys."""
+    plan, problem = planned.plan, planned.problem
+    known = {c.name: c for c in problem.configurations}
+    requests = table.market.file.requests
+    totals: dict[str, float] = {}
+    for (name, _), rate in plan.rates.items():
+        totals[name] = totals.get(name, 0.0) + rate
+    tokens = {kind.name: kind.input_tokens + kind.output_tokens for kind in table.types}
+    tokens_s = sum(tokens[name] * rate for name, rate in totals.items())
+    target = problem.request_rate is not None
+    gap = plan.gap(problem)
+    return {
+        "cost_per_hour": plan.cost_per_hour,
+        "throughput_req_s": plan.throughput,
+        "makespan_s": None if requests is None else requests / plan.throughput,
+        "instances": [
+            {
+                "configuration": name,
+                "count": count,
+                "gpus": dict(known[name].gpus),
+                "price_per_hour": known[name].price_per_hour,
+            }
+            for name, count in plan.counts.items()
+        ],
+        "assignment": [
+            {"workload": name, "configuration": configuration, "share": rate / totals[name]}
+            for (name, configuration), rate in plan.rates.items()
+        ],
+        "gap": gap if math.isfinite(gap) else None,
+        "bound_req_s": (plan.throughput if target else plan.bound) if math.isfinite(plan.bound) else None,
+        "bound_cost_per_hour": plan.bound if target else None,
+        "solve_s": solve_s,
+        "cost_per_million_tokens": plan.cost_per_hour / (tokens_s * 3600) * 1e6
+        if table.lengths_known and tokens_s > 0
+        else None,
+        "simulated": None,
+        "baselines": {},
+        "commands": [],
+        "throughput_table": {
+            c.name: {
+                "origin": table.candidates[c.name].origin,
+                "requests_per_s": dict(table.candidates[c.name].throughput or {}),
+            }
+            for c in problem.configurations
+            if c.name in plan.counts
+        },
+        "configurations": {"all": len(problem.configurations), "pruned": pruned_size(table.problem)},
+        "mixes": {"rounds": planned.rounds, "disagreement": planned.disagreement},
+        "workloads": [
+            {
+                "name": kind.name,
+                "model": kind.model,
+                "share": kind.share,
+                "input_tokens": kind.input_tokens if table.lengths_known else None,
+                "output_tokens": kind.output_tokens if table.lengths_known else None,
+            }
+            for kind in table.types
+        ],
+        "clustering": None
+        if table.clustering is None
+        else {
+            "explained": table.clustering.explained,
+            "input_error": table.clustering.prompt_error,
+            "output_error": table.clustering.output_error,
+        },
+    }
+
+
+def simulated_document(table: Table, plan: Plan, seed: int) -> dict[str, Any] | None:
+    """The whole fleet under the policy that serves more of it: lengths known to the scheduler, and not known.
+
+    `planned` takes the plan's shares, so that each type runs where it is cheapest; `hetlb` weighs each
+    request by itself. Of both within 1 % it is `hetlb`, which follows what the requests really are.
+    """
+    by_policy = {
+        policy: simulate_plan(table, plan, policy=policy, predictor="empirical", seed=seed)
+        for policy in (("hetlb", "planned") if table.lengths_known else ("hetlb",))
+    }
+    served = {policy: 0.0 if each is None else each.request_throughput for policy, each in by_policy.items()}
+    policy = "planned" if served.get("planned", 0.0) > 1.01 * served["hetlb"] else "hetlb"
+    unknown = by_policy[policy]
+    found = simulate_plan(table, plan, policy=policy, predictor="oracle", seed=seed)
+    if found is None or unknown is None:
+        return None
+    return {
+        "total_token_throughput": found.total_token_throughput,
+        "request_throughput": found.request_throughput,
+        "policy": policy,
+        "policies": served,
+        "predictor": "oracle",
+        "requests": found.requests,
+        "makespan_s": found.makespan_s,
+        "lengths_unknown": {
+            "total_token_throughput": unknown.total_token_throughput,
+            "request_throughput": unknown.request_throughput,
+            "predictor": "empirical",
+        },
+    }
+
+
+def replanning_document(replanned: Replanned) -> dict[str, Any]:
+    """The moves, beside those of a plan from scratch."""
+    return {
+        "start": dict(replanned.moves.start),
+        "stop": dict(replanned.moves.stop),
+        "moves": replanned.moves.count,
+        "from_scratch": {
+            "throughput_req_s": replanned.scratch.throughput,
+            "cost_per_hour": replanned.scratch.cost_per_hour,
+            "moves": replanned.scratch_moves.count,
+        },
+    }
+
+
+def print_plan(table: Table, planned: Planned, document: dict[str, Any]) -> None:
+    """The plan for a person: the bill, the instances, who serves what, the others, how far to trust it."""
+    plan, console = planned.plan, Console()
+    cost, rate = document["cost_per_hour"], document["throughput_req_s"]
+    console.print(f"{rate:.4g} requests/s for {cost:.2f} per hour", highlight=False, style="bold")
+    if document["cost_per_million_tokens"] is not None:
+        console.print(f"{document['cost_per_million_tokens']:.3g} per million tokens", highlight=False)
+    if document["makespan_s"] is not None:
+        console.print(
+            f"{table.market.file.requests} requests in {document['makespan_s']:.10g} s", highlight=False
+        )
+    console.print(_rent_grid(document))
+    console.print(_share_grid(table, plan, document))
+    if document["baselines"]:
+        console.print(_baseline_grid(document))
+    for line in trust_lines(document):
+        console.print(line, highlight=False, soft_wrap=True)
+    if (moves := document.get("replanning")) is not None:
+        console.print(
+            f"moves: {moves['moves']} (start {listed(moves['start'])}; stop {listed(moves['stop'])}); "
+            f"a plan from scratch has {moves['from_scratch']['throughput_req_s']:.4g} requests/s "
+            f"and {moves['from_scratch']['moves']} moves",
+            highlight=False,
+            soft_wrap=True,
+        )
+    for command in document["commands"]:
+        print(command)
+
+
+def listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none"
+
+
+def _rent_grid(document: dict[str, Any]) -> Grid:
+    grid = Grid(title="rent", title_justify="left")
+    for column in ("instances", "configuration", "GPUs", "per hour", "throughputs from"):
+        grid.add_column(column, justify="right" if column in ("instances", "per hour") else "left")
+    for each in document["instances"]:
+        gpus = " + ".join(f"{count} {gpu}" for gpu, count in each["gpus"].items())
+        origin = document["throughput_table"][each["configuration"]]["origin"]
+        price = each["count"] * each["price_per_hour"]
+        grid.add_row(str(each["count"]), each["configuration"], gpus, f"{price:.2f}", origin)
+    return grid
+
+
+def _share_grid(table: Table, plan: Plan, document: dict[str, Any]) -> Grid:
+    grid = Grid(title="which requests go where, % of each type", title_justify="left")
+    names = list(plan.counts)
+    for column in ("type", "prompt", "answer", "share", *names):
+        grid.add_column(column, justify="left" if column == "type" else "right", overflow="fold")
+    shares = {(each["workload"], each["configuration"]): each["share"] for each in document["assignment"]}
+    for kind in table.types:
+        cells = [shares.get((kind.name, name), 0.0) for name in names]
+        lengths = (
+            [f"{kind.input_tokens:.0f}", f"{kind.output_tokens:.0f}"] if table.lengths_known else ["", ""]
+        )
+        grid.add_row(
+            kind.name, *lengths, f"{kind.share:.1%}", *(f"{100 * cell:.1f}" if cell else "" for cell in cells)
+        )
+    return grid
+
+
+def _baseline_grid(document: dict[str, Any]) -> Grid:
+    grid = Grid(title="the same money spent otherwise", title_justify="left")
+    for column in ("", "requests/s", "per hour", "this plan"):
+        grid.add_column(column, justify="left" if not column else "right")
+    rate, cost = document["throughput_req_s"], document["cost_per_hour"]
+    target = document["bound_cost_per_hour"] is not None
+    for name, each in document["baselines"].items():
+        served = each["throughput_req_s"]
+        gain = each["cost_per_hour"] / cost - 1 if target else rate / served - 1 if served > 0 else INFINITY
+        words = f"{gain:+.1%}" + (" cheaper" if target else "")
+        grid.add_row(name, f"{served:.4g}", f"{each['cost_per_hour']:.2f}", words if gain < 100 else "")
+    return grid
+
+
+def trust_lines(document: dict[str, Any]) -> list[str]:
+    """Lines that say what the plan rests on and how far it can be trusted."""
+    gap = document["gap"]
+    lines = [
+        f"solver: at most {gap:.2%} from the best plan there is, {document['solve_s']:.1f} s"
+        if gap is not None
+        else "solver: no bound is known"
+    ]
+    if document["interrupted"]:
+        lines.append("interrupted: the best plan so far; neither baselines nor simulation")
+    simulated = document["simulated"]
+    if simulated is not None:
+        planned = document["throughput_req_s"]
+        known = simulated["request_throughput"]
+        unknown = simulated["lengths_unknown"]["request_throughput"]
+        lines.append(
+            f"simulation of the whole fleet under the policy {simulated['policy']}: {known:.4g} requests/s "
+            f"({known / planned:.1%} of the plan) where answer lengths are known in advance, {unknown:.4g} "
+            f"({unknown / planned:.1%}) where they are not"
+        )
+        if simulated["policy"] == "planned":
+            other = simulated["policies"]["hetlb"]
+            lines.append(
+                f"under hetlb, which has no shares by type: {other:.4g} requests/s ({other / planned:.1%})"
+            )
+    if (clustering := document["clustering"]) is not None:
+        lines.append(
+            f"types: they explain {clustering['explained']:.0%} of the variance of the lengths; a request is "
+            f"{clustering['input_error']:.0%} off its type's mean prompt, {clustering['output_error']:.0%} "
+            "off its mean answer"
+        )
+    origins = sorted({each["origin"] for each in document["throughput_table"].values()})
+    if any("roofline" in origin for origin in origins):
+        lines.append("some throughputs come from rooflines, which no hardware has confirmed: measure before")
+    return lines

@@ -1,0 +1,76 @@
+"""Beliefs about one instance, each with where it is from: stated, measured, learnt or assumed."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from hetlb.core.instance import Instance
+
+
+class Source(StrEnum):
+    """Origin of a figure: a person, a profile or the engine, what answers and metrics showed, a default."""
+
+    STATED = "stated"
+    MEASURED = "measured"
+    LEARNT = "learnt"
+    ASSUMED = "assumed"
+
+
+def slots_source(instance: Instance) -> Source:
+    """Origin of the number of sequences that it is believed to run at once."""
+    if instance.spec.slots_stated:
+        return Source.STATED
+    if instance.capacity.max_num_seqs is not None:
+        return Source.MEASURED
+    return Source.ASSUMED if instance.slots_learnt_at is None else Source.LEARNT
+
+
+def speed_source(instance: Instance) -> Source:
+    """Origin of its latency model."""
+    if instance.speed.factor != 1.0 or (instance.speed.seen and not instance.profiled):
+        return Source.LEARNT
+    return Source.MEASURED if instance.profiled else Source.ASSUMED
+
+
+def believed(instance: Instance, tokens_per_s: float, now: float) -> dict[str, Any]:
+    """The part `believes` of an instance's document.
+
+    `tokens_per_s` are weighted tokens at the mean request. `speed.factor` is by how much longer than its
+    profile (or the default) it takes; `age_s` is that of the newest evidence, None for what has none;
+    `confidence` 0 to 1. `host` are seconds of the host for each step, `value`, and for each request.
+    """
+    speed, latency = instance.speed, instance.latency
+    learnt = speed_source(instance) is Source.LEARNT
+    kv = instance.capacity.kv_cache_tokens is not None
+    reported = instance.sample is not None and instance.sample.capacity.kv_cache_tokens is not None
+    host = Source.MEASURED if latency.host_s or latency.request_s else Source.ASSUMED
+    return {
+        "max_num_seqs": _belief(
+            instance.max_num_seqs,
+            slots_source(instance),
+            None if slots_source(instance) is not Source.LEARNT else instance.slots_learnt_at,
+            now,
+            0.8,
+        ),
+        "speed": {
+            **_belief(
+                tokens_per_s, speed_source(instance), speed.seen_at if learnt else None, now, speed.confidence
+            ),
+            "factor": speed.factor,
+        },
+        "kv_cache_tokens": _belief(
+            instance.kv_cache_tokens,
+            Source.MEASURED if kv else Source.ASSUMED,
+            instance.sample_at if kv and reported else None,
+            now,
+            1.0,
+        ),
+        "host": {**_belief(latency.host_s, host, None, now, 1.0), "request_s": latency.request_s},
+    }
+
+
+def _belief(value: float, source: Source, at: float | None, now: float, learnt: float) -> dict[str, Any]:
+    confidence = {Source.ASSUMED: 0.0, Source.LEARNT: round(learnt, 3)}.get(source, 1.0)
+    age_s = None if at is None else round(max(0.0, now - at), 3)
+    return {"value": value, "source": source.value, "age_s": age_s, "confidence": confidence}

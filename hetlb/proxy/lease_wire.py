@@ -1,0 +1,196 @@
+"""Encoding of the journal of leases (`core/journal.py`): MessagePack arrays, typed and bounded.
+
+A change is an array that begins with its kind; a request is the array of its facts. Peers over Redis, the
+process that takes this one's place and relays send the same. Fields may be appended within a version: a
+reader ignores those that it does not know. Times are ages in seconds: two processes need no common clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+
+from hetlb.core import journal
+from hetlb.core.journal import Change
+from hetlb.core.objective import UNSTATED, ServiceClass
+from hetlb.core.types import Outcome, Request
+
+#: Largest count of anything: what a float holds exactly, and below what an integer of the ledger may be.
+_MOST: Final = 1 << 53
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
+_Number: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
+_Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+_Sequences: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+_Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+_Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
+_Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+_Share: TypeAlias = Annotated[float, msgspec.Meta(gt=0, lt=1)]
+#: Fields of a `core.objective.ServiceClass`, in their order.
+_Service: TypeAlias = tuple[_Name, _Seconds, _Seconds, _Seconds, _Share, bool, _Amount | None, bool]
+_Keys: TypeAlias = Annotated[tuple[tuple[_Name, _Tokens | None], ...], msgspec.Meta(max_length=4096)]
+
+
+class RequestFacts(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """A request as another process sees it: `core.types.Request` without its instance and its preferences."""
+
+    id: _Number
+    model: _Name
+    prompt_tokens: _Tokens
+    max_tokens: _Tokens | None
+    sequences: _Sequences
+    longest_prompt_tokens: _Tokens
+    generates: bool
+    body_bytes: _Count
+    prompt_exact: bool
+    prefix_keys: _Keys
+    priority: _Number
+    tenant: _Name | None
+    samples: _Sequences
+    blocks: tuple[int, tuple[int, ...]] | None = None
+    generated: _Tokens = 0
+    service: _Service | None = None
+
+    @classmethod
+    def of(cls, request: Request, *, blocks: bool = True) -> RequestFacts:
+        """Facts of a request; `blocks`: with the digests of its prompt's blocks."""
+        return cls(
+            request.id,
+            request.model,
+            request.prompt_tokens,
+            request.max_tokens,
+            request.sequences,
+            request.longest_prompt_tokens,
+            request.generates,
+            request.body_bytes,
+            request.prompt_exact,
+            request.prefix_keys,
+            request.priority,
+            request.tenant,
+            request.samples,
+            request.blocks if blocks else None,
+            request.generated,
+            request.service.parts if request.service.name else None,
+        )
+
+    def request(self, model: str | None = None, pinned: str | None = None) -> Request:
+        """The request, with the model and the instance that were found for it."""
+        return Request(
+            self.id,
+            self.model if model is None else model,
+            self.prompt_tokens,
+            self.max_tokens,
+            self.sequences,
+            self.longest_prompt_tokens,
+            self.generates,
+            self.body_bytes,
+            self.prompt_exact,
+            pinned,
+            self.prefix_keys,
+            self.priority,
+            self.tenant,
+            self.samples,
+            self.blocks,
+            generated=self.generated,
+            service=UNSTATED if self.service is None else ServiceClass(*self.service),
+        )
+
+
+class WireBooked(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
+    """A lease began."""
+
+    number: _Number
+    instance: _Name
+    request: RequestFacts
+    work_ns: _Count
+    predicted_output: _Amount
+    age_s: _Amount
+    begun: bool
+
+    @classmethod
+    def of(cls, change: journal.Booked) -> WireBooked:
+        """Encode a lease, without the digests of its prompt: they may be many."""
+        return cls(
+            change.number,
+            change.instance,
+            RequestFacts.of(change.request, blocks=False),
+            change.work_ns,
+            change.predicted_output,
+            max(0.0, change.age_s),
+            change.begun,
+        )
+
+    def change(self) -> journal.Booked:
+        """The lease. Raises `ValueError` where no request is like its own."""
+        facts = self.request
+        if facts.samples > facts.sequences or not all(
+            map(math.isfinite, (self.predicted_output, self.age_s))
+        ):
+            raise ValueError("a lease of more samples than sequences, or of no finite length")
+        return journal.Booked(
+            self.number,
+            self.instance,
+            facts.request(),
+            self.work_ns,
+            self.predicted_output,
+            self.age_s,
+            self.begun,
+        )
+
+
+class WireBegun(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
+    """The answer of a lease began."""
+
+    number: _Number
+
+    def change(self) -> journal.Begun:
+        """The change."""
+        return journal.Begun(self.number)
+
+
+class WireEnded(msgspec.Struct, array_like=True, tag=2, gc=False, frozen=True):
+    """A lease ended."""
+
+    number: _Number
+    outcome: Outcome
+    output_tokens: _Count
+    cached_tokens: _Count | None
+
+    def change(self) -> journal.Ended:
+        """The change."""
+        return journal.Ended(self.number, self.outcome, self.output_tokens, self.cached_tokens)
+
+
+class WireWaiting(msgspec.Struct, array_like=True, tag=3, frozen=True):
+    """Sizes of what waits, by model."""
+
+    sizes: Annotated[dict[_Name, _Count], msgspec.Meta(max_length=4096)]
+
+    def change(self) -> journal.Waiting:
+        """The change."""
+        return journal.Waiting(self.sizes)
+
+
+WireChange: TypeAlias = WireBooked | WireBegun | WireEnded | WireWaiting
+
+
+def to_wire(changes: Iterable[Change]) -> list[WireChange]:
+    """Encode changes."""
+    return [_wire(each) for each in changes]
+
+
+def _wire(change: Change) -> WireChange:
+    if isinstance(change, journal.Booked):
+        return WireBooked.of(change)
+    if isinstance(change, journal.Begun):
+        return WireBegun(change.number)
+    if isinstance(change, journal.Ended):
+        return WireEnded(change.number, change.outcome, change.output_tokens, change.cached_tokens)
+    return WireWaiting(change.sizes)
+
+
+def from_wire(changes: Sequence[WireChange]) -> list[Change]:
+    """The changes of a message. Raises `ValueError`."""
+    return [each.change() for each in changes]

@@ -1,0 +1,111 @@
+"""ZeroMQ's wire protocol (ZMTP 3.0, https://rfc.zeromq.org/spec/23) for a client of a publisher or a router.
+
+libzmq bounds the bytes of a frame and the number of messages, but not the frames of one message, and reads in
+a thread of its own: a peer that sends without end takes all memory. Here a message is bounded as a whole,
+and a peer that is not read is held back by TCP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Final
+
+from hetlb.turns import Share
+
+#: Bounds of a message: bytes of all its frames, and frames.
+MOST_BYTES: Final = 1 << 20
+MOST_FRAMES: Final = 8
+#: Bytes that may wait to be read.
+_BUFFER: Final = 64 << 10
+#: Seconds in which a connection must be there, its handshake done.
+_CONNECT_S: Final = 5.0
+
+_MORE: Final = 1
+_LONG: Final = 2
+_COMMAND: Final = 4
+_SIGNATURE: Final = b"\xff" + bytes(8) + b"\x7f"
+#: Signature, version 3.0, the mechanism NULL, no server, filler.
+_GREETING: Final = _SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+_ADDRESS: Final = re.compile(r"(?:tcp://\[?(?P<host>[^\[\]]+)\]?:(?P<port>[0-9]+)|ipc://(?P<path>.+))")
+
+
+class ZmtpError(Exception):
+    """The peer broke the protocol, or a bound."""
+
+
+class ZmtpConnection:
+    """A connection of one socket. Raises `OSError`, `EOFError` or `ZmtpError` from all that waits."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._share = Share()
+
+    @classmethod
+    async def open(cls, address: str, kind: str) -> ZmtpConnection:
+        """Connect a socket of a `kind` (`SUB`, `DEALER`) to `tcp://host:port` or `ipc:///path`."""
+        found = _ADDRESS.fullmatch(address)
+        if found is None:
+            raise ZmtpError(f"expected tcp://host:port or ipc:///path, got {address!r}")
+        async with asyncio.timeout(_CONNECT_S):
+            if found["path"]:
+                streams = await asyncio.open_unix_connection(found["path"], limit=_BUFFER)
+            else:
+                streams = await asyncio.open_connection(found["host"], int(found["port"]), limit=_BUFFER)
+            connection = cls(*streams)
+            try:
+                await connection._shake_hands(kind.encode())
+            except BaseException:
+                connection.close()
+                raise
+        return connection
+
+    def close(self) -> None:
+        """Close at once."""
+        self._writer.transport.abort()
+
+    def send(self, *frames: bytes) -> None:
+        """Send one message of short frames."""
+        for number, frame in enumerate(frames, start=1):
+            self._writer.write(bytes([_MORE if number < len(frames) else 0, len(frame)]) + frame)
+
+    async def receive(self) -> list[bytes]:
+        """The frames of the next message. The event loop is shared: a peer has one turn at a time."""
+        frames: list[bytes] = []
+        left = MOST_BYTES
+        while True:
+            flags, frame = await self._frame(left)
+            if flags & _COMMAND:
+                continue
+            frames.append(frame)
+            left -= len(frame)
+            if not flags & _MORE:
+                return frames
+            if len(frames) == MOST_FRAMES:
+                raise ZmtpError(f"expected at most {MOST_FRAMES} frames of a message, got more")
+
+    async def _frame(self, most: int) -> tuple[int, bytes]:
+        await self._share.spent()
+        read = self._reader.readexactly
+        flags, size = await read(2)
+        if flags & ~(_MORE | _LONG | _COMMAND):
+            raise ZmtpError(f"expected the flags of a frame, got {flags:#04x}")
+        if flags & _LONG:
+            size = int.from_bytes(bytes([size]) + await read(7), "big")
+        if size > most:
+            raise ZmtpError(f"expected at most {MOST_BYTES} bytes of a message, got more")
+        return flags, await read(size)
+
+    async def _shake_hands(self, kind: bytes) -> None:
+        self._writer.write(_GREETING)
+        greeting = await self._reader.readexactly(len(_GREETING))
+        if not greeting.startswith(b"\xff") or greeting[9] != 0x7F or greeting[10] < 3:
+            raise ZmtpError("expected a peer that speaks ZMTP 3")
+        if greeting[12:32].rstrip(b"\0") != b"NULL":
+            raise ZmtpError("expected a peer without authentication")
+        ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
+        self._writer.write(bytes([_COMMAND, len(ready)]) + ready)
+        flags, frame = await self._frame(MOST_BYTES)
+        if not flags & _COMMAND or not frame.startswith(b"\x05READY"):
+            raise ZmtpError("expected a peer that is ready")

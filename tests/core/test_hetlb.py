@@ -1,0 +1,181 @@
+"""The default policy: room, cost, worth, and who in the queue suits a free instance."""
+
+from __future__ import annotations
+
+import pytest
+from helpers import FAST, MODEL, dispatched, make_scheduler, request, spec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetlb.core.latency import LatencyModel
+from hetlb.core.policies.hetlb import TERMS
+from hetlb.core.predictor import OraclePredictor
+from hetlb.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
+
+#: As fast as `FAST` in decoding, fifty times as slow at reading.
+SLOW_READER = LatencyModel(5e-3, 5e-2, 0.0, 1e-2, FAST.k5, FAST.k6, 0.0, FAST.k8)
+
+
+def capacity(places: int, kv: int = 1_000_000) -> Capacity:
+    return Capacity(kv_cache_tokens=kv, kv_tokens_per_request=kv, max_num_seqs=places)
+
+
+def test_a_long_prompt_goes_where_it_is_read_fast() -> None:
+    scheduler = make_scheduler([InstanceSpec("reads-slowly", MODEL, latency=SLOW_READER), spec("a")], "hetlb")
+    assert dispatched(scheduler.on_arrival(request(1, prompt=5000), 0.0)).instance == "a"
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_samples_of_a_prompt_are_read_once_where_prefixes_are_cached(caches: bool) -> None:
+    stated = Capacity(kv_cache_tokens=1_000_000, max_num_seqs=64, enable_prefix_caching=caches)
+    scheduler = make_scheduler([spec("a", capacity=stated)], "hetlb")
+    [instance] = scheduler.instances
+    asked = request(1, prompt=3000, sequences=8, samples=4)
+    [candidate], _ = scheduler.explain(asked, 100.0, 0.0)
+    read = 2 if caches else 8
+    expected = instance.latency.first_token_s(3000, 0.0, 0.0, 0.0, 0.0, instance.token_budget, read)
+    assert candidate.terms is not None
+    assert candidate.terms["first_token_s"] == pytest.approx(expected)
+
+
+def test_an_idle_instance_is_better_than_one_that_reads_many_prompts() -> None:
+    scheduler = make_scheduler([spec("a", kv=1_000_000), spec("b", slower=1.2, kv=1_000_000)], "hetlb")
+    chosen = [dispatched(scheduler.on_arrival(request(i, prompt=4000), 0.0)).instance for i in range(2)]
+    assert chosen == ["a", "b"]
+
+
+def test_an_instance_gets_no_more_than_it_does_until_faster_ones_are_done_with_all() -> None:
+    """Short answers, known to be: each is done in time on the slow one, all of them are not."""
+    slower = LatencyModel(
+        SLOW_READER.k1, SLOW_READER.k2, 0.0, SLOW_READER.k4, FAST.k5, 100 * FAST.k6, 0.0, FAST.k8
+    )
+    slow = InstanceSpec("slow", MODEL, latency=slower, capacity=capacity(256))
+    lengths = {i: 400 if i % 2 else 2 for i in range(1000)}
+    fleet = [spec("fast", capacity=capacity(64)), slow]
+    scheduler = make_scheduler(fleet, "hetlb", predictor=OraclePredictor(lengths))
+    placed = [
+        command.lease.instance
+        for i in lengths
+        for command in scheduler.on_arrival(request(i, prompt=100, max_tokens=None), 0.0)
+        if isinstance(command, Dispatch)
+    ]
+    mix = scheduler.placement.demand(MODEL).mix
+    fast_s, slow_s = (mix.size / mix.speed(instance) for instance in scheduler.instances)
+    assert 0 < placed.count("slow") * slow_s < len(lengths) * fast_s
+
+
+def test_terms_add_up_to_something_one_can_read() -> None:
+    scheduler = make_scheduler([spec("a"), spec("b", slower=2.0)], "hetlb")
+    command = scheduler.on_arrival(request(1), 0.0)[0]
+    assert isinstance(command, Dispatch)
+    a, b = command.candidates
+    assert a.terms is not None
+    assert b.terms is not None
+    assert list(a.terms) == [term.name for term in TERMS]
+    assert 0 < a.terms["first_token_s"] < a.terms["own_s"]
+    assert b.terms["own_s"] > a.terms["own_s"]
+    assert a.terms["others_s"] == 0.0
+
+
+@given(
+    slower=st.sampled_from((1.0, 3.7)),
+    prompt=st.integers(1, 9000),
+    cached=st.integers(0, 9000),
+    sequences=st.integers(1, 40),
+)
+def test_the_first_token_on_an_idle_instance_is_the_latency_model_s(
+    slower: float, prompt: int, cached: int, sequences: int
+) -> None:
+    scheduler = make_scheduler([spec("a", slower=slower, kv=1_000_000)], "hetlb")
+    [instance] = scheduler.instances
+    keys = (("x", cached),) if 0 < cached <= prompt else ()
+    if keys:
+        earlier = dispatched(scheduler.on_arrival(request(1, prompt=cached, prefix_keys=keys), 0.0))
+        scheduler.on_first_token(earlier, 1.0)
+        scheduler.on_lease_ended(earlier, Outcome.CLIENT_GONE, 1.0)
+    asked = request(2, prompt=prompt, sequences=sequences, prefix_keys=keys)
+    [candidate], _ = scheduler.explain(asked, 100.0, 2.0)
+    held = min(cached, prompt - 1) if keys else 0
+    expected = instance.latency.first_token_s(prompt, held, 0.0, 0.0, 0.0, instance.token_budget, sequences)
+    assert candidate.terms is not None
+    assert candidate.terms["first_token_s"] == pytest.approx(expected, rel=1e-9)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 6000), st.integers(1, 600), st.integers(1, 20), st.sampled_from(("", "x", "y"))
+        ),
+        min_size=1,
+        max_size=40,
+    ),
+    st.booleans(),
+)
+def test_terms_with_their_weights_add_up_to_the_score(
+    asked: list[tuple[int, int, int, str]], busy: bool
+) -> None:
+    fleet = [spec("a", kv=200_000), spec("b", slower=2.0, kv=200_000), spec("c", kv=200_000)]
+    scheduler = make_scheduler(fleet, "hetlb")
+    for number, (prompt, output, sequences, key) in enumerate(asked):
+        keys = ((key, prompt),) if key else ()
+        commands = scheduler.on_arrival(
+            request(number, prompt=prompt, max_tokens=output, sequences=sequences, prefix_keys=keys), 0.0
+        )
+        for command in commands:
+            if isinstance(command, Dispatch):
+                if busy:
+                    scheduler.on_busy(command.lease, 30.0, 0.0)
+                for each in command.candidates:
+                    assert each.terms is not None
+                    assert each.weights is not None
+                    total = sum(each.weights[name] * seconds for name, seconds in each.terms.items())
+                    assert each.score == pytest.approx(total, rel=1e-9, abs=1e-9)
+
+
+def test_terms_are_those_of_the_moment_of_the_decision() -> None:
+    """They are looked at later, when the instance has changed."""
+    scheduler = make_scheduler([spec("a", kv=10_000)], "hetlb")
+    command = scheduler.on_arrival(request(1, prompt=1000), 0.0)[0]
+    assert isinstance(command, Dispatch)
+    [candidate] = command.candidates
+    assert candidate.kv_utilization == 0.0
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 4000), st.integers(1, 500), st.integers(0, 3)), min_size=1, max_size=80
+    ),
+    st.integers(1, 5),
+)
+def test_no_request_waits_for_ever_and_all_is_given_back(
+    asked: list[tuple[int, int, int]], instances: int
+) -> None:
+    fleet = [spec(f"i{i}", slower=1.0 + 3 * i, capacity=capacity(2 + i, 20_000)) for i in range(instances)]
+    scheduler = make_scheduler(fleet, "hetlb")
+    running: list[Lease] = []
+    seen: set[int] = set()
+
+    def take(commands: list[object]) -> None:
+        for command in commands:
+            assert isinstance(command, Dispatch)
+            assert command.request_id not in seen
+            seen.add(command.request_id)
+            running.append(command.lease)
+
+    now = 0.0
+    for i, (prompt, output, gap) in enumerate(asked):
+        now += gap
+        take(scheduler.on_arrival(request(i, prompt=prompt, max_tokens=output), now))  # type: ignore[arg-type]
+    for _ in range(len(asked)):
+        if not running:
+            break
+        lease = running.pop(0)
+        now += 0.5
+        scheduler.on_first_token(lease, now)
+        lease.output_tokens = lease.request.max_tokens or 1
+        now += 0.5
+        take(scheduler.on_lease_ended(lease, Outcome.OK, now))  # type: ignore[arg-type]
+        scheduler.check_integrity()
+    assert seen == set(range(len(asked)))
+    assert len(scheduler.queue) == 0
+    assert all(instance.sequences == 0 for instance in scheduler.instances)

@@ -1,0 +1,99 @@
+"""The picker's door without gRPC and sockets: messages as grpcio hands them on."""
+
+from __future__ import annotations
+
+import random
+
+from google.protobuf.message import DecodeError
+from helpers import make_scheduler, spec
+from pick.gateway import body_of, request_headers, response_headers
+from proxy.memory import Loop
+from proxy.upstreams import PLAIN_BODY
+
+from hetlb.config.fleet_tables import PickTable, ProxyTable
+from hetlb.core.health import HealthTracker
+from hetlb.core.throttle import Throttle
+from hetlb.core.types import Health
+from hetlb.pick.calls import receive
+from hetlb.pick.driver import PickDriver
+from hetlb.pick.envoy_fields import MalformedMessage
+from hetlb.pick.messages import STREAMED
+from hetlb.pick.stream import HttpStream, PickerState
+from hetlb.pick.tenant_names import MOST
+from hetlb.proxy.driver import DriverSetup
+from hetlb.proxy.router import Router
+from hetlb.proxy.token_estimator import TokenEstimator
+
+#: The messages of a request and its answer, as Envoy sends them.
+HEADERS = request_headers(STREAMED).SerializeToString()
+BODY = body_of("request_body", b'{"model":"m","prompt":"x"}').SerializeToString()
+ANSWER = response_headers().SerializeToString()
+ANSWER_BODY = body_of("response_body", PLAIN_BODY).SerializeToString()
+
+
+class _View:
+    """A fleet that serves one model."""
+
+    def routable(self) -> bool:
+        return True
+
+    def models(self) -> list[str]:
+        return ["m"]
+
+
+class Door:
+    """A picker over one instance."""
+
+    def __init__(self) -> None:
+        self.scheduler = make_scheduler([spec("i0")], "hetlb")
+        self.driver = PickDriver(self.scheduler, DriverSetup(ProxyTable(), TokenEstimator(), Loop()))
+        self.state = PickerState(self.driver, Router(self.driver, _View()), PickTable(), {})  # type: ignore[arg-type]
+        self.state.set_addresses({"i0": "127.0.0.1:1"})
+        self.sent: list[bytes] = []
+
+    def call(self, messages: list[bytes]) -> HttpStream:
+        """A stream that got these messages, until it is over or one is refused."""
+        self.sent = []
+        stream = HttpStream(self.state, self.sent.append)
+        for data in messages:
+            if stream.over:
+                break
+            try:
+                receive(stream, data)
+            except (DecodeError, MalformedMessage):
+                break
+            assert len(self.driver.exchanges) <= 1, "a stream has two requests"
+            assert self.scheduler.in_flight <= 1, "a stream has two leases"
+        return stream
+
+    def check(self, messages: list[bytes]) -> None:
+        """Whatever the messages are, nothing of them is left."""
+        stream = self.call(messages)
+        stream.closed()
+        self.driver.settle()
+        assert not self.driver.exchanges
+        assert not self.driver.streams
+        assert self.scheduler.in_flight == 0
+        assert len(self.scheduler.queue) == 0
+        assert self.state.held_bytes == 0
+        assert len(self.state.tenants) <= MOST
+        self.scheduler.check_integrity()
+        # Nothing of one input is to be held against the next.
+        instance = self.scheduler.instances[0]
+        instance.health = HealthTracker(random.Random(0), Health.UP)
+        instance.throttle = Throttle(instance.health.probation)
+
+
+def messages_of(data: bytes) -> list[bytes]:
+    """Messages with their length, of two bytes, before them; what is left over is the last."""
+    found, at = [], 0
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 2], "big")
+        found.append(data[at + 2 : at + 2 + size])
+        at += 2 + size
+    return found
+
+
+def written(messages: list[bytes]) -> bytes:
+    """The other way."""
+    return b"".join(len(each).to_bytes(2, "big") + each for each in messages)

@@ -1,0 +1,185 @@
+"""Status of a fleet in its incidents: the state, what limits it and the advice are right in each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers import MODEL, make_scheduler, request, spec
+
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.types import (
+    AdminState,
+    AdminStateSet,
+    Capacity,
+    Dispatch,
+    EngineSample,
+    Lease,
+    Outcome,
+    Probed,
+    ProbeResult,
+)
+from hetlb.proxy.beliefs import Source, believed, slots_source, speed_source
+from hetlb.proxy.dashboard.routes import pools
+from hetlb.proxy.fleet_status import QueueMemory, status
+from hetlb.proxy.telemetry.history import History
+
+SLOTS = 8
+
+
+class Watched:
+    """A scheduler of three servers, the requests that ended, and the queue as it was seen."""
+
+    def __init__(self, names: str = "abc", *, slots: int | None = SLOTS) -> None:
+        capacity = Capacity(kv_cache_tokens=10**7, kv_tokens_per_request=10**7, max_num_seqs=slots)
+        self.scheduler: Scheduler = make_scheduler([spec(name, capacity=capacity) for name in names], "hetlb")
+        self.history = History()
+        self.queues = QueueMemory()
+        self.leases: list[Lease] = []
+        self.number = 0
+        self.now = 100.0
+
+    def arrive(self, count: int) -> None:
+        for _ in range(count):
+            self.number += 1
+            commands = self.scheduler.on_arrival(request(self.number), self.now)
+            self.leases += [each.lease for each in commands if isinstance(each, Dispatch)]
+
+    def end(self, count: int, outcome: Outcome = Outcome.OK, name: str = "") -> None:
+        for lease in [each for each in self.leases if name in ("", each.instance)][:count]:
+            self.leases.remove(lease)
+            lease.output_tokens, lease.mark = 20, None  # its time teaches nothing about speed
+            began = self.now - 1.0
+            row = (self.now, began, began, None, lease.instance, MODEL, 10, 10, 20.0, 1.0, 20, 1)
+            self.history.extend([(*row, outcome.value)])
+            if outcome is Outcome.OK:
+                self.scheduler.on_first_token(lease, self.now)
+                lease.first_mark = None
+            for each in self.scheduler.on_lease_ended(lease, outcome, self.now, retry=False):
+                if isinstance(each, Dispatch):
+                    self.leases.append(each.lease)
+
+    def refuse(self, name: str) -> None:
+        self.scheduler.on_instance(Probed(name, ProbeResult.REFUSED, "connection refused"), self.now)
+
+    def look(self) -> dict[str, Any]:
+        return status(self.scheduler, pools(self.scheduler), self.history, self.queues, self.now)
+
+
+def test_without_traffic_it_is_well() -> None:
+    found = Watched().look()
+    assert (found["state"], found["load"], found["request_rate"]) == ("well", 0.0, 0.0)
+    assert found["advice"] == "No request came of late; nothing to do."
+
+
+def test_below_saturation_it_is_well_and_says_what_room_there_is() -> None:
+    fleet = Watched()
+    fleet.arrive(12)
+    fleet.end(4)
+    found = fleet.look()
+    assert found["state"] == "well"
+    assert 0.2 < found["load"] < 0.8
+    assert found["advice"] == "Nothing to do."
+    assert found["headroom_req_s"] == pytest.approx(found["capacity_req_s"] * (1 - found["load"]), rel=1e-3)
+    assert "room for" in found["sentence"]
+
+
+def test_saturated_and_balanced_it_is_busy() -> None:
+    fleet = Watched()
+    for _ in range(20):  # as many come as end: the queue stays
+        fleet.arrive(40 - len(fleet.leases) - len(fleet.scheduler.queue))
+        fleet.end(10)
+        fleet.now += 1.0
+        fleet.arrive(10)
+        fleet.look()
+    found = fleet.look()
+    assert found["state"] == "busy"
+    assert found["load"] >= 1.0
+    assert found["headroom_req_s"] == 0.0
+    assert "Another server would shorten that" in found["advice"]
+
+
+def test_a_queue_that_grows_is_degraded() -> None:
+    fleet = Watched()
+    for _ in range(20):
+        fleet.arrive(12)
+        fleet.end(4)
+        fleet.look()
+        fleet.now += 1.0
+    found = fleet.look()
+    assert found["state"] == "degraded"
+    assert found["advice"].startswith("More comes than can be served")
+    assert found["limited_by"] == "the queue: all servers are full"
+
+
+def test_two_of_three_dead_is_degraded_and_names_them() -> None:
+    fleet = Watched()
+    fleet.arrive(30)
+    for name in "bc":
+        fleet.refuse(name)
+    found = fleet.look()
+    assert found["state"] == "degraded"
+    assert found["advice"].startswith("b and c are out (connection refused): bring them back.")
+    assert found["sentence"].startswith("1 of 3 servers")
+
+
+def test_one_slow_is_degraded_and_named() -> None:
+    fleet = Watched()
+    fleet.arrive(9)
+    slow = fleet.scheduler.fleet.instances["b"]
+    slow.speed.factor = 3.0
+    found = fleet.look()
+    assert found["state"] == "degraded"
+    assert found["advice"].startswith("b takes 3.0 times as long as its profile says")
+
+
+def test_one_that_fails_is_degraded_and_named() -> None:
+    fleet = Watched()
+    fleet.arrive(20)
+    fleet.end(3, Outcome.UPSTREAM_ERROR, "a")
+    assert fleet.look()["advice"].startswith("100 % of what a answers fails")
+    assert fleet.look()["state"] == "degraded"
+
+
+def test_none_left_is_down_and_says_why() -> None:
+    fleet = Watched()
+    for name in "abc":
+        fleet.refuse(name)
+    found = fleet.look()
+    assert (found["state"], found["capacity_req_s"]) == ("down", 0.0)
+    assert found["advice"] == "a, b and c do not answer (connection refused): start one."
+    drained = Watched("a")
+    drained.scheduler.on_instance(AdminStateSet("a", AdminState.DRAIN), 0.0)
+    assert drained.look()["state"] == "down"
+    assert "drained or in maintenance: set one ready" in drained.look()["advice"]
+
+
+def test_a_drained_server_is_no_trouble() -> None:
+    fleet = Watched()
+    fleet.scheduler.on_instance(AdminStateSet("a", AdminState.DRAIN), 0.0)
+    assert fleet.look()["state"] == "well"
+    assert fleet.look()["sentence"].startswith("2 of 3 servers")
+
+
+def test_of_assumed_slots_it_is_said() -> None:
+    fleet = Watched(slots=None)
+    assert fleet.look()["advice"] == (
+        "The slots of a, b and c are assumed: state their max_num_seqs in the fleet file."
+    )
+
+
+def test_each_belief_says_where_it_is_from() -> None:
+    fleet = Watched("a", slots=None)
+    [instance] = fleet.scheduler.instances
+    slots = believed(instance, 1.0, fleet.now)["max_num_seqs"]
+    assert slots == {"value": 256, "source": "assumed", "age_s": None, "confidence": 0.0}
+    for _ in range(2):  # it lets requests wait while its KV cache has room: it runs all it can
+        fleet.scheduler.on_scrape("a", EngineSample(running=32, waiting=3, kv_usage=0.2), fleet.now)
+    slots = believed(instance, 1.0, fleet.now + 2.0)["max_num_seqs"]
+    assert (slots["value"], slots["source"], slots["age_s"]) == (32, "learnt", 2.0)
+    assert slots_source(Watched("a").scheduler.instances[0]) is Source.MEASURED
+    stated = make_scheduler([spec("a", capacity=Capacity(max_num_seqs=7), slots_stated=True)], "hetlb")
+    assert slots_source(stated.instances[0]) is Source.STATED
+    assert speed_source(stated.instances[0]) is Source.MEASURED
+    for each in believed(instance, 1.0, fleet.now).values():
+        assert {"value", "source", "age_s", "confidence"} <= each.keys()

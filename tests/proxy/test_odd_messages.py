@@ -1,0 +1,112 @@
+"""Messages of other processes that are none: counted and skipped, and the next good one is taken."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from fuzz.targets import TARGETS
+from helpers import make_scheduler, request, spec
+
+from hetlb.config.fleet_tables import SharedTable
+from hetlb.core.journal import Booked, Change, Ended
+from hetlb.core.types import Outcome
+from hetlb.proxy.lease_wire import WireChange, from_wire, to_wire
+from hetlb.proxy.sharing import Sharing
+
+NAME = "ab12"
+
+
+def shared() -> Sharing:
+    """A view of one process, whose server is not there."""
+    return Sharing(SharedTable(), "redis://127.0.0.1:1", make_scheduler([spec("a")]), lambda _: None, "cd34")
+
+
+def message(changes: Any, kind: Any = 1, **other: Any) -> bytes:
+    fields = {"version": 2, "name": NAME, "kind": kind, "sequence": 1, "sent_at": 0.0, "epoch": 0} | other
+    return msgspec.msgpack.encode([*fields.values(), changes])
+
+
+def lease(**other: Any) -> list[Any]:
+    """A lease as it goes over the wire, with other fields."""
+    [wire] = to_wire([Booked(1, "a", request(1), 10**9, 20.0, 0.5)])
+    fields = msgspec.structs.asdict(wire) | {name: value for name, value in other.items() if name != "facts"}
+    facts = msgspec.structs.asdict(fields["request"]) | other.get("facts", {})
+    return [0, *[list(facts.values()) if name == "request" else value for name, value in fields.items()]]
+
+
+ODD: dict[str, Any] = {
+    "no MessagePack": b"\xc1\xff",
+    "text": "a text, as a client of the server may have asked for",
+    "another version": message([], version=1),
+    "a list for a name": message([], name=["x"]),
+    "a map for a kind": message([], kind={}),
+    "an unknown kind": message([], kind=9),
+    "a sequence that is no number": message([], sequence="x"),
+    "a number that has no end": message([], sequence=1 << 63),
+    "a time of text": message([], sent_at="now"),
+    "an unknown change": message([[7, 1]]),
+    "a change that is none": message([3]),
+    "an instance that is a list": message([lease(instance=["a"])]),
+    "negative work": message([lease(work_ns=-1)]),
+    "an age without end": message([lease(age_s=math.inf)]),
+    "an age that is no number": message([lease(age_s=math.nan)]),
+    "a length that is no number": message([lease(predicted_output=math.nan)]),
+    "no sequences": message([lease(facts={"sequences": 0})]),
+    "no samples": message([lease(facts={"samples": 0})]),
+    "more samples than sequences": message([lease(facts={"samples": 5})]),
+    "a prompt without end": message([lease(facts={"prompt_tokens": 1 << 62})]),
+    "a negative prompt": message([lease(facts={"prompt_tokens": -5})]),
+    "a key that is a number": message([lease(facts={"prefix_keys": [[1, 2]]})]),
+    "an outcome of nothing": message([[2, 1, "unheard of", 0, None]]),
+    "sizes of text": message([[3, {"m": "x"}]]),
+    "a name without end": message([[3, {"m" * 5000: 1}]]),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+async def test_a_process_hears_on_after_an_odd_message(name: str) -> None:
+    sharing = shared()
+    try:
+        sharing._receive(ODD[name])
+        assert (sharing.figures.rejected, sharing.view.peer_leases) == (1, 0)
+        sharing._receive(message([lease()]))
+        assert (sharing.figures.received, sharing.view.peer_leases) == (1, 1)
+        sharing._receive(message([[2, 1, "ok", 3, None]], kind=0, sequence=2))
+        assert sharing.view.peer_leases == 0
+    finally:
+        await sharing.close()
+
+
+async def test_odd_messages_without_end_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    sharing = shared()
+    for _ in range(500):
+        for odd in ODD.values():
+            sharing._receive(odd)
+        await asyncio.sleep(0)
+    assert sharing.figures.rejected == 500 * len(ODD)
+    assert len(caplog.records) <= 2
+    await sharing.close()
+
+
+def test_the_limits_hold_what_a_scheduler_may_say() -> None:
+    """A lease of the largest request that passes, and one whose process has restored it."""
+    largest = request(1 << 61, prompt=1 << 31)
+    changes: list[Change] = [
+        Booked(1 << 61, "i" * 200, largest, 1 << 53, 1e9, 1e9, True),
+        Ended(1 << 61, Outcome.BROKEN_STREAM, 1 << 40, 1 << 31),
+    ]
+    wire = msgspec.msgpack.encode(to_wire(changes))
+    assert from_wire(msgspec.msgpack.decode(wire, type=list[WireChange])) == changes
+
+
+def test_the_fuzz_target_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Sharing, data: bytes) -> None:
+        raise TypeError("unhashable")
+
+    monkeypatch.setattr(Sharing, "_receive", broken)
+    with pytest.raises(TypeError):
+        TARGETS["shared"](message([]))

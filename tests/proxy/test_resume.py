@@ -1,0 +1,277 @@
+"""An answer whose engine is lost goes on at another one, and its client sees one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from emulator.conftest import make_profile
+from helpers import HANG_S
+from proxy.cutter import Cut, Cutter
+from proxy.test_proxying import Start
+
+from hetlb.core.types import EngineSample
+from hetlb.emulator import EmulatedEngine
+from hetlb.proxy.exchange import MOST_RESUMED
+
+HOWS = ("fin", "rst")
+#: Bytes of the head of an answer: what ends in it is no answer (502), as before.
+HEAD_BYTES = 260
+#: Bytes until text has come: a request that is dropped twice before that is tried no more.
+TEXT_BYTES = 700
+
+
+@pytest_asyncio.fixture
+async def engine() -> AsyncIterator[EmulatedEngine]:
+    async with EmulatedEngine(make_profile(), time_scale=0.01, served_model_names=("m",)) as running:
+        yield running
+
+
+def body(kind: str, stream: bool, **more: Any) -> dict[str, Any]:
+    asked = (
+        {"prompt": "Tell me something"} if kind == "completions" else
+        {"messages": [{"role": "user", "content": "Tell me something"}]}
+    )  # fmt: skip
+    return {"model": "m", **asked, "stream": stream, "max_tokens": 40, "temperature": 0, **more}
+
+
+class Answer:
+    """What a client got: the text, the reasons of its end, ids, usage, the rest as it came."""
+
+    def __init__(self, status: int, headers: Any, raw: bytes, stream: bool) -> None:
+        self.status, self.headers, self.raw = status, headers, raw
+        self.events = []
+        self.done = False
+        if not stream:
+            self.events = [json.loads(raw)]
+        else:
+            blocks = raw.split(b"\n\n")
+            assert blocks.pop() == b""
+            for block in blocks:
+                assert block.startswith(b"data: "), block
+                assert b"\n" not in block, block
+                assert not self.done
+                if block == b"data: [DONE]":
+                    self.done = True
+                else:
+                    self.events.append(json.loads(block[6:]))
+        choices = [each["choices"][0] for each in self.events if each.get("choices")]
+        self.said = [
+            (each.get("message") or each.get("delta") or {}).get("content") or each.get("text") or ""
+            for each in choices
+        ]
+        self.text = "".join(self.said)
+        self.finish = [each["finish_reason"] for each in choices if each.get("finish_reason")]
+        self.roles = sum("role" in each.get("delta", {}) for each in choices)
+        self.names = {(each.get("id"), each.get("created")) for each in self.events}
+        self.usage = [each["usage"] for each in self.events if each.get("usage")]
+        self.failed = any("error" in each for each in self.events)
+        self.keys = {tuple(each) for each in choices}
+
+
+def unchunked(data: bytes) -> bytes:
+    """The body of a chunked answer, as far as it came."""
+    out = b""
+    while data:
+        size, _, data = data.partition(b"\r\n")
+        out += data[: int(size, 16)]
+        data = data[int(size, 16) + 2 :]
+    return out
+
+
+async def ask(url: str, kind: str, asked: dict[str, Any]) -> Answer:
+    path = "/v1/completions" if kind == "completions" else "/v1/chat/completions"
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    sent = json.dumps(asked).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: h\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(sent)}\r\n\r\n"
+    )
+    writer.write(head.encode() + sent)
+    async with asyncio.timeout(HANG_S):
+        raw = await reader.read()
+    writer.close()
+    head_lines, _, raw = raw.partition(b"\r\n\r\n")
+    status, *lines = head_lines.decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines)
+    if "transfer-encoding" in headers:
+        raw = unchunked(raw)
+    return Answer(int(status.split()[1]), headers, raw, asked["stream"] and status.startswith("HTTP/1.1 200"))
+
+
+async def proxied(start: Start, *urls: str, vllm: bool = True, **table: Any) -> Any:
+    proxy = await start(*urls, **{"resume": "ids", **table})
+    if vllm:
+        for each in proxy.scheduler.instances:
+            proxy.driver.sample(each.name, EngineSample(engine="vllm"))
+    return proxy
+
+
+def same(got: Answer, whole: Answer) -> None:
+    """One whole answer, as from an engine that was not lost."""
+    assert (got.status, got.text, got.finish, got.done) == (200, whole.text, whole.finish, whole.done), (
+        got.raw[-330:].decode() + str(got.headers)
+    )
+    assert (got.usage, got.roles) == (whole.usage, whole.roles)
+    assert len(got.names) == 1
+    assert not got.failed
+    assert got.keys == whole.keys
+    assert b'_ids":[' not in got.raw
+
+
+@pytest.mark.parametrize("usage", [False, True], ids=["", "usage"])
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+async def test_a_stream_that_is_cut_anywhere_is_whole(
+    start: Start, engine: EmulatedEngine, kind: str, usage: bool
+) -> None:
+    rng = random.Random(f"{kind} {usage}")
+    cuts: list[Cut] = []
+    asked = body(kind, True, **({"stream_options": {"include_usage": True}} if usage else {}))
+    whole = await ask(engine.url, kind, asked)
+    size = len(whole.raw) * 11 // 10
+    async with contextlib.AsyncExitStack() as stack:
+        cutters = [await stack.enter_async_context(Cutter(engine.port, cuts)) for _ in range(3)]
+        resumed = 0
+        for _ in range(15):
+            # A fresh fleet each time: instances that fail as often as these do would be ejected.
+            proxy = await proxied(start, *[each.url for each in cutters])
+            for _ in range(4):
+                first = Cut(rng.randrange(HEAD_BYTES, size), rng.choice(HOWS))
+                again = [
+                    Cut(rng.randrange(TEXT_BYTES, size), rng.choice(HOWS))
+                    for _ in range(rng.choice((0, 0, 2)))
+                ]
+                cuts[:] = [first, *again]
+                same(await ask(f"http://127.0.0.1:{proxy.port}", kind, asked), whole)
+            resumed += sum(proxy.driver.totals.resumptions.values())
+        assert resumed > 40
+
+
+async def resumed(
+    start: Start, engine: EmulatedEngine, kind: str, asked: dict[str, Any], cuts: list[Cut], **table: Any
+) -> tuple[Answer, list[bytes], Any]:
+    """The answer to a request whose first engine is cut, the requests that the engines got, the proxy."""
+    vllm = table.pop("vllm", True)
+    async with Cutter(engine.port, cuts) as one, Cutter(engine.port, cuts) as two:
+        proxy = await proxied(start, one.url, two.url, vllm=vllm, **table)
+        got = await ask(f"http://127.0.0.1:{proxy.port}", kind, asked)
+        return got, one.bodies + two.bodies, proxy
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+@pytest.mark.parametrize("most", [40, 60])
+async def test_limits_are_less_by_what_there_is(
+    start: Start, engine: EmulatedEngine, kind: str, most: int
+) -> None:
+    """A model that would stop after 50 tokens, within the limits or not, and not before `min_tokens`."""
+    asked = body(kind, True, max_tokens=most, min_tokens=35, vllm_xargs={"output_tokens": 50})
+    whole = await ask(engine.url, kind, asked)
+    got, bodies, _ = await resumed(start, engine, kind, asked, [Cut(5000, "rst")])
+    same(got, whole)
+    assert whole.finish == (["length"] if most == 40 else ["stop"])
+    second = json.loads(bodies[1].partition(b"\r\n\r\n")[2])
+    assert bodies[1].startswith(b"POST /v1/completions ")
+    said = sum(each >= 196_608 for each in second["prompt"])
+    assert 0 < said < 40
+    assert (second["max_tokens"], second["min_tokens"]) == (most - said, 35 - said)
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+async def test_a_prompt_of_token_ids_goes_on(start: Start, engine: EmulatedEngine, kind: str) -> None:
+    asked = body("completions", True, prompt=[5, 6, 7], stream_options={"include_usage": True})
+    if kind == "chat":
+        asked["prompt"] = [[5, 6, 7]]
+    whole = await ask(engine.url, "completions", asked)
+    got, _, _ = await resumed(start, engine, "completions", asked, [Cut(3000, "rst")])
+    same(got, whole)
+    assert got.usage[0]["prompt_tokens"] == 3
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+async def test_without_token_ids_an_answer_goes_on_by_its_text_if_it_may(
+    start: Start, engine: EmulatedEngine, kind: str
+) -> None:
+    asked = body(kind, True)
+    whole = await ask(engine.url, kind, asked)
+    got, bodies, _ = await resumed(start, engine, kind, asked, [Cut(3000, "rst")], vllm=False, resume=True)
+    same(got, whole)
+    second = json.loads(bodies[1].partition(b"\r\n\r\n")[2])
+    if kind == "chat":
+        assert second["messages"][-1]["role"] == "assistant"
+        assert whole.text.startswith(second["messages"][-1]["content"])
+        assert (second["continue_final_message"], second["add_generation_prompt"]) == (True, False)
+    else:
+        assert second["prompt"].startswith("Tell me something t0 t1")
+    for table in ({"vllm": False}, {"vllm": False, "resume": False}, {"resume": False}):
+        got, bodies, proxy = await resumed(start, engine, kind, asked, [Cut(3000, "rst")], **table)
+        assert (got.failed, got.done, len(bodies)) == (True, False, 1)
+        assert b"return_token_ids" not in bodies[0]
+        assert not proxy.driver.totals.resumptions
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"n": 2, "temperature": 1}, {"echo": True}, {"best_of": 2}, {"presence_penalty": 0.5},
+        {"guided_regex": "[a-z]+"}, {"structured_outputs": {"json": {}}}, {"truncate_prompt_tokens": 5},
+        {"response_format": {"type": "json_object"}}, {"use_beam_search": True}, {"logprobs": 0},
+        {"stop": ["x"], "include_stop_str_in_output": True},
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_what_would_not_be_right_is_not_resumed(
+    start: Start, engine: EmulatedEngine, more: dict[str, Any]
+) -> None:
+    for table in ({}, {"resume": True}):
+        got, bodies, proxy = await resumed(
+            start, engine, "completions", body("completions", True, **more), [Cut(3000, "fin")], **table
+        )
+        assert (got.failed, got.done, len(bodies)) == (True, False, 1)
+        assert [each[0] for each in proxy.ended] == ["broken_stream"]
+
+
+async def test_a_call_of_which_a_part_was_sent_is_not_resumed(start: Start, engine: EmulatedEngine) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    asked = body("chat", True, tools=[tool], tool_choice="required")
+    got, bodies, _ = await resumed(start, engine, "chat", asked, [Cut(900, "fin")], resume=True)
+    assert (got.failed, got.done, len(bodies)) == (True, False, 1)
+
+
+async def test_an_engine_that_hangs_is_left(start: Start, engine: EmulatedEngine) -> None:
+    asked = body("chat", True)
+    whole = await ask(engine.url, "chat", asked)
+    got, _, proxy = await resumed(start, engine, "chat", asked, [Cut(3000, "hang")], idle_timeout_s=0.3)
+    same(got, whole)
+    assert dict(proxy.driver.totals.resumptions) == {("m", "stalled"): 1}
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+async def test_a_plain_answer_that_is_cut_is_made_again(
+    start: Start, engine: EmulatedEngine, kind: str
+) -> None:
+    asked = body(kind, False)
+    whole = await ask(engine.url, kind, asked)
+    for after in (1, 100, 300, 400):
+        got, _, proxy = await resumed(start, engine, kind, asked, [Cut(after, "fin")])
+        assert (got.status, got.text, got.finish, got.usage) == (200, whole.text, whole.finish, whole.usage)
+        assert got.headers["x-hetlb-resumed"] == "1"
+        assert proxy.ended == [("ok", "stream", 200)]
+
+
+async def test_an_answer_is_resumed_a_bounded_number_of_times(start: Start, engine: EmulatedEngine) -> None:
+    asked = body("completions", True, max_tokens=400)
+    cuts = [Cut(2000, "rst") for _ in range(20)]
+    async with contextlib.AsyncExitStack() as stack:
+        cutters = [await stack.enter_async_context(Cutter(engine.port, cuts)) for _ in range(12)]
+        proxy = await proxied(start, *[each.url for each in cutters])
+        got = await ask(f"http://127.0.0.1:{proxy.port}", "completions", asked)
+    assert (got.failed, got.done) == (True, False)
+    assert sum(proxy.driver.totals.resumptions.values()) == MOST_RESUMED
+    [record] = proxy.exchanges
+    assert record.output_tokens >= len(got.said) - 1

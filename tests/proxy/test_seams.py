@@ -1,0 +1,101 @@
+"""Seams: wherever an answer is cut, what the second engine is asked for is the rest of it, and no more."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetlb.proxy.http.endpoints import Kind
+from hetlb.proxy.progress import Progress
+from hetlb.proxy.resume import next_leg
+from hetlb.proxy.streamed_answer import StreamedAnswer
+
+PROMPT = [3, 1, 4]
+#: Texts of tokens; "" is the first part of a character, which comes whole with the next token.
+TEXTS = st.sampled_from(["a", " b", "", 'q"', "\\", "é", "\n", "ccc", "data: x", '":"', "  "])
+
+
+def engine(tokens: list[str], body: dict[str, Any], name: str) -> list[bytes]:
+    """The events of vLLM for an answer of these tokens, with what it holds back for stop strings."""
+    said = body["prompt"][len(PROMPT) :]
+    assert said == list(range(len(said)))
+    held = max(map(len, body.get("stop", ["x"]))) - 1
+    limit = min(len(tokens), len(said) + body["max_tokens"])
+    text, sent, events = "", 0, []
+    for number in range(len(said), limit):
+        text += tokens[number]
+        last = number == limit - 1
+        until = len(text) if last else max(sent, len(text) - held)
+        choice = {
+            "index": 0, "text": text[sent:until], "logprobs": None,
+            "finish_reason": "length" if last else None,
+            "stop_reason": None, "prompt_token_ids": body["prompt"] if number == len(said) else None,
+            "token_ids": [number],
+        }  # fmt: skip
+        event = {"id": name, "object": "text_completion", "created": 7, "model": "m", "choices": [choice]}
+        events.append(b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n")
+        sent = until
+    return events
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def passed(stream: StreamedAnswer, event: bytes) -> bytes:
+    """What the client gets of an event, as an exchange passes it on."""
+    if out := stream.pass_text(chunk(event)):
+        size, _, rest = out.partition(b"\r\n")
+        assert int(size, 16) == len(rest) - 2
+        return rest[:-2]
+    out = stream.read(event, 0.0)
+    stream.learn_beginning(out)
+    return out
+
+
+@given(
+    st.lists(TEXTS, min_size=1, max_size=30),
+    st.lists(st.integers(0, 30), max_size=4),
+    st.sampled_from([None, ["STOP"], ["no", "never!"]]),
+    st.booleans(),
+)
+def test_wherever_it_is_cut_the_answer_is_the_same(
+    tokens: list[str], cuts: list[int], stop: list[str] | None, hides: bool
+) -> None:
+    asked: dict[str, Any] = {
+        "model": "m", "prompt": PROMPT, "max_tokens": len(tokens), "stream": True, "temperature": 0,
+    }  # fmt: skip
+    if stop:
+        asked["stop"] = stop
+    progress = Progress(hides)
+    stream = StreamedAnswer(True, 0, progress)
+    body, got, name = asked, [], "first"
+    for cut in [*cuts, 1000]:
+        events = engine(tokens, body, name)
+        got += [passed(stream, event) for event in events[:cut]]
+        if progress.finish is not None:
+            break
+        leg = next_leg(
+            Kind.COMPLETION,
+            json.dumps(asked).encode(),
+            progress,
+            hides_usage=True,
+            gives_ids=True,
+            by_text=False,
+        )
+        assert leg is not None
+        body, name = json.loads(leg.body), "next"
+        stream = StreamedAnswer(True, 0, progress, leg.seam)
+    seen = [json.loads(event[6:]) for event in b"".join(got).split(b"\n\n")[:-1]]
+    whole = [json.loads(event[6:]) for event in engine(tokens, asked, "first")]
+    assert "".join(each["choices"][0]["text"] for each in seen) == "".join(tokens)
+    assert len({(each["id"], each["created"]) for each in seen}) == 1
+    assert [each["choices"][0]["finish_reason"] for each in seen if each["choices"][0]["finish_reason"]] == [
+        "length"
+    ]
+    assert {tuple(each["choices"][0]) for each in seen} == {tuple(each["choices"][0]) for each in whole}
+    ids = [each["choices"][0]["token_ids"] for each in seen]
+    assert ids == [None] * len(ids) if hides else all(ids)
