@@ -45,7 +45,13 @@ COMPILED = (
         for name in ("access_log", "counters", "histograms", "history", "request_record", "trace_context")
     ),
     *(f"pick/{name}.py" for name in ("driver", "stream")),
-    *(f"sim/{name}.py" for name in ("adapters", "block_pool", "engine", "fleet", "prefix")),
+    *(
+        f"sim/{name}.py"
+        for name in (
+            "adapter_slots", "block_pool", "decode_batch", "delayed_view", "engine_limits", "engine_model",
+            "engine_sequence", "fleet_simulation", "iterations", "kv_blocks", "kv_fetches", "prefix",
+        )
+    ),
     "workers/channel.py",
     "workers/relay_driver.py",
     "workers/relay_host.py",

@@ -45,8 +45,8 @@ from hetlb.core.policies.registry import POLICIES
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health, Request
 from hetlb.loadtest.processes import helper_processes
-from hetlb.sim.engine import EngineLimits
-from hetlb.sim.fleet import EngineSpec, FleetSimulation
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.fleet_simulation import EngineSpec, FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest, make_plan
 from hetlb.workload.records import RequestResult
 from hetlb.workload.traces import Row

@@ -40,8 +40,9 @@ from hetlb.errors import HetlbError
 from hetlb.profiler.sources import assumed_host
 from hetlb.sim.against import Engine, errors, fit_corrections, reach, replay
 from hetlb.sim.against_logs import Measured, read_log
-from hetlb.sim.engine import EngineLimits, EngineModel
-from hetlb.sim.engine import Sequence as EngineSequence
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.engine_model import EngineModel
+from hetlb.sim.engine_sequence import EngineSequence
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "evidence-fidelity.md"

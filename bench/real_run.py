@@ -31,7 +31,7 @@ from hetlb.profiler.fit import Phase, Point, fit
 from hetlb.profiler.sources import ASSUMED_TILE, HostTime, complete
 from hetlb.sim.against import Engine, MetricError, compare, errors, replay
 from hetlb.sim.against_logs import read_log
-from hetlb.sim.engine import EngineLimits
+from hetlb.sim.engine_limits import EngineLimits
 
 #: Once in a layer, and once in a pass.
 _IN_LAYER = (

@@ -30,8 +30,8 @@ from hetlb.core.types import Capacity, Health, InstanceSpec
 from hetlb.plan.tp_search import Machine, PlanModel, memory
 from hetlb.profiler.fit import fit
 from hetlb.profiler.sources import Roofline
-from hetlb.sim.engine import EngineLimits
-from hetlb.sim.fleet import EngineSpec
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.fleet_simulation import EngineSpec
 from hetlb.sim.sweep import Load, Study
 from hetlb.workload.traces import Row, read_trace
 

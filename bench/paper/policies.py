@@ -19,7 +19,7 @@ from fleets import MEAN_OUTPUT, QWEN_14B, Layout, a800_14b, make_study, sample, 
 from report import IMAGES, table
 
 from hetlb.plots import new_figure, save_figure, tidy
-from hetlb.sim.fleet import FleetSimulation
+from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.sim.sweep import Cell, run_sweep
 
 REQUESTS, SEEDS = 4000, (0, 1, 2)

@@ -11,8 +11,8 @@ from hetlb.core.policies.baselines import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health, InstanceSpec
-from hetlb.sim.engine import EngineLimits
-from hetlb.sim.fleet import EngineSpec
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.fleet_simulation import EngineSpec
 from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.traces import Row, read_trace
 

@@ -18,7 +18,7 @@ from fleet import KINDS, MODEL, fleet, load, rows
 
 from hetlb.build import compiled
 from hetlb.core.types import Command, Request
-from hetlb.sim.fleet import FleetSimulation
+from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.workload.traces import Row
 
 

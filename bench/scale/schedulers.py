@@ -17,7 +17,7 @@ from typing import Any
 from fleet import MODEL, fleet, load, rows
 
 from hetlb.build import compiled
-from hetlb.sim.fleet import FleetSimulation
+from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.sim.shared import SharedSimulation
 
 FIGURES = (

@@ -23,8 +23,8 @@ from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
 from hetlb.profiler.fit import Phase, Point, fit
-from hetlb.sim.engine import EngineLimits
-from hetlb.sim.fleet import EngineSpec
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.fleet_simulation import EngineSpec
 from hetlb.workload.arrivals import PlannedRequest, make_plan
 from hetlb.workload.traces import Row, read_trace
 

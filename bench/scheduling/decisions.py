@@ -25,7 +25,7 @@ from cases import FLEETS, MODEL, Lab
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Dispatch, Lease, Outcome, Request
-from hetlb.sim.fleet import FleetSimulation
+from hetlb.sim.fleet_simulation import FleetSimulation
 
 #: Instances: a fleet, so many copies of each, requests/s that fill about half of it.
 _SIZES = {2: ("a100 tp4+tp1", 1, 8.0), 8: ("8 kinds", 1, 60.0), 64: ("8 kinds", 8, 480.0)}

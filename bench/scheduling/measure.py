@@ -27,7 +27,7 @@ import hetlb.core.speed as speed
 from hetlb.core.latency import IterationRule
 from hetlb.core.predictor import make_predictor
 from hetlb.core.types import Outcome
-from hetlb.sim.fleet import FleetSimulation
+from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.sim.reference import References
 from hetlb.workload.arrivals import PlannedRequest
 

@@ -16,7 +16,7 @@ from hetlb.config.profile import Profile, load_profile
 from hetlb.errors import ConfigError, ProfileError, TraceError
 from hetlb.sim.against import Comparison, Engine, compare
 from hetlb.sim.against_logs import Log, read_log
-from hetlb.sim.engine import EngineLimits
+from hetlb.sim.engine_limits import EngineLimits
 
 
 def run_against(args: argparse.Namespace) -> int:

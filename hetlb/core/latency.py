@@ -555,7 +555,7 @@ class LatencyModel(PickleByFields):
         `joining_s` comes before it. `cached_tokens` of each are in the prefix cache. `pending_tokens` of
         other prompts, taken to be like these, are read first; `batch` sequences decode beside them. An
         iteration computes at most `budget` tokens (`max_num_batched_tokens`), decodes included. For one
-        prompt on an idle engine this is what `sim.engine` takes.
+        prompt on an idle engine this is what `sim.engine_model` takes.
         """
         new = prompt_tokens - cached_tokens
         if new < 1.0:

@@ -1,6 +1,6 @@
 """`hetlb engine`: a vLLM server without a model, timed by a latency profile.
 
-The engine is `hetlb.sim.engine`, the same one that the simulator drives; this package gives it a clock
+The engine is `hetlb.sim.engine_model`, the same one that the simulator drives; this package gives it a clock
 (`runner`), sockets (`http`), and the requests and answers of vLLM 0.32 (`requests`, `replies`, `api`).
 """
 

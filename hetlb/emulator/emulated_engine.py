@@ -20,7 +20,8 @@ from hetlb.emulator.http import Connection, Listener
 from hetlb.emulator.kv_transfer import KvExchange, KvSettings
 from hetlb.emulator.real_time import RealTimeEngine
 from hetlb.errors import ConfigError, ProfileError
-from hetlb.sim.engine import EngineLimits, EngineModel
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.engine_model import EngineModel
 
 #: uvicorn's: how long an idle connection stays open, seconds.
 KEEP_ALIVE_S = 5.0

@@ -24,7 +24,7 @@ import msgspec
 
 from hetlb.emulator.real_time import Choice
 from hetlb.emulator.replies import Reply, ReplyChoice
-from hetlb.sim.engine import SequenceState
+from hetlb.sim.engine_sequence import SequenceState
 
 #: Seconds until an engine that does not answer is taken for dead, as in NIXL's handshake.
 CONNECT_S = 5.0

@@ -15,13 +15,14 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
-from hetlb.sim.engine import EngineModel, Sequence, SequenceState
+from hetlb.sim.engine_model import EngineModel
+from hetlb.sim.engine_sequence import EngineSequence, SequenceState
 
 #: Seconds that the runner may catch up in one go before the loop gets to its sockets again.
 _CATCH_UP_S = 0.005
 
 
-class Choice(Sequence):
+class Choice(EngineSequence):
     """A sequence that is told of its tokens. `finish_reason` is vLLM's word for why it will end."""
 
     __slots__ = ("finish_reason", "runner")
@@ -177,7 +178,7 @@ class RealTimeEngine:
                         model.submit(choice)
             duration_s = model.begin_iteration()
             if self.on_fetch is not None:
-                for sequence in model.take_fetches():
+                for sequence in model.fetches.take_begun():
                     self.on_fetch(sequence)  # type: ignore[arg-type]
             if duration_s is not None:
                 break

@@ -13,6 +13,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from hetlb.emulator.kv_transfer import KvExchange
 from hetlb.emulator.real_time import RealTimeEngine
 from hetlb.openai.metrics_page import counter, gauge, page
+from hetlb.sim.kv_blocks import SharedKvBlocks
 
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
@@ -21,7 +22,7 @@ _Of = Callable[[RealTimeEngine], float]
 _GAUGES: tuple[tuple[str, str, _Of], ...] = (
     ("num_requests_running", "Number of requests in model execution batches.", lambda it: it.running),
     ("num_requests_waiting", "Number of requests waiting to be processed.", lambda it: it.waiting),
-    ("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", lambda it: it.model.kv_usage),
+    ("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", lambda it: it.model.kv.pool.usage),
 )
 _COUNTERS: tuple[tuple[str, str, _Of], ...] = (
     ("num_preemptions", "Cumulative number of preemption from the engine.", lambda it: it.model.preemptions),
@@ -33,7 +34,7 @@ _PREFIX_CACHE: tuple[tuple[str, str, _Of], ...] = (
     (
         "prefix_cache_hits",
         "Number of tokens found in the prefix cache.",
-        lambda it: it.model.prefix_hit_tokens,
+        lambda it: it.model.kv.hit_tokens,
     ),
 )
 
@@ -58,7 +59,7 @@ def _families(engines: _Engines, kv_cache_tokens: int, kv: KvExchange | None) ->
         for reason in ("capacity", "deferred")
     ]
     yield gauge("vllm:num_requests_waiting_by_reason", "Number of waiting requests by reason.", waiting)
-    caches = engines[0][1].model.caches_prefixes
+    caches = isinstance(engines[0][1].model.kv, SharedKvBlocks)
     for name, text, of in (*_COUNTERS, *(_PREFIX_CACHE if caches else ())):
         yield counter(f"vllm:{name}", text, [(labels, of(runner)) for labels, runner in engines])
     ended = [

@@ -24,8 +24,9 @@ from hetlb.plan.layouts import (
 )
 from hetlb.plan.throughput import Mix
 from hetlb.plan.tp_search import Estimator, Machine, MachinePlan, Rows, static_estimate
-from hetlb.sim.engine import DEFAULT_MAX_NUM_SEQS, EngineLimits, EngineModel
-from hetlb.sim.engine import Sequence as EngineSequence
+from hetlb.sim.engine_limits import DEFAULT_MAX_NUM_SEQS, EngineLimits
+from hetlb.sim.engine_model import EngineModel
+from hetlb.sim.engine_sequence import EngineSequence
 from hetlb.workload.traces import read_trace
 
 #: The most stages of a pipeline.
@@ -120,7 +121,7 @@ def simulated_estimate(name: str, latency: LatencyModel, capacity: Capacity, row
     engine = EngineModel(latency, limits, IterationRule.TOKEN)
     tokens, seconds = 0, 0.0
     for input_tokens, output_tokens in rows:
-        if engine.fits(input_tokens, output_tokens):
+        if engine.limits.fits(input_tokens, output_tokens):
             engine.submit(EngineSequence(input_tokens, output_tokens))
             tokens += input_tokens + output_tokens
     while (run := engine.begin_run()) is not None:

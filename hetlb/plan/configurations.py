@@ -37,7 +37,7 @@ from hetlb.plan.highs import INFINITY
 from hetlb.plan.market import Market, OfferTable
 from hetlb.profiler.fit import Point, fit
 from hetlb.profiler.sources import Roofline, make_profile
-from hetlb.sim.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS
+from hetlb.sim.engine_limits import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from hetlb.sim.staged_engine import EngineStage
 
 #: The most stages of an enumerated pipeline, and the most GPUs of an instance.

@@ -24,8 +24,8 @@ from hetlb.core.types import Capacity, Health, InstanceSpec
 from hetlb.plan.rent import Plan
 from hetlb.plan.throughput import engine_spec, interleave
 from hetlb.plan.workloads import RequestType
-from hetlb.sim.engine import EngineLimits
-from hetlb.sim.fleet import FleetSimulation
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest, gaps_s
 from hetlb.workload.records import tokens_within
 

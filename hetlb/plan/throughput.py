@@ -22,22 +22,16 @@ import msgspec
 
 from hetlb.config.profile import Profile
 from hetlb.config.yaml_file import NonNegative
-from hetlb.core import latency
 from hetlb.core.latency import IterationRule
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
 from hetlb.errors import ProfileError
 from hetlb.plan.common.composition import with_latency
 from hetlb.plan.workloads import RequestType
-from hetlb.sim import alone as alone_module
-from hetlb.sim import block_pool as kvcache
-from hetlb.sim import engine as engine_module
-from hetlb.sim import fleet as fleet_module
-from hetlb.sim import staged_engine as staged_module
 from hetlb.sim.alone import batch_of, full_part
-from hetlb.sim.engine import EngineLimits
-from hetlb.sim.engine import Sequence as EngineSequence
-from hetlb.sim.fleet import EngineSpec, FleetSimulation
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.engine_sequence import EngineSequence
+from hetlb.sim.fleet_simulation import EngineSpec, FleetSimulation
 from hetlb.sim.staged_engine import EngineStage, StagedEngine
 from hetlb.workload.arrivals import PlannedRequest, gaps_s
 from hetlb.workload.records import RequestResult
@@ -190,16 +184,10 @@ def attainment(
 def _engine_digest() -> str:
     """The source of the engine model and of what it computes with: a change of it forgets all results."""
     digest = hashlib.sha256()
-    for module in (alone_module, engine_module, fleet_module, staged_module, latency, kvcache):
-        digest.update(source_of(str(module.__file__)))
-    digest.update(source_of(__file__))
+    hetlb = Path(__file__).parents[1]
+    for path in (hetlb / "plan/throughput.py", hetlb / "core/latency.py", *sorted(hetlb.glob("sim/*.py"))):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def source_of(file: str) -> bytes:
-    """The source of a module: a compiled one has it beside its library, which is the same in all versions."""
-    path = Path(file)
-    return path.with_name(f"{path.name.partition('.')[0]}.py").read_bytes()
 
 
 def default_cache() -> Path:

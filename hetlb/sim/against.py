@@ -22,8 +22,9 @@ from scipy.optimize import least_squares
 from hetlb.core.latency import LatencyModel, corrected
 from hetlb.errors import TraceError
 from hetlb.sim.against_logs import Log, Measured
-from hetlb.sim.engine import EngineLimits, EngineModel, SequenceState
-from hetlb.sim.engine import Sequence as EngineSequence
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.engine_model import EngineModel
+from hetlb.sim.engine_sequence import EngineSequence, SequenceState
 from hetlb.workload.content import HASH_BLOCK_TOKENS, UNSHARED, PromptContent, contents_of
 
 #: The kinds of time that are corrected, in this order, and what is left.
@@ -106,7 +107,7 @@ def replay(
             at_s = requests[sent].arrival_s + engine.latency.request_s
             content = UNSHARED if contents is None else contents[sent]
             sequence = _sequence(_Course(sent, _load(model)), requests[sent], content)
-            if not model.fits(sequence.prompt_tokens, sequence.output_tokens):
+            if not model.limits.fits(sequence.prompt_tokens, sequence.output_tokens):
                 raise TraceError(
                     f"request {sent + 1}: expected at most {engine.limits.max_sequence_tokens} tokens "
                     f"(engine.kv_cache_tokens), got {sequence.prompt_tokens + sequence.output_tokens}"
@@ -131,7 +132,7 @@ def replay(
         while unseen and unseen[0].state not in (SequenceState.NEW, SequenceState.WAITING):
             course = unseen.popleft().tag
             course.queue_s = begun - requests[course.index].arrival_s
-        kv.append((begun, model.kv_usage))
+        kv.append((begun, model.kv.pool.usage))
         while model.in_flight is not None:
             ends_s = begun + model.in_flight.duration_s
             if sent == len(requests) or requests[sent].arrival_s + engine.latency.request_s >= ends_s:
@@ -160,7 +161,7 @@ def _sequence(course: _Course, request: Measured, content: PromptContent) -> Eng
 def _load(model: EngineModel) -> float:
     if model.waiting:
         return 1.0
-    return max(model.kv_usage, model.running / model.limits.max_num_seqs)
+    return max(model.kv.pool.usage, model.running / model.limits.max_num_seqs)
 
 
 # --- errors -----------------------------------------------------------------------------------------------

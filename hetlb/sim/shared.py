@@ -15,7 +15,7 @@ from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.shared_view import SharedView
 from hetlb.core.types import Command, Request
-from hetlb.sim.fleet import SHARED, EngineSpec, FleetSimulation, Flight
+from hetlb.sim.fleet_simulation import SHARED, EngineSpec, FleetSimulation, Flight
 from hetlb.workload.arrivals import PlannedRequest
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from hetlb.core.latency import LatencyModel
 from hetlb.sim.alone import radical_inverse
-from hetlb.sim.engine import EngineLimits
+from hetlb.sim.engine_limits import EngineLimits
 
 
 @dataclass(frozen=True, slots=True)

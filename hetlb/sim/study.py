@@ -15,8 +15,8 @@ from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health
 from hetlb.errors import ConfigError, ProfileError
-from hetlb.sim.engine import EngineLimits
-from hetlb.sim.fleet import EngineSpec
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.fleet_simulation import EngineSpec
 from hetlb.sim.sweep import Cell, Load, Ran, Study
 
 

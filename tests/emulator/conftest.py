@@ -57,7 +57,7 @@ async def start() -> AsyncIterator[Start]:
             await engine.wait_idle()
             for model in engine.models:
                 model.check_integrity()
-                assert model.kv_used_blocks == 0
+                assert model.kv.pool.used_blocks == 0
             assert (engine.running, engine.waiting) == (0, 0)
 
 

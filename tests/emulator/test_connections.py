@@ -121,7 +121,7 @@ async def test_a_client_that_leaves(start: Start, stream: bool, how: str) -> Non
         else:
             await client.close()
         await asyncio.wait_for(engine.wait_idle(), HANG_S)
-    assert (engine.running, engine.waiting, engine.model.kv_usage) == (0, 0, 0.0)
+    assert (engine.running, engine.waiting, engine.model.kv.pool.usage) == (0, 0, 0.0)
     assert engine.finished == {"stop": 0, "length": 0, "abort": 3}
 
 

@@ -41,7 +41,7 @@ async def test_sequences_are_spread_and_each_engine_has_its_series(start: Start)
         assert set(re.findall(rf'^{name}\{{.*engine="(\d)"', text, re.MULTILINE)) == {"0", "1", "2"}, name
     # The client has left: nothing runs, nothing is held, on any of them.
     await asyncio.wait_for(engine.wait_idle(), HANG_S)
-    assert all(model.running == model.kv_used_blocks == 0 for model in engine.models)
+    assert all(model.running == model.kv.pool.used_blocks == 0 for model in engine.models)
     assert engine.finished == {"stop": 0, "length": 0, "abort": 10}
 
 

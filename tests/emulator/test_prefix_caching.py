@@ -46,9 +46,9 @@ async def test_blocks_of_an_earlier_prompt_are_found(
 ) -> None:
     engine = await start(prefix_caching=True)
     await complete(engine, first)
-    assert engine.model.prefix_hit_tokens == 0
+    assert engine.model.kv.hit_tokens == 0
     await complete(engine, second)
-    assert engine.model.prefix_hit_tokens == found
+    assert engine.model.kv.hit_tokens == found
 
 
 async def test_metrics_say_that_prefixes_are_cached_and_count_hits(start: Start) -> None:
@@ -65,7 +65,7 @@ async def test_metrics_say_that_prefixes_are_cached_and_count_hits(start: Start)
 async def test_nothing_is_cached_by_default(engine: EmulatedEngine) -> None:
     for _ in range(2):
         await complete(engine, SHARED)
-    assert engine.model.prefix_hit_tokens == 0
+    assert engine.model.kv.hit_tokens == 0
 
 
 async def test_a_full_cache_evicts_and_serves_on(start: Start) -> None:
@@ -75,9 +75,9 @@ async def test_a_full_cache_evicts_and_serves_on(start: Start) -> None:
     for prompt in prompts:
         await complete(engine, prompt)
     await complete(engine, prompts[-1])
-    assert engine.model.prefix_hit_tokens == 96
+    assert engine.model.kv.hit_tokens == 96
     await complete(engine, prompts[0])
-    assert engine.model.prefix_hit_tokens == 96
+    assert engine.model.kv.hit_tokens == 96
 
 
 def test_not_together_with_a_connector() -> None:

@@ -8,7 +8,8 @@ import time
 from helpers import FAST
 
 from hetlb.emulator.real_time import Choice, RealTimeEngine
-from hetlb.sim.engine import EngineLimits, EngineModel
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.engine_model import EngineModel
 
 
 async def test_an_engine_that_waits_for_kv_goes_on_at_the_next_arrival() -> None:

@@ -25,8 +25,9 @@ from hetlb.plan.common.composition import (
 )
 from hetlb.plan.throughput import bubbles, engine_spec, interleave, saturated_rate, slowed
 from hetlb.sim.alone import batch_of, full_part
-from hetlb.sim.engine import EngineLimits, EngineModel
-from hetlb.sim.engine import Sequence as EngineSequence
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.engine_model import EngineModel
+from hetlb.sim.engine_sequence import EngineSequence
 from hetlb.sim.staged_engine import EngineStage, StagedEngine
 
 PROFILING = Path(__file__).parents[2] / "profiling"

@@ -22,11 +22,10 @@ from hetlb.plan.throughput import (
     interleave,
     rate_within,
     saturated_rate,
-    source_of,
 )
 from hetlb.plan.workloads import RequestType, cluster
-from hetlb.sim.engine import EngineLimits
-from hetlb.sim.fleet import EngineSpec
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.fleet_simulation import EngineSpec
 
 PROFILING = Path(__file__).parents[2] / "profiling"
 
@@ -145,9 +144,3 @@ def test_clusters_of_a_trace_are_its_types() -> None:
     assert found.prompt_error < 0.02
     assert cluster(rows, 2, "m") == found
     assert len(cluster([(5, 5)] * 4, 3, "m").types) == 1
-
-
-def test_the_source_of_a_compiled_module_lies_beside_its_library(tmp_path: Path) -> None:
-    (tmp_path / "engine.py").write_bytes(b"source")
-    for name in ("engine.py", "engine.cpython-311-x86_64-linux-gnu.so"):
-        assert source_of(str(tmp_path / name)) == b"source"

@@ -124,7 +124,7 @@ async def test_three_in_ten_leave_and_nothing_is_left_of_them() -> None:
                 assert (instance.in_flight, instance.work_ns, instance.kv_tokens) == (0, 0, 0)
             for pool in driver.pools.all():
                 assert not pool.busy
-            assert one.model.kv_used_blocks == two.model.kv_used_blocks == 0
+            assert one.model.kv.pool.used_blocks == two.model.kv.pool.used_blocks == 0
             await turns_until(lambda: asyncio.all_tasks() <= tasks_before)
             await service.stop(1.0)
             await turns_until(lambda: not any(each.connections for each in engines))

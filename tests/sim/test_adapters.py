@@ -15,9 +15,9 @@ from hetlb.cli.main import main
 from hetlb.core.adapters import AdapterLoadTime
 from hetlb.core.policies.base import PolicyParams
 from hetlb.core.types import Capacity, Outcome
-from hetlb.sim.adapters import LoadedAdapters
-from hetlb.sim.engine import EngineLimits
-from hetlb.sim.fleet import FleetResult, FleetSimulation
+from hetlb.sim.adapter_slots import LoadedAdapters
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.fleet_simulation import FleetResult, FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest
 
 NAMES = tuple(f"lora-{n}" for n in range(8))
@@ -26,6 +26,8 @@ LOAD_S = 0.5
 
 def test_the_adapter_used_longest_ago_leaves_its_slot() -> None:
     slots = LoadedAdapters(2)
+    assert slots.running is None
+    slots.expect("a")
     assert [slots.begin(name, step) for step, name in enumerate(("a", "b"))] == [True, True]
     assert not slots.admits("c")
     assert slots.admits("a")

@@ -35,7 +35,7 @@ from hetlb.sim.against import (
     varies_enough,
 )
 from hetlb.sim.against_logs import Log, Measured, read_log
-from hetlb.sim.engine import EngineLimits
+from hetlb.sim.engine_limits import EngineLimits
 
 TRUE = LatencyModel(
     *(8e-5, 0.0, 0.0, 0.015, 1.4e-7, 4.5e-5, 0.0, 0.016),

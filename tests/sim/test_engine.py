@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,10 @@ from hypothesis import strategies as st
 
 from hetlb.core.latency import IterationRule, LatencyModel, PnormPrefill, PrefillGrid
 from hetlb.core.types import Capacity
-from hetlb.sim.engine import Ended, EngineLimits, EngineModel, IterationRun, Sequence, SequenceState
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.engine_model import EngineModel
+from hetlb.sim.engine_sequence import EngineSequence, SequenceState
+from hetlb.sim.iterations import IterationEnd, IterationRun
 from hetlb.sim.plain_engine import PlainEngine, PlainSequence
 
 MAX_EXAMPLES = 200
@@ -61,7 +65,7 @@ adapters = st.just([""] * 12) | st.lists(st.sampled_from(["", "a", "b", "c", "d"
 LOAD_S = 0.3
 
 
-def run(engine: EngineModel) -> list[Ended]:
+def run(engine: EngineModel) -> list[IterationEnd]:
     """Step until idle."""
     ends = []
     while engine.begin_iteration() is not None:
@@ -100,7 +104,7 @@ def test_same_as_the_plain_engine(
         EngineModel(LATENCY, limits, rule, prefix_cache=contents, adapter_load_s=LOAD_S),
     )
     arriving = [
-        (arrival, Sequence(prompt, output, n, adapter=adapters[n]))
+        (arrival, EngineSequence(prompt, output, n, adapter=adapters[n]))
         for n, (arrival, prompt, output) in enumerate(sequences)
     ]
     if limits.async_scheduling:
@@ -124,8 +128,8 @@ def test_same_as_the_plain_engine(
             continue
         assert duration_s == pytest.approx(expected.duration_s, rel=1e-12)
         if not limits.async_scheduling:
-            assert fast.kv_used_blocks == expected.used_blocks
-        assert fast.kv_used_blocks <= limits.kv_blocks
+            assert fast.kv.pool.used_blocks == expected.used_blocks
+        assert fast.kv.pool.used_blocks <= limits.kv_blocks
         if not idle:  # while the batch runs
             submit(plain, fast, arriving, step)
         assert fast.waiting + fast.running >= len(plain.waiting)
@@ -135,22 +139,24 @@ def test_same_as_the_plain_engine(
         assert got == set(outcome.tokens)
         assert sorted(s.tag for s in ended.finished) == sorted(outcome.finished)
         assert [s.tag for s in ended.preempted] == [s.number for s in expected.preempted]
-        assert fast.prefix_hit_tokens <= plain.found_tokens
+        assert fast.kv.hit_tokens <= plain.found_tokens
         if not limits.async_scheduling:
             assert (fast.running, fast.waiting) == (len(plain.running), len(plain.waiting))
-            assert fast.prefix_hit_tokens == plain.found_tokens
+            assert fast.kv.hit_tokens == plain.found_tokens
             assert [s.tag for s in fast.decoding] == [s.number for s in plain.running if s.decodes]
         for number in got:
             generated[number] = generated.get(number, 0) + 1
         assert {s.tag for s in ended.first} == {n for n in got if generated[n] == 1}
         for sequence in (s for _, s in arriving if s.state is not SequenceState.NEW):
             assert fast.generated(sequence) == generated.get(sequence.tag, 0)
-    assert fast.kv_used_blocks == 0
+    assert fast.kv.pool.used_blocks == 0
     assert fast.generated_tokens == sum(generated.values())
-    assert fast.adapter_loads == plain.loads
+    assert fast.adapters.loads == plain.loads
 
 
-def submit(plain: PlainEngine, fast: EngineModel, arriving: list[tuple[int, Sequence]], step: int) -> None:
+def submit(
+    plain: PlainEngine, fast: EngineModel, arriving: list[tuple[int, EngineSequence]], step: int
+) -> None:
     for arrival, sequence in arriving:
         if arrival <= step and sequence.state is SequenceState.NEW:
             plain.submit(
@@ -184,10 +190,10 @@ def test_transfers_are_the_same_as_in_the_plain_engine(
     arriving = []
     for n, (arrival, prompt, output) in enumerate(sequences):
         remote = {"remote": prompt, "partly remote": prompt // 2}.get(kinds[n], 0)
-        one = Sequence(prompt, output, n, remote_tokens=remote, held=kinds[n] == "held")
+        one = EngineSequence(prompt, output, n, remote_tokens=remote, held=kinds[n] == "held")
         arriving.append((arrival, one))
-    fetching: dict[Sequence, int] = {}
-    held: dict[Sequence, int] = {}
+    fetching: dict[EngineSequence, int] = {}
+    held: dict[EngineSequence, int] = {}
     done: set[int] = set()
     for step in itertools.count():
         assert step < 50_000, "expected an end"
@@ -202,12 +208,12 @@ def test_transfers_are_the_same_as_in_the_plain_engine(
             plain.release(sequence.tag)
         expected, duration_s = plain.begin(), fast.begin_iteration()
         fast.check_integrity()
-        fetches = fast.take_fetches()
+        fetches = fast.fetches.take_begun()
         assert [s.tag for s in fetches] == [s.number for s in plain.fetching if s.number not in
                                             {f.tag for f in fetching}]  # fmt: skip
         fetching |= {s: step + 1 + waits[s.tag] for s in fetches}
         assert all(s.state is SequenceState.FETCHING and s.fetch_tokens > 0 for s in fetches)
-        assert fast.kv_used_blocks == limits.kv_blocks - len(plain.free)
+        assert fast.kv.pool.used_blocks == limits.kv_blocks - len(plain.free)
         if expected is None:
             assert duration_s is None
             if step > 60 and len(done) == len(sequences) and not held:
@@ -220,9 +226,12 @@ def test_transfers_are_the_same_as_in_the_plain_engine(
         assert [s.tag for s in fast.decoding] == [s.number for s in plain.running if s.decodes]
         done |= set(outcome.finished)
         held |= {s: step + waits[s.tag] for s in ended.finished if s.held}
-        assert fast.held_blocks == sum(len(s.blocks) for s in plain.finished_held) or contents
+        assert (
+            fast.fetches.held_blocks(limits.block_size) == sum(len(s.blocks) for s in plain.finished_held)
+            or contents
+        )
     assert done == set(range(len(sequences)))
-    assert fast.kv_used_blocks == 0
+    assert fast.kv.pool.used_blocks == 0
     assert fast.idle
 
 
@@ -230,10 +239,10 @@ def test_a_transferred_prompt_costs_one_token_and_a_failed_one_all_of_it() -> No
     limits = EngineLimits(kv_cache_tokens=64, block_size=4)
     for loaded, computed in ((True, 1), (False, 13)):
         engine = EngineModel(LATENCY, limits)
-        engine.submit(sequence := Sequence(13, 3, remote_tokens=13))
+        engine.submit(sequence := EngineSequence(13, 3, remote_tokens=13))
         assert engine.begin_iteration() is None
-        assert engine.take_fetches() == [sequence]
-        assert engine.kv_used_blocks == 4
+        assert engine.fetches.take_begun() == [sequence]
+        assert engine.kv.pool.used_blocks == 4
         engine.complete_fetch(sequence, loaded=loaded)
         run(engine)
         assert engine.prefilled_tokens == computed
@@ -243,14 +252,14 @@ def test_a_transferred_prompt_costs_one_token_and_a_failed_one_all_of_it() -> No
 @pytest.mark.parametrize("complete", [False, True])
 def test_a_sequence_aborted_during_its_transfer_leaves_nothing(complete: bool) -> None:
     engine = EngineModel(LATENCY, EngineLimits(kv_cache_tokens=64, block_size=4))
-    engine.submit(sequence := Sequence(13, 3, remote_tokens=13))
+    engine.submit(sequence := EngineSequence(13, 3, remote_tokens=13))
     assert engine.begin_iteration() is None
     if complete:
-        assert engine.take_fetches() == [sequence]
+        assert engine.fetches.take_begun() == [sequence]
         engine.complete_fetch(sequence)
     engine.abort(sequence)
-    assert engine.take_fetches() == []
-    assert (engine.idle, engine.waiting, engine.kv_used_blocks) == (True, 0, 0)
+    assert engine.fetches.take_begun() == []
+    assert (engine.idle, engine.waiting, engine.kv.pool.used_blocks) == (True, 0, 0)
 
 
 @given(load=loads(), rule=rules)
@@ -260,7 +269,7 @@ def test_every_sequence_gets_exactly_its_tokens(
     """Nothing is lost, whatever was preempted; the idle engine holds nothing."""
     limits, rows = load
     engine = EngineModel(LATENCY, limits, rule)
-    sequences = [Sequence(prompt, output) for _, prompt, output in rows]
+    sequences = [EngineSequence(prompt, output) for _, prompt, output in rows]
     for sequence in sequences:
         engine.submit(sequence)
     ends = run(engine)
@@ -274,7 +283,12 @@ def test_every_sequence_gets_exactly_its_tokens(
     assert engine.preemptions == sum(s.preemptions for s in sequences)
     assert engine.preemptions == sum(len(end.preempted) for end in ends)
     assert engine.idle
-    assert (engine.running, engine.waiting, engine.kv_used_blocks, engine.kv_usage) == (0, 0, 0, 0.0)
+    assert (engine.running, engine.waiting, engine.kv.pool.used_blocks, engine.kv.pool.usage) == (
+        0,
+        0,
+        0,
+        0.0,
+    )
 
 
 def timeline(
@@ -290,7 +304,7 @@ def timeline(
     """One engine in virtual time: (time, tokens) of every step, (number, time, event), calls made."""
     engine = EngineModel(LATENCY, limits, rule, adapter_load_s=LOAD_S)
     sequences = [
-        Sequence(prompt, output, n, adapter=adapters[n]) for n, (_, prompt, output) in enumerate(rows)
+        EngineSequence(prompt, output, n, adapter=adapters[n]) for n, (_, prompt, output) in enumerate(rows)
     ]
     happenings = sorted(
         [(at, 0, n) for n, (at, _, _) in enumerate(rows)]
@@ -299,7 +313,7 @@ def timeline(
     steps: list[tuple[float, int]] = []
     events: list[tuple[int, float, str]] = []
     now, begun, calls = 0.0, 0.0, 0
-    aborting: list[Sequence] = []
+    aborting: list[EngineSequence] = []
     while True:
         for sequence in aborting:
             engine.abort(sequence)
@@ -381,9 +395,10 @@ def test_stretches_equal_steps(
     assert [at for _, at, _ in fast_events] == pytest.approx([at for _, at, _ in events], rel=1e-9)
     for counter in (
         *("preemptions", "generated_tokens", "prefilled_tokens"),
-        *("kv_used_blocks", "kv_peak_blocks", "adapter_loads"),
+        *("kv.pool.used_blocks", "kv.peak_blocks", "adapters.loads"),
     ):
-        assert getattr(stretched, counter) == getattr(stepped, counter)
+        of = attrgetter(counter)
+        assert of(stretched) == of(stepped)
 
 
 @given(
@@ -414,16 +429,16 @@ def test_steps_until_is_the_first_boundary_at_or_after(
 def test_one_request_by_hand() -> None:
     """16 prompt tokens and 4 output tokens: one prefill, three decode steps over 17, 18, 19 tokens."""
     engine = EngineModel(LATENCY, EngineLimits(kv_cache_tokens=64))
-    engine.submit(Sequence(16, 4))
+    engine.submit(EngineSequence(16, 4))
     k = LATENCY
     assert engine.begin_iteration() == pytest.approx(k.k1 * 16 + k.k2 + k.k3 * 16 + k.k4)
-    assert engine.kv_used_blocks == 1
+    assert engine.kv.pool.used_blocks == 1
     ended = engine.end_iteration()
     assert len(ended.first) == 1
-    assert ended.finished == ()
+    assert ended.finished == []
     for cached in (17, 18, 19):
         assert engine.begin_iteration() == pytest.approx(k.step_s(1, cached))
-        assert engine.kv_used_blocks == 2
+        assert engine.kv.pool.used_blocks == 2
         ended = engine.end_iteration()
     assert len(ended.finished) == 1
     assert engine.begin_iteration() is None
@@ -443,7 +458,7 @@ def test_the_models_prediction_of_a_lone_request_is_what_the_engine_takes(
     engine = EngineModel(
         model, EngineLimits(kv_cache_tokens=40_000, max_num_seqs=64, max_num_batched_tokens=budget)
     )
-    engine.submit(Sequence(prompt, output))
+    engine.submit(EngineSequence(prompt, output))
     first_s = total_s = 0.0
     while (stretch := engine.begin_run()) is not None:
         total_s += stretch.duration_s
@@ -456,7 +471,7 @@ def test_the_models_prediction_of_a_lone_request_is_what_the_engine_takes(
 def test_a_lone_request_is_two_calls() -> None:
     """A stretch covers a whole answer, and its sum is the paper's closed form shifted by one token."""
     engine = EngineModel(LATENCY, EngineLimits(kv_cache_tokens=100_000))
-    engine.submit(Sequence(1000, 5001))
+    engine.submit(EngineSequence(1000, 5001))
     assert engine.begin_run() is not None
     engine.end_iteration()
     stretch = engine.begin_run()
@@ -472,10 +487,10 @@ def test_a_long_prompt_is_prefilled_in_chunks_beside_the_decodes() -> None:
     engine = EngineModel(
         LATENCY, EngineLimits(kv_cache_tokens=1600, max_num_seqs=4, max_num_batched_tokens=100)
     )
-    engine.submit(Sequence(10, 50))
+    engine.submit(EngineSequence(10, 50))
     engine.begin_iteration()
     engine.end_iteration()
-    engine.submit(Sequence(250, 2))
+    engine.submit(EngineSequence(250, 2))
     prefilled = []
     for _ in range(3):
         before = engine.prefilled_tokens
@@ -491,7 +506,11 @@ def test_a_long_prompt_is_prefilled_in_chunks_beside_the_decodes() -> None:
 def test_the_latest_admitted_is_preempted_and_recomputed() -> None:
     """Two sequences outgrow the cache: the second waits in front of a third, and starts over."""
     engine = EngineModel(LATENCY, EngineLimits(kv_cache_tokens=64, block_size=16))
-    one, two, three = Sequence(30, 30, "one"), Sequence(20, 20, "two"), Sequence(5, 1, "three")
+    one, two, three = (
+        EngineSequence(30, 30, "one"),
+        EngineSequence(20, 20, "two"),
+        EngineSequence(5, 1, "three"),
+    )
     for sequence in (one, two, three):
         engine.submit(sequence)
     order = []
@@ -508,7 +527,12 @@ def test_an_abort_in_flight_frees_at_once_and_gets_no_token() -> None:
     """Decoding, prefilling and waiting sequences leave in the middle of an iteration."""
     limits = EngineLimits(kv_cache_tokens=160, max_num_seqs=3, max_num_batched_tokens=20)
     engine = EngineModel(LATENCY, limits)
-    decode, whole, part, waits = Sequence(8, 9), Sequence(5, 5), Sequence(40, 5), Sequence(1, 1)
+    decode, whole, part, waits = (
+        EngineSequence(8, 9),
+        EngineSequence(5, 5),
+        EngineSequence(40, 5),
+        EngineSequence(1, 1),
+    )
     engine.submit(decode)
     engine.begin_iteration()
     engine.end_iteration()
@@ -520,23 +544,23 @@ def test_an_abort_in_flight_frees_at_once_and_gets_no_token() -> None:
         engine.abort(sequence)
         engine.check_integrity()
     assert engine.generated(decode) == 1
-    assert (engine.running, engine.waiting, engine.kv_used_blocks) == (0, 0, 0)
+    assert (engine.running, engine.waiting, engine.kv.pool.used_blocks) == (0, 0, 0)
     ended = engine.end_iteration()
-    assert (ended.first, ended.resumed, ended.finished, ended.preempted) == ((), (), (), ())
+    assert (ended.first, ended.resumed, ended.finished, ended.preempted) == ([], [], [], [])
     assert ended.stretch.decodes == 0
     assert engine.begin_iteration() is None
     engine.abort(decode)  # twice is harmless
     assert decode.state is SequenceState.ABORTED
 
 
-def test_no_output_is_only_read() -> None:
+def test_no_output_ends_with_its_prefill() -> None:
     """An embedding: the prompt is computed, no token comes."""
     engine = EngineModel(LATENCY, EngineLimits(kv_cache_tokens=160))
-    engine.submit(Sequence(20, 0))
+    engine.submit(EngineSequence(20, 0))
     engine.begin_iteration()
     ended = engine.end_iteration()
     assert len(ended.finished) == 1
-    assert ended.first == ()
+    assert ended.first == []
     assert engine.generated_tokens == 0
     assert engine.idle
 
@@ -562,8 +586,8 @@ def test_limits_come_from_a_capacity() -> None:
 
 def test_what_can_never_fit_is_the_callers_to_refuse() -> None:
     engine = EngineModel(LATENCY, EngineLimits(kv_cache_tokens=32))
-    assert engine.fits(20, 13)
-    assert not engine.fits(20, 14)
-    assert not engine.fits(33, 0)
+    assert engine.limits.fits(20, 13)
+    assert not engine.limits.fits(20, 14)
+    assert not engine.limits.fits(33, 0)
     with pytest.raises(AssertionError, match="at most 33 tokens"):
-        engine.submit(Sequence(20, 14))
+        engine.submit(EngineSequence(20, 14))

@@ -16,8 +16,8 @@ from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec, Outcome
-from hetlb.sim.engine import EngineLimits
-from hetlb.sim.fleet import EngineSpec, FleetResult, FleetSimulation
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.fleet_simulation import EngineSpec, FleetResult, FleetSimulation
 from hetlb.sim.reference import References
 from hetlb.workload.arrivals import PlannedRequest
 

@@ -13,8 +13,8 @@ from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, Outcome
-from hetlb.sim.engine import EngineLimits
-from hetlb.sim.fleet import EngineSpec, FleetResult, FleetSimulation
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.fleet_simulation import EngineSpec, FleetResult, FleetSimulation
 from hetlb.sim.series import Series
 from hetlb.workload.arrivals import PlannedRequest
 

@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.core.latency import LatencyModel
-from hetlb.sim.engine import EngineLimits, EngineModel, Sequence, SequenceState
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.engine_model import EngineModel
+from hetlb.sim.engine_sequence import EngineSequence, SequenceState
 from hetlb.sim.plain_engine import PlainEngine, PlainSequence
 from hetlb.workload.content import contents_of, in_cycle
 from hetlb.workload.traces import Row
@@ -45,8 +47,8 @@ class Ask:
     def prompt(self) -> int:
         return sum(tokens for _, tokens in self.pieces) + self.own
 
-    def sequence(self) -> Sequence:
-        return Sequence(self.prompt, self.output, pieces=self.pieces, answer=self.answer)
+    def sequence(self) -> EngineSequence:
+        return EngineSequence(self.prompt, self.output, pieces=self.pieces, answer=self.answer)
 
     def tokens(self) -> list[Hashable]:
         """Every token that gets into the cache, by what it is."""
@@ -87,18 +89,18 @@ def test_one_after_the_other_finds_what_the_block_pool_finds(
     engine = cached_engine(blocks, size)
     oracle = PlainEngine(LATENCY, engine.limits)
     for number, ask in enumerate(requests):
-        if not engine.fits(ask.prompt, ask.output) or (not ask.own and ask.prompt % size == 0):
+        if not engine.limits.fits(ask.prompt, ask.output) or (not ask.own and ask.prompt % size == 0):
             continue  # a last block that is computed again is kept twice by vLLM, and once here
-        before, computed = engine.prefix_hit_tokens, engine.prefilled_tokens
+        before, computed = engine.kv.hit_tokens, engine.prefilled_tokens
         engine.submit(ask.sequence())
         while engine.begin_run() is not None:
             engine.check_integrity()
             engine.end_iteration()
             engine.check_integrity()
-        found = engine.prefix_hit_tokens - before
+        found = engine.kv.hit_tokens - before
         assert found == found_by_the_plain_engine(oracle, ask, number)
         assert engine.prefilled_tokens - computed == ask.prompt - found
-        assert engine.pool.used_blocks == 0
+        assert engine.kv.pool.used_blocks == 0
 
 
 @settings(max_examples=200)
@@ -107,8 +109,8 @@ def test_together_stretches_equal_steps_and_the_books_add_up(
     requests: list[Ask], size: int, blocks: int, data: st.DataObject
 ) -> None:
     fast, slow = cached_engine(blocks, size), cached_engine(blocks, size)
-    sent: list[tuple[Sequence, Sequence]] = []
-    waiting = [ask for ask in requests if fast.fits(ask.prompt, ask.output)]
+    sent: list[tuple[EngineSequence, EngineSequence]] = []
+    waiting = [ask for ask in requests if fast.limits.fits(ask.prompt, ask.output)]
     while waiting or not fast.idle:
         for _ in range(data.draw(st.integers(0 if sent else 1, 4), label="arrivals")):
             if waiting:
@@ -133,14 +135,14 @@ def test_together_stretches_equal_steps_and_the_books_add_up(
         fast.check_integrity()
         for mine, other in sent:
             assert (mine.state, fast.generated(mine)) == (other.state, slow.generated(other))
-        assert fast.pool.used_blocks == slow.pool.used_blocks
-        assert fast.prefix_hit_tokens == slow.prefix_hit_tokens
+        assert fast.kv.pool.used_blocks == slow.kv.pool.used_blocks
+        assert fast.kv.hit_tokens == slow.kv.hit_tokens
         if data.draw(st.integers(0, 9), label="abort") == 0:
             for mine, other in sent[-1:]:
                 fast.abort(mine)
                 slow.abort(other)
             fast.check_integrity()
-    assert fast.pool.used_blocks == slow.pool.used_blocks == 0
+    assert fast.kv.pool.used_blocks == slow.kv.pool.used_blocks == 0
     assert all(mine.state in (SequenceState.FINISHED, SequenceState.ABORTED) for mine, _ in sent)
     assert fast.generated_tokens == slow.generated_tokens
 
@@ -153,44 +155,44 @@ def test_without_anything_in_common_and_with_room_it_changes_nothing(requests: l
     for prefix_cache in (False, True):
         engine = EngineModel(LATENCY, limits, prefix_cache=prefix_cache)
         for ask in requests:
-            engine.submit(Sequence(ask.prompt, ask.output))
+            engine.submit(EngineSequence(ask.prompt, ask.output))
         took = []
         while (stretch := engine.begin_run()) is not None:
             took.append((stretch.steps, stretch.first_s, stretch.increment_s, stretch.decodes))
             engine.end_iteration()
         durations.append(took)
-        assert engine.prefix_hit_tokens == 0
+        assert engine.kv.hit_tokens == 0
     assert durations[0] == durations[1]
 
 
 # --- single cases ------------------------------------------------------------------------------------
 
 
-def run(engine: EngineModel, *sequences: Sequence) -> int:
+def run(engine: EngineModel, *sequences: EngineSequence) -> int:
     """What was found for these, sent together."""
-    before = engine.prefix_hit_tokens
+    before = engine.kv.hit_tokens
     for sequence in sequences:
         engine.submit(sequence)
     while engine.begin_run() is not None:
         engine.end_iteration()
         engine.check_integrity()
-    return engine.prefix_hit_tokens - before
+    return engine.kv.hit_tokens - before
 
 
 def test_two_that_arrive_together_share_the_prompt_that_the_first_computes() -> None:
     engine = cached_engine(100, 16, batched=2048)
     system = (("system", 64),)
-    assert run(engine, Sequence(100, 5, pieces=system), Sequence(90, 5, pieces=system)) == 64
-    assert engine.kv_peak_blocks == 7 + (6 - 4)
+    assert run(engine, EngineSequence(100, 5, pieces=system), EngineSequence(90, 5, pieces=system)) == 64
+    assert engine.kv.peak_blocks == 7 + (6 - 4)
 
 
 def test_the_next_turn_finds_the_last_ones_prompt_and_answer() -> None:
     engine = cached_engine(100, 16, batched=2048)
     first = (("t0", 50),)
-    assert run(engine, Sequence(50, 40, pieces=first, answer="a0")) == 0
+    assert run(engine, EngineSequence(50, 40, pieces=first, answer="a0")) == 0
     # 50 + 39 tokens were in the cache (the last one never is): five whole blocks.
     second = (*first, ("a0", 40), ("t1", 30))
-    assert run(engine, Sequence(120, 10, pieces=second, answer="a1")) == 80
+    assert run(engine, EngineSequence(120, 10, pieces=second, answer="a1")) == 80
 
 
 def test_a_turn_sent_before_the_last_answer_has_ended_keeps_blocks_of_its_own() -> None:
@@ -198,37 +200,41 @@ def test_a_turn_sent_before_the_last_answer_has_ended_keeps_blocks_of_its_own() 
     first = (("t0", 48),)
     early = (*first, ("a0", 64), ("t1", 100))
     assert (
-        run(engine, Sequence(48, 64, pieces=first, answer="a0"), Sequence(212, 9, pieces=early, answer="a1"))
+        run(
+            engine,
+            EngineSequence(48, 64, pieces=first, answer="a0"),
+            EngineSequence(212, 9, pieces=early, answer="a1"),
+        )
         == 48
     )
-    assert engine.pool.used_blocks == 0
+    assert engine.kv.pool.used_blocks == 0
     late = (*early, ("a1", 9), ("t2", 20))
-    assert run(engine, Sequence(241, 3, pieces=late)) >= 96
+    assert run(engine, EngineSequence(241, 3, pieces=late)) >= 96
 
 
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     engine = cached_engine(4, 16)
     prompt = (("p", 64),)
-    assert run(engine, Sequence(64, 1, pieces=prompt)) == 0
-    assert run(engine, Sequence(64, 1, pieces=prompt)) == 48
-    assert run(engine, Sequence(64, 1, pieces=prompt)) == 48
+    assert run(engine, EngineSequence(64, 1, pieces=prompt)) == 0
+    assert run(engine, EngineSequence(64, 1, pieces=prompt)) == 48
+    assert run(engine, EngineSequence(64, 1, pieces=prompt)) == 48
 
 
 def test_the_least_recently_used_goes_first_and_its_end_before_its_beginning() -> None:
     engine = cached_engine(10, 16, batched=2048)
 
     def ask(name: str, tokens: int = 65) -> int:
-        return run(engine, Sequence(tokens, 1, pieces=((name, 64),)))
+        return run(engine, EngineSequence(tokens, 1, pieces=((name, 64),)))
 
     assert [ask("a"), ask("b"), ask("a")] == [0, 0, 64]
-    run(engine, Sequence(33, 1))  # three blocks, of b and of the tails of their own
+    run(engine, EngineSequence(33, 1))  # three blocks, of b and of the tails of their own
     assert ask("b") < 64
     assert ask("b") == 64
 
 
 def test_a_preempted_sequence_finds_what_it_had_computed() -> None:
     engine = cached_engine(12, 16, batched=2048)
-    first, second = Sequence(80, 60), Sequence(80, 60)
+    first, second = EngineSequence(80, 60), EngineSequence(80, 60)
     assert run(engine, first, second) > 0
     assert second.preemptions > 0
     assert engine.generated_tokens == 120

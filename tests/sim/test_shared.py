@@ -6,7 +6,7 @@ import pytest
 from sim.test_fleet import fleet, load
 
 from hetlb.core.types import Outcome
-from hetlb.sim.fleet import FleetSimulation
+from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.sim.shared import SharedSimulation
 
 

@@ -17,8 +17,8 @@ from hetlb.core.latency import LatencyModel
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Connector, Health, InstanceSpec, KvTransfer, Outcome, Role
-from hetlb.sim.engine import EngineLimits
-from hetlb.sim.fleet import EngineSpec, FleetResult, FleetSimulation
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.fleet_simulation import EngineSpec, FleetResult, FleetSimulation
 from hetlb.sim.kv_links import KvLinks, KvPath
 from hetlb.workload.arrivals import PlannedRequest
 
@@ -93,7 +93,7 @@ def test_every_request_ends_well_once_and_no_engine_keeps_a_block(
     assert [record.output_tokens for record in result.records] == [output for _, output in rows]
     for engine in simulation._engines.values():
         engine.model.check_integrity()
-        assert engine.model.kv_used_blocks == 0
+        assert engine.model.kv.pool.used_blocks == 0
     assert simulation.scheduler.in_flight == 0
 
 

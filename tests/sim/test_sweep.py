@@ -21,8 +21,10 @@ from hetlb.core.predictor import LengthDistribution, make_predictor
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
 from hetlb.errors import HetlbError
-from hetlb.sim.engine import EngineLimits, EngineModel, Sequence
-from hetlb.sim.fleet import EngineSpec, FleetSimulation
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.engine_model import EngineModel
+from hetlb.sim.engine_sequence import EngineSequence
+from hetlb.sim.fleet_simulation import EngineSpec, FleetSimulation
 from hetlb.sim.reference import References
 from hetlb.sim.series import Series
 from hetlb.sim.sweep import TRACE, Cell, Load, Study, run_sweep
@@ -184,17 +186,17 @@ def test_inside_a_stretch_the_blocks_are_those_of_stepping() -> None:
     fast, slow = EngineModel(FAST, limits), EngineModel(FAST, limits)
     for engine in (fast, slow):
         for prompt, output in ((100, 300), (37, 900), (500, 40)):
-            engine.submit(Sequence(prompt, output))
+            engine.submit(EngineSequence(prompt, output))
     longest = 0
     while (stretch := fast.begin_run()) is not None:
         for step in range(stretch.steps):
             slow.begin_iteration()
             middle_s = (stretch.elapsed_s(step) + stretch.elapsed_s(step + 1)) / 2
-            assert fast.kv_used_blocks_at(middle_s) == slow.pool.used_blocks
+            assert fast.kv_used_blocks_at(middle_s) == slow.kv.pool.used_blocks
             slow.end_iteration()
         longest = max(longest, stretch.steps)
         fast.end_iteration()
-        assert fast.kv_used_blocks_at(0.0) == slow.pool.used_blocks
+        assert fast.kv_used_blocks_at(0.0) == slow.kv.pool.used_blocks
     assert longest > 100
 
 

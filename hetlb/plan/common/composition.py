@@ -38,7 +38,7 @@ from hetlb.core.latency import (
     PnormPrefill,
     PrefillGrid,
 )
-from hetlb.sim.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
+from hetlb.sim.engine_limits import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
 from hetlb.sim.staged_engine import EngineStage
 
 #: The bytes of one value that stages and GPUs send each other.

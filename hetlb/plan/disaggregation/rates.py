@@ -1,6 +1,6 @@
 """Requests/s of one saturated engine that prefills, decodes, or does both, by its latency model.
 
-Arithmetic alone (microseconds), and the same rules as `sim.engine`, which it is tested against: an
+Arithmetic alone (microseconds), and the same rules as `sim.engine_model`, which it is tested against: an
 iteration computes at most `max_num_batched_tokens`, a batch holds at most `max_num_seqs` sequences and what
 the KV cache has room for. With an SLO a batch is limited so that a token takes at most `tpot_s`, and a load
 so that the mean time to first token stays below `ttft_s` (M/D/1: a wait of rho * s / (2 * (1 - rho)) before a
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from hetlb.core.latency import LatencyModel
 from hetlb.plan.disaggregation.split_cluster import Role, Slo, Workload
-from hetlb.sim.engine import EngineLimits
+from hetlb.sim.engine_limits import EngineLimits
 
 #: Above so many prompts per iteration their number is taken to be the mean.
 _MANY = 8.0

@@ -6,14 +6,20 @@ runs, in place of the adapter that was in a batch longest ago.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from hetlb.sim.engine_sequence import EngineSequence
+
 
 class LoadedAdapters:
     """The adapters of the running sequences, and those in slots. "" is the base model: in no slot."""
 
-    __slots__ = ("_last_step", "_running", "loads", "slots")
+    __slots__ = ("_last_step", "_running", "loads", "slots", "used")
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
+        #: True once a sequence has had an adapter.
+        self.used = False
         #: Adapters loaded so far.
         self.loads = 0
         self._running: dict[str, int] = {}
@@ -21,16 +27,28 @@ class LoadedAdapters:
         self._last_step: dict[str, int] = {}
 
     @property
-    def running(self) -> tuple[str, ...]:
-        """Adapters of the running sequences."""
-        return tuple(self._running)
+    def running(self) -> tuple[str, ...] | None:
+        """Adapters of the running sequences, None if no sequence ever had one."""
+        return tuple(self._running) if self.used else None
+
+    def expect(self, name: str) -> None:
+        """Note that a sequence of an adapter has arrived."""
+        if name:
+            self.used = True
 
     def admits(self, name: str) -> bool:
-        """True if a sequence of an adapter may join the batch."""
+        """Return whether a sequence of an adapter may join the batch."""
         return not name or name in self._running or len(self._running) < self.slots
 
+    def first_admitted(self, waiting: Iterable[EngineSequence]) -> EngineSequence | None:
+        """Return the first of the waiting whose adapter the batch can hold."""
+        for sequence in waiting:
+            if self.admits(sequence.adapter):
+                return sequence
+        return None
+
     def begin(self, name: str, step: int) -> bool:
-        """A sequence joins the batch of this step; True if its adapter has to be loaded."""
+        """Add a sequence to the batch of this step; returns whether its adapter has to be loaded."""
         if not name:
             return False
         self._running[name] = self._running.get(name, 0) + 1
@@ -41,13 +59,13 @@ class LoadedAdapters:
         return not known
 
     def evict(self) -> None:
-        """The batch is whole: adapters that it does not use make way for those that it loads."""
+        """Drop adapters that the complete batch does not use, for those that it loads."""
         while len(self._last_step) > self.slots:
             idle = ((used, other) for other, used in self._last_step.items() if other not in self._running)
             del self._last_step[min(idle)[1]]
 
     def end(self, name: str, step: int) -> None:
-        """A sequence has left; it was in the batch of this step."""
+        """Remove a sequence; it was in the batch of this step."""
         if not name:
             return
         self._last_step[name] = step

@@ -38,8 +38,10 @@ from hetlb.core.types import (
     Request,
     Role,
 )
-from hetlb.sim.engine import Ended, EngineLimits, EngineModel, IterationRun
-from hetlb.sim.engine import Sequence as EngineSequence
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.engine_model import EngineModel
+from hetlb.sim.engine_sequence import EngineSequence
+from hetlb.sim.iterations import IterationEnd, IterationRun
 from hetlb.sim.kv_links import KvLinks, KvPath
 from hetlb.sim.series import Series
 from hetlb.workload.arrivals import PlannedRequest
@@ -240,7 +242,7 @@ class _Engine:
     def kv_usage_at(self, now: float) -> float:
         """Fraction of the KV blocks in use."""
         model = self.model
-        return model.kv_used_blocks_at(now - self.started_s) / model.kv_total_blocks
+        return model.kv_used_blocks_at(now - self.started_s) / model.limits.kv_blocks
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -339,18 +341,18 @@ class FleetSimulation:
             self._gaps,
             {name: engine.model.preemptions for name, engine in self._engines.items()},
             {
-                name: engine.model.kv_peak_blocks / engine.model.kv_total_blocks
+                name: engine.model.kv.peak_blocks / engine.model.limits.kv_blocks
                 for name, engine in self._engines.items()
             },
             {
-                name: (engine.model.prefix_hit_tokens, engine.model.prefilled_tokens)
+                name: (engine.model.kv.hit_tokens, engine.model.prefilled_tokens)
                 for name, engine in self._engines.items()
             }
             if any(engine.spec.prefix_cache for engine in self._engines.values())
             else None,
             self._transfers,
             self._expired,
-            {name: engine.model.adapter_loads for name, engine in self._engines.items()}
+            {name: engine.model.adapters.loads for name, engine in self._engines.items()}
             if self._adapters
             else None,
             self._classes or None,
@@ -447,7 +449,7 @@ class FleetSimulation:
                 model.waiting,
                 engine.kv_usage_at(self._now),
                 preemptions=model.preemptions,
-                adapters=model.running_adapters,
+                adapters=model.adapters.running,
             )
             for scheduler in schedulers:
                 self._carry_out(scheduler, scheduler.on_scrape(name, sample, self._now))
@@ -472,7 +474,7 @@ class FleetSimulation:
         if stretch is not None:
             engine.started_s = self._now
             self._schedule_end(engine, stretch)
-        for sequence in engine.model.take_fetches():
+        for sequence in engine.model.fetches.take_begun():
             assert isinstance(sequence, _Run)
             self._fetch(engine, sequence)
 
@@ -582,7 +584,7 @@ class FleetSimulation:
         assert scheduler is not None
         self._carry_out(scheduler, scheduler.on_lease_ended(lease, outcome, self._now))
 
-    def _count_gaps(self, engine: _Engine, ended: Ended) -> None:
+    def _count_gaps(self, engine: _Engine, ended: IterationEnd) -> None:
         stretch = ended.stretch
         if stretch.decodes:
             self._gaps.add(stretch.first_s, stretch.increment_s, stretch.steps, stretch.decodes)
