@@ -211,7 +211,7 @@ class Queue:
         self._sizes: dict[str, int] = {}
         self._shares: dict[str | None, Share] = {}
         self.bytes = 0
-        #: What each tenant was served; kept by the ledger.
+        #: Service that each tenant has had; kept by the ledger.
         self.service = TenantService(limits.tenant_weights)
 
     def __len__(self) -> int:

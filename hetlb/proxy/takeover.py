@@ -253,26 +253,41 @@ class Takeover:
     @classmethod
     async def ask(cls, address: tuple[str, int]) -> Takeover | None:
         """The listeners of the process that serves an address, None without one. Raises `HetlbError`."""
-        end = _socket()
+        loop = asyncio.get_running_loop()
+        replaced = False
         try:
-            await asyncio.get_running_loop().sock_connect(end, name_of(address))
-        except OSError:
-            end.close()
-            return None
-        if not _is_own(end):
-            end.close()
-            raise HetlbError("--replace: a process of another user holds the name of the running process")
-        channel = _Channel(end)
-        try:
-            await channel.send(Packet("take"))
             async with asyncio.timeout(_STEP_S):
-                packet, fds = await channel.receive(MOST_LISTENERS)
+                while True:
+                    end = _socket()
+                    try:
+                        await loop.sock_connect(end, name_of(address))
+                    except OSError:
+                        end.close()
+                        if not replaced:
+                            return None
+                        await asyncio.sleep(_NAME_S)
+                        continue
+                    try:
+                        return await cls._ask(end)
+                    except ConnectionResetError:
+                        replaced = True  # by another successor, which is about to have the name
         except (OSError, TimeoutError, ValueError) as error:
+            reason = str(error) or type(error).__name__
+            raise HetlbError(f"--replace: the running process did not hand over: {reason}") from error
+
+    @classmethod
+    async def _ask(cls, end: socket.socket) -> Takeover:
+        try:
+            if not _is_own(end):
+                raise HetlbError("--replace: a process of another user holds the name of the running process")
+            channel = _Channel(end)
+            await channel.send(Packet("take"))
+            packet, fds = await channel.receive(MOST_LISTENERS)
+            if packet is None or packet.step != "listeners" or packet.version != VERSION:
+                raise HetlbError("--replace: the running process did not hand over its listeners")
+        except BaseException:
             end.close()
-            raise HetlbError(f"--replace: the running process did not hand over: {error}") from error
-        if packet is None or packet.step != "listeners" or packet.version != VERSION:
-            end.close()
-            raise HetlbError("--replace: the running process did not hand over its listeners")
+            raise
         found = [socket.socket(fileno=fd) for fd in fds]
         for each in found:
             each.setblocking(False)

@@ -156,6 +156,23 @@ async def test_a_process_that_does_not_keep_to_the_steps_gets_nothing(tmp_path: 
             assert await request(session, old.address[1]) == 200
 
 
+async def test_whoever_asks_during_a_takeover_is_answered_by_the_successor(tmp_path: Path) -> None:
+    async with Engine() as engine, two(tmp_path, document(engine)) as (old, new):
+        takeover: Takeover | None = None
+        while takeover is None:
+            takeover = await Takeover.ask(old.address)
+            await asyncio.sleep(0.005)
+        asking = asyncio.create_task(Takeover.ask(old.address))
+        await new.start(takeover=takeover)
+        late = await asking
+        assert old.replaced
+        assert late is not None
+        assert [each.getsockname() for each in late.listeners.main] == [new.address]
+        late.end.close()
+        for each in (*late.listeners.main, *late.listeners.admin):
+            each.close()
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="another user is needed")
 async def test_a_process_of_another_user_is_not_believed(tmp_path: Path) -> None:
     """Whoever binds the abstract name of a process first gets nothing from one that is to replace it."""
