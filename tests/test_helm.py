@@ -219,5 +219,3 @@ def test_ways_in_from_outside_and_walls() -> None:
     assert ports == ["http", "admin"]
     [container] = pod(objects)["containers"]
     assert container["env"] == [{"name": "KEY", "value": "x"}]
-    fleet = yaml.safe_load(objects["ConfigMap", "demo-hetlb"]["data"]["fleet.yaml"])
-    assert fleet["discovery"]["files"] == ["fleet.yaml"]

@@ -20,9 +20,12 @@ from hetlb.extras import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 DEMO = Path(hetlb.demo.__file__).parent
-BASE_COMMANDS = ("serve", "top", "explain", "engine", "simulate", "completion", "stage")
+BASE_COMMANDS = (
+    "bench", "completion", "demo", "doctor", "engine", "explain", "init", "schema", "serve", "simulate",
+    "stage", "status", "top",
+)  # fmt: skip
 #: Commands that need the extra `tools`; those that are neither have an extra of their own.
-TOOLS_COMMANDS = {"bench", "demo", "place", "profile", "rent", "search", "split"} & COMMANDS.keys()
+TOOLS_COMMANDS = {"place", "profile", "rent", "search", "split"} & COMMANDS.keys()
 #: Largest installed tree without the tools, in bytes.
 LARGEST_TREE = 60_000_000
 
@@ -126,6 +129,23 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(tmp_path: Pat
     done = hetlb_without_tools("simulate", "--trace", missing, "--plot", str(tmp_path / "p.png"))
     assert done.returncode == 2
     assert "the package matplotlib" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "package"),
+    [(("--html", "r.html"), "jinja2"), (("--compare", "rr,hetlb", "--rounds", "2"), "scipy")],
+)
+def test_a_bench_names_the_package_that_it_misses_before_it_measures(
+    flags: Sequence[str], package: str
+) -> None:
+    done = hetlb_without_tools("bench", "--url", "http://127.0.0.1:9", *flags)
+    assert (done.returncode, f"the package {package} to be" in done.stderr) == (2, True), done.stderr
+
+
+def test_the_demo_runs_without_the_tools() -> None:
+    done = hetlb_without_tools("demo", "--num-prompts", "4", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [run["completed"] for run in json.loads(done.stdout)["runs"]] == [4, 4]
 
 
 def test_engine_and_serve_start_without_the_tools() -> None:

@@ -24,10 +24,10 @@ from rich.console import Console
 from hetlb.cli.signals import cancel_on_signals
 from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import HetlbError, InputError, TraceError
+from hetlb.extras import require
 from hetlb.loadtest import options
 from hetlb.loadtest.bodies import CHAT, COMPLETIONS
 from hetlb.loadtest.campaign import Campaign, Outcome
-from hetlb.loadtest.htmlreport import report
 from hetlb.loadtest.metrics import details
 from hetlb.loadtest.progress import Screen
 from hetlb.loadtest.report import (
@@ -196,6 +196,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
+    require(*(["jinja2"] if args.html else []), *(["scipy"] if args.rounds > 1 else []))
     bench = _Bench(args)
     try:
         with (
@@ -390,6 +391,8 @@ class _Bench:
         if args.csv is not None:
             write_text("--csv", args.csv, csv_text(document["runs"]))
         if args.html is not None:
+            from hetlb.loadtest.htmlreport import report
+
             write_text("--html", args.html, report(document, outcome.measured))
         if args.save_result:
             name = args.result_filename or default_filename(

@@ -25,9 +25,7 @@ from rich.console import Console
 
 from hetlb.cli.demo_split import print_split_demo, run_split_demo
 from hetlb.cli.signals import cancel_on_signals
-from hetlb.config.profile import load_profile
 from hetlb.errors import HetlbError, InputError
-from hetlb.extras import require
 from hetlb.loadtest.admin import FleetAdmin
 from hetlb.loadtest.generator import Progress, allow_open_files, run_load
 from hetlb.loadtest.processes import Helpers, helper_processes
@@ -60,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo and print what came out."""
     if args.num_prompts is not None and args.num_prompts < 1:
         raise InputError(f"--num-prompts: expected at least 1, got {args.num_prompts}")
-    require("numpy", "scipy")  # of the `hetlb profile` that it starts
     started = time.monotonic()
     try:
         # The processes outlast the event loop, so that nothing the loop does can keep them from being killed.
@@ -105,8 +102,6 @@ class _Demo:
         seed: int,
     ) -> None:
         self._timings = {name: data / f"{name}.yaml" for name in ENGINES}
-        self._profiles = {name: scratch / f"{name}.yaml" for name in ENGINES}
-        self._grid = data / "grid.yaml"
         self._plan = make_plan(read_trace(data / "trace.csv"), num_prompts, math.inf, random.Random(seed))
         self._scratch = scratch
         self._helpers = helpers
@@ -127,13 +122,11 @@ class _Demo:
 
         say(f"starting {len(ENGINES)} emulated engines of unequal speed: {', '.join(ENGINES)}")
         urls = await self._start_engines()
-        say("profiling both over HTTP, as `hetlb profile --url` does with any server")
-        await asyncio.gather(*(self._profile(name, url) for name, url in urls.items()))
         say(f"each engine alone, both at the same time: all {len(self._plan)} requests at once")
         alone = await asyncio.gather(
             *(self._load(f"{name} alone", url, [name], direct=True) for name, url in urls.items())
         )
-        say("starting the proxy, with the two profiles that were just measured")
+        say("starting the proxy: it is told the addresses and learns the speeds")
         url, admin = await self._start_proxy(urls)
         runs = []
         async with aiohttp.ClientSession() as session:
@@ -165,21 +158,9 @@ class _Demo:
             await engine.ready()
         return {name: engine.urls[0] for name, engine in engines.items()}
 
-    async def _profile(self, name: str, url: str) -> None:
-        """Profile one engine: the proxy gets what is measured here, not what the engine is timed by."""
-        await self._helpers.run(
-            f"profiling {name}", "profile", "--url", url, "--out", str(self._profiles[name]),
-            "--name", name, "--grid", str(self._grid), "--repeats", "1",
-        )  # fmt: skip
-        fit = load_profile(self._profiles[name]).fit
-        assert fit is not None, "expected the errors that every measured profile has"
-        self._say(f"  {name}: held-out error {fit.mean_error:.1%} in the mean of {fit.points} points")
-
     async def _start_proxy(self, urls: Mapping[str, str]) -> tuple[str, str]:
         """The proxy's address and its admin address."""
-        instances = [
-            {"name": name, "url": url, "profile": str(self._profiles[name])} for name, url in urls.items()
-        ]
+        instances = [{"name": name, "url": url} for name, url in urls.items()]
         file = self._scratch / "fleet.yaml"
         file.write_text(
             yaml.safe_dump(
@@ -244,7 +225,7 @@ def _print(result: Mapping[str, Any]) -> None:
     console.print()
     console.print(
         "The engines are emulated. Everything else is as in production: processes, sockets, streamed tokens, "
-        "and profiles that were measured over HTTP."
+        "and speeds that the proxy learnt while it served."
     )
     console.print()
     console.print("Your own servers:  hetlb serve --instance URL --instance URL")

@@ -48,7 +48,6 @@ class Seen:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb doctor`."""
-    parser.epilog = "example: hetlb doctor --config fleet.yaml"
     parser.add_argument("--config", type=Path, metavar="FLEET.yaml", help="fleet file (default fleet.yaml)")
     parser.add_argument(
         "--instance",

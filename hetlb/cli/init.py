@@ -13,12 +13,12 @@ from hetlb.cli.engine_facts import EngineFacts, ask_engines
 from hetlb.config.fleet import fleet_from_urls
 from hetlb.errors import HetlbError
 
-SCHEMA = "https://raw.githubusercontent.com/hetlb/hetlb/main/configs/schemas/fleet.json"
+#: Schema beside the file, for editors; the next line of the file says what writes it.
+SCHEMA = "fleet.schema.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb init`."""
-    parser.epilog = "example: hetlb init http://10.0.0.7:8000 http://10.0.0.8:8000 > fleet.yaml"
     parser.add_argument("urls", nargs="+", metavar="URL", help="address of a vLLM server, without /v1")
     parser.add_argument(
         "--api-key-env", metavar="NAME", help="environment variable with the servers' API key"
@@ -57,6 +57,7 @@ def fleet_text(found: list[EngineFacts], key_env: str | None) -> str:
             models.setdefault(facts.names[0], []).append(facts)
     lines = [
         f"# yaml-language-server: $schema={SCHEMA}",
+        f"# For editors: `hetlb schema fleet > {SCHEMA}`.",
         "# Written by `hetlb init`. Check: `hetlb doctor --config FILE`. Serve: `hetlb serve --config FILE`.",
         "version: 1",
         "listen: {host: 127.0.0.1, port: 8080}     # for clients; 0.0.0.0 for those of other machines",

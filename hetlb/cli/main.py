@@ -11,34 +11,81 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from hetlb.build import version_line
 from hetlb.errors import HetlbError, InputError
 from hetlb.extras import missing_extra, require
 
+
+class Command(NamedTuple):
+    """A command: what it gives, and one line that shows its use."""
+
+    summary: str
+    example: str
+
+
 #: Imported only when asked for: `hetlb engine` should not wait for what `hetlb demo` needs.
 COMMANDS = {
-    "demo": "a comparison of policies on this machine, without a GPU",
-    "serve": "the reverse proxy in front of a fleet",
-    "init": "a commented fleet file from what servers say",
-    "doctor": "a look for mistakes in a fleet file and at its servers",
-    "pick": "the endpoint picker for Envoy and the Gateway API",
-    "engine": "an emulated vLLM server, timed by a latency profile",
-    "simulate": "a fleet in virtual time, or the replay of an event log",
-    "profile": "latency profiles: make, show, compare, list",
-    "search": "the best tensor-parallel degrees and layouts for given machines",
-    "stage": "a worker that runs some layers of a model",
-    "place": "a plan for the layers of a model that no single machine can hold",
-    "split": "a plan of GPUs for prefill and for decode, with the KV flows between them",
-    "rent": "a plan of which GPUs to rent for a budget, and what to run on them",
-    "bench": "a load test of any OpenAI-compatible server",
-    "explain": "one decision in numbers, or the last ones of a running proxy",
-    "status": "the fleet in one line, with an exit status for scripts",
-    "top": "the live fleet in a terminal",
-    "schema": "the JSON schema of a kind of file, for editors",
-    "completion": "the completion script for bash, zsh, fish or tcsh",
+    "demo": Command("a comparison of policies on this machine, without a GPU", "hetlb demo"),
+    "serve": Command("the reverse proxy in front of a fleet", "hetlb serve --config fleet.yaml"),
+    "init": Command(
+        "a commented fleet file from what servers say",
+        "hetlb init http://10.0.0.7:8000 http://10.0.0.8:8000 > fleet.yaml",
+    ),
+    "doctor": Command(
+        "a look for mistakes in a fleet file and at its servers", "hetlb doctor --config fleet.yaml"
+    ),
+    "pick": Command("the endpoint picker for Envoy and the Gateway API", "hetlb pick --config fleet.yaml"),
+    "engine": Command(
+        "an emulated vLLM server, timed by a latency profile", "hetlb engine --profile P.yaml --port 8000"
+    ),
+    "simulate": Command(
+        "a fleet in virtual time, or the replay of an event log",
+        "hetlb simulate --config fleet.yaml --trace T.csv --policy rr,hetlb",
+    ),
+    "profile": Command(
+        "latency profiles: make, show, compare, list",
+        "hetlb profile --url http://10.0.0.7:8000 --out a800.yaml",
+    ),
+    "search": Command(
+        "the best tensor-parallel degrees and layouts for given machines",
+        "hetlb search --config CLUSTER.yaml --trace T.csv",
+    ),
+    "stage": Command(
+        "a worker that runs some layers of a model", "hetlb stage --model FOLDER --layers 0:16 --port 9100"
+    ),
+    "place": Command(
+        "a plan for the layers of a model that no single machine can hold", "hetlb place --config PLACE.yaml"
+    ),
+    "split": Command(
+        "a plan of GPUs for prefill and for decode, with the KV flows between them",
+        "hetlb split --config CLUSTER.yaml --trace T.csv",
+    ),
+    "rent": Command(
+        "a plan of which GPUs to rent for a budget, and what to run on them",
+        "hetlb rent --config MARKET.yaml --trace T.csv",
+    ),
+    "bench": Command(
+        "a load test of any OpenAI-compatible server",
+        "hetlb bench --url http://127.0.0.1:8080 --dataset-name random --request-rate 8",
+    ),
+    "explain": Command(
+        "one decision in numbers, or the last ones of a running proxy", "hetlb explain --last 3"
+    ),
+    "status": Command(
+        "the fleet in one line, with an exit status for scripts",
+        "hetlb status --admin http://127.0.0.1:8081 || notify-the-operator",
+    ),
+    "top": Command("the live fleet in a terminal", "hetlb top --url http://127.0.0.1:8081"),
+    "schema": Command("the JSON schema of a kind of file, for editors", "hetlb schema fleet > fleet.json"),
+    "completion": Command(
+        "the completion script for bash, zsh, fish or tcsh", "hetlb completion bash > hetlb.bash"
+    ),
 }
+#: Commands with which most people begin; `hetlb --help` shows their examples.
+_FIRST = ("demo", "init", "doctor", "serve", "status")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,7 +95,19 @@ class _Parser(argparse.ArgumentParser):
         if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             close = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1)
             message += f"; did you mean {close[0]}?" if close else ""
+        elif wrong := re.match(r"unrecognized arguments: (--[\w-]+)", message):
+            close = difflib.get_close_matches(wrong[1], sorted(set(_options(self))), n=1)
+            message += f"; did you mean {close[0]}?" if close else ""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """All flags of a parser and of its commands."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from _options(each)
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
@@ -59,11 +118,19 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="hetlb",
         description="A reverse proxy that makes a mixed fleet of vLLM servers deliver its whole throughput.",
+        epilog="examples:\n" + "\n".join(f"  {COMMANDS[name].example}" for name in _FIRST),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=version_line())
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, summary in COMMANDS.items():
-        sub = subparsers.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+    for name, (summary, example) in COMMANDS.items():
+        sub = subparsers.add_parser(
+            name,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         if only not in (None, name):
             continue
         try:
@@ -76,7 +143,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
         args = build_parser(command if command in COMMANDS else "").parse_args(arguments)

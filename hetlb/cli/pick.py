@@ -13,6 +13,7 @@ from hetlb.cli.serve import add_fleet_arguments, allow_many_connections, fleet_o
 from hetlb.config.fleet import Fleet
 from hetlb.errors import InputError
 from hetlb.proxy.service import require_urls, tune_gc
+from hetlb.proxy.telemetry.events import Event, plain_line
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 
 
@@ -48,19 +49,21 @@ def run(args: argparse.Namespace) -> int:
     allow_many_connections()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # rotators of logs send it; its default is to end us
 
+    style = fleet.file.proxy.request_log_format
+
     async def pick() -> None:
         service = PickService(fleet, args.event_log)
         try:
             await service.start()
             tune_gc()
             line = service.ready_line.replace("hetlb ready", "hetlb pick ready", 1)
-            await service.run(lambda: print(line, flush=True))
+            await service.run(lambda: print(plain_line(line, style, Event.STARTED.event), flush=True))
         except asyncio.CancelledError:
             pass  # Ctrl-C before the service had its own handlers
         finally:
             await service.close()
 
-    with logging_to_stderr():
+    with logging_to_stderr(style):
         uvloop.run(pick())
     return 0
 

@@ -25,10 +25,13 @@ from hetlb.errors import InputError
 from hetlb.proxy import systemd
 from hetlb.proxy.service import Service, require_urls, tune_gc
 from hetlb.proxy.takeover import Takeover
-from hetlb.proxy.telemetry.events import Event, tell
+from hetlb.proxy.telemetry.events import Event, plain_line, tell
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 
 logger = logging.getLogger("hetlb.serve")
+
+#: Hosts that stand for every address of the machine.
+_EVERY = {"0.0.0.0", "::", ""}
 
 
 def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +74,11 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("--connect: expected --check with it")
     require_urls(fleet)
     listen, admin = fleet.file.listen, fleet.file.admin
-    if listen.port and (listen.host, listen.port) == (admin.host, admin.port):
+    if (
+        listen.port
+        and listen.port == admin.port
+        and (listen.host == admin.host or _EVERY & {listen.host, admin.host})
+    ):
         raise InputError(
             f"{fleet.where}admin.port: expected another than listen.port, got {admin.port} for both"
         )
@@ -134,11 +141,12 @@ def _warn_of_descriptors(fleet: Fleet) -> None:
     limit = fleet.file.proxy.max_connections
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit is not None and hard != resource.RLIM_INFINITY and 2 * limit > hard:
-        print(
+        text = (
             f"hetlb: {fleet.where}proxy.max_connections: {limit} clients need up to {2 * limit} file "
-            f"descriptors, this process may open {hard} (ulimit -Hn)",
-            file=sys.stderr,
+            f"descriptors, this process may open {hard} (ulimit -Hn)"
         )
+        style = fleet.file.proxy.request_log_format
+        print(plain_line(text, style, level=logging.WARNING), file=sys.stderr)
 
 
 async def _ask(fleet: Fleet, event_log: Path | None) -> Takeover | None:
@@ -183,7 +191,8 @@ async def _run(service: Service, takeover: Takeover | None) -> None:
 
 
 def _announce(service: Service) -> None:
-    print(service.ready_line, flush=True)
+    style = service.fleet.file.proxy.request_log_format
+    print(plain_line(service.ready_line, style, Event.STARTED.event), flush=True)
     systemd.notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS={service.ready_line}")
     tell(logger, Event.STARTED, "%s", version_line())
 

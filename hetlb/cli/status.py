@@ -16,7 +16,6 @@ EXITS = {"well": 0, "busy": 0, "degraded": 1, "down": 2}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb status`."""
-    parser.epilog = "example: hetlb status --admin http://127.0.0.1:8081 || notify-the-operator"
     parser.add_argument(
         "--admin",
         default=DEFAULT_URL,

@@ -66,9 +66,9 @@ class KubernetesTable(ClusterTable, frozen=True, forbid_unknown_fields=True, kw_
 class DiscoveryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Sources of instances besides `models`.
 
-    `files` are files or folders of files with `models`, as in a fleet file; the fleet file itself may be one
-    of them and is then reloaded when it changes. `poll_s`: how often files are looked at where the kernel
-    does not tell of changes. `ttl_s`: for how long a registration holds that does not say so, 0 for ever.
+    `files` are files or folders of files with `models`, as in a fleet file. `poll_s`: how often files are
+    looked at where the kernel does not tell of changes. `ttl_s`: for how long a registration holds that does
+    not say so, 0 for ever.
     """
 
     files: tuple[str, ...] = ()

@@ -115,6 +115,7 @@ OWN_HEADERS = frozenset(
         "via", "x-api-key", "x-request-id",
     ]
 )  # fmt: skip
+OriginText: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(\*|https?://[A-Za-z0-9._:\[\]-]{1,253})$")]
 HeaderName: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9-]{1,64}$")]
 
 
@@ -129,7 +130,8 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     `max_connections` of clients None is half of the process's file descriptors: the other half is for
     engines. `workers` processes share the port. `forward_headers` names headers of clients that reach the
     engines besides those that always do. `trusted_proxies` are the networks (CIDR) of proxies whose
-    `X-Forwarded-For` tells the client's address for the log.
+    `X-Forwarded-For` tells the client's address for the log. `cors_origins` are the origins
+    (`https://chat.example`, or `*`) whose pages may read answers in a browser.
     """
 
     extra_paths: tuple[str, ...] = ()
@@ -154,6 +156,7 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     passthrough_authorization: bool = False
     forward_headers: tuple[HeaderName, ...] = ()
     trusted_proxies: tuple[str, ...] = ()
+    cors_origins: tuple[OriginText, ...] = ()
     heartbeat_s: NonNegative = 0.0
     resume: bool | Literal["ids"] = False
     max_connections: PositiveInt | None = None
@@ -321,7 +324,7 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A fleet file as written."""
+    """A fleet file as written. With `watch` it is read again whenever it changes."""
 
     version: Literal[1]
     models: tuple[ModelTable, ...]
@@ -337,3 +340,4 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     shared: SharedTable | None = None
     profiles: dict[str, str] = {}
     discovery: DiscoveryTable | None = None
+    watch: bool = True

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from hetlb.core.instance import Instance
 from hetlb.core.types import Reject, RejectReason, Request, RequestId
+
+#: Names that an answer lists at most.
+_LISTED = 20
 
 
 def queue_full(request_id: RequestId) -> Reject:
@@ -26,12 +30,14 @@ def hopeless(request: Request) -> Reject:
     return Reject(request.id, RejectReason.QUEUE_EXPIRED, text, retry_after_s=1.0)
 
 
-def unknown_model(request: Request, instances: Iterable[Instance]) -> Reject:
-    """No instance serves the model, as far as `instances`, those of the fleet, have told."""
+def unknown_model(request: Request, instances: Iterable[Instance], models: Iterable[str]) -> Reject:
+    """No instance serves the model, as far as `instances`, those of the fleet, have told; `models` exist."""
     if any(each.served is None and not each.spec.model for each in instances):
         text = f"Not every instance has told yet what it serves; none is known to serve {request.model!r}."
         return Reject(request.id, RejectReason.NO_INSTANCE, text, retry_after_s=1.0)
-    return Reject(request.id, RejectReason.UNKNOWN_MODEL, f"The model `{request.model}` does not exist.")
+    names = ", ".join(islice(models, _LISTED))
+    text = f"The model `{request.model}` does not exist. Valid names: {names or 'none yet'}."
+    return Reject(request.id, RejectReason.UNKNOWN_MODEL, text)
 
 
 def too_long(request: Request, instances: Sequence[Instance]) -> Reject:

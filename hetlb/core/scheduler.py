@@ -155,7 +155,7 @@ class Scheduler:
         fleet, placement = self.fleet, self.placement
         ready = fleet.ready.get(request.model)
         if ready is None:
-            return [rejections.unknown_model(request, fleet.instances.values())]
+            return [rejections.unknown_model(request, fleet.instances.values(), fleet.ready)]
         if request.prompt_exact and least_tokens(request) > ready.longest_prompt:
             return [rejections.too_long(request, ready.instances)]
         long: float | None = None

@@ -12,8 +12,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from scipy.special import stdtrit
-
 from hetlb.loadtest.verdict import verdict_of
 
 Policy = TypeVar("Policy", bound="str | None")
@@ -82,6 +80,8 @@ def paired(values: Sequence[float], baseline: Sequence[float]) -> dict[str, floa
     base, difference = statistics.fmean(baseline), statistics.fmean(differences)
     margin = None
     if len(differences) > 1:
+        from scipy.special import stdtrit  # of the extra `tools`; one round needs none
+
         t = float(stdtrit(len(differences) - 1, (1 + CONFIDENCE) / 2))
         margin = t * statistics.stdev(differences) / math.sqrt(len(differences))
     return {

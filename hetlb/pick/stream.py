@@ -537,6 +537,11 @@ class HttpStream(Upstream):
         """Address of the client: Envoy alone knows it, and says so in `x-forwarded-for`."""
         return "-"
 
+    @property
+    def cors(self) -> bytes:
+        """None: Envoy answers browsers."""
+        return b""
+
     def break_off(self) -> None:
         """The answer is broken off: Envoy resets it, unless what is being fed ends it."""
         if self._out is None:

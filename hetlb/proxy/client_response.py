@@ -33,6 +33,8 @@ class ClientSide(Protocol):
     @property
     def address(self) -> str: ...
     @property
+    def cors(self) -> bytes: ...
+    @property
     def write(self) -> Callable[[bytes], None]: ...
     def upgraded(self, take: Callable[[bytes], None]) -> None: ...
     def hold(self, held: bool) -> None: ...
@@ -81,7 +83,8 @@ class ClientResponse:
         """
         asked, delimited = self._head, True
         self.enter(COMMITTED)
-        out = b"%b%bx-request-id: %b\r\n" % (response_lines(answer), lines, self._label.encode("ascii"))
+        label = self._label.encode("ascii")
+        out = b"%b%b%bx-request-id: %b\r\n" % (response_lines(answer), lines, self.client.cors, label)
         if length is not None:
             if asked.method == b"HEAD":
                 out += b"content-length: %b\r\n" % answer.fields.get(b"content-length", b"0")
@@ -136,7 +139,7 @@ class ClientResponse:
                 lines.append(b"connection: close")
             self.enter(HEARTBEAT)
             self.chunked = True
-            self.write(b"\r\n".join(lines) + b"\r\n\r\n")
+            self.write(b"\r\n".join(lines) + b"\r\n" + self.client.cors + b"\r\n")
         self.write(self.frame(_HEARTBEAT))
 
     def error_event(self, answer: Answer, message: str) -> None:
@@ -152,7 +155,7 @@ class ClientResponse:
                 headers=(
                     *error_responses.refusal_headers(answer, retry_after_s),
                     (b"x-request-id", self._label.encode("ascii")),
-                    *error_responses.header_pairs(lines),
+                    *error_responses.header_pairs(lines + self.client.cors),
                 ),
                 close=not self._head.keep_alive,
                 head_only=self._head.method == b"HEAD",

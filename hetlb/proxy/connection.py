@@ -163,7 +163,7 @@ class ClientConnection(asyncio.Protocol):
     __slots__ = (
         "_at", "_backlog", "_blank_lines", "_body", "_body_left", "_buffer", "_clients", "_decoder",
         "_exchange", "_fed_at", "_form", "_head", "_held", "_now", "_raw", "_searched", "_since", "_small",
-        "_stalled_since", "_tenant", "_transport", "address", "reading", "state",
+        "_stalled_since", "_tenant", "_transport", "address", "cors", "reading", "state",
     )  # fmt: skip
 
     def __init__(self, clients: Clients) -> None:
@@ -171,6 +171,8 @@ class ClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         #: IP address of the client, "-" where it has none.
         self.address = "-"
+        #: Header lines of CORS for the answer.
+        self.cors = b""
         self.state = _IDLE
         self.reading = _OPEN
         #: The read that is looked at, and the position in it.
@@ -465,6 +467,7 @@ class ClientConnection(asyncio.Protocol):
         self._head, self._tenant = head, None  # first: how a refusal is written depends on them
         self._since = self._fed_at = self._now()
         self._enter(HEAD_PASSED)
+        self.cors = clients.router.cors_lines(head)
         self._tenant = clients.router.authenticate(head)
         self._body = []
         self._body_left = length or 0
@@ -603,7 +606,7 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write(data)
 
     def _reply(self, data: bytes) -> None:
-        self._send(data)
+        self._send(data.replace(b"\r\n", b"\r\n" + self.cors, 1) if self.cors else data)
         self.end(keep=True)
 
     def _refuse(self, error: GateError) -> None:
@@ -625,7 +628,7 @@ class ClientConnection(asyncio.Protocol):
             label = self._clients.router.refused(
                 head, self._tenant, answer, error.status, self._since, self.address
             )
-            lines += ((b"x-request-id", label.encode("ascii")),)
+            lines += ((b"x-request-id", label.encode("ascii")), *error_responses.header_pairs(self.cors))
         # A body that was read whole leaves the connection in a known state.
         whole = self._decoder.done if self._decoder is not None else not self._body_left
         known = error.status in (400, 403, 404, 405) or named

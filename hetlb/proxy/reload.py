@@ -49,6 +49,7 @@ def needs_restart(then: FleetFile, now: FleetFile) -> list[str]:
         "proxy.request_log": (then.proxy.request_log, now.proxy.request_log),
         "tracing": (then.tracing, now.tracing),
         "discovery": (then.discovery, now.discovery),
+        "watch": (then.watch, now.watch),
         "pick": (then.pick, now.pick),
         "shared": (then.shared, now.shared),
         "proxy.request_log_format": (then.proxy.request_log_format, now.proxy.request_log_format),

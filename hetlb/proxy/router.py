@@ -55,6 +55,15 @@ _PLAIN: Final = Kind.PLAIN
 _REALTIME: Final = Kind.REALTIME
 _MULTIPART: Final = b"multipart/"
 _FORM: Final = b"application/x-www-form-urlencoded"
+#: CORS: lines of every answer to a page of another origin, and those of the question before (Fetch, 3.2).
+_CORS_LINES: Final = (
+    b"access-control-allow-origin: %b\r\nvary: Origin\r\n"
+    b"access-control-expose-headers: x-request-id, x-hetlb-instance, retry-after\r\n"
+)
+_PREFLIGHT: Final = (
+    b"access-control-allow-methods: GET, POST, DELETE\r\naccess-control-allow-headers: %b\r\n"
+    b"access-control-max-age: 600\r\n"
+)
 _READS: tuple[bytes, ...] = (b"GET", b"HEAD")
 
 
@@ -86,6 +95,7 @@ class Router:
     def configure(self, table: ProxyTable) -> None:
         """Names of headers and paths that hold from now on."""
         self._extra_paths = frozenset(table.extra_paths)
+        self._origins = frozenset(each.encode("ascii") for each in table.cors_origins)
         self._trusted = tuple(ipaddress.ip_network(each) for each in table.trusted_proxies)
         self._session_header = table.session_header.lower().encode()
         self._tenant_header = None if table.tenant_header is None else table.tenant_header.lower().encode()
@@ -93,8 +103,8 @@ class Router:
     def authenticate(self, head: RequestHead) -> Tenant | None:
         """The tenant whose key came with a request; None where none is needed. Raises `GateError` (401)."""
         tenants = self.tenants
-        if tenants is None:
-            return None
+        if tenants is None or (self._origins and head.method == b"OPTIONS"):
+            return None  # browsers ask for permission without a key
         authorization = head.fields.get(b"authorization")
         if authorization is not None:
             scheme, _, key = authorization.partition(b" ")
@@ -107,6 +117,13 @@ class Router:
                 raise GateError(401, "This API key is not known here.")
             raise GateError(401, "An API key is needed: Authorization: Bearer KEY.")
         return tenant
+
+    def cors_lines(self, head: RequestHead) -> bytes:
+        """Header lines by which a browser lets a page of another origin read the answer; b"" for others."""
+        origin = head.fields.get(b"origin") if self._origins else None
+        if origin is None or not self._origins & {origin.lower(), b"*"}:
+            return b""
+        return _CORS_LINES % origin
 
     def knows(self, path: str) -> bool:
         """True if something that takes a body is at a path."""
@@ -138,6 +155,10 @@ class Router:
                 "The request came back: an instance leads to this proxy.",
                 lines=b"via: 1.1 " + self._driver.forward_rules.own + b"\r\n",
             )
+        if self._origins and head.method == b"OPTIONS":
+            asked = head.fields.get(b"access-control-request-headers", b"*")
+            pairs = error_responses.header_pairs(_PREFLIGHT % asked)
+            return error_responses.response(200, b"", headers=pairs, close=not head.keep_alive)
         if form is None and len(pieces) != 1:
             pieces = [b"".join(pieces)]
         path = head.path

@@ -39,6 +39,7 @@ from hetlb.proxy.access import (
 )
 from hetlb.proxy.admin import make_app
 from hetlb.proxy.admin_listener import AdminListener, named
+from hetlb.proxy.discovery.files import FleetFileSource
 from hetlb.proxy.discovery.source import Source, Sources
 from hetlb.proxy.driver import Driver, DriverSetup
 from hetlb.proxy.engine_watch import EngineWatch
@@ -159,12 +160,18 @@ class FleetService(ABC):
         await self.watch.start(self.fleet.profiles, most_s)
 
     def _discovery_sources(self) -> list[Source]:
-        """Sources of instances and of what else is discovered. Raises `ConfigError`."""
-        if self.fleet.file.discovery is None:
-            return []
-        from hetlb.proxy.discovery.configured import sources_of
+        """Sources of instances, and the fleet file itself. Raises `ConfigError`."""
+        fleet, table = self.fleet, self.fleet.file.discovery
+        sources: list[Source] = []
+        if fleet.file.watch and fleet.path is not None:
+            sources.append(
+                FleetFileSource(fleet.path, 1.0 if table is None else table.poll_s, self._on_reload_signal)
+            )
+        if table is not None:
+            from hetlb.proxy.discovery.configured import sources_of
 
-        return sources_of(self.fleet, self.fleet.file.discovery, self._on_reload_signal)
+            sources += sources_of(fleet, table)
+        return sources
 
     @property
     def shared(self) -> SharedFigures | None:
@@ -179,7 +186,17 @@ class FleetService(ABC):
 
     def routable(self) -> bool:
         """True if some instance takes requests."""
-        return not self.stopping and any(instance.routable for instance in self.scheduler.instances)
+        return not self.stopping and self._why_none() == ""
+
+    def _why_none(self) -> str:
+        """Reason for which no request can be served, "" where some can."""
+        routable = [each for each in self.scheduler.instances if each.routable]
+        if not routable:
+            return "no instance is routable"
+        if any(not each.spec.model or each.serves(each.spec.model) for each in routable):
+            return ""
+        names = dict.fromkeys(each.spec.model for each in routable)
+        return f"no instance serves {', '.join(names)}"
 
     def models(self) -> list[dict[str, Any]]:
         """The union of the instances' models, of those alive or not yet known to be dead."""
@@ -229,7 +246,7 @@ class FleetService(ABC):
         """`ready`, or why requests should go elsewhere."""
         if self.stopping:
             return "stopping"
-        return "ready" if self.routable() else "no instance is routable"
+        return self._why_none() or "ready"
 
     @property
     def admin_token(self) -> bytes | None:

@@ -33,7 +33,7 @@ from hetlb.proxy.http.forward_headers import ForwardRules
 from hetlb.proxy.service import READINESS_LAG_S, ready_line
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Takeover
-from hetlb.proxy.telemetry.events import FORMATTERS, Event, tell
+from hetlb.proxy.telemetry.events import FORMATTERS, Event, plain_line, tell
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 from hetlb.proxy.telemetry.prometheus import WorkerState
 from hetlb.workers.control import Control, State, content_of
@@ -143,7 +143,8 @@ class Supervisor:
             fleet, bound = self._fleet, self._listeners
             line = ready_line(bound.address, fleet.file.listen.tls, bound.admin_address, fleet.file.admin.tls)
             self._send(self._scheduler, "serving")
-            print(line, flush=True)
+            style = fleet.file.proxy.request_log_format
+            print(plain_line(line, style, Event.STARTED.event), flush=True)
             systemd.notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS={line}")
             tell(logger, Event.STARTED, "%s", version_line())
             self._until(lambda: self._ends or self._replaced)

@@ -205,14 +205,36 @@ def test_wrong_input_is_one_line_and_status_2(
     assert err.count("\n") == 1
 
 
-def test_one_port_for_both_listeners_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "'::'"])
+def test_one_port_for_both_listeners_is_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], host: str
+) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text(
-        "version: 1\nlisten: {port: 9}\nadmin: {port: 9}\n"
+        f"version: 1\nlisten: {{host: {host}, port: 9}}\nadmin: {{port: 9}}\n"
         'models: [{name: m, instances: [{url: "http://127.0.0.1:1"}]}]\n'
     )
     assert main(["serve", "--config", str(path), "--check"]) == 2
     assert "admin.port: expected another than listen.port, got 9 for both" in capsys.readouterr().err
+
+
+def test_with_json_logs_every_line_is_json(start: Starter, tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(
+        "version: 1\nlisten: {port: 0}\nadmin: {port: 0}\nproxy: {request_log_format: json, "
+        f"max_connections: {10**9}}}\n"
+        'models: [{name: m, instances: [{url: "http://127.0.0.1:1"}]}]\n'
+    )
+    process = start("serve", "--config", str(path))
+    assert process.stdout is not None
+    first = json.loads(process.stdout.readline())
+    assert (first["event"], first["level"]) == ("started", "info")
+    assert first["message"].startswith("hetlb ready on http://127.0.0.1:")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=HANG_S)
+    lines = [json.loads(line) for line in [*out.splitlines(), *err.splitlines()]]
+    assert "max_connections" in lines[0]["message"]
+    assert [line["event"] for line in lines][-1] == "stopped"
 
 
 def test_check_validates_and_exits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,6 +165,8 @@ def document(*engines: Upstream, **tables: Any) -> dict[str, Any]:
         "listen": {"port": 0},
         "admin": {"port": 0},
         "policy": {"name": "rr"},
+        # A test that rewrites the file says itself when it is read.
+        "watch": False,
         # An answer to a probe is late where a test says so.
         "scrape": {"interval_s": 0.05, "timeout_s": HANG_S},
         "models": [{"name": "m", "instances": instances}],

@@ -33,6 +33,15 @@ async def test_health_and_readiness(tmp_path: Path) -> None:
         assert (await running.admin("GET", "/healthz")).status == 200
 
 
+async def test_a_fleet_whose_model_no_engine_serves_is_not_ready(tmp_path: Path) -> None:
+    async with Engine() as engine:
+        engine.served = "other"
+        async with serving(tmp_path, document(engine)) as running:
+            ready = await running.admin("GET", "/readyz")
+            assert (ready.status, ready.body) == (503, b"no instance serves m\n")
+            assert (await running.ask()).status == 404
+
+
 async def test_readiness_says_no_before_the_listener_closes(tmp_path: Path) -> None:
     async with Engine() as engine, serving(tmp_path, document(engine)) as running:
         assert (await running.admin("GET", "/readyz")).status == 200

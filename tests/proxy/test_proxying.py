@@ -321,12 +321,64 @@ async def test_refusals_have_openais_form_and_reach_no_engine(start: Start, stat
             assert answer.headers["x-request-id"]
 
 
+async def test_an_unknown_model_is_answered_with_the_names_that_are_known(start: Start) -> None:
+    answer = await ask(await start("http://127.0.0.1:1"), post(b'{"model":"other"}'))
+    assert answer.error["message"] == "The model `other` does not exist. Valid names: m."
+
+
 async def test_own_pages(start: Start) -> None:
     proxy = await start("http://127.0.0.1:1")
     async with Client(proxy) as client:
         for path in ("/health", "/ping", "/version", "/v1/models", "/v1/models/m"):
             client.send(f"GET {path} HTTP/1.1\r\nHost: p\r\n\r\n".encode())
             assert (await client.answer()).status == 200
+
+
+# --- pages of other origins ---
+
+CHAT = "Origin: https://chat.example"
+PREFLIGHT = (
+    b"OPTIONS /v1/chat/completions HTTP/1.1\r\nHost: p\r\nOrigin: %b\r\n"
+    b"Access-Control-Request-Method: POST\r\nAccess-Control-Request-Headers: authorization\r\n\r\n"
+)
+
+
+async def test_without_the_key_nothing_is_said_to_browsers(start: Start) -> None:
+    async with Upstream() as engine:
+        proxy = await start(engine.url)
+        preflight = await ask(proxy, PREFLIGHT % b"https://chat.example")
+        answer = await ask(proxy, post(ASK, CHAT))
+        assert (preflight.status, answer.status) == (405, 200)
+        for each in (preflight, answer):
+            assert not [name for name in each.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("allowed", ["https://chat.example", "*"])
+async def test_an_allowed_page_may_ask_and_read(start: Start, allowed: str) -> None:
+    async with Upstream() as engine:
+        proxy = await start(engine.url, cors_origins=(allowed,))
+        preflight = await ask(proxy, PREFLIGHT % b"https://chat.example")
+        assert preflight.status == 200
+        assert preflight.headers["access-control-allow-headers"] == "authorization"
+        assert "POST" in preflight.headers["access-control-allow-methods"]
+        served = await ask(proxy, post(ASK, CHAT))
+        refused = await ask(proxy, post(b"not json", CHAT))
+        unknown = await ask(proxy, post(b'{"model":"other"}', CHAT))
+        own = await ask(proxy, b"GET /v1/models HTTP/1.1\r\nHost: p\r\nOrigin: https://chat.example\r\n\r\n")
+        assert [each.status for each in (served, refused, unknown, own)] == [200, 400, 404, 200]
+        for each in (preflight, served, refused, unknown, own):
+            assert each.headers["access-control-allow-origin"] == "https://chat.example"
+            assert each.headers["vary"] == "Origin"
+        assert "origin" not in engine.visits[0].head.decode().lower()
+
+
+async def test_other_pages_get_no_permission(start: Start) -> None:
+    async with Upstream() as engine:
+        proxy = await start(engine.url, cors_origins=("https://chat.example",))
+        preflight = await ask(proxy, PREFLIGHT % b"https://elsewhere.example")
+        plain = await ask(proxy, post())
+        for each in (preflight, plain):
+            assert "access-control-allow-origin" not in each.headers
 
 
 # --- engines that fail ---

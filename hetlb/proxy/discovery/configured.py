@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from hetlb.config.discovery import DiscoveryTable, KubernetesTable
 from hetlb.config.fleet import Fleet
 from hetlb.proxy.discovery.dns_names import DnsSource
-from hetlb.proxy.discovery.files import FileSource, FleetFileSource
+from hetlb.proxy.discovery.files import FileSource
 from hetlb.proxy.discovery.inference_pool import InferencePoolSource
 from hetlb.proxy.discovery.kubernetes import KubernetesSource
 from hetlb.proxy.discovery.source import Source
 
 
-def sources_of(fleet: Fleet, table: DiscoveryTable, on_own_file: Callable[[], None]) -> list[Source]:
-    """All of `discovery:`; `on_own_file` is called when the fleet file itself, if it is one, has changed.
-
-    Raises `ConfigError`.
-    """
+def sources_of(fleet: Fleet, table: DiscoveryTable) -> list[Source]:
+    """All of `discovery:`. Raises `ConfigError`."""
     paths = [fleet.base / each for each in table.files]
-    own = [each for each in paths if fleet.path is not None and each.resolve() == fleet.path.resolve()]
     sources: list[Source] = []
-    if own:
-        sources.append(FleetFileSource(own[0], table.poll_s, on_own_file))
-    if others := [each for each in paths if each not in own]:
+    if others := [each for each in paths if fleet.path is None or each.resolve() != fleet.path.resolve()]:
         sources.append(FileSource(others, table.poll_s))
     sources += [DnsSource(each) for each in table.names]
     sources += [_of_cluster(each, fleet.base) for each in table.clusters]

@@ -142,6 +142,14 @@ class JsonFormatter(logging.Formatter):
 FORMATTERS: Final[dict[str, type[logging.Formatter]]] = {"keyvalue": KeyValueFormatter, "json": JsonFormatter}
 
 
+def plain_line(message: str, style: str, event: str = "log", level: int = _INFO) -> str:
+    """A line that is printed and not logged: the words alone, or as `style` json has them an object."""
+    if style != "json":
+        return message
+    fields = {"msg": message, "levelno": level, "levelname": logging.getLevelName(level), "event": event}
+    return JsonFormatter().format(logging.makeLogRecord(fields))
+
+
 def _quoted(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return '"' + "".join(each if each.isprintable() else "?" for each in escaped) + '"'

@@ -45,7 +45,7 @@ async def test_by_files(tmp_path: Path, engines: list[Engine]) -> None:
 
 
 async def test_by_the_fleet_file_itself(tmp_path: Path, engines: list[Engine]) -> None:
-    document = fleet(files=["fleet.yaml"])
+    document = {**fleet(), "watch": True}
 
     def write(size: int) -> dict[str, Any]:
         instances = [{"name": f"e{n}", "url": engine.url} for n, engine in enumerate(engines[:size])]
