@@ -19,11 +19,11 @@ MOST_EJECTED: Final = 0.5
 
 
 class FleetState:
-    """The instances and, computed when one changes and not for every request, what follows for each model."""
+    """The instances and, computed at the first use after one changed, what follows for each model."""
 
     __slots__ = (
-        "_changes", "_initial_health", "_next_cache", "_next_incarnation", "_params", "_queue", "_rng",
-        "adapters", "down_since", "instances", "prefixes", "publishers", "ready",
+        "_changed_at", "_changes", "_initial_health", "_next_cache", "_next_incarnation", "_params", "_queue",
+        "_ready", "_rng", "adapters", "down_since", "instances", "prefixes", "publishers",
     )  # fmt: skip
 
     def __init__(self, setup: SchedulerSetup, queue: Queue, rng: random.Random) -> None:
@@ -37,19 +37,27 @@ class FleetState:
         self._next_cache = -1
         #: By name, in file order.
         self.instances: dict[str, Instance] = {}
-        #: By every name that some instance answers to.
-        self.ready: dict[str, ReadyInstances] = {}
-        #: Models of which no instance takes requests, and since when.
+        #: Time of the last change that `_ready` does not have, None for none.
+        self._changed_at: float | None = None
+        self._ready: dict[str, ReadyInstances] = {}
+        #: Models of which no instance takes requests, and since when; as of the last look at `ready`.
         self.down_since: dict[str, float] = {}
+        #: Names of all LoRA adapters, as of the same look.
+        self.adapters: frozenset[str] = frozenset()
         #: Prefixes in the caches of all instances.
         self.prefixes = PrefixIndex()
         #: Instances that publish KV events.
         self.publishers: list[Instance] = []
-        #: Names of all LoRA adapters.
-        self.adapters: frozenset[str] = frozenset()
         for spec in setup.specs:
             self.add(spec, setup.now)
         self.reindex(setup.now)
+
+    @property
+    def ready(self) -> dict[str, ReadyInstances]:
+        """By every name that some instance answers to."""
+        if self._changed_at is not None:
+            self._rebuild(self._changed_at)
+        return self._ready
 
     @property
     def block_tokens(self) -> int:
@@ -117,13 +125,18 @@ class FleetState:
         return any(ended)
 
     def reindex(self, now: float) -> None:
-        """Rebuild which instances answer to which name, and since when a name has had none to go to."""
+        """Have what follows from the instances computed anew: while requests wait now, else at its use."""
+        self._changed_at = now
+        if self._queue.held:
+            self._rebuild(now)
+            self._queue.refit(self.fit_of)
+
+    def _rebuild(self, now: float) -> None:
+        """Compute which instances answer to which name, and since when a name has had none to go to."""
+        self._changed_at = None
         by_model: dict[str, list[Instance]] = {}
         for instance in self.instances.values():
-            names = instance.served
-            if names is None:
-                names = (instance.spec.model,) if instance.spec.model else ()
-            for name in names:
+            for name in _names(instance):
                 by_model.setdefault(name, []).append(instance)
         self.adapters = frozenset(
             name
@@ -131,11 +144,8 @@ class FleetState:
             if each.adapters is not None
             for name in each.adapters.names
         )
-        self.ready = {model: ReadyInstances(instances, now) for model, instances in by_model.items()}
-        queue = self._queue
-        if queue.held:
-            queue.refit(self.fit_of)
-        waiting = {entry.request.model for entry in queue} if len(queue) else set()
+        self._ready = {model: ReadyInstances(instances, now) for model, instances in by_model.items()}
+        waiting = {entry.request.model for entry in self._queue}
         self.down_since = {
             model: self.down_since.get(model, now)
             for model in by_model.keys() | waiting
@@ -159,8 +169,10 @@ class FleetState:
 
     def has_another(self, instance: Instance) -> bool:
         """True if some other instance could take over what this one is answering."""
+        names = _names(instance)
         return any(
-            other is not instance and other.routable for pool in self._pools(instance) for other in pool
+            other is not instance and other.routable and any(name in names for name in _names(other))
+            for other in self.instances.values()
         )
 
     def may_eject(self, instance: Instance, capacity: Callable[[Instance], float]) -> bool:
@@ -182,3 +194,10 @@ class FleetState:
             if out > MOST_EJECTED * (out + left):
                 return False
         return bool(pools)
+
+
+def _names(instance: Instance) -> Sequence[str]:
+    """The names that an instance answers to."""
+    if instance.served is not None:
+        return instance.served
+    return (instance.spec.model,) if instance.spec.model else ()

@@ -12,7 +12,6 @@ import re
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 from hetlb.addresses import Network, is_loopback
@@ -40,6 +39,7 @@ class EngineAccess:
     confined: bool = False
 
 
+_UNLISTED = EngineSource(key="instance")
 #: Access to an engine of which nothing is said: no key, no TLS.
 PLAIN_ACCESS = EngineAccess()
 
@@ -69,6 +69,14 @@ class Access:
     tls: ssl.SSLContext | None
     admin_tls: ssl.SSLContext | None
     networks: tuple[Network, ...]
+    passthrough: bool
+    authorities: _Authorities
+
+    def unlisted(self, url: str, model: str, address: str | None) -> EngineAccess:
+        """Access to an instance that is in no file: the system's authorities, the key of its model."""
+        tls = self.authorities.context(_UNLISTED) if url.startswith("https:") else None
+        key = _bearer(self.model_keys.get(model))
+        return EngineAccess(key, self.passthrough, tls, address, confined=address is None)
 
     @property
     def limits(self) -> dict[str, LimitsTable]:
@@ -116,6 +124,8 @@ def load_access(fleet: Fleet) -> Access:
         tls=_listener_context(fleet.file.listen.tls, f"{where}listen.tls", base),
         admin_tls=_listener_context(admin.tls, f"{where}admin.tls", base),
         networks=networks,
+        passthrough=proxy.passthrough_authorization,
+        authorities=authorities,
     )
 
 
@@ -132,19 +142,6 @@ def _check_unconfined(fleet: Fleet) -> None:
             f"{expected}in which instances may be registered where admin.host is not on loopback, "
             "but the key is missing"
         )
-
-
-@cache
-def _system_authorities() -> ssl.SSLContext:
-    return _Authorities().context(EngineSource(key="instance"))
-
-
-def registered_access(
-    url: str, model_key: bytes | None, *, passthrough: bool, address: str | None
-) -> EngineAccess:
-    """Access to an instance that is in no file: the system's authorities, the key of its model."""
-    tls = _system_authorities() if url.startswith("https:") else None
-    return EngineAccess(_bearer(model_key), passthrough, tls, address, confined=address is None)
 
 
 # --- secrets -----------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class EngineWatch:
         return list(union.values())
 
     def _instance(self, name: str) -> Instance | None:
-        return next((each for each in self._scheduler.instances if each.name == name), None)
+        return self._scheduler.fleet.instances.get(name)
 
     def _learned(self, change: InstanceChange) -> None:
         """The scraper found something out about an engine."""

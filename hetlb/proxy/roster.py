@@ -29,12 +29,13 @@ from hetlb.core.types import (
     InstanceUpdated,
 )
 from hetlb.errors import ConfigError
-from hetlb.proxy.access import Access, EngineAccess, registered_access
-from hetlb.proxy.discovery.members import REGISTRATION, Members
+from hetlb.proxy.access import Access, EngineAccess
+from hetlb.proxy.discovery.members import AT_ONCE, REGISTRATION, Members
 from hetlb.proxy.discovery.source import Found
 from hetlb.proxy.registration import addresses, read_registration
 from hetlb.proxy.scrape import Scraper, Target
 from hetlb.proxy.telemetry.events import Event, tell
+from hetlb.turns import Share
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -111,14 +112,12 @@ class Roster:
         """Instances that stand in no file came; their names resolve to `address`, or themselves."""
         for spec in specs:
             self.registered[spec.name] = address
-        self._add(specs, lambda spec: self._access_of(spec, address))
+        self._add(specs, lambda spec: self._access.unlisted(spec.url, spec.model, address))
         self.on_edited()
 
     def leave(self, names: Sequence[str]) -> None:
         """Instances go; what they are answering goes on."""
-        for name in names:
-            self.members.gone(name)
-        self._remove(names)
+        self._leave(names)
         self.on_edited()
 
     def update(self, spec: InstanceSpec) -> None:
@@ -168,22 +167,32 @@ class Roster:
 
     # --- the fleet file ---
 
-    def replace(self, fleet: Fleet, access: Access) -> str:
-        """Have the instances of another fleet file; what is the same keeps its load. Says what changed."""
+    async def replace(self, fleet: Fleet, access: Access) -> str:
+        """Have the instances of another fleet file; what is the same keeps its load. Says what changed.
+
+        Many instances go and come in turns of the event loop.
+        """
         old, new = self.specs(), {spec.name: spec for spec in fleet.instances}
-        found = [name for name in old if self.members.source_of(name) not in (None, REGISTRATION)]
-        same = [name for name in old if name in new and _same_place(old[name], new[name])]
-        updated = [new[name] for name in same if old[name] != new[name]]
+        found = {name for name in old if self.members.source_of(name) not in (None, REGISTRATION)}
+        same = {name for name in old if name in new and _same_place(old[name], new[name])}
+        updated = [new[name] for name in old if name in same and old[name] != new[name]]
         gone = [name for name in old if name not in same and (name in new or name not in found)]
         come = [spec for name, spec in new.items() if name not in same]
-        for name in gone:
-            self.members.gone(name)
-        self._remove(gone)
         self._fleet, self._access = fleet, access
-        self._engines.update(access.engines)
+        self._engines.update(
+            {spec.name: access.engines[spec.name] for spec in new.values() if spec.name in same}
+        )
+        share = Share()
+        for begin in range(0, len(gone), AT_ONCE):
+            self._leave(gone[begin : begin + AT_ONCE])
+            await share.spent()
         for spec in updated:
             self.update(spec)
-        self._add(come, lambda spec: access.engines[spec.name])
+        for begin in range(0, len(come), AT_ONCE):
+            some = come[begin : begin + AT_ONCE]
+            self._leave([spec.name for spec in some])  # a source gave one of that name meanwhile
+            self._add(some, lambda spec: access.engines[spec.name])
+            await share.spent()
         done = f"{len(gone)} instances out, {len(come)} in"
         return done + (f", {len(updated)} changed" if updated else "")
 
@@ -195,20 +204,12 @@ class Roster:
     def adopt(self, spec: InstanceSpec, address: str | None) -> None:
         """Have an instance of an earlier process; the first source that gives it takes it over."""
         self.registered[spec.name] = address
-        self._engines[spec.name] = self._access_of(spec, address)
+        self._engines[spec.name] = self._access.unlisted(spec.url, spec.model, address)
         self._at[origin(spec.url)] = spec.name
         self._change(InstanceAdded(spec))
         self.members.adopt(spec.name)
 
     # --- inside ---
-
-    def _access_of(self, spec: InstanceSpec, address: str | None) -> EngineAccess:
-        return registered_access(
-            spec.url,
-            self._access.model_keys.get(spec.model),
-            passthrough=self._fleet.file.proxy.passthrough_authorization,
-            address=address,
-        )
 
     def _add(self, specs: Sequence[InstanceSpec], access: Callable[[InstanceSpec], EngineAccess]) -> None:
         for spec in specs:
@@ -224,8 +225,11 @@ class Roster:
             tell(logger, Event.INSTANCE_ADDED, "%s (%s) came", spec.name, spec.url,
                  instance=spec.name, url=spec.url, source=source)  # fmt: skip
 
-    def _remove(self, names: Sequence[str]) -> None:
+    def _leave(self, names: Sequence[str]) -> None:
+        """Those of these instances that are there go."""
+        names = [name for name in names if self.spec(name) is not None]
         for name in names:
+            self.members.gone(name)
             self.registered.pop(name, None)
             place = origin(self._scheduler.fleet.instances[name].spec.url)
             if self._at.get(place) == name:

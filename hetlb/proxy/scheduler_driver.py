@@ -141,9 +141,10 @@ class SchedulerDriver:
 
     def sample(self, name: str, sample: EngineSample) -> None:
         """An engine's metrics were read."""
-        asleep = [each.asleep for each in self.scheduler.instances]
+        instance = self.scheduler.fleet.instances.get(name)
+        slept = instance is not None and instance.asleep
         self.carry_out(self.scheduler.on_scrape(name, sample, self.now()))
-        if [each.asleep for each in self.scheduler.instances] != asleep:
+        if instance is not None and instance.asleep is not slept:
             self._view_changed()
 
     def kv_events(self, name: str, batch: KvEventBatch) -> None:

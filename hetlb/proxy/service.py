@@ -15,7 +15,7 @@ import logging
 import secrets
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Reversible, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Reversible, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -142,6 +142,8 @@ class FleetService(ABC):
         )
         self.roster.on_gone = lambda name: self._kv_events.set(name, None)
         self._sources: Sources | None = None
+        self._reloading = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self.address = ("", 0)
 
     def _build_scheduler(self, setup: SchedulerSetup) -> Scheduler:
@@ -157,6 +159,7 @@ class FleetService(ABC):
         if sources := self._discovery_sources():
             self._sources = Sources(sources, self.roster.members.found)
             await self._sources.start(most_s)
+            await self.roster.members.settled()
         await self.watch.start(self.fleet.profiles, most_s)
 
     def _discovery_sources(self) -> list[Source]:
@@ -178,8 +181,17 @@ class FleetService(ABC):
         """Figures of the shared view, None where there is none."""
         return None if self.sharing is None else self.sharing.figures
 
-    @abstractmethod
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have something done while this process goes on."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     def _on_reload_signal(self) -> None:
+        self._do(self._reload_by_signal())
+
+    @abstractmethod
+    async def _reload_by_signal(self) -> None:
         """Read the fleet file again; what comes of it is logged."""
 
     # --- the fleet view of the listener ---
@@ -275,10 +287,6 @@ class FleetService(ABC):
     async def settled(self) -> None:
         """Return when what an operator changed is in force in all processes."""
 
-    @abstractmethod
-    async def reload_everywhere(self) -> str:
-        """As `reload`, in all processes."""
-
     async def last_decisions(self, count: int) -> Sequence[Dispatch]:
         """The last dispatches of all processes, the oldest first."""
         return self.driver.decisions.last(count)
@@ -292,26 +300,36 @@ class FleetService(ABC):
         self.driver.set_policy(name)
         tell(logger, Event.POLICY, "the policy is %s", name, policy=name)
 
-    def reload(self) -> str:
-        """Read the fleet file again: whole or not at all. Logs what came of it. Raises `InputError`."""
-        try:
-            done = self._reload()
-        except InputError as error:
-            self.driver.totals.reloads["refused"] += 1
-            tell(logger, Event.RELOAD_REFUSED, "not reloaded, the last good configuration stays: %s", error)
-            raise
-        self.driver.totals.reloads["done"] += 1
+    async def reload(self) -> str:
+        """Read the fleet file again: whole in all processes or not at all. Logs and returns what changed.
+
+        The file is read outside of the event loop. Raises `InputError`.
+        """
+        async with self._reloading:
+            reloads = self.driver.totals.reloads
+            try:
+                fleet = await asyncio.to_thread(read_again, self.fleet, self._load)
+                access = await asyncio.to_thread(require_urls, fleet)
+                await self._agree(fleet)
+            except InputError as error:
+                reloads["refused"] += 1
+                text = "not reloaded, the last good configuration stays: %s"
+                tell(logger, Event.RELOAD_REFUSED, text, error)
+                raise
+            done = await self._swap(fleet, access)
+            reloads["done"] += 1
+            await self.settled()
         tell(logger, Event.RELOADED, "reloaded: %s", done)
         return done
 
-    def _reload(self) -> str:
-        fleet = read_again(self.fleet, self._load)
-        return self._swap(fleet, require_urls(fleet))
+    @abstractmethod
+    async def _agree(self, fleet: Fleet) -> None:
+        """Have all processes ready for another fleet. Raises `ConfigError` where one cannot be."""
 
-    def _swap(self, fleet: Fleet, access: Access) -> str:
+    async def _swap(self, fleet: Fleet, access: Access) -> str:
         """Serve another fleet from now on; what was kept as it is keeps its load. Says what changed."""
         running, self.fleet, self._access = self.fleet, fleet, access
-        done = self.roster.replace(fleet, access)
+        done = await self.roster.replace(fleet, access)
         self._configure(fleet, access)
         if access.admin_tls is not None:
             self.admin.tls = access.admin_tls
@@ -338,6 +356,9 @@ class FleetService(ABC):
 
     async def close(self) -> None:
         """Close everything now; harmless after a start that failed half-way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self.roster.members.close()
         if self._sources is not None:
             await self._sources.close()
@@ -478,9 +499,9 @@ class Service(FleetService):
         if self._hurry:
             self.driver.shut_down()
 
-    def _on_reload_signal(self) -> None:
+    async def _reload_by_signal(self) -> None:
         with contextlib.suppress(InputError), systemd.reloading():  # it was logged
-            self.reload()
+            await self.reload()
 
     # --- what the admin surface sees ---
 
@@ -515,9 +536,8 @@ class Service(FleetService):
     async def settled(self) -> None:
         """Nothing to do: a change is in force at once."""
 
-    async def reload_everywhere(self) -> str:
-        """As `reload`."""
-        return self.reload()
+    async def _agree(self, fleet: Fleet) -> None:
+        """Nothing to do: this process serves alone."""
 
     def _configure(self, fleet: Fleet, access: Access) -> None:
         self._front.configure(fleet, access)

@@ -43,6 +43,7 @@ class StageGroups:
         self._coordinators: dict[str, Coordinator] = {}
         self._servers: dict[str, OpenAIServer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
         for name, group in fleet.stages.items():
             config = load_config(group.folder)
             coordinator = Coordinator(
@@ -95,15 +96,21 @@ class StageGroups:
         return msgspec.structs.replace(fleet, instances=tuple(specs))
 
     def reload(self, path: Path) -> Fleet:
-        """Read a fleet file again; coordinators go on with the workers that it names. Raises `InputError`."""
+        """Read a fleet file again; coordinators go on with the workers that it names. Raises `InputError`.
+
+        It may be called in another thread than that of the event loop.
+        """
         fleet = self.located(load_fleet(path))
+        self._loop.call_soon_threadsafe(self._reconfigure, fleet)
+        return fleet
+
+    def _reconfigure(self, fleet: Fleet) -> None:
         for name, group in fleet.stages.items():
             coordinator = self._coordinators[name]
             if group != coordinator.group:
                 task = asyncio.create_task(coordinator.reconfigure(group))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-        return fleet
 
     @property
     def documents(self) -> dict[str, Callable[[], list[dict[str, Any]]]]:

@@ -22,7 +22,7 @@ import msgspec
 
 from hetlb.config.fleet import Fleet
 from hetlb.errors import HetlbError
-from hetlb.proxy.access import Access, EngineAccess, registered_access
+from hetlb.proxy.access import Access, EngineAccess
 from hetlb.proxy.driver import DriverSetup
 from hetlb.proxy.front import Front
 from hetlb.proxy.scheduler_driver import EMITS_S
@@ -228,12 +228,7 @@ class Relay:
         self._engines.clear()
         for each in addresses:
             if each.registered:
-                self._engines[each.name] = registered_access(
-                    each.url,
-                    access.model_keys.get(each.model),
-                    passthrough=self._fleet.file.proxy.passthrough_authorization,
-                    address=each.address,
-                )
+                self._engines[each.name] = access.unlisted(each.url, each.model, each.address)
             elif each.name in access.engines:
                 self._engines[each.name] = access.engines[each.name]
         self.driver.instances(addresses)

@@ -14,9 +14,9 @@ import logging
 import pickle
 import signal
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -30,10 +30,9 @@ from hetlb.errors import ConfigError, InputError
 from hetlb.proxy.access import Access
 from hetlb.proxy.admin import make_app
 from hetlb.proxy.kv_events import KvEventReader
-from hetlb.proxy.reload import read_again
 from hetlb.proxy.scheduling import only_model
 from hetlb.proxy.scrape import models_learned
-from hetlb.proxy.service import FIRST_ROUND_S, FleetService, require_urls, tune_gc
+from hetlb.proxy.service import FIRST_ROUND_S, FleetService, tune_gc
 from hetlb.proxy.state_file import StateFile
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Offer, Takeover
@@ -92,10 +91,8 @@ class SchedulerProcess(FleetService):
         self._view: View | None = None
         self._view_timer: asyncio.TimerHandle | None = None
         self._next_ask = 1
-        self._reloading = asyncio.Lock()
         self._looked = False
         self._waiting: list[tuple[RelayLink, socket.socket]] = []
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._stop = asyncio.Event()
         self._alone = False
         self._listeners = NO_LISTENERS
@@ -222,11 +219,6 @@ class SchedulerProcess(FleetService):
             self._do(self._offer.close())
             if not self.driver.links:
                 self._stop.set()
-
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _connect(self, link: RelayLink, end: socket.socket) -> None:
         channel: Channel[FromRelay] = Channel(
@@ -370,40 +362,21 @@ class SchedulerProcess(FleetService):
         super().set_policy(name)
         self._save()
 
-    def _on_reload_signal(self) -> None:
-        self._do(self._reload_by_signal())
-
     def _configure(self, fleet: Fleet, access: Access) -> None:
         """Relays have been told before the first request goes to a new instance."""
         self.driver.limiters.configure(access.limits)
 
     async def _reload_by_signal(self) -> None:
         with contextlib.suppress(InputError):  # it was logged
-            await self.reload_everywhere()
+            await self.reload()
         self._control.send("reloaded")
 
-    async def reload_everywhere(self) -> str:
-        """Read the fleet file again: whole in all processes or not at all. Raises `InputError`."""
-        async with self._reloading:
-            reloads = self.driver.totals.reloads
-            try:
-                fleet = read_again(self.fleet, self._load)
-                access = require_urls(fleet)
-                number = self.driver.generation + 1
-                errors = await self._ask_all(_ANSWER_S, Prepare(number, pickle.dumps(fleet)), -number)
-                if reasons := [error for error in errors if error]:
-                    raise ConfigError(reasons[0])
-                self.driver.generation = number
-                self._save(fleet)
-                self.driver.broadcast(Commit(number))
-                done = self._swap(fleet, access)
-            except InputError as error:
-                reloads["refused"] += 1
-                tell(
-                    logger, Event.RELOAD_REFUSED, "not reloaded, the last good configuration stays: %s", error
-                )
-                raise
-            reloads["done"] += 1
-            await self.settled()
-        tell(logger, Event.RELOADED, "reloaded: %s", done)
-        return done
+    async def _agree(self, fleet: Fleet) -> None:
+        """Have all relays ready for another fleet. Raises `ConfigError` where one cannot be."""
+        number = self.driver.generation + 1
+        errors = await self._ask_all(_ANSWER_S, Prepare(number, pickle.dumps(fleet)), -number)
+        if reasons := [error for error in errors if error]:
+            raise ConfigError(reasons[0])
+        self.driver.generation = number
+        self._save(fleet)
+        self.driver.broadcast(Commit(number))

@@ -32,6 +32,7 @@ def fleet(names: str = "ab", policy: str = "hetlb", **slower: float) -> Schedule
 
 
 def context(scheduler: Scheduler, asked: Request, waiting: int = 0, now: float = 0.0) -> SchedulingContext:
+    assert asked.model in scheduler.models
     return scheduler.placement.context(asked, 50.0, waiting, now, None)
 
 

@@ -18,7 +18,7 @@ from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Outcome
 
-MOST_STAYS = 16
+MOST_STAYS = 17
 MOST_RETURNS = 5
 _POLICY = ("choose", "committed", "forecast")
 

@@ -186,9 +186,8 @@ async def test_a_session_takes_a_place_and_waits_for_one(tmp_path: Path) -> None
         async with talking(tmp_path, engine, policy={"name": "hetlb"}) as running:
             running.instance("i0").max_num_seqs = 1
             running.instance("i0")._update_parameters()
-            async with session(running) as first, session(running) as second:  # one is sent ahead
-                for each in (first, second):
-                    await each.recv()
+            async with session(running) as first:
+                await first.recv()
                 waiting = asyncio.create_task(session(running).__aenter__())
                 await turns_until(lambda: len(running.scheduler.queue) == 1)
                 engine.asked[0].left.set()

@@ -109,21 +109,26 @@ class FileSource:
     async def run(self, publish: Publish) -> None:
         """Publish what the files hold, now and after every change."""
         async for _ in changes(self._paths, self._poll_s):
-            mistakes: list[str] = []
-            known: dict[Path, list[Found]] = {}
-            for path in [each for folder in self._paths for each in _files(folder)]:
-                try:
-                    known[path] = read_instances(path)
-                except InputError as error:
-                    mistakes.append(str(error))
-                    known[path] = self._known.get(path, [])
-            self._known = known
-            publish([found for each in known.values() for found in each])
+            mistakes = await asyncio.to_thread(self._read)
+            publish([found for each in self._known.values() for found in each])
             for text in mistakes:
                 tell(
                     logger, Event.DISCOVERY_FAILED, "%s; what the file gave last stays", text,
                     source=self.name,
                 )  # fmt: skip
+
+    def _read(self) -> list[str]:
+        """Read all files; returns the mistakes of those that stay as they were."""
+        mistakes: list[str] = []
+        known: dict[Path, list[Found]] = {}
+        for path in [each for folder in self._paths for each in _files(folder)]:
+            try:
+                known[path] = read_instances(path)
+            except InputError as error:
+                mistakes.append(str(error))
+                known[path] = self._known.get(path, [])
+        self._known = known
+        return mistakes
 
 
 def read_instances(path: Path) -> list[Found]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Final, Protocol
 
 from hetlb.config.urls import Origin, origin
@@ -12,11 +13,14 @@ from hetlb.core.types import InstanceSpec
 from hetlb.errors import InputError
 from hetlb.proxy.discovery.source import Found
 from hetlb.proxy.telemetry.events import Event, tell
+from hetlb.turns import turns
 
 logger = logging.getLogger("hetlb.discovery")
 
 #: The source of instances that were registered over HTTP.
 REGISTRATION: Final = "registration"
+#: Instances that come or go in one turn of the event loop.
+AT_ONCE: Final = 64
 
 
 class RosterSide(Protocol):
@@ -39,7 +43,8 @@ class RosterSide(Protocol):
 class Members:
     """Keeps the roster as the sources say. A name or an address belongs to the source that gave it first.
 
-    An answer costs what changed in it: servers that are given as before are not looked at.
+    An answer costs what changed in it: servers that are given as before are not looked at. Where much
+    changed the rest follows in later turns of the event loop.
     """
 
     def __init__(self, roster: RosterSide) -> None:
@@ -48,6 +53,9 @@ class Members:
         #: Servers that each source gave last, and the names of those that are not in the roster as given.
         self._given: dict[str, dict[str, Found]] = {}
         self._waiting: dict[str, set[str]] = {}
+        #: Sources and names that are to be looked at, and whether a name or an address became free.
+        self._changed: dict[tuple[str, str], None] = {}
+        self._freed = False
         self._told: dict[tuple[str, str], str] = {}
         self._expiries: dict[str, asyncio.TimerHandle] = {}
 
@@ -65,25 +73,24 @@ class Members:
         before = self._given.get(source, {})
         waiting = self._waiting.setdefault(source, set())
         self._given[source] = given
-        gone = before.keys() - given.keys()
+        gone = [name for name in before if name not in given]
         for name in gone:
             waiting.discard(name)
             self._told.pop((source, name), None)
-        self._leave([name for name in before if name in gone and self._source_of.get(name) == source])
-        for name, each in given.items():
-            known = before.get(name)
-            if known is not each and known != each:
-                waiting.add(name)
-        if waiting:
-            self._place(source, [each for name, each in given.items() if name in waiting])
-        if gone:  # a name or an address is free again
-            for other, names in self._waiting.items():
-                self._place(other, [self._given[other][name] for name in names])
+        waiting.update(
+            name for name, each in given.items() if (known := before.get(name)) is not each and known != each
+        )
+        self._look(source, [*gone, *(name for name in given if name in waiting)] if gone or waiting else ())
 
     def refresh(self) -> None:
         """Profiles may be chosen otherwise now, and names of the fleet file may be free."""
         for source, given in self._given.items():
-            self._place(source, list(given.values()))
+            self._look(source, given)
+
+    async def settled(self) -> None:
+        """Return when the roster is as the sources say."""
+        while self._changed:
+            await turns().next()
 
     def registered(self, name: str, ttl_s: float) -> None:
         """An instance was registered, for so many seconds; 0 is for ever."""
@@ -104,9 +111,36 @@ class Members:
 
     def close(self) -> None:
         """Stop the timers."""
+        self._changed.clear()
         for timer in self._expiries.values():
             timer.cancel()
         self._expiries.clear()
+
+    def _look(self, source: str, names: Iterable[str]) -> None:
+        """Have these servers of a source in the roster as it gives them."""
+        goes_on = bool(self._changed)
+        self._changed.update(((source, name), None) for name in names)
+        if not goes_on:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Look at some of the servers that changed, and at the rest in a later turn."""
+        left = AT_ONCE
+        while left > 0 and (some := list(islice(self._changed, left))):
+            left -= len(some)
+            for each in some:
+                del self._changed[each]
+            gone = [each for each in some if each[1] not in self._given[each[0]]]
+            self._leave([name for source, name in gone if self._source_of.get(name) == source])
+            for source in dict.fromkeys(source for source, _ in some):
+                given = self._given[source]
+                self._place(source, [given[name] for by, name in some if by == source and name in given])
+            self._freed = self._freed or bool(gone)
+            if self._freed and not self._changed:  # a name or an address is free again
+                self._freed = False
+                self._changed = {(by, name): None for by, names in self._waiting.items() for name in names}
+        if self._changed:
+            turns().later(self._advance)
 
     def _expire(self, name: str, ttl_s: float) -> None:
         tell(

@@ -5,9 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
+from helpers import make_scheduler, request, spec
+
 from hetlb.config.urls import Origin, origin
-from hetlb.core.types import InstanceSpec
-from hetlb.proxy.discovery.members import Members
+from hetlb.core import fleet_state
+from hetlb.core.ready import ReadyInstances
+from hetlb.core.types import (
+    Capacity,
+    CapacityLearned,
+    InstanceAdded,
+    InstanceSpec,
+    ModelsLearned,
+    Probed,
+    ProbeResult,
+)
+from hetlb.proxy.discovery.members import AT_ONCE, Members
 from hetlb.proxy.discovery.source import Found
 
 
@@ -36,9 +49,9 @@ class CountingRoster:
 
     def join(self, specs: Sequence[InstanceSpec]) -> None:
         self.joined.append(len(specs))
-        for spec in specs:
-            self.there[spec.name] = spec
-            self.at[origin(spec.url)] = spec.name
+        for each in specs:
+            self.there[each.name] = each
+            self.at[origin(each.url)] = each.name
 
     def leave(self, names: Sequence[str]) -> None:
         self.left.append(len(names))
@@ -49,9 +62,10 @@ class CountingRoster:
     def update(self, spec: InstanceSpec) -> None:
         self.there[spec.name] = spec
 
-    def cost(self, source: str, servers: Sequence[Found]) -> int:
+    async def cost(self, source: str, servers: Sequence[Found]) -> int:
         self.looks = 0
         self.members.found(source, servers)
+        await self.members.settled()
         return self.looks
 
 
@@ -59,36 +73,63 @@ def servers(count: int) -> list[Found]:
     return [Found(f"s{n}", f"http://10.0.{n >> 8}.{n & 255}:8000", "m") for n in range(count)]
 
 
-def test_an_answer_costs_what_changed_in_it() -> None:
+async def test_an_answer_costs_what_changed_in_it() -> None:
     costs = []
     for count in (1000, 2000, 4000):
         roster = CountingRoster()
         given = servers(count)
-        first = roster.cost("dns", given)
-        assert roster.joined == [count]
-        same, equal = roster.cost("dns", list(given)), roster.cost("dns", servers(count))
+        first = await roster.cost("dns", given)
+        assert sum(roster.joined) == count
+        assert max(roster.joined) <= AT_ONCE
+        same, equal = await roster.cost("dns", list(given)), await roster.cost("dns", servers(count))
         given[7] = replace(given[7], url="http://10.9.9.9:8000")
-        moved = roster.cost("dns", given)
-        heavier = roster.cost("dns", [replace(given[0], weight=2.0), *given[1:]])
-        gone = roster.cost("dns", given[1:])
-        assert roster.joined == [count, 1]
+        moved = await roster.cost("dns", given)
+        heavier = await roster.cost("dns", [replace(given[0], weight=2.0), *given[1:]])
+        gone = await roster.cost("dns", given[1:])
+        assert (sum(roster.joined), roster.joined[-1]) == (count + 1, 1)
         assert roster.left == [1, 1]
-        roster.cost("dns", [])
-        assert roster.left[-1] == count - 1
+        await roster.cost("dns", [])
+        assert (sum(roster.left), max(roster.left)) == (count + 1, AT_ONCE)
         costs.append((first / count, same, equal, moved, heavier, gone))
     assert costs[0] == costs[1] == costs[2]
     assert costs[0][1:3] == (0, 0)
 
 
-def test_a_server_that_could_not_come_does_so_when_its_place_is_free() -> None:
+async def test_a_server_that_could_not_come_does_so_when_its_place_is_free() -> None:
     roster = CountingRoster()
-    roster.cost("one", [Found("a", "http://10.0.0.1:80", "m")])
-    roster.cost("two", [Found("a", "http://10.0.0.2:80", "m"), Found("b", "http://10.0.0.1:80", "m")])
+    await roster.cost("one", [Found("a", "http://10.0.0.1:80", "m")])
+    await roster.cost("two", [Found("a", "http://10.0.0.2:80", "m"), Found("b", "http://10.0.0.1:80", "m")])
     assert set(roster.there) == {"a"}
-    roster.cost("one", [])
+    await roster.cost("one", [])
     assert {name: spec.url for name, spec in roster.there.items()} == {
         "a": "http://10.0.0.2:80", "b": "http://10.0.0.1:80",
     }  # fmt: skip
     roster.leave(["b"])  # by an operator: the next answer has it again
-    roster.cost("two", [Found("a", "http://10.0.0.2:80", "m"), Found("b", "http://10.0.0.1:80", "m")])
+    await roster.cost("two", [Found("a", "http://10.0.0.2:80", "m"), Found("b", "http://10.0.0.1:80", "m")])
     assert set(roster.there) == {"a", "b"}
+
+
+@pytest.mark.parametrize("result", ProbeResult)
+def test_what_many_engines_say_is_worked_out_once(
+    monkeypatch: pytest.MonkeyPatch, result: ProbeResult
+) -> None:
+    """Which of them take requests is computed when a request comes, not at every fact of each."""
+    computed = 0
+
+    class Counted(ReadyInstances):
+        def __init__(self, *args: object) -> None:
+            nonlocal computed
+            computed += 1
+            super().__init__(*args)  # type: ignore[arg-type]
+
+    scheduler = make_scheduler([spec("s0")])
+    monkeypatch.setattr(fleet_state, "ReadyInstances", Counted)
+    names = [f"s{number}" for number in range(1, 1000)]
+    scheduler.on_instance(InstanceAdded(spec(names[0]), tuple(map(spec, names[1:]))), 0.0)
+    for name in names:
+        scheduler.on_instance(ModelsLearned(name, ("m",)), 0.0)
+        scheduler.on_instance(CapacityLearned(name, Capacity(max_model_len=4096)), 0.0)
+        scheduler.on_instance(Probed(name, result), 0.0)
+    assert computed <= 1
+    assert scheduler.on_arrival(request(1), 1.0)
+    assert computed <= 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 from helpers import turns_until
 from proxy.discovery.conftest import NameServer
 from proxy.discovery.test_growth_and_shrinking import fleet, instance_file
-from proxy.services import METRICS, Engine, Running, said, serving
+from proxy.services import METRICS, Engine, Running, document, said, serving
 from proxy.upstreams import plain
 
 from hetlb.config.discovery import parse_selector, select_profile
@@ -52,6 +53,29 @@ async def test_a_file_with_a_mistake_changes_nothing(
             await turns_until(lambda: running.names == ["e0", "e1"])
             (folder / "a.yaml").unlink()
             await turns_until(lambda: running.names == [])
+
+
+async def test_files_are_read_outside_of_the_loop(tmp_path: Path) -> None:
+    """A pipe gives nothing until someone writes: the loop goes on meanwhile."""
+    async with Engine() as one, serving(tmp_path, document(one)) as running:
+        text = running.path.read_text()
+        running.path.unlink()
+        os.mkfifo(running.path)
+        reload = asyncio.create_task(running.admin("POST", "/v1/reload"))
+        with await asyncio.to_thread(running.path.open, "w") as end:  # until it is being read
+            assert (await running.ask()).status == 200
+            end.write(text)
+        assert (await reload).status == 200
+
+    found: list[int] = []
+    pipe = tmp_path / "instances.yaml"
+    os.mkfifo(pipe)
+    task = asyncio.create_task(files.FileSource([pipe], 60.0).run(lambda some: found.append(len(some))))
+    with await asyncio.to_thread(pipe.open, "w") as end:
+        assert not found
+        end.write("models:\n- name: m\n  instances: [{url: 'http://127.0.0.1:1'}]\n")
+    await turns_until(lambda: found == [1])
+    task.cancel()
 
 
 async def test_a_name_belongs_to_the_first_that_gives_it(
