@@ -49,7 +49,8 @@ COMPILED = (
         f"sim/{name}.py"
         for name in (
             "adapter_slots", "block_pool", "decode_batch", "delayed_view", "engine_limits", "engine_model",
-            "engine_sequence", "fleet_simulation", "iterations", "kv_blocks", "kv_fetches", "prefix",
+            "engine_sequence", "event_queue", "fleet_engine", "fleet_simulation", "flights", "iterations",
+            "kv_blocks", "kv_fetches", "prefix",
         )
     ),
     "workers/channel.py",

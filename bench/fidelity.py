@@ -46,7 +46,8 @@ from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health, Request
 from hetlb.loadtest.processes import helper_processes
 from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_simulation import EngineSpec, FleetSimulation
+from hetlb.sim.fleet_engine import EngineSpec
+from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest, make_plan
 from hetlb.workload.records import RequestResult
 from hetlb.workload.traces import Row

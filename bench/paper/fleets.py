@@ -31,7 +31,7 @@ from hetlb.plan.tp_search import Machine, PlanModel, memory
 from hetlb.profiler.fit import fit
 from hetlb.profiler.sources import Roofline
 from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_simulation import EngineSpec
+from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.sweep import Load, Study
 from hetlb.workload.traces import Row, read_trace
 

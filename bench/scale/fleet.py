@@ -12,7 +12,7 @@ from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health, InstanceSpec
 from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_simulation import EngineSpec
+from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.traces import Row, read_trace
 

@@ -31,7 +31,7 @@ class Timed(FleetSimulation):
 
     def _arrived(self, scheduler: Any, request: Request) -> list[Command]:
         began = time.thread_time()
-        commands: list[Command] = scheduler.on_arrival(request, self._now)
+        commands: list[Command] = scheduler.on_arrival(request, self._events.now)
         self.took_s.append(time.thread_time() - began)
         return commands
 

@@ -24,7 +24,7 @@ from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
 from hetlb.profiler.fit import Phase, Point, fit
 from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_simulation import EngineSpec
+from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.workload.arrivals import PlannedRequest, make_plan
 from hetlb.workload.traces import Row, read_trace
 

@@ -27,7 +27,8 @@ from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health, InstanceSpec
 from hetlb.sim.alone import run_alone
 from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_simulation import EngineSpec, FleetSimulation
+from hetlb.sim.fleet_engine import EngineSpec
+from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.workload import generate
 from hetlb.workload.arrivals import PlannedRequest, Waves, make_plan
 from hetlb.workload.content import contents_of

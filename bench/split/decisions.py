@@ -33,7 +33,7 @@ class Timed(FleetSimulation):
 
     def _arrived(self, scheduler: Scheduler, request: Request) -> list[Command]:
         began = time.perf_counter()
-        commands = scheduler.on_arrival(request, self._now)
+        commands = scheduler.on_arrival(request, self._events.now)
         self.arrival_s.append(time.perf_counter() - began)
         return commands
 
@@ -48,7 +48,7 @@ class Chosen(FleetSimulation):
 
     def _arrived(self, scheduler: Scheduler, request: Request) -> list[Command]:
         placement, parts = scheduler.placement, scheduler.fleet.ready[request.model].parts
-        ctx = placement.context(request, scheduler.predictor.predict(request), 0, self._now, None)
+        ctx = placement.context(request, scheduler.predictor.predict(request), 0, self._events.now, None)
         policy, transfers = placement.policy, scheduler._holds.transfers
         policy.choose(ctx, parts)  # finds what the mean request costs, for both
         began = time.perf_counter()
@@ -57,7 +57,7 @@ class Chosen(FleetSimulation):
         policy.choose_split(ctx, parts, transfers, True)
         self.split_s.append(time.perf_counter() - between)
         self.ordinary_s.append(between - began)
-        return scheduler.on_arrival(request, self._now)
+        return scheduler.on_arrival(request, self._events.now)
 
 
 @dataclass(frozen=True)

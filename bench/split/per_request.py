@@ -35,7 +35,9 @@ from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Connector, Health, InstanceSpec, KvTransfer, Role
 from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_simulation import EngineSpec, FleetResult, FleetSimulation
+from hetlb.sim.fleet_engine import EngineSpec
+from hetlb.sim.fleet_result import FleetResult
+from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest
 
 ROOT = Path(__file__).resolve().parents[2]

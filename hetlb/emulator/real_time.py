@@ -217,7 +217,7 @@ class RealTimeEngine:
         ended = model.end_iteration()
         for sequence in ended.first:
             self.prompt_tokens += sequence.prompt_tokens
-        for choice in model.decoding:
+        for choice in model.decodes.sequences:
             choice.token()  # type: ignore[attr-defined]
         for choice in ended.finished:
             if not choice.output_tokens:

@@ -32,7 +32,8 @@ from hetlb.plan.common.composition import (
 from hetlb.plan.rent_simulation import capacity
 from hetlb.plan.throughput import Mix, SloLimits, bubbles, engine_spec, slowed
 from hetlb.plan.tp_search import Machine, PlanModel, Rows, memory, misfit
-from hetlb.sim.fleet_simulation import EngineSpec, FleetSimulation
+from hetlb.sim.fleet_engine import EngineSpec
+from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.workload.arrivals import make_plan
 from hetlb.workload.records import summarize
 from hetlb.workload.traces import Row

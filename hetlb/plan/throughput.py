@@ -31,7 +31,8 @@ from hetlb.plan.workloads import RequestType
 from hetlb.sim.alone import batch_of, full_part
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.engine_sequence import EngineSequence
-from hetlb.sim.fleet_simulation import EngineSpec, FleetSimulation
+from hetlb.sim.fleet_engine import EngineSpec
+from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.sim.staged_engine import EngineStage, StagedEngine
 from hetlb.workload.arrivals import PlannedRequest, gaps_s
 from hetlb.workload.records import RequestResult

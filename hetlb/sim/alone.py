@@ -14,7 +14,8 @@ from itertools import accumulate
 from hetlb.core.latency import IterationRule
 from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence
-from hetlb.sim.fleet_simulation import EngineSpec, sequences_of
+from hetlb.sim.fleet_engine import EngineSpec
+from hetlb.sim.flights import sequences_of
 from hetlb.workload.arrivals import PlannedRequest
 
 #: Batches that an engine serves for its rate while full, and the most requests for that.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import KeysView
 from typing import Final
 
 from hetlb.core.latency import IterationRule
@@ -46,18 +45,18 @@ class EngineModel:
     __slots__ = (
         "_admissions",
         "_completing",
-        "_decodes",
         "_delayed",
         "_partial",
         "_preempted",
         "_settled",
         "_short",
-        "_stretch",
         "_waiting",
         "adapter_load_s",
         "adapters",
+        "decodes",
         "fetches",
         "generated_tokens",
+        "in_flight",
         "kv",
         "latency",
         "limits",
@@ -87,12 +86,13 @@ class EngineModel:
         self.generated_tokens = 0
         self.prefilled_tokens = 0
         self._waiting: OrderedDict[EngineSequence, None] = OrderedDict()
-        self._decodes = DecodeBatch(limits.block_size)
+        self.decodes = DecodeBatch(limits.block_size)
         self._delayed = DelayedView()
         self._partial: EngineSequence | None = None  # prefill unfinished: always the latest admitted
         self._completing: list[EngineSequence] = []  # prefills that end with the iteration in flight
         self._preempted: list[EngineSequence] = []  # by the iteration in flight
-        self._stretch: IterationRun | None = None  # in flight
+        #: The iterations begun and not ended; read-only for drivers.
+        self.in_flight: IterationRun | None = None
         self._settled = True  # whether the view of the iteration in flight was not a delayed one
         self._short = False  # blocks were short in the batch being scheduled: nothing is admitted
         self._admissions = 0
@@ -108,13 +108,13 @@ class EngineModel:
     @property
     def running(self) -> int:
         """Sequences admitted and not finished."""
-        return len(self._decodes.sequences) + len(self._completing) + (self._partial is not None)
+        return len(self.decodes.sequences) + len(self._completing) + (self._partial is not None)
 
     @property
     def idle(self) -> bool:
         """True if there is nothing to do, but for KV transfers to wait for."""
         return not (
-            self._decodes.sequences
+            self.decodes.sequences
             or self._waiting
             or self._completing
             or self._partial
@@ -125,25 +125,15 @@ class EngineModel:
     @property
     def _empty(self) -> bool:
         """True if the batch that was just scheduled computes nothing."""
-        return not (self._decodes.sequences or self._completing or self._partial or self._preempted)
-
-    @property
-    def in_flight(self) -> IterationRun | None:
-        """The iterations begun and not ended."""
-        return self._stretch
+        return not (self.decodes.sequences or self._completing or self._partial or self._preempted)
 
     def kv_used_blocks_at(self, elapsed_s: float) -> int:
         """Return the blocks in use `elapsed_s` seconds after the iterations in flight began (none: now)."""
-        stretch, used = self._stretch, self.kv.pool.used_blocks
+        stretch, used = self.in_flight, self.kv.pool.used_blocks
         if stretch is None or stretch.steps == 1:
             return used
         begun = min(stretch.steps, stretch.steps_completed(elapsed_s) + 1)
-        return used + self._decodes.blocks_needed(begun - 1)
-
-    @property
-    def decoding(self) -> KeysView[EngineSequence]:
-        """The sequences that decode, in order of admission (a live view)."""
-        return self._decodes.sequences.keys()
+        return used + self.decodes.blocks_needed(begun - 1)
 
     @property
     def admission_blocked(self) -> bool:
@@ -159,7 +149,7 @@ class EngineModel:
     def generated(self, sequence: EngineSequence) -> int:
         """Return the output tokens that `sequence` has got from iterations that ended."""
         if sequence.state is _DECODE:
-            return self._decodes.cached(sequence) - sequence.prompt_tokens + (self._stretch is None)
+            return self.decodes.cached(sequence) - sequence.prompt_tokens + (self.in_flight is None)
         return sequence.generated
 
     # --- what comes in ---
@@ -176,7 +166,7 @@ class EngineModel:
         sequence.state = _WAITING
         self.adapters.expect(sequence.adapter)
         self.kv.begin(sequence)
-        stretch = self._stretch
+        stretch = self.in_flight
         if self.limits.async_scheduling and (stretch is not None or self.running or self._delayed.leaving):
             self._delayed.arriving[sequence] = 1 if stretch is None else stretch.steps_until(elapsed_s)
         else:
@@ -197,11 +187,11 @@ class EngineModel:
         elif state is SequenceState.WAITING:
             del (self._delayed.arriving if sequence in self._delayed.arriving else self._waiting)[sequence]
         elif state is SequenceState.DECODE:
-            assert self._stretch is None or self._stretch.steps == 1, (
+            assert self.in_flight is None or self.in_flight.steps == 1, (
                 "expected an abort at an iteration boundary, got one inside a stretch"
             )
             sequence.generated = self.generated(sequence)
-            tokens = self._decodes.remove(sequence)
+            tokens = self.decodes.remove(sequence)
         elif state is SequenceState.PREFILL:
             tokens = sequence.computed
             if sequence is self._partial:
@@ -209,7 +199,7 @@ class EngineModel:
             else:
                 self._completing.remove(sequence)
         if state is SequenceState.DECODE or state is SequenceState.PREFILL:
-            self.adapters.end(sequence.adapter, self._decodes.step)
+            self.adapters.end(sequence.adapter, self.decodes.step)
         self.kv.release(sequence, tokens)
         sequence.state = SequenceState.ABORTED
 
@@ -245,7 +235,7 @@ class EngineModel:
         free. It ends with the first iteration that ends at or after `until_s` seconds from now. The
         result is the same as that many calls of `begin_iteration` and `end_iteration`.
         """
-        stretch, decodes = self._begin(), self._decodes
+        stretch, decodes = self._begin(), self.decodes
         if stretch is None or self._completing or self._partial or self._preempted or not decodes.sequences:
             return stretch
         if not self._settled and self._waiting:
@@ -260,7 +250,7 @@ class EngineModel:
         stretch = IterationRun(steps, first_s, increment_s, stretch.decodes)
         if until_s < math.inf:
             stretch = IterationRun(stretch.steps_until(until_s), first_s, increment_s, stretch.decodes)
-        self._stretch = stretch
+        self.in_flight = stretch
         return stretch
 
     def cut(self, elapsed_s: float, *, for_arrival: bool = False) -> IterationRun:
@@ -268,21 +258,21 @@ class EngineModel:
 
         `for_arrival`: and with the one that is fixed already, after which a sequence that came then is seen.
         """
-        stretch = self._stretch
+        stretch = self.in_flight
         assert stretch is not None, "expected iterations in flight to cut"
         steps = stretch.steps_until(elapsed_s)
         if for_arrival and self.limits.async_scheduling:
             steps += 1
         if steps < stretch.steps:
             stretch = IterationRun(steps, stretch.first_s, stretch.increment_s, stretch.decodes)
-            self._stretch = stretch
+            self.in_flight = stretch
         return stretch
 
     def end_iteration(self) -> IterationEnd:
         """End what was begun: tokens are out, finished sequences have left and freed their blocks."""
-        stretch, decodes = self._stretch, self._decodes
+        stretch, decodes = self.in_flight, self.decodes
         assert stretch is not None, "expected iterations in flight to end"
-        self._stretch = None
+        self.in_flight = None
         count = len(decodes.sequences)
         if count != stretch.decodes:  # the others were aborted in the meantime and got nothing
             stretch = IterationRun(stretch.steps, stretch.first_s, stretch.increment_s, count)
@@ -321,14 +311,14 @@ class EngineModel:
                 finished.append(sequence)
             else:
                 sequence.state = _DECODE
-                self._decodes.add(sequence, sequence.computed)
+                self.decodes.add(sequence, sequence.computed)
         self._completing.clear()
 
     def _finish(self, sequence: EngineSequence, tokens: int) -> None:
         """Free the place and (unless held) the blocks of a finished sequence: now, or with the next batch."""
         sequence.generated = sequence.output_tokens
         sequence.state = _FINISHED
-        self.adapters.end(sequence.adapter, self._decodes.step)
+        self.adapters.end(sequence.adapter, self.decodes.step)
         if sequence.held:
             self.fetches.held[sequence] = tokens
             tokens = 0
@@ -343,13 +333,13 @@ class EngineModel:
         """Schedule the next batch; None if there is nothing that can run."""
         if self.idle:
             return None
-        assert self._stretch is None, "expected the iterations in flight to end first"
+        assert self.in_flight is None, "expected the iterations in flight to end first"
         delayed = self._delayed
         settled = self._settled = not (delayed.leaving or delayed.arriving)
         stretch = self._schedule()
         if not settled:
             delayed.settle(self.kv, self._waiting)
-        if not (self._decodes.sequences or self._completing):
+        if not (self.decodes.sequences or self._completing):
             if not settled and self._empty:
                 self._settled = True  # nothing could be fixed in advance: vLLM schedules anew
                 stretch = self._schedule()
@@ -357,12 +347,12 @@ class EngineModel:
                 stretch = self._schedule()  # what its own prefix cache held whole needs no transfer
             if self._empty:
                 return None  # transfers must end, or held blocks be released, before anything can run
-        self._stretch = stretch
+        self.in_flight = stretch
         return stretch
 
     def _schedule(self) -> IterationRun:
         """Put the next batch together: the decodes, then prompts within what is left of the limits."""
-        decodes, latency = self._decodes, self.latency
+        decodes, latency = self.decodes, self.latency
         self._short = False
         if demand := decodes.blocks_needed(1):
             if demand > self.kv.pool.free_blocks:
@@ -392,7 +382,7 @@ class EngineModel:
     def _make_room(self, demand: int) -> int:
         """Preempt the latest until the decodes that stay have their blocks; returns what those need."""
         self._short = True
-        decodes = self._decodes
+        decodes = self.decodes
         while demand > self.kv.pool.free_blocks:
             if self._partial is not None:
                 victim, self._partial = self._partial, None
@@ -446,7 +436,7 @@ class EngineModel:
             # The latest admitted finds no block: it is itself the one to preempt.
             self._short = True
             self._partial = None
-            self._preempt(partial, done, self._decodes.step - 1)
+            self._preempt(partial, done, self.decodes.step - 1)
             return
         batch.add(part, done)
         partial.computed = done + part
@@ -499,7 +489,7 @@ class EngineModel:
         """Put a sequence into the batch; `last`: this part completes its prompt."""
         sequence.state = _PREFILL
         batch.places -= 1
-        batch.loads += self.adapters.begin(sequence.adapter, self._decodes.step)
+        batch.loads += self.adapters.begin(sequence.adapter, self.decodes.step)
         self._admissions = sequence.admission = self._admissions + 1
         sequence.computed = computed
         if last:
@@ -514,14 +504,14 @@ class EngineModel:
 
     def check_integrity(self) -> None:
         """Count everything again, sequence by sequence; assertion where a sum disagrees."""
-        fetches, decoding = self.fetches, self._decodes.sequences
+        fetches, decoding = self.fetches, self.decodes.sequences
         prefills = [*self._completing, *([self._partial] if self._partial is not None else [])]
         transfers = [*fetches.running, *fetches.ready]
-        tokens = {sequence: self._decodes.cached(sequence) for sequence in decoding}
+        tokens = {sequence: self.decodes.cached(sequence) for sequence in decoding}
         tokens |= {sequence: sequence.computed for sequence in prefills}
         tokens |= {sequence: sequence.prompt_tokens for sequence in transfers}
         self.kv.check_integrity({**tokens, **dict(self._delayed.leaving), **fetches.held})
-        self._decodes.check_integrity()
+        self.decodes.check_integrity()
         self.adapters.check_integrity([each.adapter for each in (*decoding, *prefills)])
         assert self.running <= self.limits.max_num_seqs, f"expected max_num_seqs, got {self.running} running"
         assert all(sequence.state is SequenceState.WAITING for sequence in (*self._waiting, *fetches.ready))

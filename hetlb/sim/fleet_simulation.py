@@ -1,8 +1,7 @@
 """The simulator's driver: the production scheduler and one engine model per instance, in virtual time.
 
 The scheduler is the very object the proxy drives; a run depends on nothing but its arguments
-(same seed, same result); every planned request ends in exactly one record. Time is a heap of events;
-ties are broken by kind, then by order of creation.
+(same seed, same result); every planned request ends in exactly one record.
 
 A request that the scheduler splits runs twice: on the prefill engine for one token, whose blocks are then
 held, and on the decode engine, which fetches them over `KvLinks`.
@@ -10,17 +9,15 @@ held, and on the decode engine, which fetches them over `KvLinks`.
 
 from __future__ import annotations
 
-import heapq
 import random
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.core.latency import IterationRule, LatencyModel
+from hetlb.core.latency import IterationRule
 from hetlb.core.objective import UNSTATED, ServiceClass
-from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.predictor import Predictor
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
@@ -29,8 +26,6 @@ from hetlb.core.types import (
     Dispatch,
     EngineSample,
     HealthChanged,
-    InstanceSpec,
-    Lease,
     ModelsLearned,
     Outcome,
     Reject,
@@ -38,18 +33,34 @@ from hetlb.core.types import (
     Request,
     Role,
 )
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.engine_model import EngineModel
-from hetlb.sim.engine_sequence import EngineSequence
-from hetlb.sim.iterations import IterationEnd, IterationRun
-from hetlb.sim.kv_links import KvLinks, KvPath
+from hetlb.sim.event_queue import EventQueue
+from hetlb.sim.fleet_engine import (
+    ARRIVAL,
+    BEGIN,
+    CHANGE,
+    END,
+    EXPIRED,
+    FETCHED,
+    LOOK,
+    RESTART,
+    SCRAPE,
+    SHARED,
+    SUBMIT,
+    TICK,
+    EngineSpec,
+    FleetEngine,
+)
+from hetlb.sim.fleet_result import FleetResult
+from hetlb.sim.flights import EngineRun, Flight, leg_sequences
+from hetlb.sim.iterations import IterationEnd
+from hetlb.sim.kv_links import KvLinks, own_links
 from hetlb.sim.series import Series
 from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.content import UNSHARED, Span
-from hetlb.workload.records import Gaps, RequestResult, summarize
+from hetlb.workload.content import UNSHARED
+from hetlb.workload.records import Gaps
 
 #: Simulated engines are scraped as often as real ones by default.
-SCRAPE_INTERVAL_S: Final = 1.0
+SCRAPE_INTERVAL_S = 1.0
 
 #: Outcome of a request that the scheduler rejects; any other reason is the request's own fault.
 _REJECTED = {
@@ -57,192 +68,6 @@ _REJECTED = {
     RejectReason.QUEUE_EXPIRED: Outcome.EXPIRED_QUEUE,
     RejectReason.NO_INSTANCE: Outcome.NO_INSTANCE,
 }
-
-# Order of events at the same instant: work ends, then the world changes, then engines begin anew, so that
-# requests that arrive together are in the same batch. A look at the fleet comes last: it changes nothing.
-_END: Final = 0
-_FETCHED: Final = 1
-_EXPIRED: Final = 2
-_ARRIVAL: Final = 3
-_CHANGE: Final = 4
-_SUBMIT: Final = 5
-_RESTART: Final = 6
-SHARED: Final = 7
-_SCRAPE: Final = 8
-_TICK: Final = 9
-_BEGIN: Final = 10
-_LOOK: Final = 11
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec(PickleByFields):
-    """One simulated engine: how fast it is and what it holds.
-
-    `changes` are pairs of a time (s) and a factor: iterations begun from then on take so many times as long.
-    `prefix_cache`: whether it keeps the blocks of prompts for later ones that begin alike. `max_model_len` is
-    the most tokens of one sequence, where that is less than its KV cache holds. `adapter_load_s`: seconds to
-    load a LoRA adapter that is in none of its slots.
-    """
-
-    latency: LatencyModel
-    limits: EngineLimits
-    changes: tuple[tuple[float, float], ...] = ()
-    prefix_cache: bool = False
-    max_model_len: int | None = None
-    adapter_load_s: float = 0.0
-
-    def model(self, rule: IterationRule) -> EngineModel:
-        """An engine that has done nothing yet."""
-        return EngineModel(
-            self.latency,
-            self.limits,
-            rule,
-            prefix_cache=self.prefix_cache,
-            adapter_load_s=self.adapter_load_s,
-        )
-
-    def fits(self, planned: PlannedRequest) -> bool:
-        """True if it can run every sequence of a request to its end."""
-        tokens = planned.prompt_tokens + max(1, planned.answer_tokens)
-        most = self.limits.max_sequence_tokens
-        return tokens <= (most if self.max_model_len is None else min(most, self.max_model_len))
-
-
-class Flight:
-    """One planned request on its way, with the scheduler that has it and the sequences still running."""
-
-    __slots__ = ("held", "lease", "outcome", "planned", "record", "running", "scheduler")
-
-    def __init__(self, planned: PlannedRequest) -> None:
-        self.planned = planned
-        self.record = RequestResult(
-            planned.scheduled_s, planned.input_tokens, sequences=planned.sequences, service=planned.service
-        )
-        self.scheduler: Scheduler | None = None
-        self.lease: Lease | None = None
-        self.outcome: Outcome | None = None
-        self.running = planned.sequences
-        #: Its prompt on the prefill engine, until the decode engine has fetched it.
-        self.held: tuple[_Engine, _Run] | None = None
-
-
-class _Run(EngineSequence):
-    """One sequence of a request in an engine; `paused_s`: when it got its last token before a preemption.
-
-    `leg`: of a split request, the part that runs there; `BOTH` is all of it.
-    """
-
-    __slots__ = ("flight", "leg", "paused_s")
-
-    def __init__(
-        self, flight: Flight, pieces: tuple[Span, ...], answer: Hashable | None, leg: Role = Role.BOTH
-    ) -> None:
-        planned, prefill = flight.planned, leg is Role.PREFILL
-        super().__init__(
-            planned.prompt_tokens,
-            1 if prefill else planned.answer_tokens,
-            pieces=pieces,
-            answer=None if prefill else answer,
-            remote_tokens=planned.prompt_tokens if leg is Role.DECODE else 0,
-            held=prefill,
-            adapter=planned.adapter,
-        )
-        self.flight = flight
-        self.leg = leg
-        self.paused_s = 0.0
-
-
-def _sequences(flight: Flight, leg: Role) -> list[_Run]:
-    """The sequences of a request: each of its prompts, which begin alike, `n` times."""
-    planned, content = flight.planned, flight.planned.content
-    own = planned.prompt_tokens - sum(length for _, length in content.spans)
-    runs = []
-    for prompt in range(planned.prompts):
-        pieces = content.spans
-        if planned.n > 1 and own:
-            pieces = (*pieces, ((planned.index, prompt), own))
-        runs += [_Run(flight, pieces, content.answer, leg) for _ in range(planned.n)]
-    return runs
-
-
-def sequences_of(planned: PlannedRequest) -> Sequence[EngineSequence]:
-    """The engine's sequences of a request that is not split."""
-    return _sequences(Flight(planned), Role.BOTH)
-
-
-def _own_links(specs: Sequence[InstanceSpec]) -> KvLinks:
-    """A link for every pair of instances, as the one that fetches describes it."""
-    paths: dict[tuple[str, str], KvPath] = {}
-    rates: dict[Hashable, float] = {}
-    for target in specs:
-        if (link := target.kv_transfer) is None:
-            continue
-        for source in specs:
-            pair = source.name, target.name
-            paths[pair] = KvPath(((pair, link.bytes_per_token),), link.latency_s)
-            rates[pair] = link.bandwidth_bytes_per_s
-    return KvLinks(rates, paths)
-
-
-@dataclass(slots=True)
-class FleetResult:
-    """Result of a run: a record per planned request, in plan order, and counts per instance."""
-
-    records: list[RequestResult]
-    outcomes: list[Outcome]
-    gaps: Gaps
-    preemptions: dict[str, int]
-    kv_peak: dict[str, float]
-    #: With prefix caches: prompt tokens found there, and computed.
-    prefix_hits: dict[str, tuple[int, int]] | None = None
-    #: Requests whose KV cache was to be transferred; of them, those that were too late and computed again.
-    transfers: int = 0
-    expired: int = 0
-    #: LoRA adapters loaded, by instance; None where no request asked for one.
-    adapter_loads: dict[str, int] | None = None
-    classes: Mapping[str, ServiceClass] | None = None
-
-    def summary(self) -> dict[str, Any]:
-        """The figures of the run, as `vllm bench serve` names them.
-
-        With prefix caches every instance has `prefix_hit_tokens` and `prefilled_tokens` too, with LoRA
-        adapters `adapter_loads`.
-        """
-        found = summarize(
-            self.records,
-            self.gaps,
-            instances=self.preemptions,
-            preemptions=self.preemptions,
-            kv_peak=self.kv_peak,
-            classes=self.classes,
-        )
-        if self.prefix_hits is not None:
-            for entry in found["instances"]:
-                hit, computed = self.prefix_hits[entry["name"]]
-                entry |= {"prefix_hit_tokens": hit, "prefilled_tokens": computed}
-        if self.adapter_loads is not None:
-            for entry in found["instances"]:
-                entry["adapter_loads"] = self.adapter_loads[entry["name"]]
-        return found
-
-
-class _Engine:
-    """An engine model and the iterations it has in flight."""
-
-    __slots__ = ("begin_pending", "model", "name", "spec", "started_s", "version")
-
-    def __init__(self, name: str, spec: EngineSpec, rule: IterationRule) -> None:
-        self.name = name
-        self.spec = spec
-        self.model = spec.model(rule)
-        self.started_s = 0.0
-        self.version = 0
-        self.begin_pending = False
-
-    def kv_usage_at(self, now: float) -> float:
-        """Fraction of the KV blocks in use."""
-        model = self.model
-        return model.kv_used_blocks_at(now - self.started_s) / model.limits.kv_blocks
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -278,9 +103,10 @@ class FleetSimulation:
         classes: Mapping[str, ServiceClass] | None = None,
     ) -> None:
         self._setup = setup
+        self._events = EventQueue(start_s)
         self._classes = classes or {}
         self._default_class = next(iter(self._classes.values()), UNSTATED)
-        self._links = links if links is not None else _own_links(setup.specs)
+        self._links = links if links is not None else own_links(setup.specs)
         self._transfers = self._expired = 0
         self._model = model
         self._oracle = {planned.index: max(1, planned.output_tokens) for planned in plan}
@@ -289,15 +115,14 @@ class FleetSimulation:
             setup, oracle=self._oracle, predictor=self._taught(history) if history else None
         )
         self._replaced: list[Scheduler] = []
-        self._engines = {spec.name: _Engine(spec.name, engines[spec.name], rule) for spec in setup.specs}
+        self._engines = {
+            spec.name: FleetEngine(spec.name, engines[spec.name], rule, self._events) for spec in setup.specs
+        }
         self._series = series
         self._on_progress = on_progress
         self._flights = [Flight(planned) for planned in plan]
         self._by_id = {flight.planned.index: flight for flight in self._flights}
         self._gaps = Gaps()
-        self._heap: list[tuple[float, int, int, Any]] = []
-        self._sequence = 0
-        self._now = start_s
         #: LoRA adapters of the plan: every engine lists them all.
         self._adapters = tuple(sorted({planned.adapter for planned in plan if planned.adapter}))
         self._list_adapters(self.scheduler)
@@ -305,61 +130,57 @@ class FleetSimulation:
         self._ticks: set[Scheduler] = set()  # schedulers with a tick ahead
         for name, engine in self._engines.items():
             for at_s, factor in engines[name].changes:
-                self._push(at_s, _CHANGE, (engine, engines[name].latency.scaled(factor)))
+                self._events.push(at_s, CHANGE, (engine, engines[name].latency.scaled(factor)))
         for at_s in restarts_s:
-            self._push(at_s, _RESTART, None)
+            self._events.push(at_s, RESTART, None)
 
     def run(self) -> FleetResult:
         """Simulate until every request has ended."""
         self._push_arrival(0)
-        self._push(self._now, _SCRAPE, None)
+        self._events.push(self._events.now, SCRAPE, None)
         if self._series is not None:
-            self._push(self._now, _LOOK, self._series)
+            self._events.push(self._events.now, LOOK, self._series)
         handlers: dict[int, Callable[[Any], None]] = {
-            _END: self._on_end,
-            _FETCHED: self._on_fetched,
-            _EXPIRED: self._release_held,
-            _ARRIVAL: self._on_arrival,
-            _CHANGE: self._on_change,
-            _SUBMIT: self._on_submit,
-            _RESTART: self._on_restart,
+            END: self._on_end,
+            FETCHED: self._on_fetched,
+            EXPIRED: self._release_held,
+            ARRIVAL: self._on_arrival,
+            CHANGE: lambda payload: payload[0].slow_down(payload[1]),
+            SUBMIT: lambda payload: payload[0].submit(payload[1]),
+            RESTART: self._on_restart,
             SHARED: self._on_shared,
-            _SCRAPE: self._on_scrape,
-            _TICK: self._on_tick,
-            _BEGIN: self._on_begin,
-            _LOOK: self._on_look,
+            SCRAPE: self._on_scrape,
+            TICK: self._on_tick,
+            BEGIN: self._on_begin,
+            LOOK: self._on_look,
         }
-        while self._open and self._heap:
-            self._now, kind, _, payload = heapq.heappop(self._heap)
+        while self._open and len(self._events):
+            kind, payload = self._events.pop()
             handlers[kind](payload)
         assert self._open == 0, f"{self._open} requests never ended"
         for scheduler in (self.scheduler, *self._replaced):
             scheduler.check_integrity()
+        return self._result()
+
+    def _result(self) -> FleetResult:
+        models = {name: engine.model for name, engine in self._engines.items()}
+        cached = any(engine.spec.prefix_cache for engine in self._engines.values())
+        hits = {name: (model.kv.hit_tokens, model.prefilled_tokens) for name, model in models.items()}
         return FleetResult(
             [flight.record for flight in self._flights],
             [flight.outcome for flight in self._flights if flight.outcome is not None],
             self._gaps,
-            {name: engine.model.preemptions for name, engine in self._engines.items()},
-            {
-                name: engine.model.kv.peak_blocks / engine.model.limits.kv_blocks
-                for name, engine in self._engines.items()
-            },
-            {
-                name: (engine.model.kv.hit_tokens, engine.model.prefilled_tokens)
-                for name, engine in self._engines.items()
-            }
-            if any(engine.spec.prefix_cache for engine in self._engines.values())
-            else None,
+            {name: model.preemptions for name, model in models.items()},
+            {name: model.kv.peak_blocks / model.limits.kv_blocks for name, model in models.items()},
+            hits if cached else None,
             self._transfers,
             self._expired,
-            {name: engine.model.adapters.loads for name, engine in self._engines.items()}
-            if self._adapters
-            else None,
+            {name: model.adapters.loads for name, model in models.items()} if self._adapters else None,
             self._classes or None,
         )
 
     def make_request(self, planned: PlannedRequest) -> Request:
-        """The request that the scheduler sees of a planned one: never the length of its answers.
+        """Make the request that the scheduler sees of a planned one: never the length of its answers.
 
         What its prompts begin with is named as the proxy does: nothing where there are several.
         """
@@ -381,7 +202,7 @@ class FleetSimulation:
         )
 
     def _taught(self, history: Sequence[PlannedRequest]) -> Predictor:
-        """A predictor that has seen the answers to these requests."""
+        """Make a predictor that has seen the answers to these requests."""
         predictor = self._setup.make_predictor(random.Random(self._setup.seed), self._oracle)
         for planned in history:
             if planned.generates:
@@ -390,13 +211,9 @@ class FleetSimulation:
 
     # --- events ---
 
-    def _push(self, when: float, kind: int, payload: object) -> None:
-        self._sequence += 1
-        heapq.heappush(self._heap, (when, kind, self._sequence, payload))
-
     def _push_arrival(self, index: int) -> None:
         if index < len(self._flights):
-            self._push(self._flights[index].planned.scheduled_s, _ARRIVAL, index)
+            self._events.push(self._flights[index].planned.scheduled_s, ARRIVAL, index)
 
     def _on_arrival(self, index: int) -> None:
         flight, scheduler = self._flights[index], self._next_scheduler()
@@ -405,26 +222,26 @@ class FleetSimulation:
         self._push_arrival(index + 1)
 
     def _next_scheduler(self) -> Scheduler:
-        """The scheduler that takes what arrives now."""
+        """Return the scheduler that takes what arrives now."""
         return self.scheduler
 
     def _arrived(self, scheduler: Scheduler, request: Request) -> list[Command]:
         """Give a scheduler a request."""
-        return scheduler.on_arrival(request, self._now)
+        return scheduler.on_arrival(request, self._events.now)
 
     def _scraped(self) -> Sequence[Scheduler]:
-        """The schedulers that read engines' figures."""
+        """Return the schedulers that read engines' metrics."""
         # A scheduler that has nothing left to do is gone.
         self._replaced = [each for each in self._replaced if each.in_flight or len(each.queue)]
         return (self.scheduler, *self._replaced)
 
     def _on_shared(self, payload: Any) -> None:
-        """News between schedulers: there is one (see `sim.shared`)."""
+        """Never called: there is one scheduler (see `sim.shared`)."""
         raise AssertionError(f"expected one scheduler, got news {payload!r}")
 
     def _on_restart(self, _: None) -> None:
         self._replaced.append(self.scheduler)
-        self.scheduler = Scheduler(replace(self._setup, now=self._now), oracle=self._oracle)
+        self.scheduler = Scheduler(replace(self._setup, now=self._events.now), oracle=self._oracle)
         self._list_adapters(self.scheduler)
 
     def _list_adapters(self, scheduler: Scheduler) -> None:
@@ -432,13 +249,7 @@ class FleetSimulation:
         if self._adapters:
             names = (self._model, *self._adapters)
             for spec in self._setup.specs:
-                scheduler.on_instance(ModelsLearned(spec.name, names, self._adapters), self._now)
-
-    def _on_change(self, payload: tuple[_Engine, LatencyModel]) -> None:
-        engine, latency = payload
-        engine.model.latency = latency
-        if engine.model.in_flight is not None:  # what is in flight ends with the iteration that runs now
-            self._schedule_end(engine, engine.model.cut(self._now - engine.started_s))
+                scheduler.on_instance(ModelsLearned(spec.name, names, self._adapters), self._events.now)
 
     def _on_scrape(self, _: None) -> None:
         schedulers = self._scraped()
@@ -447,51 +258,43 @@ class FleetSimulation:
             sample = EngineSample(
                 model.running,
                 model.waiting,
-                engine.kv_usage_at(self._now),
+                engine.kv_usage(),
                 preemptions=model.preemptions,
                 adapters=model.adapters.running,
             )
             for scheduler in schedulers:
-                self._carry_out(scheduler, scheduler.on_scrape(name, sample, self._now))
-        self._push(self._now + SCRAPE_INTERVAL_S, _SCRAPE, None)
+                self._carry_out(scheduler, scheduler.on_scrape(name, sample, self._events.now))
+        self._events.push(self._events.now + SCRAPE_INTERVAL_S, SCRAPE, None)
         if self._on_progress is not None:
             self._on_progress(len(self._flights) - self._open)
 
     def _on_look(self, series: Series) -> None:
-        series.begin(self._now, len(self.scheduler.queue))
+        series.begin(self._events.now, len(self.scheduler.queue))
         for name, engine in self._engines.items():
             model = engine.model
-            series.instances[name].add(engine.kv_usage_at(self._now), model.waiting, model.running)
-        self._push(series.end(), _LOOK, series)
+            series.instances[name].add(engine.kv_usage(), model.waiting, model.running)
+        self._events.push(series.end(), LOOK, series)
 
     def _on_tick(self, scheduler: Scheduler) -> None:
         self._ticks.discard(scheduler)
-        self._carry_out(scheduler, scheduler.on_tick(self._now))
+        self._carry_out(scheduler, scheduler.on_tick(self._events.now))
 
-    def _on_begin(self, engine: _Engine) -> None:
-        engine.begin_pending = False
-        stretch = engine.model.begin_run()
-        if stretch is not None:
-            engine.started_s = self._now
-            self._schedule_end(engine, stretch)
+    def _on_begin(self, engine: FleetEngine) -> None:
+        engine.begin()
         for sequence in engine.model.fetches.take_begun():
-            assert isinstance(sequence, _Run)
+            assert isinstance(sequence, EngineRun)
             self._fetch(engine, sequence)
 
-    def _schedule_end(self, engine: _Engine, stretch: IterationRun) -> None:
-        engine.version += 1
-        self._push(engine.started_s + stretch.duration_s, _END, (engine, engine.version))
-
-    def _on_end(self, payload: tuple[_Engine, int]) -> None:
+    def _on_end(self, payload: tuple[FleetEngine, int]) -> None:
         engine, version = payload
-        if version != engine.version:
+        ended = engine.end(version)
+        if ended is None:
             return  # the stretch was cut meanwhile
-        ended = engine.model.end_iteration()
         self._count_gaps(engine, ended)
-        self._wake(engine)
-        now = self._now
+        engine.wake()
+        now = self._events.now
         for sequence in ended.first:
-            assert isinstance(sequence, _Run)
+            assert isinstance(sequence, EngineRun)
             flight = sequence.flight
             if sequence.leg is Role.PREFILL:
                 continue  # its token is not shown: the decode engine computes it too
@@ -499,7 +302,7 @@ class FleetSimulation:
                 flight.record.first_token_s = now
                 self._answered(flight)
         for sequence in ended.finished:
-            assert isinstance(sequence, _Run)
+            assert isinstance(sequence, EngineRun)
             flight = sequence.flight
             if sequence.leg is Role.PREFILL:
                 self._prefilled(engine, sequence)
@@ -513,87 +316,82 @@ class FleetSimulation:
 
     # --- split requests ---
 
-    def _prefilled(self, engine: _Engine, run: _Run) -> None:
-        """The prompt of a split request is read, and its blocks are held."""
-        flight, now = run.flight, self._now
+    def _prefilled(self, engine: FleetEngine, run: EngineRun) -> None:
+        """Report the end of the prefill of a split request; its blocks are held."""
+        flight, now = run.flight, self._events.now
         lease, scheduler = flight.lease, flight.scheduler
         assert lease is not None
         assert scheduler is not None
         flight.held = engine, run
         link = scheduler.holder(lease).spec.kv_transfer
         assert link is not None, f"{lease.instance} takes part in no KV transfer"
-        self._push(now + link.lease_s, _EXPIRED, flight)
+        self._events.push(now + link.lease_s, EXPIRED, flight)
         self._carry_out(scheduler, scheduler.on_prefilled(lease, now))
 
-    def _fetch(self, engine: _Engine, run: _Run) -> None:
-        """A decode engine has blocks for a prompt: its KV cache is on its way, if it is still there."""
+    def _fetch(self, engine: FleetEngine, run: EngineRun) -> None:
+        """Begin the KV transfer to a decode engine that has blocks for it, if the KV cache is still held."""
         held = run.flight.held
         self._transfers += 1
         if held is not None:
-            arrives = self._links.send(held[0].name, engine.name, run.fetch_tokens, self._now)
-            self._push(arrives, _FETCHED, (engine, run))
+            arrives = self._links.send(held[0].name, engine.name, run.fetch_tokens, self._events.now)
+            self._events.push(arrives, FETCHED, (engine, run))
         else:
             self._on_fetched((engine, run))
 
-    def _on_fetched(self, payload: tuple[_Engine, _Run]) -> None:
-        """A KV cache has arrived, or the prefill engine keeps it no longer."""
+    def _on_fetched(self, payload: tuple[FleetEngine, EngineRun]) -> None:
+        """End a KV transfer: the cache has arrived, or the prefill engine holds it no longer."""
         engine, run = payload
         loaded = run.flight.held is not None
         self._expired += not loaded
-        self._interrupt(engine)
+        engine.cut(for_arrival=True)
         engine.model.complete_fetch(run, loaded=loaded)
-        self._wake(engine)
+        engine.wake()
         self._release_held(run.flight)
 
     def _release_held(self, flight: Flight) -> None:
-        """Free what a prefill engine holds."""
+        """Free the blocks that a prefill engine holds."""
         if flight.held is not None:
             engine, run = flight.held
             flight.held = None
-            self._interrupt(engine)
+            engine.cut(for_arrival=True)
             engine.model.release_held(run)
-            self._wake(engine)
-
-    def _interrupt(self, engine: _Engine) -> None:
-        """End the iterations in flight with the one that runs now: more may be admitted after it."""
-        if engine.model.in_flight is not None:
-            self._schedule_end(engine, engine.model.cut(self._now - engine.started_s, for_arrival=True))
+            engine.wake()
 
     def _answered(self, flight: Flight) -> None:
-        """The first byte of an answer came."""
+        """Report the first token of an answer."""
         assert flight.lease is not None
         assert flight.scheduler is not None
-        self._carry_out(flight.scheduler, flight.scheduler.on_first_token(flight.lease, self._now))
+        self._carry_out(flight.scheduler, flight.scheduler.on_first_token(flight.lease, self._events.now))
 
     def _completed(self, flight: Flight) -> None:
-        """The last sequence of a request has ended."""
+        """End a request whose last sequence has ended."""
         lease, scheduler = flight.lease, flight.scheduler
         assert lease is not None
         assert scheduler is not None
         if not flight.planned.generates:
             self._answered(flight)
         lease.output_tokens = flight.record.output_tokens
-        flight.record.last_token_s = self._now
+        flight.record.last_token_s = self._events.now
         self._close(flight, Outcome.OK)
         self._lease_ended(flight, Outcome.OK)
 
     def _lease_ended(self, flight: Flight, outcome: Outcome) -> None:
-        """Tell a request's scheduler that its lease ended."""
+        """Report the end of a request's lease."""
         lease, scheduler = flight.lease, flight.scheduler
         assert lease is not None
         assert scheduler is not None
-        self._carry_out(scheduler, scheduler.on_lease_ended(lease, outcome, self._now))
+        self._carry_out(scheduler, scheduler.on_lease_ended(lease, outcome, self._events.now))
 
-    def _count_gaps(self, engine: _Engine, ended: IterationEnd) -> None:
+    def _count_gaps(self, engine: FleetEngine, ended: IterationEnd) -> None:
         stretch = ended.stretch
         if stretch.decodes:
             self._gaps.add(stretch.first_s, stretch.increment_s, stretch.steps, stretch.decodes)
         for sequence in ended.preempted:
-            assert isinstance(sequence, _Run)
+            assert isinstance(sequence, EngineRun)
             sequence.paused_s = engine.started_s
         for sequence in ended.resumed:
-            assert isinstance(sequence, _Run)
-            self._gaps.add(self._now - sequence.paused_s)
+            assert isinstance(sequence, EngineRun)
+            self._gaps.add(self._events.now - sequence.paused_s)
 
     # --- commands ---
 
@@ -609,7 +407,7 @@ class FleetSimulation:
                 assert isinstance(command, HealthChanged), command
         if scheduler not in self._ticks and (deadline := scheduler.next_deadline()) is not None:
             self._ticks.add(scheduler)
-            self._push(max(deadline, self._now), _TICK, scheduler)
+            self._events.push(max(deadline, self._events.now), TICK, scheduler)
 
     def _dispatch(self, scheduler: Scheduler, command: Dispatch) -> None:
         lease = command.lease
@@ -626,29 +424,15 @@ class FleetSimulation:
             leg = Role.PREFILL
         else:
             leg = Role.BOTH if lease.hold is None else Role.DECODE
-        sequences = _sequences(flight, leg)
+        sequences = leg_sequences(flight, leg)
         if engine.spec.latency.request_s > 0:
-            self._push(self._now + engine.spec.latency.request_s, _SUBMIT, (engine, sequences))
+            self._events.push(self._events.now + engine.spec.latency.request_s, SUBMIT, (engine, sequences))
         else:
-            self._on_submit((engine, sequences))
-
-    def _on_submit(self, payload: tuple[_Engine, list[_Run]]) -> None:
-        engine, sequences = payload
-        interrupts = engine.model.in_flight is not None and not engine.model.admission_blocked
-        for sequence in sequences:
-            engine.model.submit(sequence, self._now - engine.started_s)
-        if interrupts:
-            self._schedule_end(engine, engine.model.cut(self._now - engine.started_s, for_arrival=True))
-        self._wake(engine)
-
-    def _wake(self, engine: _Engine) -> None:
-        if engine.model.in_flight is None and not engine.begin_pending:
-            engine.begin_pending = True
-            self._push(self._now, _BEGIN, engine)
+            engine.submit(sequences)
 
     def _close(self, flight: Flight, outcome: Outcome) -> None:
         assert flight.outcome is None, f"request {flight.planned.index} ended twice"
         flight.outcome = outcome
         flight.record.ok = outcome is Outcome.OK
-        flight.record.end_s = self._now
+        flight.record.end_s = self._events.now
         self._open -= 1

@@ -137,7 +137,7 @@ class IterationEnd:
     """Results of the iterations that just ended.
 
     In each of its steps `stretch.decodes` sequences got a token by decoding, and after the last one
-    every sequence in `EngineModel.decoding` and every one in `finished` (with output) has got one.
+    every sequence in `EngineModel.decodes` and every one in `finished` (with output) has got one.
     `first` got their very first token, `resumed` their next one after a preemption: both by the prefill
     that ended here, at the end. `finished` are complete. `preempted` lost their place when it began.
     """

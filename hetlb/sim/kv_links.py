@@ -6,8 +6,10 @@ rate; what is sent over several links at once (stages on several machines) has a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from hetlb.core.types import InstanceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +44,17 @@ class KvLinks:
             self.busy_s[link] = self.busy_s.get(link, 0.0) + seconds
             arrived = max(arrived, done)
         return arrived + path.latency_s
+
+
+def own_links(specs: Sequence[InstanceSpec]) -> KvLinks:
+    """A link for every pair of instances, as the one that fetches describes it."""
+    paths: dict[tuple[str, str], KvPath] = {}
+    rates: dict[Hashable, float] = {}
+    for target in specs:
+        if (link := target.kv_transfer) is None:
+            continue
+        for source in specs:
+            pair = source.name, target.name
+            paths[pair] = KvPath(((pair, link.bytes_per_token),), link.latency_s)
+            rates[pair] = link.bandwidth_bytes_per_s
+    return KvLinks(rates, paths)

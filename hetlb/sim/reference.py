@@ -13,7 +13,7 @@ from hetlb.core.predictor import Predictor
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Request
 from hetlb.sim.alone import run_alone
-from hetlb.sim.fleet_simulation import EngineSpec
+from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.workload.arrivals import PlannedRequest
 
 #: Weight of a prompt token against one output token in `split`.

@@ -15,7 +15,9 @@ from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.shared_view import SharedView
 from hetlb.core.types import Command, Request
-from hetlb.sim.fleet_simulation import SHARED, EngineSpec, FleetSimulation, Flight
+from hetlb.sim.fleet_engine import SHARED, EngineSpec
+from hetlb.sim.fleet_simulation import FleetSimulation
+from hetlb.sim.flights import Flight
 from hetlb.workload.arrivals import PlannedRequest
 
 
@@ -61,7 +63,7 @@ class SharedSimulation(FleetSimulation):
         return self.schedulers[self._turn % len(self.schedulers)]
 
     def _arrived(self, scheduler: Scheduler, request: Request) -> list[Command]:
-        return self._views[scheduler].on_arrival(request, self._now)
+        return self._views[scheduler].on_arrival(request, self._events.now)
 
     def _scraped(self) -> Sequence[Scheduler]:
         return self.schedulers
@@ -81,7 +83,7 @@ class SharedSimulation(FleetSimulation):
         if self._blind or scheduler in self._telling:
             return
         self._telling.add(scheduler)
-        self._push(self._now, SHARED, (scheduler, None))
+        self._events.push(self._events.now, SHARED, (scheduler, None))
 
     def _on_shared(self, payload: tuple[Scheduler, list[Change] | None]) -> None:
         scheduler, changes = payload
@@ -89,9 +91,9 @@ class SharedSimulation(FleetSimulation):
             for peer in self.schedulers:
                 if peer is not scheduler:
                     view, name = self._views[peer], self._names[scheduler]
-                    self._carry_out(peer, view.receive(name, changes, self._now))
+                    self._carry_out(peer, view.receive(name, changes, self._events.now))
             return
         view = self._views[scheduler]
         self._telling.discard(scheduler)
         if said := view.take():
-            self._push(self._now + self._delay_s, SHARED, (scheduler, said))
+            self._events.push(self._events.now + self._delay_s, SHARED, (scheduler, said))

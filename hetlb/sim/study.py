@@ -16,7 +16,7 @@ from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health
 from hetlb.errors import ConfigError, ProfileError
 from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_simulation import EngineSpec
+from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.sweep import Cell, Load, Ran, Study
 
 

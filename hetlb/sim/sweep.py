@@ -27,7 +27,8 @@ from hetlb.core.predictor import make_predictor
 from hetlb.core.setup import SchedulerSetup
 from hetlb.errors import HetlbError
 from hetlb.sim.alone import full_tokens_per_s, requests_while_full, run_alone
-from hetlb.sim.fleet_simulation import EngineSpec, FleetSimulation
+from hetlb.sim.fleet_engine import EngineSpec
+from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.sim.reference import References, at_once
 from hetlb.sim.series import Series
 from hetlb.workload.arrivals import PlannedRequest, Waves, make_plan

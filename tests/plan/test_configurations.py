@@ -25,7 +25,7 @@ from hetlb.plan.throughput import (
 )
 from hetlb.plan.workloads import RequestType, cluster
 from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_simulation import EngineSpec
+from hetlb.sim.fleet_engine import EngineSpec
 
 PROFILING = Path(__file__).parents[2] / "profiling"
 

@@ -34,7 +34,7 @@ from hetlb.plan.disaggregation.split_simulation import simulate_plan
 from hetlb.plan.highs import Interrupt, SolveLimits
 from hetlb.plan.throughput import saturated_rate
 from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_simulation import EngineSpec
+from hetlb.sim.fleet_engine import EngineSpec
 
 GIB = 1 << 30
 #: FLOP/s, memory bytes/s, memory, bytes/s between GPUs of a machine.

@@ -17,7 +17,8 @@ from hetlb.core.policies.base import PolicyParams
 from hetlb.core.types import Capacity, Outcome
 from hetlb.sim.adapter_slots import LoadedAdapters
 from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_simulation import FleetResult, FleetSimulation
+from hetlb.sim.fleet_result import FleetResult
+from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest
 
 NAMES = tuple(f"lora-{n}" for n in range(8))

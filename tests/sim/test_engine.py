@@ -135,7 +135,7 @@ def test_same_as_the_plain_engine(
         assert fast.waiting + fast.running >= len(plain.waiting)
         outcome, ended = plain.end(), fast.end_iteration()
         fast.check_integrity()
-        got = {s.tag for s in (*fast.decoding, *ended.finished) if s.output_tokens}
+        got = {s.tag for s in (*fast.decodes.sequences, *ended.finished) if s.output_tokens}
         assert got == set(outcome.tokens)
         assert sorted(s.tag for s in ended.finished) == sorted(outcome.finished)
         assert [s.tag for s in ended.preempted] == [s.number for s in expected.preempted]
@@ -143,7 +143,7 @@ def test_same_as_the_plain_engine(
         if not limits.async_scheduling:
             assert (fast.running, fast.waiting) == (len(plain.running), len(plain.waiting))
             assert fast.kv.hit_tokens == plain.found_tokens
-            assert [s.tag for s in fast.decoding] == [s.number for s in plain.running if s.decodes]
+            assert [s.tag for s in fast.decodes.sequences] == [s.number for s in plain.running if s.decodes]
         for number in got:
             generated[number] = generated.get(number, 0) + 1
         assert {s.tag for s in ended.first} == {n for n in got if generated[n] == 1}
@@ -223,7 +223,7 @@ def test_transfers_are_the_same_as_in_the_plain_engine(
         outcome, ended = plain.end(), fast.end_iteration()
         fast.check_integrity()
         assert sorted(s.tag for s in ended.finished) == sorted(outcome.finished)
-        assert [s.tag for s in fast.decoding] == [s.number for s in plain.running if s.decodes]
+        assert [s.tag for s in fast.decodes.sequences] == [s.number for s in plain.running if s.decodes]
         done |= set(outcome.finished)
         held |= {s: step + waits[s.tag] for s in ended.finished if s.held}
         assert (

@@ -14,7 +14,9 @@ from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, Outcome
 from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_simulation import EngineSpec, FleetResult, FleetSimulation
+from hetlb.sim.fleet_engine import EngineSpec
+from hetlb.sim.fleet_result import FleetResult
+from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.sim.series import Series
 from hetlb.workload.arrivals import PlannedRequest
 

@@ -24,7 +24,8 @@ from hetlb.errors import HetlbError
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence
-from hetlb.sim.fleet_simulation import EngineSpec, FleetSimulation
+from hetlb.sim.fleet_engine import EngineSpec
+from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.sim.reference import References
 from hetlb.sim.series import Series
 from hetlb.sim.sweep import TRACE, Cell, Load, Study, run_sweep

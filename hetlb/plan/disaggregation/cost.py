@@ -45,7 +45,7 @@ from hetlb.plan.configurations import hidden_size
 from hetlb.plan.disaggregation.rates import rate
 from hetlb.plan.disaggregation.split_cluster import Cluster, Composition, Group, Machine, Role, Stage
 from hetlb.plan.throughput import bubbles, engine_spec, slowed
-from hetlb.sim.fleet_simulation import EngineSpec
+from hetlb.sim.fleet_engine import EngineSpec
 
 #: The most GPUs and stages of one group.
 MOST_GPUS = 16

@@ -23,7 +23,8 @@ from hetlb.plan.disaggregation.split_deploy import KV_LEASE_S, lay_out
 from hetlb.plan.highs import SolveLimits
 from hetlb.plan.rent_simulation import capacity
 from hetlb.plan.throughput import engine_spec
-from hetlb.sim.fleet_simulation import EngineSpec, FleetSimulation
+from hetlb.sim.fleet_engine import EngineSpec
+from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.sim.kv_links import KvLinks, KvPath
 from hetlb.workload.arrivals import PlannedRequest, gaps_s
 from hetlb.workload.records import RequestResult
