@@ -14,6 +14,7 @@
 #   make wheel      into dist/: the source package, a pure wheel, one compiled for this Python (needs a C compiler)
 #   make docs       the documentation site, into build/site; a dead link is an error
 #   make man        the manual page, into build/hetlb.1
+#   make reference  docs/reference: keys, flags, metrics and events, from the code
 #   make schemas    the JSON schemas of configs/schemas, from the tables that read the files
 #   make test-helm  the Helm chart, rendered and linted by Helm's own engine (250 MB)
 #   make test-sdks  openai, anthropic, litellm, langchain-openai and curl against an emulated engine and through hetlb
@@ -34,7 +35,7 @@ FUZZ_SECONDS ?= 60
 # Tests start hundreds of processes: none of them is to compile all modules again (0.3 s each).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: wheel docs man schemas test-helm test-sdks demo demo-scaleout test test-compiled test-slow check format bench bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
+.PHONY: wheel docs man reference schemas test-helm test-sdks demo demo-scaleout test test-compiled test-slow check format bench bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -107,6 +108,9 @@ man: .venv/.dev
 	@mkdir -p build
 	$(BIN)/argparse-manpage --module hetlb.cli.main --function build_parser --prog hetlb \
 	  --project-name hetlb --manual-section 1 --manual-title 'User Commands' --output build/hetlb.1
+
+reference: .venv/.dev
+	PYTHONPATH=. $(BIN)/python configs/site/reference.py
 
 schemas: .venv/.run
 	for kind in fleet profile market cluster place; do $(BIN)/hetlb schema $$kind > configs/schemas/$$kind.json; done

@@ -30,7 +30,7 @@ from hetlb.proxy.telemetry.counters import ITL_S, MODELS_MAX, Totals
 from hetlb.proxy.telemetry.histograms import FINE_MS, Gaps, Histogram
 from hetlb.proxy.telemetry.prometheus import MetricsPage, MetricsSource, SharedFigures
 
-DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 STREAM = SSE_HEAD + chunk(TOKEN) + chunk(TOKEN) + chunk(USAGE) + chunk(DONE) + LAST
 
 
@@ -111,7 +111,7 @@ def test_gaps_count_to_the_millisecond_and_beyond(milliseconds: list[int]) -> No
 
 
 def described() -> dict[str, tuple[str, set[str]]]:
-    """Name, type and labels of every row of the tables in docs/metrics.md."""
+    """Name, type and labels of every row of the tables in docs/reference/metrics.md."""
     found = {}
     for line in DOCS.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -135,6 +135,7 @@ async def of_everything(running: Running) -> dict[str, Metric]:
     await stream(running)
     await turns_until(lambda: running.instance("i0").sample is not None)
     running.service.stages = STAGES
+    running.service.totals.resumptions["m", "broken_stream"] = 1
     figures = SharedFigures(True, 1, 2, 0.01, 3, 4, True)
     running.service.sharing = cast(Any, SimpleNamespace(figures=figures))
     try:

@@ -23,9 +23,9 @@ EVERYWHERE = {"instance", "job", "le"}
 
 
 def described() -> dict[str, tuple[str, set[str]]]:
-    """Type and labels of every metric in docs/metrics.md; another test holds that page to the truth."""
+    """Type and labels of every metric by the reference, which another test holds to the truth."""
     found = {}
-    for line in (ROOT / "docs" / "metrics.md").read_text().splitlines():
+    for line in (ROOT / "docs" / "reference" / "metrics.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 4 and re.fullmatch("`(hetlb|process)_[a-z_0-9]+`", cells[0]):
             labels = {label for label in re.split(r"[, ]+", cells[2]) if label}

@@ -1,7 +1,7 @@
 """Events of the proxy: what happens to it that is no request. Each has one name, to be found in a log.
 
 `tell` logs one; the formatters write it as the request log is written (`proxy.request_log_format`), with the
-time. docs/metrics.md lists the names; a test holds the two together.
+time. docs/reference/events.md lists them.
 """
 
 from __future__ import annotations
@@ -158,11 +158,3 @@ def _quoted(text: str) -> str:
 def _word(value: object) -> str:
     text = "-" if value is None else str(value)
     return text if text.isprintable() and text and not set(text) & set(' "=\\') else _quoted(text)
-
-
-def table() -> str:
-    """The table of docs/metrics.md."""
-    rows = [
-        f"| `{each.event}` | {logging.getLevelName(each.level).lower()} | {each.meaning} |" for each in Event
-    ]
-    return "\n".join(["| event | level | logged when |", "|---|---|---|", *rows])

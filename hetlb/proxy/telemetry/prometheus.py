@@ -3,7 +3,7 @@
 Labels take only values that configuration, code or the engines define, never what a client makes up;
 a series ends with its instance. Instances bear the label `server`: Prometheus itself sets `instance`, to the
 proxy that it asked. The page of a large fleet is written in slices of about a millisecond, so that a scrape
-delays no token. docs/metrics.md describes every name; a test holds the two together.
+delays no token. docs/reference/metrics.md has every name.
 """
 
 from __future__ import annotations

@@ -1,0 +1,270 @@
+"""Pages of docs/reference, made from the code by `make reference`; a test holds that they are equal to it.
+
+Names, types, defaults and flags are the code's; `meanings.yaml` has the words of keys and metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+import yaml
+
+from hetlb.cli.main import COMMANDS, build_parser
+from hetlb.config.api_keys import ApiKeyTable
+from hetlb.config.cluster import ClusterFile
+from hetlb.config.fleet_tables import FleetFile
+from hetlb.config.profile import Profile
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.setup import SchedulerSetup
+from hetlb.core.types import InstanceSpec
+from hetlb.proxy.telemetry.counters import Totals
+from hetlb.proxy.telemetry.events import Event
+from hetlb.proxy.telemetry.prometheus import MetricsPage, SharedFigures
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "reference"
+#: Files of which every key is listed: title, kind in meanings.yaml, table.
+FILES = (
+    ("Fleet file", "fleet", FleetFile),
+    ("Keys of clients", "keys of clients", ApiKeyTable),
+    ("Cluster file", "cluster", ClusterFile),
+    ("Latency profile", "profile", Profile),
+)
+_WORDS = {str: "text", int: "integer", float: "number", bool: "true, false", types.NoneType: "", Any: "text"}
+
+
+class Key(NamedTuple):
+    """A key of a file: its path, the values that it takes and its default as code has it."""
+
+    path: str
+    values: str
+    default: object
+
+
+def keys_of(table: type[msgspec.Struct], prefix: str = "") -> Iterator[Key]:
+    """Every key of a table and of the tables in it, in the order of the code."""
+    hints = get_type_hints(table, include_extras=True)
+    for field in msgspec.structs.fields(table):
+        path, kind = prefix + field.name, hints[field.name]
+        inner, mark = _table_in(kind)
+        values = _values(kind)
+        if inner is None or values:
+            default = (
+                field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
+            )
+            yield Key(path, values or "mapping", default)
+        if inner is not None:
+            yield from keys_of(inner, f"{path}{mark}.")
+
+
+def _parts(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _table_in(kind: Any) -> tuple[type[msgspec.Struct] | None, str]:
+    """The table that a key's value is or has, and what stands between its name and those of that table."""
+    for part in _parts(kind):
+        if isinstance(part, type) and issubclass(part, msgspec.Struct):
+            return part, ""
+        arguments = get_args(part)
+        if get_origin(part) is tuple and (found := _table_in(arguments[0])[0]):
+            return found, "[]"
+        if get_origin(part) is dict and (found := _table_in(arguments[1])[0]):
+            return found, ""
+    return None, ""
+
+
+def _values(kind: Any) -> str:
+    """The values of a type in words, "" where they are tables alone."""
+    found = []
+    for part in _parts(kind):
+        origin, arguments = get_origin(part), get_args(part)
+        if origin is Annotated:
+            bounds = [
+                f"{sign} {limit:g}"
+                for meta in arguments[1:]
+                for sign, limit in ((">", meta.gt), ("≥", meta.ge), ("<", meta.lt), ("≤", meta.le))
+                if limit is not None
+            ]
+            found.append(" ".join([_values(arguments[0]), *bounds]))
+        elif origin is Literal:
+            found += [f"`{str(each).lower() if isinstance(each, bool) else each}`" for each in arguments]
+        elif origin is tuple:
+            found.append("list" if _table_in(arguments[0])[0] is None or _values(arguments[0]) else "")
+        elif origin is dict:
+            found.append("mapping")
+        elif not (isinstance(part, type) and issubclass(part, msgspec.Struct)):
+            found.append(_WORDS[part])
+    return ", ".join(dict.fromkeys(each for each in found if each))
+
+
+def _default(value: object) -> str:
+    if value is None or value is msgspec.NODEFAULT:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and value >= 1 << 20 and value % (1 << 20) == 0:
+        return f"{value >> 20} MiB"
+    return "none" if value in ((), {}) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def meanings() -> dict[str, dict[str, Any]]:
+    """The words of meanings.yaml, by kind and name."""
+    found: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "meanings.yaml").read_text())
+    return found
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    return lines + [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _named(name: str, paths: Sequence[str]) -> list[str]:
+    """The paths that a name of meanings.yaml stands for: `a.*` for all under `a`."""
+    return [path for path in paths if path.startswith(name[:-1])] if name.endswith(".*") else [name]
+
+
+def _key_rows(keys: Sequence[Key], words: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Rows of keys, those of one entry together. Raises `ValueError` where code and words differ."""
+    by_path = {key.path: key for key in keys}
+    rows, seen = [], set()
+    for names, entry in words.items():
+        paths = [path for name in names.split() for path in _named(name, list(by_path))]
+        if absent := [path for path in paths if path not in by_path]:
+            raise ValueError(f"meanings.yaml: {', '.join(absent)}: not a key")
+        seen.update(paths)
+        default, meaning = entry if isinstance(entry, list) else ("", entry)
+        found = [by_path[path] for path in paths]
+        values = "; ".join(dict.fromkeys(each.values for each in found))
+        defaults = ", ".join(dict.fromkeys(filter(None, (_default(each.default) for each in found))))
+        required = all(each.default is msgspec.NODEFAULT for each in found)
+        shown = default or defaults or ("required" if required else "")
+        rows.append((" ".join(f"`{name}`" for name in names.split()), values, shown, meaning))
+    if missing := [path for path in by_path if path not in seen]:
+        raise ValueError(f"meanings.yaml: {', '.join(missing)}: no meaning")
+    return rows
+
+
+def keys_page() -> str:
+    """docs/reference/keys.md."""
+    words = meanings()
+    lines = [
+        "# Keys of files",
+        "",
+        "Made by `make reference`. [Configuration](../configuration.md) says how files are read.",
+    ]
+    for title, kind, table in FILES:
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            *_table(("key", "values", "default", "meaning"), _key_rows(list(keys_of(table)), words[kind])),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def flags_page() -> str:
+    """docs/reference/flags.md."""
+    lines = ["# Flags of commands", "", "Made by `make reference`, from `hetlb COMMAND --help`."]
+    top = build_parser()
+    commands = next(each for each in top._actions if isinstance(each, argparse._SubParsersAction))
+    for name, (summary, example) in COMMANDS.items():
+        rows = []
+        for action in commands.choices[name]._actions:
+            if isinstance(action, argparse._HelpAction):
+                continue
+            shown = (
+                " ".join(f"`{each}`" for each in action.option_strings)
+                or f"`{action.metavar or action.dest}`"
+            )
+            value = action.metavar or ""
+            if action.option_strings and action.choices:
+                value = ", ".join(map(str, action.choices))
+            elif action.option_strings and not value and action.nargs != 0 and action.type is not None:
+                value = {int: "N", float: "X"}.get(action.type, "")
+            elif not action.option_strings:
+                value = ", ".join(map(str, action.choices or ()))
+            help_text = (action.help or "") + (
+                " (required)" if action.required and action.option_strings else ""
+            )
+            rows.append((shown, str(value).replace("|", "\\|"), help_text.replace("|", "\\|")))
+        lines += [
+            "",
+            f"## hetlb {name}",
+            "",
+            f"{summary[0].upper()}{summary[1:]}.",
+            "",
+            "```",
+            example,
+            "```",
+            "",
+        ]
+        lines += _table(("flag", "value", "meaning"), rows) if rows else []
+    return "\n".join(lines) + "\n"
+
+
+class _Everything:
+    """A service with one of everything that has metrics."""
+
+    def __init__(self) -> None:
+        spec = InstanceSpec(name="server", model="model", url="http://server:8000")
+        self.scheduler = Scheduler(SchedulerSetup(specs=(spec,), policy="rr"))
+        self.totals = Totals()
+        self.invalid_samples: dict[str, int] = {}
+        self.lost_lines = 0
+        self.workers = ()
+        self.shared = SharedFigures(True, 0, 0, 0.0, 0, 0, True)
+        self.stages = {"server": list}
+
+    def now(self) -> float:
+        """Seconds."""
+        return 0.0
+
+
+def metric_kinds() -> dict[str, str]:
+    """Type of every metric, by name."""
+    page = "".join(MetricsPage(_Everything()).pieces())  # type: ignore[arg-type]
+    return dict(re.findall(r"^# TYPE (\S+) (\S+)$", page, re.MULTILINE))
+
+
+def metrics_page() -> str:
+    """docs/reference/metrics.md."""
+    kinds, words = metric_kinds(), meanings()["metrics"]
+    if differ := sorted(kinds.keys() ^ words.keys()):
+        raise ValueError(f"meanings.yaml: metrics: {', '.join(differ)}: not both in code and here")
+    rows = [(f"`{name}`", kind, words[name][0], words[name][1]) for name, kind in kinds.items()]
+    lines = [
+        "# Metrics",
+        "",
+        "Made by `make reference`. [Metrics and logs](../metrics.md) says how they are collected.",
+        "",
+    ]
+    return "\n".join(lines + _table(("metric", "type", "labels", "meaning"), rows)) + "\n"
+
+
+def events_page() -> str:
+    """docs/reference/events.md."""
+    rows = [(f"`{each.event}`", logging.getLevelName(each.level).lower(), each.meaning) for each in Event]
+    lines = [
+        "# Events",
+        "",
+        "Made by `make reference`. They are [logged](../metrics.md#events) on stderr.",
+        "",
+    ]
+    return "\n".join(lines + _table(("event", "level", "logged when"), rows)) + "\n"
+
+
+PAGES = {"keys.md": keys_page, "flags.md": flags_page, "metrics.md": metrics_page, "events.md": events_page}
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for file, page in PAGES.items():
+        (FOLDER / file).write_text(page())
