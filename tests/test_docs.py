@@ -143,3 +143,15 @@ def test_the_manual_page_has_every_command(tmp_path: Path) -> None:
     text = page.read_text().replace("\\-", "-")
     assert all(f"'hetlb {command}'" in text for command in COMMANDS)
     assert "--event-log" in text
+
+
+def prose_words(text: str) -> int:
+    """Words of a page without tables, code, comments and the targets of links."""
+    text = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^\s*\|.*$|(?<=\])\([^)]*\)", "", text, flags=re.MULTILINE)
+    return sum(1 for word in text.split() if re.search(r"\w", word))
+
+
+def test_the_prose_of_the_docs_stays_within_20_000_words() -> None:
+    assert prose_words("a [b c](d.md)\n```sh\nx y\n```\n| t | u |\n<!-- v -->\n- w") == 4
+    assert sum(prose_words(path.read_text()) for path in (ROOT / "docs").glob("*.md")) <= 20_000

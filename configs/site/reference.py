@@ -27,6 +27,7 @@ from hetlb.core.types import InstanceSpec
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event
 from hetlb.proxy.telemetry.prometheus import MetricsPage, SharedFigures
+from hetlb.workers import protocol
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "reference"
@@ -261,7 +262,38 @@ def events_page() -> str:
     return "\n".join(lines + _table(("event", "level", "logged when"), rows)) + "\n"
 
 
-PAGES = {"keys.md": keys_page, "flags.md": flags_page, "metrics.md": metrics_page, "events.md": events_page}
+def messages_page() -> str:
+    """docs/reference/messages.md."""
+    lines = [
+        "# Messages between processes",
+        "",
+        "Made by `make reference`, for programs that own requests. [The rules](../workers.md#the-protocol).",
+    ]
+    for title, union in (
+        ("From a relay", protocol.FromRelay),
+        ("From the scheduler process", protocol.FromScheduler),
+    ):
+        kinds = sorted(get_args(union), key=lambda kind: kind.__struct_config__.tag)
+        rows = [
+            (
+                str(kind.__struct_config__.tag),
+                f"`{kind.__name__}`",
+                ", ".join(f"`{name}`" for name in kind.__struct_fields__),
+                " ".join((kind.__doc__ or "").split()),
+            )
+            for kind in kinds
+        ]
+        lines += ["", f"## {title}", "", *_table(("number", "message", "fields", "meaning"), rows)]
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {
+    "keys.md": keys_page,
+    "flags.md": flags_page,
+    "metrics.md": metrics_page,
+    "events.md": events_page,
+    "messages.md": messages_page,
+}
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from hetlb.workers.protocol import (
 )
 from hetlb.workers.relay_driver import arrival_of
 
-DOCS = Path(__file__).parents[2] / "docs" / "workers.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "messages.md"
 REQUEST = Request(7 << 32, "m", 12, 5, 2, 30, True, 400, True, None, (("k", 64), ("s", None)), -1, "t", 2)
 
 
@@ -57,7 +57,9 @@ def test_what_is_no_message_is_refused(messages: Any) -> None:
 
 def test_every_message_is_described() -> None:
     text = DOCS.read_text()
-    described = {(int(tag), name) for tag, name in re.findall(r"(\d+) `([A-Z]\w+)`", text)}
+    described = {
+        (int(tag), name) for tag, name in re.findall(r"^\| (\d+) \| `([A-Z]\w+)` \|", text, re.MULTILINE)
+    }
     kinds = (*get_args(FromRelay), *get_args(FromScheduler))
     assert described == {(kind.__struct_config__.tag, kind.__name__) for kind in kinds}
 
