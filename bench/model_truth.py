@@ -8,7 +8,8 @@ and mixed steps assumed. `--write` puts the tables into docs/evidence-fidelity.m
 
 * Logs: requests of a real server replayed; errors of the mean, and without any assumption (no host time,
   decodes beside a prompt as k5..k8 have them).
-* Iterations: every forward pass of a real server against the model's time for it.
+* Iterations: every forward pass of a real server against the model's time for it; the longest context of each
+  follows from sums and variances (`bench/contexts.py`).
 * Closed loops: clients that send their next request when the last is answered; TPOT against published rows,
   and the order of two layouts under the same load.
 * Corrections: a server whose times are drawn, a log of it at half its load, and what that corrects elsewhere.
@@ -31,6 +32,8 @@ from io import StringIO
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median
+
+from contexts import longest_contexts
 
 from hetlb.cli.main import main as hetlb
 from hetlb.cli.simulate_against import engine_of
@@ -80,7 +83,7 @@ def made(source: str, *flags: str) -> Profile:
 
 def bare(latency: LatencyModel) -> LatencyModel:
     """The model without any assumption: no host time, decodes beside a prompt as k5..k8 have them."""
-    return replace(latency, mixed=None, host_s=0.0, host_sequence_s=0.0, request_s=0.0)
+    return replace(latency, mixed=None, host_s=0.0, host_sequence_s=0.0, request_s=0.0, split_kv=None)
 
 
 # --- logs -----------------------------------------------------------------------------------------------
@@ -113,44 +116,54 @@ RUNS = {
 }
 
 
-def iteration_s(latency: LatencyModel, row: dict[str, float]) -> float:
+def iteration_s(latency: LatencyModel, row: dict[str, float], longest_context: float | None) -> float:
     """Seconds that the model says for a forward pass; of its prompts mean and variance are known."""
     tokens, prompts = row["sum_prefill_tokens"], row["num_prefill_requests"]
     batch, kv_tokens = row["num_decode_requests"], row["sum_decode_kv_tokens"]
     if not tokens:
-        return latency.step_s(batch, kv_tokens)
+        return latency.step_s(batch, kv_tokens) + latency.uneven_s(batch, kv_tokens, longest_context or 0.0)
     mean, variance = tokens / prompts, row["var_prefill_length"]
     longest = min(tokens, mean + (variance * (prompts - 1)) ** 0.5) if prompts > 1 else tokens
     attended = prompts * (mean * mean + variance) + 2 * row["sum_prefill_kv_tokens"] * mean
     return latency.mixed_step_s(tokens, prompts, longest, batch, kv_tokens, attended)
 
 
+def passes(path: Path) -> list[tuple[str, str, dict[str, float]]]:
+    """Phase, segment and figures of the forward passes of a file, in order."""
+    with gzip.open(path, "rt") as file:
+        rows = list(csv.DictReader(file))
+    words = ("phase", "workload_segment")
+    figures = [{key: float(value) for key, value in row.items() if key not in words} for row in rows]
+    found = [(row["phase"], row["workload_segment"], each) for row, each in zip(rows, figures, strict=True)]
+    return sorted(found, key=lambda each: each[2]["counter_id"])
+
+
 def iterations(data: Path) -> str:
-    """Errors of forward passes, by what they hold."""
+    """Errors of forward passes by what they hold: nothing assumed, contexts as equal, and as they are."""
     found = []
     for name, (model, system, tp, expert) in RUNS.items():
         path = data / "iterations" / f"{name}.csv.gz"
         if not path.exists():
             continue
         latency = composed(model, system, tp, expert).latency
-        kinds: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        with gzip.open(path, "rt") as file:
-            for raw in csv.DictReader(file):
-                row = {
-                    key: float(value) for key, value in raw.items() if key[:3] in ("sum", "num", "var", "lat")
-                }
-                seconds = row["latency_ms"] / 1e3
-                pair = (
-                    iteration_s(latency, row) / seconds - 1,
-                    iteration_s(bare(latency), row) / seconds - 1,
-                )
-                for kind in kinds_of(raw["phase"], row):
-                    kinds[kind].append(pair)
-        for kind, pairs in sorted(kinds.items()):
-            now, before = zip(*pairs, strict=True)
-            figures = [percent(fmean(before)), percent(fmean(now)), f"{100 * fmean(map(abs, now)):.1f}"]
-            found.append([name, kind, str(len(pairs)), *figures])
-    header = ["run", "passes", "number", "bias, nothing assumed %", "bias %", "mean error %"]
+        rows = passes(path)
+        longest = longest_contexts([row for _, segment, row in rows if segment == "real"])
+        kinds: dict[str, list[tuple[float, ...]]] = defaultdict(list)
+        for phase, _, row in rows:
+            seconds, context = row["latency_ms"] / 1e3, longest.get(int(row["counter_id"]))
+            said = (
+                iteration_s(bare(latency), row, None),
+                iteration_s(latency, row, None),
+                iteration_s(latency, row, context),
+            )
+            for kind in kinds_of(phase, row):
+                kinds[kind].append(tuple(each / seconds - 1 for each in said))
+        for kind, each in sorted(kinds.items()):
+            biases = [percent(fmean(off)) for off in zip(*each, strict=True)]
+            mean_error = f"{100 * fmean(abs(off[-1]) for off in each):.1f}"
+            found.append([name, kind, str(len(each)), *biases, mean_error])
+    biases = [f"bias, {what} %" for what in ("nothing assumed", "contexts taken as equal")]
+    header = ["run", "passes", "number", *biases, "bias %", "mean error %"]
     return table(header, found) if found else ""
 
 
@@ -159,11 +172,8 @@ def kinds_of(phase: str, row: dict[str, float]) -> list[str]:
     if phase == "context":
         return ["all", "prefill"]
     if phase == "mixed":
-        return [
-            "all",
-            "mixed",
-            "mixed up to 512 prompt tokens" if row["sum_prefill_tokens"] <= 512 else "mixed above",
-        ]
+        size = "mixed up to 512 prompt tokens" if row["sum_prefill_tokens"] <= 512 else "mixed above"
+        return ["all", "mixed", size]
     if row["num_decode_requests"] < 16:
         return ["all", "decode, below 16 sequences"]
     spread = row["var_decode_kv_tokens"] ** 0.5 / (row["sum_decode_kv_tokens"] / row["num_decode_requests"])

@@ -158,6 +158,11 @@ class Exact:
         self._tables = tables
         self._host_s = host_s
         self.request_s = request_s
+        self.split_kv = None
+
+    def uneven_s(self, batch: int, kv_tokens: int, longest: int) -> float:
+        """Nothing: the tables are of equal contexts."""
+        return 0.0
 
     def iteration_s(
         self,

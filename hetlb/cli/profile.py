@@ -367,7 +367,7 @@ def _from_aiconfigurator(args: argparse.Namespace, degree: int) -> _Made:
     )
     asynchronous = engine.schedules_asynchronously(args.system)
     host = _host(args, asynchronous)
-    result, assumed = _fit(args, found.points, host, asynchronous)
+    result, assumed = _fit(args, found.points, host, asynchronous, split_blocks=found.split_blocks)
     if layout.dp > 1:
         assumed += (f"data parallel: all {layout.dp} ranks alike busy; a step of one waits for the slowest",)
     if found.all_reduce_bytes_s is not None and found.all_reduce_bytes_s < _SLOW_ALL_REDUCE_BYTES_S:
@@ -476,6 +476,7 @@ def _fit(
     asynchronous: bool | None,
     *,
     tile: int | None = ASSUMED_TILE,
+    split_blocks: float | None = None,
 ) -> tuple[FitResult, tuple[str, ...]]:
     """The fit, completed by assumptions; `tile` is the one assumed where the points show none."""
     form = Form(args.form) if args.form is not None else None
@@ -487,7 +488,7 @@ def _fit(
         raise ProfileError(f"expected points that a model can be fitted to: {error}") from error
     if args.tile is not None:
         result = replace(result, tile=args.tile)
-    return complete(result, points, host, asynchronous)
+    return complete(result, points, host, asynchronous, split_blocks)
 
 
 def _model_info(args: argparse.Namespace, model: str | None) -> ModelInfo | None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, load_yaml
-from hetlb.core.latency import DecodeTable, LatencyModel, MixedTerm, PnormPrefill, PrefillGrid
+from hetlb.core.latency import DecodeTable, LatencyModel, MixedTerm, PnormPrefill, PrefillGrid, SplitKv
 from hetlb.core.types import Capacity
 from hetlb.errors import ProfileError
 
@@ -137,6 +138,16 @@ class MixedSteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     context_s: NonNegative
 
 
+class SplitKvAttention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Attention of a decode step lasts `context_s` per token of the longest context in one of its blocks.
+
+    Each of B sequences has `blocks` // B of them, B padded as for CUDA graphs.
+    """
+
+    blocks: Positive
+    context_s: Positive
+
+
 class HostTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Host time that no point shows: of every iteration, of each sequence in it, and of every request."""
 
@@ -216,7 +227,7 @@ class RawGrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 #: Sections that only version 2 has.
-_SECOND_VERSION = ("better_decode", "mixed", "host", "assumed")
+_SECOND_VERSION = ("better_decode", "mixed", "split_kv", "host", "assumed")
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -236,6 +247,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     better_prefill: BetterPrefill | None = None
     better_decode: BetterDecode | None = None
     mixed: MixedSteps | None = None
+    split_kv: SplitKvAttention | None = None
     host: HostTime | None = None
     assumed: tuple[str, ...] = ()
     source: Source | None = None
@@ -245,6 +257,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def latency(self) -> LatencyModel:
         """The latency model of these constants. Raises `ValueError`."""
         p, d, decode, mixed = self.prefill, self.decode, self.better_decode, self.mixed
+        split = self.split_kv
         host = self.host or HostTime()
         share = 1.0 / (self.engine.tokens_per_step or 1.0)
         table = None
@@ -268,6 +281,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             host_s=host.iteration_s,
             host_sequence_s=host.sequence_s,
             request_s=host.request_s,
+            split_kv=None if split is None else SplitKv(split.blocks, share * split.context_s),
         )
 
     @property
@@ -301,6 +315,37 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             async_scheduling=e.schedules_asynchronously(self.hardware.gpu if self.hardware else None),
             max_loras=e.max_loras,
         )
+
+
+def sections(latency: LatencyModel) -> dict[str, Any]:
+    """Sections of a profile with the constants of a latency model: the inverse of `Profile.latency`."""
+    better = latency.better_prefill
+    prefill = None
+    if better is not None:
+        table = _section(PrefillGridTable, better.grid)
+        prefill = msgspec.structs.replace(_section(BetterPrefill, replace(better, grid=None)), grid=table)
+    return {
+        "prefill": _section(PrefillCoefficients, latency),
+        "decode": _section(DecodeCoefficients, latency),
+        "better_prefill": prefill,
+        "better_decode": _section(BetterDecode, latency.better_decode),
+        "mixed": _section(MixedSteps, latency.mixed),
+        "split_kv": _section(SplitKvAttention, latency.split_kv),
+    }
+
+
+def _section(kind: Any, form: Any) -> Any:
+    """A section with the constants of a form, which have the same names; None without a form."""
+    return None if form is None else kind(**{key: getattr(form, key) for key in kind.__struct_fields__})
+
+
+def with_latency(profile: Profile, latency: LatencyModel) -> Profile:
+    """A profile with the times of another latency model; all else is kept."""
+    host = HostTime(
+        iteration_s=latency.host_s, sequence_s=latency.host_sequence_s, request_s=latency.request_s
+    )
+    found = sections(latency)
+    return msgspec.structs.replace(profile, **found, host=host if host != HostTime() else None)
 
 
 #: Corners at which a profile must predict positive times: both formulas are bilinear, so these suffice.

@@ -363,6 +363,35 @@ class MixedTerm(PickleByFields):
 
 
 @dataclass(frozen=True, slots=True)
+class SplitKv(PickleByFields):
+    """Attention of a decode step by a kernel that splits every context over equally many blocks of threads.
+
+    `blocks` is how many sequences fill the GPU with one block each (SMs / KV heads of a GPU). A batch, padded
+    as CUDA graphs are, leaves `blocks // batch` of them to a sequence, and the step lasts until the longest
+    context is through its own: `context_s` seconds per token in one block.
+    """
+
+    blocks: float
+    context_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("blocks", "context_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0.0):
+                raise ValueError(f"{name}: expected a number above 0, got {value}")
+
+    def seconds(self, batch: float, longest: float) -> float:
+        """Least seconds of attention in a step of `batch` sequences, the longest of `longest` tokens."""
+        padded = math.ceil(batch / 8.0) * 8.0 if batch > 4.0 else math.ceil(batch)
+        splits = math.floor(self.blocks / padded)
+        return self.context_s * longest / (splits if splits > 1.0 else 1.0)
+
+    def scaled(self, factor: float) -> SplitKv:
+        """The same term, every duration multiplied by `factor`."""
+        return SplitKv(self.blocks, self.context_s * factor)
+
+
+@dataclass(frozen=True, slots=True)
 class LatencyModel(PickleByFields):
     """The eight constants k1..k8 and, where the profile has them, better forms.
 
@@ -387,6 +416,7 @@ class LatencyModel(PickleByFields):
     host_s: float = 0.0
     host_sequence_s: float = 0.0
     request_s: float = 0.0
+    split_kv: SplitKv | None = None
 
     def __post_init__(self) -> None:
         for index in range(1, 9):
@@ -442,6 +472,17 @@ class LatencyModel(PickleByFields):
         """Seconds of one decode step. Affine in `kv_tokens` at a fixed batch."""
         own_s, token_s = self.step_line(batch)
         return own_s + token_s * kv_tokens
+
+    def uneven_s(self, batch: float, kv_tokens: float, longest: float) -> float:
+        """Seconds by which a decode step takes longer since one context is of `longest` tokens.
+
+        0 where the kernel is not known to split contexts alike, and of contexts of one length.
+        """
+        split = self.split_kv
+        if split is None or batch <= 0.0:
+            return 0.0
+        more_s = split.seconds(batch, longest) - self.step_line(batch)[1] * kv_tokens
+        return more_s if more_s > 0.0 else 0.0
 
     def step_growth_s(self, batch: float) -> float:
         """Seconds by which a step gets longer when each of its sequences has one more token in the cache."""
@@ -635,6 +676,7 @@ class LatencyModel(PickleByFields):
             host_s=self.host_s * factor,
             host_sequence_s=self.host_sequence_s * factor,
             request_s=self.request_s * factor,
+            split_kv=None if self.split_kv is None else self.split_kv.scaled(factor),
         )
 
 
@@ -673,6 +715,7 @@ def corrected(
         mixed=k.mixed if mixed == 1.0 else term.scaled(mixed),
         host_s=max(0.0, host_s),
         request_s=max(0.0, k.request_s + request_s),
+        split_kv=None if k.split_kv is None else k.split_kv.scaled(decode),
     )
 
 

@@ -20,13 +20,12 @@ from pathlib import Path
 
 import msgspec
 
-from hetlb.config.profile import Profile
+from hetlb.config.profile import Profile, with_latency
 from hetlb.config.yaml_file import NonNegative
 from hetlb.core.latency import IterationRule
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
 from hetlb.errors import ProfileError
-from hetlb.plan.common.composition import with_latency
 from hetlb.plan.workloads import RequestType
 from hetlb.sim.alone import batch_of, full_part
 from hetlb.sim.engine_limits import EngineLimits

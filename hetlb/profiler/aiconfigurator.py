@@ -30,6 +30,8 @@ _LARGE_DECODE = (
 #: The KV cache is what vLLM would leave with its own default share of memory.
 _MEMORY_SHARE = 0.9
 _MAX_NUM_BATCHED_TOKENS, _MAX_NUM_SEQS = 8192, 256
+#: SMs of GPUs on which vLLM decodes with kernels that split all contexts over equally many blocks.
+_SMS_SPLIT_KV = {"b200_sxm": 148, "b300_sxm": 148, "gb200": 152, "gb300": 152}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ class AicResult:
     version: str
     vllm_version: str | None
     all_reduce_bytes_s: float | None
+    #: Sequences that fill the GPU with one block per KV head, where contexts are split (`SplitKv`).
+    split_blocks: float | None
     max_num_batched_tokens: int = _MAX_NUM_BATCHED_TOKENS
     max_num_seqs: int = _MAX_NUM_SEQS
 
@@ -91,8 +95,8 @@ def query(model: str, system: str, layout: Layout, *, scale: float = 1.0) -> Aic
             handle = engine.EngineHandle.compile(model, system, "vllm", **layout.arguments)
             points = _points(handle, scale)
             vllm_version = database.resolve_query_version(system, "vllm", "current")
-            hidden = utils.get_model_config_from_model_path(model)["hidden_size"]
-            all_reduce_bytes_s = _all_reduce_bytes_s(handle, int(hidden), layout.tp)
+            config = utils.get_model_config_from_model_path(model)
+            all_reduce_bytes_s = _all_reduce_bytes_s(handle, int(config["hidden_size"]), layout.tp)
         except Exception as error:  # the library raises types of its own for names it does not know
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ProfileError(
@@ -109,7 +113,15 @@ def query(model: str, system: str, layout: Layout, *, scale: float = 1.0) -> Aic
         version(_DISTRIBUTION),
         str(vllm_version) if vllm_version else None,
         all_reduce_bytes_s,
+        _split_blocks(system, config, layout.tp),
     )
+
+
+def _split_blocks(system: str, config: dict[str, Any], tp: int) -> float | None:
+    """SMs per KV head of a GPU; None for other kernels, and for latent attention, which has no such heads."""
+    if system not in _SMS_SPLIT_KV or "kv_lora_rank" in config.get("raw_config", {}):
+        return None
+    return _SMS_SPLIT_KV[system] / max(1, int(config["n_kv"]) // tp)
 
 
 def _points(handle: Any, scale: float) -> list[Point]:

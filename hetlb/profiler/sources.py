@@ -17,23 +17,19 @@ from typing import Any, Literal
 import msgspec
 
 from hetlb.config.profile import (
-    BetterDecode,
-    BetterPrefill,
-    DecodeCoefficients,
     EngineInfo,
     FitReport,
     Hardware,
     HostTime,
-    MixedSteps,
     ModelInfo,
     PhaseReport,
-    PrefillCoefficients,
-    PrefillGridTable,
     Profile,
     RawGrid,
     Source,
+    sections,
+    with_latency,
 )
-from hetlb.core.latency import LatencyModel
+from hetlb.core.latency import LatencyModel, SplitKv
 from hetlb.errors import ProfileError
 from hetlb.files import write_text
 from hetlb.profiler.fit import (
@@ -209,7 +205,7 @@ def make_profile(
         hardware=hardware,
         model=model,
         engine=engine or EngineInfo(),
-        **_constants(result.latency),
+        **sections(result.latency),
         host=host,
         assumed=assumed,
         fit=FitReport(
@@ -241,58 +237,18 @@ def make_profile(
     )
 
 
-def _constants(k: LatencyModel) -> dict[str, Any]:
-    """The sections of a profile that hold constants."""
-    better, table, mixed = k.better_prefill, k.better_decode, k.mixed
-    grid = better.grid if better is not None else None
-    return {
-        "prefill": PrefillCoefficients(k1=k.k1, k2=k.k2, k3=k.k3, k4=k.k4),
-        "decode": DecodeCoefficients(k5=k.k5, k6=k.k6, k7=k.k7, k8=k.k8),
-        "better_prefill": BetterPrefill(
-            floor_s=better.floor_s,
-            token_s=better.token_s,
-            attention_s=better.attention_s,
-            p=better.p,
-            tile=better.tile,
-            grid=PrefillGridTable(batches=grid.batches, lengths=grid.lengths, log_ratio=grid.log_ratio)
-            if grid is not None
-            else None,
-        )
-        if better is not None
-        else None,
-        "better_decode": BetterDecode(
-            token_s=table.token_s, context_s=table.context_s, batches=table.batches, seconds=table.seconds
-        )
-        if table is not None
-        else None,
-        "mixed": MixedSteps(
-            sequence_s=mixed.sequence_s,
-            pair_s=mixed.pair_s,
-            token_s=mixed.token_s,
-            context_s=mixed.context_s,
-        )
-        if mixed is not None
-        else None,
-    }
-
-
 def corrected(profile: Profile, latency: LatencyModel, source: Source) -> Profile:
     """A profile with other constants; points and errors, which are of the old ones, are left out."""
     return msgspec.structs.replace(
-        profile,
-        version=2,
-        **_constants(latency),
-        host=HostTime(
-            iteration_s=latency.host_s, sequence_s=latency.host_sequence_s, request_s=latency.request_s
-        ),
-        source=source,
-        fit=None,
-        grid=None,
+        with_latency(profile, latency), version=2, source=source, fit=None, grid=None
     )
 
 
 #: Tokens of a tile where no point shows it: the usual size of GPU kernels of matrix products.
 ASSUMED_TILE = 128
+
+#: Share of a GPU's blocks of threads that reads its memory as fast as all of them do.
+SPLIT_SHARE = 0.4
 
 #: Host time beyond tables of kernels: of an iteration, and of each sequence in it. Asynchronous scheduling
 #: (True) hides most of it behind the GPU.
@@ -309,11 +265,16 @@ def assumed_host(asynchronous: bool | None) -> HostTime:
 
 
 def complete(
-    result: FitResult, points: Sequence[Point], host: HostTime, asynchronous: bool | None = None
+    result: FitResult,
+    points: Sequence[Point],
+    host: HostTime,
+    asynchronous: bool | None = None,
+    split_blocks: float | None = None,
 ) -> tuple[FitResult, tuple[str, ...]]:
     """The fit with what its points do not show assumed; one phrase for each assumption.
 
     A phrase says what is taken, in which range it was found elsewhere, and what would measure it.
+    `split_blocks` are those of a kernel that splits contexts (`SplitKv`).
     """
     latency, assumed = result.latency, []
     better = latency.better_prefill
@@ -327,6 +288,14 @@ def complete(
         assumed.append(
             f"mixed: {MIXED_FACTOR:g} times the attention of a decode step (1.3 to 3.4 were found); "
             "2 or more mixed points measure it, as a live sweep does, and a log corrects it"
+        )
+    if split_blocks is not None and latency.better_decode is not None:
+        context_s = SPLIT_SHARE * split_blocks * latency.better_decode.token_s
+        latency = replace(latency, split_kv=SplitKv(split_blocks, context_s))
+        assumed.append(
+            f"split_kv: a decode step lasts until its longest context is through {split_blocks:g} // "
+            f"sequences blocks, {SPLIT_SHARE:.0%} of which read as fast as all (38 to 41 % on B300); steps "
+            "of unequal contexts would measure it"
         )
     if host == assumed_host(asynchronous):
         scheduling = "synchronous" if asynchronous is False else "asynchronous"

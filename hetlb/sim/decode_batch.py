@@ -33,6 +33,10 @@ class DecodeBatch:
         """Return the tokens of a sequence in the cache."""
         return self.step - sequence.offset
 
+    def longest(self) -> int:
+        """Return the tokens of the sequence with the most in the cache; 0 without sequences."""
+        return max([self.step - sequence.offset for sequence in self.sequences], default=0)
+
     def add(self, sequence: EngineSequence, cached: int) -> None:
         """Add a sequence that has `cached` tokens in the cache."""
         sequence.offset = offset = self.step - cached

@@ -359,7 +359,7 @@ class EngineModel:
                 demand = self._make_room(demand)
             self.kv.take(demand)
         count = decodes.advance(1)
-        tokens = decodes.tokens
+        tokens, increment_s = decodes.tokens, latency.step_growth_s(count)
         places = self.limits.max_num_seqs - count - len(self._delayed.leaving)
         if self._partial is not None or ((self._waiting or self.fetches.ready) and places > 0):
             batch = self._schedule_prefills(self.limits.max_num_batched_tokens - count)
@@ -370,14 +370,20 @@ class EngineModel:
                     batch.tokens, batch.prompts, batch.longest, seqs, tokens, batch.attended, self.rule
                 )
             else:
-                first_s = latency.step_s(seqs, tokens)
+                longest = max(decodes.longest(), batch.joining_longest) if latency.split_kv is not None else 0
+                first_s = latency.step_s(seqs, tokens) + latency.uneven_s(seqs, tokens, longest)
             if batch.loads:
                 self.adapters.evict()
                 first_s += batch.loads * self.adapter_load_s
         else:
             first_s = latency.step_s(count, tokens)
+            if latency.split_kv is not None:
+                longest = decodes.longest()
+                uneven_s = latency.uneven_s(count, tokens, longest)
+                first_s += uneven_s
+                increment_s += latency.uneven_s(count, tokens + count, longest + 1) - uneven_s
         self.kv.note_peak()
-        return IterationRun(1, first_s if first_s > 0 else 0.0, latency.step_growth_s(count), count)
+        return IterationRun(1, first_s if first_s > 0 else 0.0, increment_s, count)
 
     def _make_room(self, demand: int) -> int:
         """Preempt the latest until the decodes that stay have their blocks; returns what those need."""

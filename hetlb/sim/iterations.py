@@ -7,12 +7,19 @@ from typing import Protocol
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.core.latency import IterationRule
+from hetlb.core.latency import IterationRule, SplitKv
 from hetlb.sim.engine_sequence import EngineSequence
 
 
 class IterationTimes(Protocol):
     """Times of an engine's iterations: those of a `LatencyModel`, or measured ones. Seconds."""
+
+    @property
+    def split_kv(self) -> SplitKv | None:
+        """Term of unequal contexts, if there is one."""
+
+    def uneven_s(self, batch: float, kv_tokens: float, longest: float) -> float:
+        """Return the time by which a decode step takes longer for its longest context."""
 
     def step_s(self, batch: float, kv_tokens: float) -> float:
         """Return the time of one decode step."""
@@ -97,6 +104,7 @@ class Prefills:
         "attended",
         "budget",
         "joining",
+        "joining_longest",
         "joining_tokens",
         "loads",
         "longest",
@@ -112,8 +120,9 @@ class Prefills:
         #: Prompt tokens, in how many prompts, the longest part, and what they attend to
         #: (`LatencyModel.mixed_step_s`): a later part of a prompt attends to those before.
         self.tokens = self.prompts = self.longest = self.attended = 0
-        #: Transferred prompts that compute one token, which costs what a decode costs; their cached tokens.
-        self.joining = self.joining_tokens = 0
+        #: Transferred prompts that compute one token, which costs what a decode costs; their cached tokens,
+        #: and those of the longest.
+        self.joining = self.joining_tokens = self.joining_longest = 0
         #: LoRA adapters loaded for it.
         self.loads = 0
 
@@ -131,6 +140,7 @@ class Prefills:
         self.budget -= 1
         self.joining += 1
         self.joining_tokens += tokens
+        self.joining_longest = max(self.joining_longest, tokens)
 
 
 class IterationEnd:

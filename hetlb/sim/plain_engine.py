@@ -305,6 +305,9 @@ class PlainEngine:
             sum(new * (new + 2 * sequence.computed) for sequence, new in prefills),
             self.rule,
         )
+        if decodes and not prefills:
+            contexts = [sequence.computed + 1 for sequence in decodes]
+            duration_s += self.latency.uneven_s(len(decodes), sum(contexts), max(contexts))
         duration_s += self._load({each.sequence.adapter for each in scheduled} - {""}) * self.adapter_load_s
         batch = PlainBatch(scheduled, preempted, duration_s, self.used)
         for each in scheduled:

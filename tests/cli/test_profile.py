@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from hetlb.cli.main import main
-from hetlb.config.profile import load_profile
+from hetlb.config.profile import Source, load_profile
+from hetlb.core.latency import SplitKv
 from hetlb.errors import ProfileError
 from hetlb.profiler.aiconfigurator import Layout, query
 from hetlb.profiler.fit import Phase
+from hetlb.profiler.sources import corrected, write_profile
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "profiler" / "data" / "l40s-llama-3.1-8b.csv"
@@ -222,3 +224,29 @@ def test_a_layout_without_tables_is_one_line() -> None:
     pytest.importorskip("aiconfigurator_core")
     with pytest.raises(ProfileError, match=r"--tp 8 .*moe_tp_size=8"):
         query("Qwen/Qwen3-235B-A22B-FP8", "h200_sxm", Layout(8))
+
+
+def test_unequal_contexts_are_assumed_where_a_kernel_splits_them_alike(tmp_path: Path) -> None:
+    pytest.importorskip("aiconfigurator_core")
+    command = ["profile", "--from", "aiconfigurator", "--model", "Qwen/Qwen3-32B", "--tp", "2"]
+    for system, blocks in (("b300_sxm", 37.0), ("h100_sxm", None)):
+        out = tmp_path / f"{system}.yaml"
+        assert main([*command, "--system", system, "--out", str(out)]) == 0
+        profile = load_profile(out)
+        split = profile.latency.split_kv
+        assert (split and split.blocks) == blocks
+        assert any(line.startswith("split_kv") for line in profile.assumed) == (blocks is not None)
+        more_s = profile.latency.uneven_s(24, 24 * 1000 + 15_000, 16_000)
+        assert (more_s > 1e-3) == (blocks is not None)
+
+
+def test_unequal_contexts_of_a_profile_survive_its_corrections(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    assert main(["profile", "--from", f"csv:{DATA}", "--tp", "1", "--out", str(path)]) == 0
+    text = path.read_text() + "split_kv: {blocks: 37, context_s: 1e-6}\n"
+    path.write_text(text)
+    profile = load_profile(path)
+    assert profile.latency.split_kv == SplitKv(37.0, 1e-6)
+    changed = corrected(profile, profile.latency.scaled(2.0), Source(kind="log"))
+    write_profile(path, changed)
+    assert load_profile(path).latency.split_kv == SplitKv(37.0, 2e-6)

@@ -3,6 +3,7 @@
 import math
 import pickle
 from bisect import bisect_left, bisect_right
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from hetlb.core.latency import (
     IterationRule,
     LatencyModel,
     PrefillGrid,
+    SplitKv,
     ideal_batch,
     processing_s,
 )
@@ -143,3 +145,22 @@ def test_a_grid_is_linear_in_logarithms_between_its_points(
         elif each >= lengths[-1]:
             share = 1.0
         assert grid.factor(1.0, each) == math.exp(row[j] + share * (row[j + 1] - row[j]))
+
+
+@given(st.integers(1, 200), st.integers(1, 5000), st.floats(0.2, 0.4))
+def test_contexts_of_one_length_are_no_longer_where_some_blocks_read_as_fast_as_all(
+    batch: int, context: int, share: float
+) -> None:
+    split = SplitKv(37.0, share * 37.0 * MODEL.k5)
+    assert replace(MODEL, k7=0.0, split_kv=split).uneven_s(batch, batch * context, context) == 0.0
+
+
+def test_a_long_context_among_short_ones_has_the_blocks_of_its_padded_batch() -> None:
+    model = replace(MODEL, k7=0.0, split_kv=SplitKv(37.0, 1e-6))
+    for batch, splits in ((1, 37), (3, 12), (8, 4), (9, 2), (16, 2), (17, 1), (24, 1), (100, 1)):
+        tokens = 30_000 + 100 * (batch - 1)
+        expected = max(0.0, 1e-6 * 30_000 / splits - MODEL.k5 * tokens)
+        assert model.uneven_s(batch, tokens, 30_000) == pytest.approx(expected, abs=1e-12)
+    assert model.scaled(2.0).uneven_s(24, 32_300, 30_000) == pytest.approx(
+        2.0 * model.uneven_s(24, 32_300, 30_000)
+    )

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.core.latency import IterationRule, LatencyModel, PnormPrefill, PrefillGrid
+from hetlb.core.latency import IterationRule, LatencyModel, PnormPrefill, PrefillGrid, SplitKv
 from hetlb.core.types import Capacity
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.engine_model import EngineModel
@@ -24,6 +24,8 @@ from hetlb.sim.plain_engine import PlainEngine, PlainSequence
 
 MAX_EXAMPLES = 200
 LATENCY = LatencyModel(k1=1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=1e-7, k8=1.3e-2)
+#: Splits of contexts among 8 blocks, so long that either attention may be the longer.
+UNEVEN = replace(LATENCY, split_kv=SplitKv(8.0, 3e-7))
 BETTER = PnormPrefill(0.01, 1e-4, 1e-9, 2.0, PrefillGrid((1, 16), (128, 4096), ((0.1, 0.0), (0.0, -0.1))))
 
 
@@ -84,6 +86,7 @@ def run(engine: EngineModel) -> list[IterationEnd]:
     aborts=st.lists(st.tuples(st.integers(0, 80), st.integers(0, 11)), max_size=4),
     contents=st.booleans(),
     adapters=adapters,
+    latency=st.sampled_from([LATENCY, UNEVEN]),
 )
 @settings(max_examples=MAX_EXAMPLES)
 def test_same_as_the_plain_engine(
@@ -92,6 +95,7 @@ def test_same_as_the_plain_engine(
     aborts: list[tuple[int, int]],
     contents: bool,
     adapters: list[str],
+    latency: LatencyModel,
 ) -> None:
     """Durations, tokens, finishes, preemptions, blocks and queues agree in every iteration.
 
@@ -100,8 +104,8 @@ def test_same_as_the_plain_engine(
     limits, sequences = load
     contents = contents and limits.enable_prefix_caching
     plain, fast = (
-        PlainEngine(LATENCY, limits, rule, LOAD_S),
-        EngineModel(LATENCY, limits, rule, prefix_cache=contents, adapter_load_s=LOAD_S),
+        PlainEngine(latency, limits, rule, LOAD_S),
+        EngineModel(latency, limits, rule, prefix_cache=contents, adapter_load_s=LOAD_S),
     )
     arriving = [
         (arrival, EngineSequence(prompt, output, n, adapter=adapters[n]))

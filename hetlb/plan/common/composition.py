@@ -17,19 +17,7 @@ from dataclasses import dataclass, fields
 
 import msgspec
 
-from hetlb.config.profile import (
-    BetterDecode,
-    BetterPrefill,
-    DecodeCoefficients,
-    Hardware,
-    HostTime,
-    MixedSteps,
-    ModelInfo,
-    PrefillCoefficients,
-    PrefillGridTable,
-    Profile,
-    Source,
-)
+from hetlb.config.profile import Hardware, ModelInfo, Profile, Source, with_latency
 from hetlb.core.latency import (
     MIXED_DECODE_ATTENTION_FACTOR,
     DecodeTable,
@@ -37,6 +25,7 @@ from hetlb.core.latency import (
     MixedTerm,
     PnormPrefill,
     PrefillGrid,
+    SplitKv,
 )
 from hetlb.sim.engine_limits import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
 from hetlb.sim.staged_engine import EngineStage
@@ -46,7 +35,7 @@ ACTIVATION_BYTES = 2
 #: The fields of a latency model that `compose_latency` composes.
 _FIELDS = {
     *(f"k{i}" for i in range(1, 9)),
-    *("better_prefill", "better_decode", "mixed", "host_s", "host_sequence_s", "request_s"),
+    *("better_prefill", "better_decode", "mixed", "host_s", "host_sequence_s", "request_s", "split_kv"),
 }
 assert {field.name for field in fields(LatencyModel)} == _FIELDS, "expected every term to be composed"
 
@@ -113,6 +102,7 @@ def compose_latency(
         host_s=max(each.host_s for each in latencies),
         host_sequence_s=max(each.host_sequence_s for each in latencies) / turn.stages,
         request_s=max(each.request_s for each in latencies),
+        split_kv=_split_kv(turn, [each.split_kv for each in latencies]),
     )
 
 
@@ -178,6 +168,14 @@ def _assumed(latency: LatencyModel) -> MixedTerm:
     return MixedTerm(max(0.0, sequence_s), 0.0, max(0.0, factor * latency.k5), max(0.0, factor * latency.k7))
 
 
+def _split_kv(turn: _Round, terms: Sequence[SplitKv | None]) -> SplitKv | None:
+    """The least blocks of a stage, for each of the batches; None where a stage's kernel does not split."""
+    known = [term for term in terms if term is not None]
+    if len(known) < len(terms):
+        return None
+    return SplitKv(turn.stages * min(each.blocks for each in known), turn.of([e.context_s for e in known]))
+
+
 @dataclass(frozen=True, slots=True)
 class StageProfile:
     """One stage: the profile of the whole model on its GPUs, and the share of the layers that it holds."""
@@ -238,58 +236,10 @@ def compose_profile(
     return with_latency(whole, latency)
 
 
-def with_latency(profile: Profile, latency: LatencyModel) -> Profile:
-    """A profile with the times of another latency model; all else is kept."""
-    mixed = latency.mixed
-    host = HostTime(
-        iteration_s=latency.host_s, sequence_s=latency.host_sequence_s, request_s=latency.request_s
-    )
-    return msgspec.structs.replace(
-        profile,
-        prefill=PrefillCoefficients(k1=latency.k1, k2=latency.k2, k3=latency.k3, k4=latency.k4),
-        decode=DecodeCoefficients(k5=latency.k5, k6=latency.k6, k7=latency.k7, k8=latency.k8),
-        better_prefill=_prefill_table(latency.better_prefill),
-        better_decode=_decode_table(latency.better_decode),
-        mixed=None
-        if mixed is None
-        else MixedSteps(
-            sequence_s=mixed.sequence_s,
-            pair_s=mixed.pair_s,
-            token_s=mixed.token_s,
-            context_s=mixed.context_s,
-        ),
-        host=host if host != HostTime() else None,
-    )
-
-
 def engine_stages(parts: Sequence[StageProfile], links: Sequence[LinkSeconds]) -> tuple[EngineStage, ...]:
     """The stages as `StagedEngine` takes them; `links` are those behind each stage but the last."""
     behind = [*links, LinkSeconds()]
     return tuple(
         EngineStage(part.profile.latency, part.share, link.token_s, link.batch_s)
         for part, link in zip(parts, behind, strict=True)
-    )
-
-
-def _prefill_table(form: PnormPrefill | None) -> BetterPrefill | None:
-    if form is None:
-        return None
-    grid = form.grid
-    return BetterPrefill(
-        floor_s=form.floor_s,
-        token_s=form.token_s,
-        attention_s=form.attention_s,
-        p=form.p,
-        grid=None
-        if grid is None
-        else PrefillGridTable(batches=grid.batches, lengths=grid.lengths, log_ratio=grid.log_ratio),
-        tile=form.tile,
-    )
-
-
-def _decode_table(table: DecodeTable | None) -> BetterDecode | None:
-    if table is None:
-        return None
-    return BetterDecode(
-        token_s=table.token_s, context_s=table.context_s, batches=table.batches, seconds=table.seconds
     )
