@@ -32,8 +32,10 @@ from hetlb.proxy.telemetry.events import Event, tell
 logger = logging.getLogger("hetlb.pick")
 
 _SWEEP_S: Final = 1.0
-#: Connections, and calls open at once in all of them.
+#: Connections, and calls open at once in each and in all of them. One that opens calls and takes them back
+#: without end has no more of them before the picker than that; Envoy connects again where it needs more.
 MAX_CONNECTIONS: Final = 1024
+MAX_CALLS_EACH: Final = 100
 MAX_CALLS: Final = 16_384
 #: Bytes of a call that are read ahead of the picker.
 _AHEAD_BYTES: Final = 64 << 10
@@ -44,7 +46,8 @@ _UNTIL_CLOSED_S: Final = 1e6
 _OPTIONS: Final = (
     ("grpc.so_reuseport", 0),  # a second picker on the port is a mistake
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
-    ("grpc.max_concurrent_streams", MAX_CALLS),
+    ("grpc.max_concurrent_streams", MAX_CALLS_EACH),
+    ("grpc.http2.max_requests_per_read", 2),
     ("grpc.http2.lookahead_bytes", _AHEAD_BYTES),
     ("grpc.http2.bdp_probe", 0),  # it would raise what is read ahead, and pings at every read
     ("grpc.max_metadata_size", 8 << 10),

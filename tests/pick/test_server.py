@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import shutil
 import ssl
+import struct
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -24,8 +25,10 @@ from pick.frames import (
     GOAWAY,
     HEADERS,
     HELLO,
+    MAX_CONCURRENT_STREAMS,
     PING,
     PREFACE,
+    REFUSED_STREAM,
     RST_STREAM,
     SETTINGS,
     WINDOW_UPDATE,
@@ -40,9 +43,11 @@ from proxy.discovery.conftest import Cluster, serving
 from proxy.discovery.test_inference_pool import pool
 from proxy.discovery.test_kubernetes import pod
 
+from hetlb.config.fleet import load_fleet
 from hetlb.errors import ConfigError
 from hetlb.pick import messages, server
 from hetlb.pick.messages import FULL_DUPLEX
+from hetlb.pick.service import check_pick
 
 #: Names that have an address, and that have none (RFC 6761, 6.4).
 NAMES = ("localhost", "none.invalid")
@@ -230,6 +235,29 @@ async def test_frames_of_two_bytes_hold_little_more_than_their_bytes(tmp_path: P
             await process.kill()
 
 
+async def test_one_connection_has_a_bounded_number_of_calls(tmp_path: Path) -> None:
+    """Calls beyond it are refused at once, and keep those of other connections waiting for nothing."""
+    most = server.MAX_CALLS_EACH
+    numbers = range(1, 4 * most, 2)
+    async with picker(tmp_path) as made, insecure(made) as channel:
+        head = block(PROCESS.encode())
+        reader, writer = await connect(made, HELLO)
+        while (found := await next_frame(reader))[0] != SETTINGS:
+            pass
+        said = dict(struct.iter_unpack(">HI", found[3]))
+        assert said[MAX_CONCURRENT_STREAMS] == most
+        writer.write(frame(SETTINGS, ACK) + b"".join(frame(HEADERS, END_HEADERS, n, head) for n in numbers))
+        refused: set[int] = set()
+        while len(refused) < most:
+            kind, _, number, payload = await next_frame(reader)
+            if kind == RST_STREAM:
+                assert int.from_bytes(payload, "big") == REFUSED_STREAM
+                refused.add(number)
+        assert refused == set(numbers[most:])
+        await Gateway(channel).open()
+        writer.close()
+
+
 async def test_more_calls_than_allowed_are_turned_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +350,28 @@ async def test_certificates_of_gateways_are_asked_for_and_ours_may_be_replaced(t
         (tmp_path / "cert.pem").write_text("no certificate")
         made.picker.server._sweep()
         assert await shown(mine) == "second"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "picker.example"])
+def test_a_listener_of_strangers_is_refused(tmp_path: Path, host: str) -> None:
+    """Beyond loopback gateways show a certificate, or the file says that every peer is one."""
+    trustme.CA().cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    own = trustme.CA().issue_cert("localhost")
+    own.private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "own.pem"))
+    tls = {"cert": "own.pem", "key": "own.pem"}
+
+    def check(table: dict[str, object]) -> None:
+        path = tmp_path / "fleet.yaml"
+        models = [{"name": "m", "instances": [{"url": "http://127.0.0.1:1"}]}]
+        path.write_text(yaml.safe_dump({"version": 1, "pick": table, "models": models}))
+        check_pick(load_fleet(path))
+
+    check({"host": "127.0.0.1"})
+    for table in ({}, {"tls": tls}):
+        with pytest.raises(ConfigError, match=r"pick\.host: expected a loopback address"):
+            check({"host": host, **table})
+    check({"host": host, "any_gateway": True})
+    check({"host": host, "tls": tls, "client_ca_file": "ca.pem"})
 
 
 async def test_authorities_without_a_certificate_are_a_mistake(tmp_path: Path) -> None:
