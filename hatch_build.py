@@ -29,7 +29,7 @@ COMPILED = (
         f"proxy/{name}.py"
         for name in (
             "client_response", "connection", "connection_states", "driver", "ends", "engine_pools",
-            "exchange", "exchange_states", "kv_handovers", "limits", "prefix_keys", "progress", "realtime",
+            "continuation", "engine_answer", "engine_request", "exchange", "exchange_states", "limits", "prefix_keys", "progress", "realtime",
             "router", "scheduler_driver", "scheduling", "streamed_answer", "token_estimator",
             "upstream",
         )

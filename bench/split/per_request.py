@@ -33,7 +33,7 @@ from hetlb.config.profile import (
 )
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Connector, Health, InstanceSpec, KvTransfer, Role
+from hetlb.core.types import Connector, Health, InstanceSpec, KvLink, Role
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_result import FleetResult
@@ -121,7 +121,7 @@ def simulation(
     kind: type[FleetSimulation] = FleetSimulation,
 ) -> FleetSimulation:
     """A simulation of a `kind`; without `roles` nothing is split."""
-    link = KvTransfer(Connector.NIXL, 30.0, KV_BYTES, bandwidth, 0.005)
+    link = KvLink(Connector.NIXL, 30.0, KV_BYTES, bandwidth, 0.005)
     specs, engines = [], {}
     for i, profile in enumerate(profiles):
         name = f"{i}-{profile.name}"

@@ -92,7 +92,7 @@ _MEANING = {
 
 
 def _handed_over(page: str) -> int:
-    name = 'hetlb_kv_handovers_total{result="done"} '
+    name = 'hetlb_kv_transfers_total{result="done"} '
     return sum(int(line[len(name) :]) for line in page.splitlines() if line.startswith(name))
 
 

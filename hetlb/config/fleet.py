@@ -36,7 +36,7 @@ from hetlb.core.objective import ServiceClass
 from hetlb.core.policies.base import COMBINE_FORMS, PlannedShares, PolicyParams
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
-from hetlb.core.types import Capacity, Connector, InstanceSpec, KvTransfer, Role
+from hetlb.core.types import Capacity, Connector, InstanceSpec, KvLink, Role
 from hetlb.errors import ConfigError
 from hetlb.image_tokens import NAMED_RULES, FixedTokens, ImageRule, LongestEdge, PixelBounds, Tiles
 from hetlb.workload.traces import read_trace
@@ -228,7 +228,7 @@ def _kv_events(stated: str | KvEventsTable | None, key: str) -> KvEventsTable | 
     return table
 
 
-def _kv_transfer(stated: str | KvTransferTable | None) -> KvTransfer | None:
+def _kv_transfer(stated: str | KvTransferTable | None) -> KvLink | None:
     if stated is None:
         return None
     table = KvTransferTable(connector=stated) if isinstance(stated, str) else stated  # type: ignore[arg-type]
@@ -240,13 +240,13 @@ def _kv_transfer(stated: str | KvTransferTable | None) -> KvTransfer | None:
     }
     if connector is Connector.MOONCAKE:
         known.setdefault("lease_s", MOONCAKE_LEASE_S)
-    return KvTransfer(connector, **known)
+    return KvLink(connector, **known)
 
 
 def _with_kv_transfer(
     spec: InstanceSpec,
     role: str,
-    kv_transfer: KvTransfer | None,
+    kv_transfer: KvLink | None,
     stated: KvTransferTable | None,
     profile: Profile | None,
 ) -> InstanceSpec:

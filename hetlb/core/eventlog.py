@@ -40,7 +40,7 @@ from hetlb.core.types import (
     InstanceRemoved,
     InstanceSpec,
     InstanceUpdated,
-    KvTransfer,
+    KvLink,
     Lease,
     LeaseId,
     ModelsLearned,
@@ -225,7 +225,7 @@ def _spec(raw: dict[str, Any]) -> InstanceSpec:
             "latency": _latency(latency) if latency else None,
             "capacity": Capacity(**raw["capacity"]),
             "role": Role(raw.get("role", Role.BOTH)),
-            "kv_transfer": KvTransfer(**{**transfer, "connector": Connector(transfer["connector"])})
+            "kv_transfer": KvLink(**{**transfer, "connector": Connector(transfer["connector"])})
             if transfer
             else None,
         }

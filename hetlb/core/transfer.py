@@ -1,6 +1,6 @@
 """Seconds that the KV cache of a prompt takes from one instance to another, learnt per pair.
 
-The first estimate is `KvTransfer.nominal_s`. Each pair has a factor on it: the sum of the observed times over
+The first estimate is `KvLink.nominal_s`. Each pair has a factor on it: the sum of the observed times over
 the sum of the nominal ones, older evidence counting less, so that a pair that was slow is tried again. A pair
 without evidence has the factor of all pairs together. The first transfer of a pair holds the handshake of the
 two engines and teaches nothing.
@@ -12,7 +12,7 @@ import math
 from typing import Final
 
 from hetlb.core.instance import Instance
-from hetlb.core.types import KvTransfer
+from hetlb.core.types import KvLink
 
 #: Evidence this old counts 1/e, in seconds.
 MEMORY_S: Final = 60.0
@@ -72,7 +72,7 @@ class TransferTimes:
         return nominal_s if evidence is None else nominal_s * evidence.factor(now)
 
     def observe(
-        self, source: Instance, target: Instance, link: KvTransfer, tokens: float, seconds: float, now: float
+        self, source: Instance, target: Instance, link: KvLink, tokens: float, seconds: float, now: float
     ) -> None:
         """A transfer of `tokens` tokens took `seconds`."""
         pair = _pair(source.incarnation, target.incarnation)

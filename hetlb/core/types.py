@@ -136,8 +136,8 @@ class Connector(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class KvTransfer(PickleByFields):
-    """KV hand-over between instances of one model.
+class KvLink(PickleByFields):
+    """Link over which instances of one model transfer KV blocks.
 
     `lease_s` is the time for which a prefill instance keeps blocks that were not fetched. `latency_s`,
     `bytes_per_token` and `bandwidth_bytes_per_s` give the first estimate of a transfer's time, which
@@ -181,7 +181,7 @@ class InstanceSpec(PickleByFields):
     latency: LatencyModel | None = None
     capacity: Capacity = Capacity()
     role: Role = Role.BOTH
-    kv_transfer: KvTransfer | None = None
+    kv_transfer: KvLink | None = None
     slots_stated: bool = False
     gpu: str = ""
 

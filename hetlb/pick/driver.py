@@ -56,18 +56,18 @@ class PickDriver(Driver):
     def open_pool(self, incarnation: int, name: str, url: str) -> None:
         """Nothing to open: the connections to engines are Envoy's."""
 
-    def finished(self, exchange: Exchange) -> None:
-        super().finished(exchange)
-        self.streams.pop(exchange.request.id, None)
+    def finished(self, request_id: RequestId) -> None:
+        super().finished(request_id)
+        self.streams.pop(request_id, None)
 
     def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool) -> None:
         super().lease_ended(lease, outcome, retry=False)
         if retry:  # the request is with Envoy, whose own retries are over
             reason, detail = _REASONS[outcome]
             request_id = lease.request.id
-            self.exchanges[request_id].rejected(Reject(request_id, reason, detail, retry_after_s=1.0))
+            self.turn_down(self.exchanges[request_id], Reject(request_id, reason, detail, retry_after_s=1.0))
 
-    def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None:
+    def busy(self, lease: Lease, retry_after_s: float) -> None:
         self.carry_out(self.scheduler.on_busy(lease, retry_after_s, self.now(), may_move=False))
 
     def sample(self, name: str, sample: EngineSample) -> None:
@@ -102,7 +102,7 @@ class PickDriver(Driver):
         now, request_id = self.now(), exchange.request.id
         self.cancelled(request_id, now)
         detail = "Too many requests are waiting for an instance."
-        exchange.rejected(Reject(request_id, RejectReason.QUEUE_FULL, detail, retry_after_s=1.0))
+        self.turn_down(exchange, Reject(request_id, RejectReason.QUEUE_FULL, detail, retry_after_s=1.0))
 
     def fallbacks(self, count: int) -> list[str]:
         """Names of the instances that come next after the decision made last, the best first."""

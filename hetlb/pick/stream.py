@@ -44,7 +44,7 @@ from hetlb.pick.tenant_names import TenantNames
 from hetlb.proxy import ends
 from hetlb.proxy.access import EngineAccess, Tenant
 from hetlb.proxy.exchange import Exchange
-from hetlb.proxy.exchange_states import Phase
+from hetlb.proxy.exchange_states import WRITTEN, Phase
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.error_responses import TOO_MANY_BYTES, Refusal
 from hetlb.proxy.http.http1 import GateError, RequestHead
@@ -214,7 +214,7 @@ class HttpStream(Upstream):
         if exchange is None or exchange.phase is Phase.DONE:
             return
         if seen and self._response_mode == messages.NONE:
-            exchange.answered_unseen()
+            exchange.finish(ends.UNSEEN)
         else:
             exchange.client_gone()
 
@@ -344,7 +344,7 @@ class HttpStream(Upstream):
         driver.streams[request.id] = self
         if request.subset is not None and not driver.scheduler.fleet.any_routable(request):
             driver.exchanges[request.id] = taken
-            taken.refused(
+            taken.refuse(
                 error_responses.REJECTIONS[RejectReason.NO_INSTANCE],
                 "No instance of the subset that the gateway names can take the request.",
             )
@@ -364,7 +364,7 @@ class HttpStream(Upstream):
         assert taken is not None, "expected a request that was submitted"
         assert taken.lease is not None, "expected a lease"
         name = taken.lease.instance
-        taken.sent_by_gateway()
+        taken.enter(WRITTEN, taken.since)
         wanted = [name, *shared.driver.fallbacks(shared.table.fallbacks)]
         self._told = [shared.addresses[each] for each in wanted if each in shared.addresses]
         endpoint = ",".join(self._told)
@@ -376,7 +376,7 @@ class HttpStream(Upstream):
         buffered = self._request_mode == messages.BUFFERED
         common = response.request_body.response if buffered else response.request_headers.response
         mutation = common.header_mutation
-        headers = [(ENDPOINT, endpoint.encode("ascii")), ("x-request-id", taken.label_for_engine)]
+        headers = [(ENDPOINT, endpoint.encode("ascii")), ("x-request-id", taken.outgoing.label)]
         access = shared.access.get(name)
         authorization = None if access is None else access.authorization
         if authorization is not None or (shared.router.tenants is not None and not _passes(access)):
@@ -384,8 +384,8 @@ class HttpStream(Upstream):
         if authorization is not None:
             headers.append(("authorization", authorization))
         body = self._original
-        if self._response_mode != messages.NONE and taken.body_for_engine is not None:
-            body = taken.body_for_engine
+        if self._response_mode != messages.NONE and taken.outgoing.body is not None:
+            body = taken.outgoing.body
         if buffered and body != self._original:
             common.body_mutation.body = body
             headers.append(("content-length", b"%d" % len(body)))
@@ -494,7 +494,7 @@ class HttpStream(Upstream):
             self._out = b""
             if piece or not last:
                 exchange.engine_body(piece)
-            if last and not exchange.done:
+            if last and exchange.ended_at is None:
                 exchange.engine_end(b"")
             out, self._out = self._out, None
         if last and self.state in WHOLE_ANSWER.before:

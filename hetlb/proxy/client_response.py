@@ -6,6 +6,8 @@ Only where heartbeats are asked for a head goes out before; what fails then is a
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -17,6 +19,11 @@ from hetlb.proxy.http.error_responses import Answer
 from hetlb.proxy.http.forward_headers import response_lines
 from hetlb.proxy.http.http1 import RequestHead, ResponseHead
 
+#: Headers that say how long a client waits, and the seconds in their units: OpenAI's SDKs, Envoy.
+_PATIENCE: Final = {b"x-stainless-read-timeout": 1.0, b"x-envoy-expected-rq-timeout-ms": 1e-3}
+_NUMBER = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})?")
+#: A client is answered so much before it gives up that it can read the answer.
+_MARGIN_S: Final = 1.0
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
 NOTHING: Final = Response.NOTHING
 HEARTBEATS: Final = Response.HEARTBEATS
@@ -46,16 +53,22 @@ class ClientResponse:
     """Everything that one client is sent in answer to one request, and whether it reads it."""
 
     __slots__ = (
-        "_closes", "_head", "_held_s", "_label", "_path", "beat_at", "chunked", "client", "held_since",
-        "state", "write",
+        "_closes", "_comments", "_head", "_held_s", "_label", "_path", "_patience_s", "beat_at",
+        "chunked", "client", "held_since", "state", "write",
     )  # fmt: skip
 
-    def __init__(self, client: ClientSide, head: RequestHead, label: str, path: str, now: float) -> None:
-        """`head` is that of the request, `label` its `x-request-id` and `path` its path."""
+    def __init__(self, client: ClientSide, head: RequestHead, label: str, now: float, comments: bool) -> None:
+        """`head` is that of the request, `label` its `x-request-id`.
+
+        `comments`: the answer is a stream that may hold some.
+        """
         self.client = client
         self._head = head
         self._label = label
-        self._path = path
+        self._path = head.path
+        self._comments = comments
+        #: Seconds that the client waits; read from the head only if it does have to wait.
+        self._patience_s: float | None = None
         #: Sends bytes to the client.
         self.write = client.write
         self.state = NOTHING
@@ -121,8 +134,16 @@ class ClientResponse:
 
     @property
     def may_beat(self) -> bool:
-        """True if heartbeats have begun, or the client understands an answer of unknown length."""
-        return self.state is HEARTBEATS or self.client.http11
+        """True if heartbeats have begun, or the client understands comments, and unknown lengths."""
+        return self.state is HEARTBEATS or (self._comments and self.client.http11)
+
+    def given_up_at(self, since: float, arrived_at: float) -> float:
+        """Time at which the client is about to give up waiting: for the rest of an answer since `since`."""
+        if self.state is HEARTBEATS:
+            return math.inf  # heartbeats keep it from that
+        if self._patience_s is None:
+            self._patience_s = max(0.0, _patience_s(self._head) - _MARGIN_S)
+        return (since if self.state is STARTED else arrived_at) + self._patience_s
 
     def beat(self, now: float) -> None:
         """Tell the client of a stream that it is not forgotten; the first time this sends a head, 200."""
@@ -191,3 +212,13 @@ class ClientResponse:
     def break_off(self) -> None:
         """The answer must not look complete."""
         self.client.break_off()
+
+
+def _patience_s(head: RequestHead) -> float:
+    """Seconds that the client says it waits for an answer; infinity if it does not say."""
+    patience_s = math.inf
+    for name, value in head.headers:
+        unit_s = _PATIENCE.get(name)
+        if unit_s is not None and _NUMBER.fullmatch(value) is not None and float(value) > 0.0:
+            patience_s = min(patience_s, float(value) * unit_s)
+    return patience_s

@@ -37,12 +37,13 @@ from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.ends import End
 from hetlb.proxy.engine_pools import EnginePools, Target
 from hetlb.proxy.exchange import Exchange
-from hetlb.proxy.exchange_states import Phase
+from hetlb.proxy.exchange_states import TURNED_AWAY, Phase
+from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.forward_headers import ForwardRules
 from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.http.retry_after import DrainRate
-from hetlb.proxy.kv_handovers import KvHandOvers
+from hetlb.proxy.kv_transfers import KvTransfers
 from hetlb.proxy.limits import Limiters
 from hetlb.proxy.scheduler_driver import EMITS_S, SchedulerDriver
 from hetlb.proxy.scheduling import (
@@ -141,10 +142,10 @@ class ExchangeDriver(ABC):
     def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool) -> None:
         """A lease ended; with `retry` the scheduler says what becomes of its request."""
 
-    def goes_on(self, exchange: Exchange, lease: Lease, end: End) -> None:
-        """The engine of a lease is lost; `exchange.request`, the rest of its answer, goes on elsewhere."""
-        self._totals.resumed(exchange.request.model, end.name, lease)
-        self._go_on(exchange.request, lease, end)
+    def goes_on(self, rest: Request, lease: Lease, end: End) -> None:
+        """The engine of a lease is lost; `rest`, what is missing of its answer, goes on elsewhere."""
+        self._totals.resumed(rest.model, end.name, lease)
+        self._go_on(rest, lease, end)
 
     @abstractmethod
     def _go_on(self, rest: Request, lease: Lease, end: End) -> None:
@@ -157,7 +158,7 @@ class ExchangeDriver(ABC):
         return stated if isinstance(stated, bool) else None
 
     @abstractmethod
-    def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None:
+    def busy(self, lease: Lease, retry_after_s: float) -> None:
         """An engine has no room for a request and says when to come again: another instance may get it."""
 
     @abstractmethod
@@ -201,13 +202,9 @@ class ExchangeDriver(ABC):
         """The model of a request that names none. Raises `GateError` (400) where there are several."""
 
     @property
-    def handovers(self) -> KvHandOvers:
-        """Hand-overs of KV blocks; only where the scheduler is in this process."""
+    def transfers(self) -> KvTransfers:
+        """KV transfers; only where the scheduler is in this process."""
         raise NotImplementedError
-
-    def stood_still_since(self, then: float) -> bool:
-        """True if this process did not run for a while since then."""
-        return self.stalls.since(then)
 
     # --- requests ---
 
@@ -217,18 +214,18 @@ class ExchangeDriver(ABC):
         self._next_id += 1
         return request_id
 
-    def give_up(self, exchange: Exchange) -> float:
+    def give_up(self, request_id: RequestId) -> float:
         """A request's client waits no longer: take it out of the queue. When to try again, in seconds."""
         now = self.now()
-        self.cancelled(exchange.request.id, now)
+        self.cancelled(request_id, now)
         return self._drain_rate.retry_after_s(self.waiting, now)
 
-    def finished(self, exchange: Exchange) -> None:
+    def finished(self, request_id: RequestId) -> None:
         """An exchange has its terminal outcome."""
+        exchange = self.exchanges.pop(request_id)
         outcome, ended_at = exchange.outcome, exchange.ended_at
         assert outcome is not None
         assert ended_at is not None
-        del self.exchanges[exchange.request.id]
         if exchange.ticket is not None:
             exchange.ticket.ended(exchange.prompt_tokens_total, exchange.output_tokens, ended_at)
         lease = exchange.lease
@@ -242,11 +239,16 @@ class ExchangeDriver(ABC):
             assert end is not None, "expected a lease to end in one of the ways of `proxy.ends`"
             self.lease_ended(lease, end.told, retry=False)
         elif exchange.ended_in is Phase.QUEUED and outcome in (Outcome.CLIENT_GONE, Outcome.SHUTDOWN):
-            self.cancelled(exchange.request.id, ended_at)
+            self.cancelled(request_id, ended_at)
         if self._idle_waiters and not self.exchanges:
             for waiter in self._idle_waiters:
                 if not waiter.done():
                     waiter.set_result(None)
+
+    def turn_down(self, exchange: Exchange, reject: Reject) -> None:
+        """Answer a request that gets no instance."""
+        answer = error_responses.REJECTIONS[reject.reason]
+        exchange.refuse(answer, reject.detail, self.retry_after_s(reject))
 
     def refused(self, outcome: Outcome, status: int, record: RequestRecord | None = None) -> None:
         """A request was answered before the scheduler saw it; `record` where its head was read."""
@@ -302,7 +304,7 @@ class ExchangeDriver(ABC):
         exchange = None if lease.ended else self.exchanges.get(lease.request.id)
         if exchange is None or exchange.lease is not lease:  # a request that is tried again has another lease
             return lease.output_tokens
-        return exchange.tokens_so_far
+        return 0 if exchange.answer is None else exchange.answer.tokens_so_far
 
     # --- connections to engines ---
 
@@ -384,7 +386,9 @@ class Driver(ExchangeDriver, SchedulerDriver):
         self.limiters = Limiters()
         #: Called with the name of an instance that turned out to be this proxy.
         self.on_loop: Callable[[str], None] | None = None
-        self._handovers = KvHandOvers(scheduler, self.pools, self._totals, self.carry_out, self.now)
+        self._transfers = KvTransfers(
+            scheduler, self.pools, self._totals, self.carry_out, self.now, self.stalls.since
+        )
         self._splits = False
         self._look_for_splits()
 
@@ -396,8 +400,8 @@ class Driver(ExchangeDriver, SchedulerDriver):
         return self._splits
 
     @property
-    def handovers(self) -> KvHandOvers:
-        return self._handovers
+    def transfers(self) -> KvTransfers:
+        return self._transfers
 
     @property
     def models(self) -> Collection[str]:
@@ -426,7 +430,7 @@ class Driver(ExchangeDriver, SchedulerDriver):
         try:
             exchange.ticket = limiter.admit(exchange.prompt_tokens_total, most, exchange.arrived_at)
         except Refusal as refusal:
-            exchange.refused(refusal.answer, refusal.message, refusal.retry_after_s, refusal.lines)
+            exchange.refuse(refusal.answer, refusal.message, refusal.retry_after_s, refusal.lines)
             return False
         return True
 
@@ -448,10 +452,10 @@ class Driver(ExchangeDriver, SchedulerDriver):
     def _go_on(self, rest: Request, lease: Lease, end: End) -> None:
         self.carry_out(self._end_lease(lease, end.told, self.now(), True, rest.generated))
 
-    def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None:
+    def busy(self, lease: Lease, retry_after_s: float) -> None:
         commands = self.scheduler.on_busy(lease, retry_after_s, self.now())
         if lease.ended:
-            exchange.turned_away()
+            self.exchanges[lease.request.id].back_to_queue(TURNED_AWAY)
             self._totals.tried_again(lease.instance, Outcome.UPSTREAM_BUSY)
         self.carry_out(commands)
 
@@ -508,7 +512,7 @@ class Driver(ExchangeDriver, SchedulerDriver):
     # --- commands ---
 
     def _reject(self, command: Reject) -> None:
-        self.exchanges[command.request_id].rejected(command)
+        self.turn_down(self.exchanges[command.request_id], command)
 
     def _abort(self, command: Abort) -> None:
         self.exchanges[command.request_id].client_gone()
@@ -530,5 +534,5 @@ class Driver(ExchangeDriver, SchedulerDriver):
 
     def close(self) -> None:
         super().close()
-        self._handovers.close()
+        self._transfers.close()
         self._stop_ticking()

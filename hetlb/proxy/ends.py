@@ -115,6 +115,9 @@ ENDS: tuple[End, ...] = (
     LOCAL, STOPPED,
 )  # fmt: skip
 
+#: Ends before a request was sent: another instance gets it.
+NOTHING_SENT: Final = (NOT_ACCEPTED, LOOP, MOVED)
+
 
 def table() -> str:
     """The table of docs/behaviour.md."""

@@ -18,6 +18,7 @@ import msgspec
 from hetlb.core.types import Outcome
 from hetlb.proxy import ends
 from hetlb.proxy.ends import End
+from hetlb.proxy.engine_answer import EngineAnswer
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.exchange_states import COMMITTED, FIRST_BYTE, WRITTEN, Phase
 from hetlb.proxy.frame_flow import FrameFlow, Message
@@ -120,16 +121,16 @@ class Session(Exchange):
 
     def engine_connected(self, connection: EngineConnection, own_headers: bytes, passthrough: bool) -> None:
         """Send the handshake: the client's key, so that the engine's answer is one to the client."""
-        self._engine = connection
-        self._enter(WRITTEN, self._now())
-        lines = self._driver.forward_rules.request_lines(self._head, passthrough=passthrough)
+        self.engine = connection
+        self.enter(WRITTEN, self._now())
+        lines = self._driver.forward_rules.request_lines(self.outgoing.head, passthrough=passthrough)
         if self.trace is not None:
             lines = self.trace.onto(lines)
-        key = self._head.fields[b"sec-websocket-key"]
+        key = self.outgoing.head.fields[b"sec-websocket-key"]
         lines = b"%b%bx-request-id: %b\r\n%bsec-websocket-key: %b\r\n" % (
-            lines, own_headers, self._engine_label, _NEEDED, key,
+            lines, own_headers, self.outgoing.label, _NEEDED, key,
         )  # fmt: skip
-        for name, value in self._head.headers:
+        for name, value in self.outgoing.head.headers:
             if name == b"sec-websocket-protocol":
                 lines += b"sec-websocket-protocol: %b\r\n" % value
         connection.may_upgrade = True
@@ -140,21 +141,21 @@ class Session(Exchange):
         if head.status != 101:
             super().engine_head(head, length)
             return
-        fields, engine = head.fields, self._engine
-        key = self._head.fields[b"sec-websocket-key"]
+        fields, engine = head.fields, self.engine
+        key = self.outgoing.head.fields[b"sec-websocket-key"]
         assert engine is not None, "expected an answer on a connection"
         if (
             fields.get(b"upgrade", b"").lower() != b"websocket"
             or fields.get(b"sec-websocket-accept") != accept_of(key)
             or b"sec-websocket-extensions" in fields
         ):
-            self._drop_engine()
+            self.stop_engine()
             self.engine_failed(ends.JUNK, "its 101 does not answer the handshake")
             return
         now = self._now()
-        self.status, self._answer_head = 101, head
+        self.status, self.answer = 101, EngineAnswer(head, length)
         self.first_byte_at = self._heard_at = now
-        self._enter(FIRST_BYTE, now)
+        self.enter(FIRST_BYTE, now)
         self.response.enter(COMMITTED)
         assert self.lease is not None
         out = b"%b%bx-hetlb-instance: %b\r\nx-request-id: %b\r\n" % (
@@ -193,10 +194,10 @@ class Session(Exchange):
 
     def _hold_engine(self, held: bool) -> None:
         """Read the engine no further while what it sent waits, or the client is slow."""
-        if self._engine is not None and held:
-            self._engine.pause()
-        elif self._engine is not None and self.response.held_since is None:
-            self._engine.resume()
+        if self.engine is not None and held:
+            self.engine.pause()
+        elif self.engine is not None and self.response.held_since is None:
+            self.engine.resume()
         if not held and self._engine_left:
             self._engine_over()
 
@@ -205,7 +206,7 @@ class Session(Exchange):
         if not self._open:
             super().engine_end(payload)
             return
-        self._engine = None
+        self.engine = None
         if self._from_engine.waits:
             self._engine_left = True
         else:
@@ -216,7 +217,7 @@ class Session(Exchange):
         if self._closed is None:
             self._give_up(ends.BROKEN, "the instance closed the connection")
         else:
-            self._finish(self._close_end, broken=True)
+            self.finish(self._close_end, broken=True)
 
     def engine_failed(self, end: End, detail: str) -> None:
         """The engine, or this machine, failed."""
@@ -241,7 +242,7 @@ class Session(Exchange):
     def client_data(self, data: bytes) -> None:
         """Pass on what the client says."""
         write = self._to_engine
-        if write is None or self._engine is None:
+        if write is None or self.engine is None:
             return
         self._heard_at = self._now()
         if self._from_client is None:
@@ -261,9 +262,9 @@ class Session(Exchange):
             self._to_engine(b"".join(out))
 
     def _client_broke(self, error: ProtocolError) -> None:
-        self._stop_engine()
+        self.stop_engine()
         self._close_client(error.code, str(error))
-        self._finish(ends.LEFT, broken=True)
+        self.finish(ends.LEFT, broken=True)
 
     def _hold_client(self, held: bool) -> None:
         """Read the client no further while what it sent waits, or the engine has no room."""
@@ -274,8 +275,8 @@ class Session(Exchange):
     def client_gone(self) -> None:
         """The client left: for the engine the session ends now."""
         if self._closed is not None and self.phase is not Phase.DONE:
-            self._stop_engine()
-            self._finish(self._close_end, client_gone=True)
+            self.stop_engine()
+            self.finish(self._close_end, client_gone=True)
         else:
             super().client_gone()
 
@@ -288,21 +289,21 @@ class Session(Exchange):
         elif self.response.held_since is not None:
             return  # `ClientConnection.sweep` ends a client that does not read
         elif self._full_since is not None and now - self._full_since > idle_s:
-            self._stop_engine()
+            self.stop_engine()
             self._give_up(ends.STALLED, "the instance does not read")
         elif now - self._heard_at > idle_s:
-            self._stop_engine()
+            self.stop_engine()
             self._close_client(GOING_AWAY, "nothing was said for too long")
-            self._finish(ends.IDLE, broken=True)
+            self.finish(ends.IDLE, broken=True)
 
     def shut_down(self) -> None:
         """The grace period is over."""
         if not self._open:
             super().shut_down()
             return
-        self._stop_engine()
+        self.stop_engine()
         self._close_client(GOING_AWAY, "the proxy is shutting down")
-        self._finish(ends.STOPPED, broken=True)
+        self.finish(ends.STOPPED, broken=True)
 
     # --- inside ---
 
@@ -315,10 +316,10 @@ class Session(Exchange):
 
     def _give_up(self, end: End, detail: str, *, whole: bool = True) -> None:
         """The engine ended the session badly; `whole`: all that it sent has been passed on."""
-        self._drop_engine()
+        self.stop_engine()
         if whole:
             self._close_client(BAD_GATEWAY, detail)
-        self._finish(ends.HELD_UP if self.response.held_up else end, broken=True)
+        self.finish(ends.HELD_UP if self.response.held_up else end, broken=True)
 
     def _close_client(self, code: int, reason: str) -> None:
         """Send a Close frame, unless there was one or it would stand inside a frame."""
@@ -339,7 +340,7 @@ class Session(Exchange):
         if self.ticket is not None:
             self.ticket.used(prompt, output, self._now())
 
-    def _finish(
+    def finish(
         self,
         end: End | None,
         outcome: Outcome | None = None,
@@ -351,7 +352,7 @@ class Session(Exchange):
             self._from_engine.close()
         if self._from_client is not None:
             self._from_client.close()
-        super()._finish(end, outcome, broken=broken, client_gone=client_gone)
+        super().finish(end, outcome, broken=broken, client_gone=client_gone)
 
     def _checked(self, message: bytes) -> bytes:
         """A message with the engine's name of the model in place of the alias.

@@ -23,15 +23,17 @@ from hetlb.core.prefix_index import PrefixKey
 from hetlb.core.types import RejectReason, Request
 from hetlb.proxy.access import Tenant
 from hetlb.proxy.client_response import ClientSide
+from hetlb.proxy.continuation import Continuation
 from hetlb.proxy.driver import ExchangeDriver
+from hetlb.proxy.engine_request import EngineRequest
 from hetlb.proxy.exchange import Exchange
-from hetlb.proxy.handover import may_split
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.endpoints import ENDPOINTS, REALTIME_PATH, Kind, kept_response
 from hetlb.proxy.http.error_responses import Answer, Refusal
 from hetlb.proxy.http.http1 import GateError, RequestHead
 from hetlb.proxy.http.multipart import FormReader
 from hetlb.proxy.http.openai_body import MAX_INJECT_BYTES, Call, inject_usage, read_json
+from hetlb.proxy.http.split_bodies import may_split
 from hetlb.proxy.http.transfer_fields import without_transfer_fields
 from hetlb.proxy.model_names import ModelNames, alias_entries, rename_in_form, rename_in_json
 from hetlb.proxy.prefix_keys import id_keys, session_key, text_keys, token_ids
@@ -264,11 +266,10 @@ class Router:
         body_bytes = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
         request_id = driver.next_id()
         text = label_of(head)
-        engine_text: str | None = None
         if text is None:
-            text = self._label_prefix + hex(request_id)[2:]
-        elif tenant is not None:  # engines take it for their own id: no tenant may choose that of another
-            engine_text = f"{text}.{hex(request_id)[2:]}"
+            text = engine_text = self._label_prefix + hex(request_id)[2:]
+        else:  # engines take it for their own id: no tenant may choose that of another
+            engine_text = text if tenant is None else f"{text}.{hex(request_id)[2:]}"
         generates: bool = kind.generates
         owner = None if tenant is None else tenant.name
         prefix_keys: tuple[PrefixKey, ...] = ()
@@ -327,20 +328,23 @@ class Router:
             service=service,
         )
         now = driver.now()
+        outgoing = EngineRequest(head, pieces, body_bytes, engine_text)
         if kind is _REALTIME:
-            realtime = Session(
-                driver, client, head, kind, call, request, pieces, text, now, owner, engine_text
-            )
+            realtime = Session(driver, client, outgoing, kind, call, request, text, now, owner)
             if tenant is not None and tenant.models is not None:
                 realtime.may_use = tenant.may_use
             exchange: Exchange = realtime
         else:
-            exchange = Exchange(
-                driver, client, head, kind, call, request, pieces, text, now, owner, engine_text
-            )
+            exchange = Exchange(driver, client, outgoing, kind, call, request, text, now, owner)
         exchange.address = self._address_of(head, client.address)
-        exchange.resumes, exchange.asks_ids = resumes, asks_ids
-        exchange.by_text = resumes and driver.resume is True
+        if resumes:
+            exchange.rest = Continuation(
+                kind,
+                outgoing,
+                by_text=driver.resume is True,
+                asks_ids=asks_ids,
+                hides_usage=call.hold_usage,
+            )
         if self.tracing is not None:
             exchange.trace = self.tracing.begin(head.fields.get(b"traceparent"))
         return exchange

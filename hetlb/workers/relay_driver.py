@@ -19,7 +19,7 @@ from hetlb.proxy.driver import DriverSetup, ExchangeDriver
 from hetlb.proxy.ends import End
 from hetlb.proxy.engine_pools import Target
 from hetlb.proxy.exchange import Exchange
-from hetlb.proxy.exchange_states import Phase
+from hetlb.proxy.exchange_states import TURNED_AWAY, Phase
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import ResponseHead
@@ -160,7 +160,7 @@ class RelayDriver(ExchangeDriver):
         self.exchanges[exchange.request.id] = exchange
         if self._sender is None and not self._has_room():
             detail = "Too many requests are waiting for an instance."
-            exchange.rejected(Reject(exchange.request.id, RejectReason.QUEUE_FULL, detail, 1.0))
+            self.turn_down(exchange, Reject(exchange.request.id, RejectReason.QUEUE_FULL, detail, 1.0))
             return
         self._send(self._arrival(exchange))
 
@@ -209,10 +209,10 @@ class RelayDriver(ExchangeDriver):
             )
         )
 
-    def busy(self, exchange: Exchange, lease: Lease, retry_after_s: float) -> None:
+    def busy(self, lease: Lease, retry_after_s: float) -> None:
         if self._sender is not None:  # else the client gets what the engine said
-            request_id = exchange.request.id
-            self._held[request_id] = _HeldAnswer(exchange, self._held)
+            request_id = lease.request.id
+            self._held[request_id] = _HeldAnswer(self.exchanges[request_id], self._held)
             self._send(Busy(request_id, lease.id, retry_after_s))
 
     def cancelled(self, request_id: RequestId, now: float) -> None:
@@ -299,7 +299,7 @@ class RelayDriver(ExchangeDriver):
             assert exchange.lease is not None
             self._totals.tried_again(exchange.lease.instance, Outcome.UPSTREAM_BUSY)
             exchange.lease.ended = True
-            exchange.turned_away()
+            exchange.back_to_queue(TURNED_AWAY)
         if command.model:
             exchange.request.model = command.model
         target, now = self._targets[command.instance], self.now()
@@ -330,7 +330,9 @@ class RelayDriver(ExchangeDriver):
         """Answer a request that was turned down."""
         exchange = self.exchanges.get(command.request)
         if exchange is not None:
-            exchange.rejected(Reject(command.request, command.reason, command.detail, command.retry_after_s))
+            self.turn_down(
+                exchange, Reject(command.request, command.reason, command.detail, command.retry_after_s)
+            )
 
     def refuse(self, command: Refused) -> None:
         """Answer a request for something that is not there, or beyond a limit of its key."""
@@ -338,7 +340,7 @@ class RelayDriver(ExchangeDriver):
         if exchange is not None:
             limited = command.status == error_responses.RATE_LIMITED.status
             answer = error_responses.RATE_LIMITED if limited else error_responses.bad_request(command.status)
-            exchange.refused(answer, command.message, command.retry_after_s, command.lines)
+            exchange.refuse(answer, command.message, command.retry_after_s, command.lines)
 
     def pass_on(self, request_id: RequestId) -> None:
         """Let the client have what a busy engine said."""
@@ -361,7 +363,9 @@ class RelayDriver(ExchangeDriver):
             for exchange in list(self.exchanges.values()):
                 if exchange.phase is Phase.QUEUED:
                     detail = "The scheduler is not there."
-                    exchange.rejected(Reject(exchange.request.id, RejectReason.NO_INSTANCE, detail, 1.0))
+                    self.turn_down(
+                        exchange, Reject(exchange.request.id, RejectReason.NO_INSTANCE, detail, 1.0)
+                    )
 
 
 class _RelayTicket(Ticket):
@@ -393,7 +397,10 @@ class _HeldAnswer:
     def __init__(self, exchange: Exchange, registry: dict[RequestId, _HeldAnswer]) -> None:
         self._exchange = exchange
         self._registry = registry
-        self._connection: EngineConnection | None = exchange.divert(self)
+        engine = exchange.engine
+        assert engine is not None, "expected an engine that is answering"
+        engine.exchange = self
+        self._connection: EngineConnection | None = engine
         self._body: list[bytes] = []
         self._size = 0
         self._end: bytes | None = None
@@ -466,7 +473,7 @@ class _HeldAnswer:
 
     def _left(self) -> None:
         self._connection = None
-        self._exchange.engine_done()
+        self._exchange.engine = None
 
 
 def arrival_of(request: Request, owner: str | None, *, strict: bool) -> Arrival:

@@ -76,7 +76,7 @@ def add(whole: Totals, part: Totals) -> None:
     _add_counts(whole.requests, part.requests)
     _add_counts(whole.classes, part.classes)
     _add_counts(whole.reloads, part.reloads)
-    _add_counts(whole.handovers, part.handovers)
+    _add_counts(whole.kv_transfers, part.kv_transfers)
     _add_counts(whole.resumptions, part.resumptions)
     whole.arrival.add(part.arrival)
     whole.end.add(part.end)

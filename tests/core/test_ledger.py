@@ -25,7 +25,7 @@ from hetlb.core.types import (
     Dispatch,
     EngineSample,
     Hold,
-    KvTransfer,
+    KvLink,
     Lease,
     ModelsLearned,
     Outcome,
@@ -417,8 +417,8 @@ def test_sequences_that_ended_are_bounded_by_those_that_run() -> None:
                 scheduler.check_integrity()
 
 
-def link() -> KvTransfer:
-    return KvTransfer(Connector.NIXL, lease_s=10.0, bandwidth_bytes_per_s=1e10, latency_s=0.001)
+def link() -> KvLink:
+    return KvLink(Connector.NIXL, lease_s=10.0, bandwidth_bytes_per_s=1e10, latency_s=0.001)
 
 
 def split() -> tuple[Scheduler, Lease, Lease]:

@@ -21,13 +21,13 @@ from hetlb.core.types import (
     EngineSample,
     Health,
     InstanceSpec,
-    KvTransfer,
+    KvLink,
     Probed,
     ProbeResult,
     Role,
 )
 
-LINK = KvTransfer(Connector.NIXL)
+LINK = KvLink(Connector.NIXL)
 
 
 def fleet(*specs: InstanceSpec, health: Health = Health.UP) -> tuple[Scheduler, ReadyInstances]:

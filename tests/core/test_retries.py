@@ -21,7 +21,7 @@ from hetlb.core.types import (
     Dispatch,
     Health,
     HealthChanged,
-    KvTransfer,
+    KvLink,
     Lease,
     ModelsLearned,
     Outcome,
@@ -33,7 +33,7 @@ from hetlb.core.types import (
     Role,
 )
 
-LINK = KvTransfer(Connector.NIXL, lease_s=10.0, bandwidth_bytes_per_s=1e10, latency_s=0.001)
+LINK = KvLink(Connector.NIXL, lease_s=10.0, bandwidth_bytes_per_s=1e10, latency_s=0.001)
 
 
 def fleet(names: str, policy: str = "single", **more: Any) -> Scheduler:

@@ -27,7 +27,7 @@ from hetlb.core.types import (
     InstanceAdded,
     InstanceRemoved,
     InstanceSpec,
-    KvTransfer,
+    KvLink,
     Lease,
     ModelsLearned,
     Outcome,
@@ -65,7 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.answered: set[int] = set()
 
     def spec_of(self, i: int) -> InstanceSpec:
-        more = {"role": self.roles[i], "kv_transfer": KvTransfer(self.connector, 20.0)} if self.roles else {}
+        more = {"role": self.roles[i], "kv_transfer": KvLink(self.connector, 20.0)} if self.roles else {}
         return spec(NAMES[i], slower=1.0 + i, kv=2000 * (i + 1), **more)
 
     def make(self, specs: list[InstanceSpec], policy: str) -> Scheduler:

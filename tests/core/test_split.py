@@ -20,7 +20,7 @@ from hetlb.core.types import (
     Dispatch,
     InstanceRemoved,
     InstanceSpec,
-    KvTransfer,
+    KvLink,
     Lease,
     Outcome,
     Probed,
@@ -30,7 +30,7 @@ from hetlb.core.types import (
     Role,
 )
 
-LINK = KvTransfer(Connector.NIXL, lease_s=10.0, bandwidth_bytes_per_s=1e10, latency_s=0.001)
+LINK = KvLink(Connector.NIXL, lease_s=10.0, bandwidth_bytes_per_s=1e10, latency_s=0.001)
 
 #: One reads faster, the other decodes faster.
 READER, DECODER = replace(FAST, k1=1e-5, k8=0.2), replace(FAST, k1=1e-3, k8=0.01)
@@ -114,7 +114,7 @@ def test_a_released_prompt_is_held_no_longer_and_only_once() -> None:
 
 
 def test_nothing_is_held_where_the_blocks_lie_in_shared_storage() -> None:
-    link = KvTransfer(Connector.SHARED_STORAGE)
+    link = KvLink(Connector.SHARED_STORAGE)
     scheduler = make_scheduler(
         [part("p", Role.PREFILL, link=link), part("d", Role.DECODE, link=link)], "hetlb"
     )
@@ -124,7 +124,7 @@ def test_nothing_is_held_where_the_blocks_lie_in_shared_storage() -> None:
 
 
 def test_legs_that_are_sent_at_once_may_end_in_either_order() -> None:
-    link = KvTransfer(Connector.MOONCAKE)
+    link = KvLink(Connector.MOONCAKE)
     scheduler = make_scheduler(
         [part("p", Role.PREFILL, link=link), part("d", Role.DECODE, link=link)], "hetlb"
     )

@@ -11,8 +11,8 @@ from hetlb.config.fleet_tables import ProxyTable
 from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.ends import End as LeaseEnd
 from hetlb.proxy.engine_pools import EnginePools
-from hetlb.proxy.handover import SideCall
 from hetlb.proxy.http.http1 import ResponseHead
+from hetlb.proxy.side_call import SideCall
 
 PORT = 8998
 IDLE_S = 10.0

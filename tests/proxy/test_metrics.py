@@ -138,6 +138,7 @@ async def of_everything(running: Running) -> dict[str, Metric]:
     running.service.totals.resumptions["m", "broken_stream"] = 1
     figures = SharedFigures(True, 1, 2, 0.01, 3, 4, True)
     running.service.sharing = cast(Any, SimpleNamespace(figures=figures))
+    running.service.driver.totals.resumptions["m", "broken"] = 1
     try:
         return await page(running)
     finally:
@@ -251,7 +252,8 @@ async def test_the_times_between_tokens(start: Callable[..., Any]) -> None:
             for number in range(4):
                 await turns_until(
                     lambda number=number: (
-                        [each.tokens_so_far for each in proxy.driver.exchanges.values()] == [number + 1]
+                        [each.answer.tokens_so_far for each in proxy.driver.exchanges.values() if each.answer]
+                        == [number + 1]
                     )
                 )
                 assert counted.figures()[1][-1] == number

@@ -18,7 +18,7 @@ from proxy.test_proxying import Start
 
 from hetlb.core.types import EngineSample
 from hetlb.emulator import EmulatedEngine
-from hetlb.proxy.exchange import MOST_RESUMED
+from hetlb.proxy.continuation import MOST_RESUMED
 
 HOWS = ("fin", "rst")
 #: Bytes of the head of an answer: what ends in it is no answer (502), as before.

@@ -230,7 +230,7 @@ async def test_figures_of_a_held_prompt_are_shown(tmp_path: Path) -> None:
         await asked
         await fleet.idle()
         async with fleet.session.get(admin + "/metrics") as reply:
-            assert 'hetlb_kv_handovers_total{result="done"} 1' in await reply.text()
+            assert 'hetlb_kv_transfers_total{result="done"} 1' in await reply.text()
 
 
 @pytest.mark.parametrize("signal", ["reload", "stop"])

@@ -322,7 +322,7 @@ async def test_a_client_with_heartbeats_does_not_give_up(start: Start) -> None:
         client.send(post(ASK_STREAM, "x-stainless-read-timeout: 600"))
         await begun(proxy, client)
         [exchange] = proxy.driver.exchanges.values()
-        exchange._deadline_at = 0.0
+        exchange.response._patience_s = 0.0
         sweep(proxy)
         ready(proxy)
         body, clean = await rest(client)

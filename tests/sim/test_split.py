@@ -16,7 +16,7 @@ from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import LatencyModel
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Capacity, Connector, Health, InstanceSpec, KvTransfer, Outcome, Role
+from hetlb.core.types import Capacity, Connector, Health, InstanceSpec, KvLink, Outcome, Role
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_result import FleetResult
@@ -25,7 +25,7 @@ from hetlb.sim.kv_links import KvLinks, KvPath
 from hetlb.workload.arrivals import PlannedRequest
 
 LATENCY = LatencyModel(k1=1e-4, k2=0.0, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
-LINK = KvTransfer(Connector.NIXL, bytes_per_token=1e5, bandwidth_bytes_per_s=1e9, latency_s=0.01)
+LINK = KvLink(Connector.NIXL, bytes_per_token=1e5, bandwidth_bytes_per_s=1e9, latency_s=0.01)
 
 
 def fleet(
@@ -33,7 +33,7 @@ def fleet(
     plan: Sequence[PlannedRequest],
     *,
     kv_tokens: int = 50_000,
-    link: KvTransfer = LINK,
+    link: KvLink = LINK,
     links: KvLinks | None = None,
 ) -> tuple[FleetSimulation, FleetResult]:
     limits = EngineLimits(kv_cache_tokens=kv_tokens, max_num_seqs=64)
@@ -89,7 +89,7 @@ def test_every_request_ends_well_once_and_no_engine_keeps_a_block(
     roles: list[Role], rows: list[tuple[int, int]], gap_s: float, kv_tokens: int, bandwidth: float
 ) -> None:
     plan = [PlannedRequest(i, i * gap_s, prompt, output) for i, (prompt, output) in enumerate(rows)]
-    link = KvTransfer(Connector.NIXL, bytes_per_token=1e5, bandwidth_bytes_per_s=bandwidth, lease_s=60.0)
+    link = KvLink(Connector.NIXL, bytes_per_token=1e5, bandwidth_bytes_per_s=bandwidth, lease_s=60.0)
     simulation, result = fleet(roles, plan, kv_tokens=kv_tokens, link=link)
     assert all(outcome is Outcome.OK for outcome in result.outcomes)
     assert [record.output_tokens for record in result.records] == [output for _, output in rows]
@@ -156,7 +156,7 @@ def of_the_demo(roles: Sequence[Role] | None) -> tuple[float, int]:
         prompt, output = round(rng.lognormvariate(6.6, 0.8)), round(rng.lognormvariate(3.9, 0.6))
         plan.append(PlannedRequest(i, now, min(8000, prompt), max(1, min(250, output))))
         now += rng.expovariate(7.0)
-    link = KvTransfer(Connector.NIXL, bytes_per_token=131_072, bandwidth_bytes_per_s=6e9)
+    link = KvLink(Connector.NIXL, bytes_per_token=131_072, bandwidth_bytes_per_s=6e9)
     specs, engines = [], {}
     for n, name in enumerate(("reads", "decodes")):
         profile = load_profile(DEMO / f"{name}.yaml")
@@ -191,7 +191,7 @@ def test_instances_that_may_do_both_come_to_do_what_suits_them() -> None:
 
 def test_places_of_a_decode_instance_are_taken_while_prompts_are_on_their_way() -> None:
     """A prompt takes 1 s, an answer 1.7 s, and 16 answers fit: with places kept for prompts there are 9."""
-    slow = KvTransfer(Connector.NIXL, bytes_per_token=1e5, bandwidth_bytes_per_s=1e11)
+    slow = KvLink(Connector.NIXL, bytes_per_token=1e5, bandwidth_bytes_per_s=1e11)
     roles = [Role.PREFILL] * 12 + [Role.DECODE]
     rows = requests(400, gap_s=0.01, prompt=10_000, output=80)
     _, result = fleet(roles, rows, kv_tokens=170_000, link=slow)

@@ -172,7 +172,7 @@ def split_proxy(
 async def handovers(proxy: real.Proxy, client: httpx.AsyncClient) -> dict[str, int]:
     """Hand-overs so far, by result."""
     page = (await client.get(proxy.admin + "/metrics")).text
-    lines = [line for line in page.splitlines() if line.startswith("hetlb_kv_handovers_total{")]
+    lines = [line for line in page.splitlines() if line.startswith("hetlb_kv_transfers_total{")]
     return {line.split('"')[1]: int(line.rsplit(" ", 1)[1]) for line in lines}
 
 

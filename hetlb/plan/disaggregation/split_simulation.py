@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hetlb.core.admission import QueueLimits
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Connector, Health, InstanceSpec, KvTransfer
+from hetlb.core.types import Connector, Health, InstanceSpec, KvLink
 from hetlb.plan.disaggregation.cost import ProfileCost
 from hetlb.plan.disaggregation.network import LINK_SHARE, Network
 from hetlb.plan.disaggregation.split_cluster import Cluster, Plan, Role
@@ -89,7 +89,7 @@ def make_fleet(cluster: Cluster, plan: Plan, cost: ProfileCost) -> Fleet:
         )
         engines[instance.name] = engine
         own = seconds.get(instance.name, [cluster.kv_bytes / 5e9])
-        transfer = KvTransfer(
+        transfer = KvLink(
             Connector.NIXL,
             lease_s=KV_LEASE_S,
             bytes_per_token=float(cluster.kv_bytes_per_token),

@@ -145,8 +145,8 @@ class AccountTotals:
         self.queue_s = 0.0
 
 
-#: Results of a hand-over of KV blocks (docs/disaggregation.md).
-HANDOVER_RESULTS: Final = (
+#: Results of a KV transfer (docs/disaggregation.md).
+KV_TRANSFER_RESULTS: Final = (
     "done", "late", "no_params", "no_bootstrap", "decode_error", "decode_failed", "prefill_failed",
     "prefill_error",
 )  # fmt: skip
@@ -161,8 +161,8 @@ class Totals:
         "classes",
         "decisions",
         "end",
-        "handovers",
         "instances",
+        "kv_transfers",
         "lag",
         "models",
         "reloads",
@@ -181,7 +181,7 @@ class Totals:
         #: Answers that went on at another instance, by model and reason.
         self.resumptions: dict[tuple[str, str], int] = {}
         #: Requests whose KV blocks were to go from one instance to another, by what came of it.
-        self.handovers = dict.fromkeys(HANDOVER_RESULTS, 0)
+        self.kv_transfers = dict.fromkeys(KV_TRANSFER_RESULTS, 0)
         self.reloads = {"done": 0, "refused": 0}
         self.models: dict[str, ModelTotals] = {}
         self.instances: dict[str, InstanceTotals] = {}
@@ -236,9 +236,9 @@ class Totals:
         instance.ended(Outcome.BROKEN_STREAM)
         instance.output_tokens += lease.output_tokens
 
-    def handed_over(self, result: str) -> None:
-        """The hand-over of a request has ended."""
-        self.handovers[result] += 1
+    def kv_transferred(self, result: str) -> None:
+        """A KV transfer has ended."""
+        self.kv_transfers[result] += 1
 
     def count(self, outcome: Outcome, phase: str, model: str, status: int) -> None:
         """A request ended. `model` is one that the fleet serves, `OTHER_MODELS` or ""."""

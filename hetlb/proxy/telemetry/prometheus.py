@@ -137,9 +137,9 @@ class MetricsPage:
             "hetlb_retries_total", "counter", "Requests sent to another instance.", [totals.retries]
         )
         yield _family(
-            "hetlb_kv_handovers_total", "counter",
+            "hetlb_kv_transfers_total", "counter",
             "Requests prefilled at one instance for another, by what came of it.",
-            [f'{{result="{result}"}} {count}' for result, count in totals.handovers.items()],
+            [f'{{result="{result}"}} {count}' for result, count in totals.kv_transfers.items()],
         )  # fmt: skip
         yield _family(
             "hetlb_requests_resumed_total", "counter",

@@ -113,6 +113,34 @@ class RequestRecord:
         lease = self.lease
         return self.resumed_tokens + (0 if lease is None else lease.output_tokens)
 
+    def counted(self, completion: int | None, prompt: int | None, cached: int | None) -> bool:
+        """Take an engine's counts of tokens in place of estimates; True if that of the prompt makes sense."""
+        lease = self.lease
+        assert lease is not None, "expected an answer of an instance"
+        if completion is not None and 0 <= completion <= 1 << 31:
+            lease.output_tokens = completion
+        if prompt is None or not 0 < prompt <= 1 << 31:
+            return False
+        self.usage_prompt_tokens = prompt
+        if cached is not None and 0 <= cached <= prompt:
+            self.cached_tokens = cached
+            if self.request.sequences == 1 and self.prefill_instance is None:
+                lease.reported_cached_tokens = cached
+        return True
+
+    def own_lines(self, now: float) -> bytes:
+        """Header lines of the proxy's own in the answer."""
+        lease = self.lease
+        assert lease is not None, "expected an answer of an instance"
+        lines = b"x-hetlb-instance: %b\r\n" % lease.instance.encode("ascii")
+        if self.ticket is not None:
+            lines += self.ticket.headers(now)
+        if self.prefill_instance is not None:
+            lines += b"x-hetlb-prefill-instance: %b\r\n" % self.prefill_instance.encode("ascii")
+        if self.resumed:
+            lines += b"x-hetlb-resumed: %d\r\n" % self.resumed
+        return lines
+
     @property
     def queue_s(self) -> float:
         """Seconds from arrival to the last dispatch, or to the end of a request that had none."""

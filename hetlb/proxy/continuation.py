@@ -1,0 +1,105 @@
+"""Continuation of an answer at another instance: what came of it, and the request for the rest."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hetlb.proxy.engine_answer import EngineAnswer
+from hetlb.proxy.engine_request import EngineRequest, with_field
+from hetlb.proxy.http.endpoints import Kind
+from hetlb.proxy.progress import Progress
+from hetlb.proxy.resume import Leg, ends_here, next_leg
+from hetlb.proxy.streamed_answer import StreamedAnswer
+
+#: An answer goes on elsewhere so often at most: it may be what engines fail of.
+MOST_RESUMED: Final = 5
+LAST_EVENT: Final = b"data: [DONE]\n\n"
+_TOKEN_IDS: Final = b"return_token_ids"
+
+
+class Continuation:
+    """Second leases of one request, none at first, and what they need of the one before.
+
+    `by_text`: an answer may go on by its text alone; `asks_ids`: hetlb asks for token ids where the engine
+    has some; `hides_usage`: it asks for usage, which the client did not. `leg` is the request of a second
+    lease, None in the first.
+    """
+
+    __slots__ = (
+        "_by_text", "_gives_ids", "_hides_usage", "_kind", "_outgoing", "_progress", "asks_ids", "leg",
+    )  # fmt: skip
+
+    def __init__(
+        self, kind: Kind, outgoing: EngineRequest, *, by_text: bool, asks_ids: bool, hides_usage: bool
+    ) -> None:
+        self._kind = kind
+        self._outgoing = outgoing
+        self._by_text = by_text
+        self.asks_ids = asks_ids
+        self._hides_usage = hides_usage
+        #: True if the engine of this lease takes and gives token ids.
+        self._gives_ids = False
+        #: Progress of a stream, None before it begins.
+        self._progress: Progress | None = None
+        self.leg: Leg | None = None
+
+    def dispatched(self, gives_ids: bool) -> bool:
+        """Another lease begins; False if its instance cannot go on with the answer."""
+        self._gives_ids = gives_ids
+        return self.leg is None or not self.leg.by_ids or gives_ids or self.plan()
+
+    def head_lines(self, lines: bytes, path: str) -> bytes:
+        """Header lines of the request, of which `path` is the client's."""
+        if self.leg is None or self.leg.path is None:
+            return lines
+        return lines.replace(path.encode("ascii"), self.leg.path, 1)
+
+    @property
+    def body(self) -> bytes | None:
+        """The body of this lease's request, None for that of the client."""
+        if self.leg is not None:
+            return self.leg.body
+        if self.asks_ids and self._gives_ids:
+            return with_field(self._outgoing.body, _TOKEN_IDS, b"true")
+        return None
+
+    def stream(self, silent: bool) -> StreamedAnswer:
+        """The stream that begins; `silent`: its first event is no text."""
+        if self.leg is not None:
+            return StreamedAnswer(not self.leg.seam.wants_usage, silent, self._progress, self.leg.seam)
+        if self._gives_ids or self._by_text:
+            self._progress = Progress(self.asks_ids and self._gives_ids)
+        return StreamedAnswer(self._hides_usage, silent, self._progress)
+
+    @property
+    def ended(self) -> bool:
+        """True if of the answer nothing but `[DONE]` is missing."""
+        progress = self._progress
+        return progress is not None and ends_here(
+            progress, self._outgoing.body, hides_usage=self._hides_usage
+        )
+
+    def may_go_on(self, answer: EngineAnswer | None, *, unsent: bool) -> bool:
+        """True if the rest of an answer is known; `unsent`: the client has nothing of it."""
+        if self._progress is None:  # of a plain answer that is not whole nothing was sent
+            return unsent and answer is not None and answer.whole_only
+        if answer is not None and answer.stream is not None and answer.stream.cut():
+            return False
+        return self.ended or self.plan()
+
+    def plan(self) -> bool:
+        """Make the request of the next lease; False where there is none."""
+        progress = self._progress
+        if progress is None:
+            return True
+        leg = next_leg(
+            self._kind,
+            self._outgoing.body,
+            progress,
+            hides_usage=self._hides_usage,
+            gives_ids=self._gives_ids,
+            by_text=self._by_text,
+        )
+        if leg is not None:
+            self.leg = leg
+        return leg is not None

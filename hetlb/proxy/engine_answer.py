@@ -1,0 +1,143 @@
+"""Answer of the engine of one lease: its head, what is known of its body, and how it ends."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from hetlb.proxy import ends
+from hetlb.proxy.ends import End
+from hetlb.proxy.http import error_responses
+from hetlb.proxy.http.http1 import ResponseHead
+from hetlb.proxy.http.sse import TAIL_BYTES, usage_in_tail
+from hetlb.proxy.http.transfer_fields import TransferFilter, harmless
+from hetlb.proxy.streamed_answer import StreamedAnswer
+
+#: RFC 5842, 7.2.
+LOOP_STATUS: Final = 508
+#: Statuses of an engine that has no room now, if it says when to come again.
+_BUSY: Final = (429, 503)
+_NUMBER = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})?")
+_RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[A-Za-z0-9_-]{1,100})"')
+#: Content types of answers with fields that are looked at.
+_WITH_FIELDS: Final = (b"application/json", b"text/event-stream")
+
+
+class EngineAnswer:
+    """Answer of one lease. `length` is that of the body where it is known, `stream` None of a plain answer.
+
+    `begun`: a byte of the body came. `whole_only`: nothing goes out before all of it is there. `tail`: the
+    last bytes of a plain body.
+    """
+
+    __slots__ = ("_transfers", "begun", "head", "length", "stream", "tail", "whole_only")
+
+    def __init__(self, head: ResponseHead, length: int | None) -> None:
+        self.head = head
+        self.length = length
+        self.stream: StreamedAnswer | None = None
+        self.begun = self.whole_only = False
+        self.tail = b""
+        #: Empties fields about KV transfers, None before the first part.
+        self._transfers: TransferFilter | None = None
+
+    @property
+    def is_stream(self) -> bool:
+        """True if its head says that server-sent events follow."""
+        head = self.head
+        return head.status == 200 and head.fields.get(b"content-type", b"").startswith(b"text/event-stream")
+
+    @property
+    def busy_s(self) -> float | None:
+        """Seconds after which to come again, None unless the engine has no room now and says so."""
+        head = self.head
+        if head.status not in _BUSY:
+            return None
+        again = head.fields.get(b"retry-after")
+        return None if again is None or _NUMBER.fullmatch(again) is None else float(again)
+
+    @property
+    def tokens_so_far(self) -> int:
+        """Output tokens of a stream until now, 0 of another answer: its lease has the number at the end."""
+        return 0 if self.stream is None else self.stream.events
+
+    @property
+    def lost(self) -> bytes | None:
+        """The event of a stream by which the engine said that it has failed, None if it did not."""
+        return None if self.stream is None else self.stream.lost
+
+    def read(self, payload: bytes, now: float) -> bytes:
+        """Look at the next bytes of the body; returns those to pass on."""
+        if self.stream is not None:
+            return self.stream.read(payload, now)
+        self.tail = (self.tail + payload)[-TAIL_BYTES:]
+        return b"" if self.whole_only else payload
+
+    def read_last(self, payload: bytes) -> bytes:
+        """Look at the last bytes of the body; returns those to pass on, but for an unfinished event."""
+        if self.stream is not None:
+            return self.stream.feed(payload) if payload else payload
+        if payload or self.whole_only:
+            self.tail = (self.tail + payload)[-TAIL_BYTES:]
+        return self.tail if self.whole_only else payload
+
+    def emptied(self, payload: bytes) -> bytes:
+        """A part of the body, with nothing in its fields about KV transfers."""
+        transfers = self._transfers
+        if transfers is None:
+            if not self.head.fields.get(b"content-type", b"").startswith(_WITH_FIELDS):
+                return payload
+            transfers = self._transfers = TransferFilter()
+        return transfers.feed(payload)
+
+    def last_emptied(self, payload: bytes) -> bytes:
+        """The last part of the body, as `emptied` has it."""
+        return payload if self._transfers is None and harmless(payload) else self.emptied(payload)
+
+    def usage(self) -> tuple[int | None, int | None, int | None]:
+        """(completion tokens, prompt tokens, cached prompt tokens) of the lease, as the engine counted."""
+        stream = self.stream
+        if stream is None:
+            return usage_in_tail(self.tail)
+        completion, prompt, seam = stream.completion_tokens, stream.prompt_tokens, stream.seam
+        if seam is not None:
+            # What earlier leases said was part of this one's prompt.
+            completion = 0 if seam.only_end and completion is not None else completion
+            prompt = None if prompt is None else prompt - seam.generated
+        return completion, prompt, stream.cached_tokens
+
+    @property
+    def end(self) -> End:
+        """The end of the lease, now that all of it is there."""
+        stream, status = self.stream, self.head.status
+        if stream is not None and stream.failed:
+            return ends.REFUSED_IN_STREAM if stream.refused else ends.ERROR_EVENT
+        if status < 400:
+            return ends.ANSWERED
+        if status == 429 or (status == 503 and b"retry-after" in self.head.fields):
+            return ends.BUSY
+        # A loop behind another proxy is no failure of that one.
+        return ends.REFUSED if status < 500 or status == LOOP_STATUS else ends.SERVER_ERROR
+
+    def late(self, path: str) -> tuple[bytes, End]:
+        """The event and the end of a whole answer that is no stream, where the client has the head of one."""
+        status = self.head.status
+        if self.stream is None and status >= 400:
+            return error_responses.upstream_error_event(status, self.tail, path), self.end
+        text = "The instance did not answer with a stream."
+        event = error_responses.error_event(error_responses.BAD_UPSTREAM, text, path)
+        # A whole answer of another kind may be what the request asked for: no failure of the instance.
+        return event, ends.REFUSED if self.stream is None else ends.BROKEN
+
+    @property
+    def not_the_rest(self) -> End:
+        """The end of a second lease whose engine did not answer with a stream."""
+        if self.head.status >= 500:
+            return ends.ERROR_EVENT
+        return ends.REFUSED_IN_STREAM if self.head.status >= 400 else ends.OTHERWISE
+
+
+def response_id(payload: bytes) -> str | None:
+    """Id of a response that can be asked for again, None where it does not stand here."""
+    found = _RESPONSE_ID.search(payload)
+    return None if found is None else found[1].decode("ascii")

@@ -1,0 +1,506 @@
+"""KV transfers: requests whose prompt one vLLM instance prefills and whose answer another one decodes.
+
+The prefill leg asks for one token with `kv_transfer_params`; those of its answer go on, as they are, in the
+body of the decode leg (NIXL). With Mooncake both legs are sent at once, with an engine id from the bootstrap
+server of the prefill instance. Shared storage needs no parameters.
+
+A prefill instance keeps the KV blocks for `lease_s` and then gives them to others: KV that is fetched later
+is that of another prompt, and the answer is wrong with status 200. So the first token must come before the
+lease can have ended, by the clock of this process; else the answer is dropped and one instance gets the whole
+request.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Final, Protocol
+
+import msgspec
+
+from hetlb.core.instance import Instance
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.transition import Transition
+from hetlb.core.types import Command, Connector, Hold, KvLink, Lease, Outcome, Request, Role
+from hetlb.proxy import ends
+from hetlb.proxy.ends import End
+from hetlb.proxy.engine_answer import EngineAnswer
+from hetlb.proxy.engine_pools import EnginePools
+from hetlb.proxy.engine_request import EngineRequest, with_field
+from hetlb.proxy.exchange_states import (
+    DECODE_UNDER_WAY,
+    DISPATCHED,
+    PREFILL_DISPATCHED,
+    PREFILL_REFUSED,
+    PREFILLED,
+    RETRIED,
+    Phase,
+)
+from hetlb.proxy.http.endpoints import Kind
+from hetlb.proxy.http.http1 import ResponseHead
+from hetlb.proxy.http.openai_fields import BootstrapEntry, PrefillFields, TransferFields
+from hetlb.proxy.http.split_bodies import prefill_body, release_body
+from hetlb.proxy.http.sse import SseWatcher
+from hetlb.proxy.side_call import SideCall
+from hetlb.proxy.telemetry.counters import Totals
+from hetlb.proxy.upstream import EngineConnection, EnginePool
+
+#: Of a lease, what is left unused: the clocks of the engine and of this process start at different times.
+_MARGIN_SHARE: Final = 0.1
+_LEAST_MARGIN_S: Final = 0.5
+#: A decode leg whose prefill instance hangs never answers: it may take so many times what is expected...
+_PATIENCE: Final = 5.0
+#: ...and so many seconds at least: the first contact of two engines takes about 5 s on RDMA.
+_LEAST_PATIENCE_S: Final = 10.0
+_ASK: Final = (
+    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
+    b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+)
+#: Part of the names of transfers: no other process has it.
+_PROCESS: Final = secrets.token_hex(8).encode("ascii")
+_answer = msgspec.json.Decoder(PrefillFields)
+_transfer = msgspec.json.Decoder(TransferFields)
+_bootstrap = msgspec.json.Decoder(dict[str, BootstrapEntry])
+
+
+class TransferState(StrEnum):
+    """State of a transfer: which legs are under way."""
+
+    ASKING = "bootstrap"
+    PREFILL = "prefill"
+    BOTH = "both"
+    DECODE = "decode"
+    OVER = "over"
+
+
+_UNDER_WAY: Final = (TransferState.ASKING, TransferState.PREFILL, TransferState.BOTH, TransferState.DECODE)
+BOTH_SENT: Final = Transition(
+    "the bootstrap server told the engine's id: both legs are sent",
+    (TransferState.ASKING,),
+    TransferState.BOTH,
+)
+PROMPT_READ: Final = Transition(
+    "the prefill leg ended well", (TransferState.PREFILL, TransferState.BOTH), TransferState.DECODE
+)
+LEFT: Final = Transition("the first token, or a failure", _UNDER_WAY, TransferState.OVER)
+
+
+class SplitExchange(Protocol):
+    """Interface of the exchange whose request is split. It carries the decode leg itself."""
+
+    kind: Kind
+    lease: Lease | None
+    request: Request
+    phase: Phase
+    status: int
+    dropped: bool
+    dispatched_at: float | None
+    expected_s: float
+    expected_first_s: float
+    mixed: bool
+    prefill_instance: str | None
+    engine: EngineConnection | None
+    answer: EngineAnswer | None
+    outgoing: EngineRequest
+    transfer: KvTransfer | None
+
+    def enter(self, transition: Transition[Phase], now: float) -> None: ...
+    def head_lines(self, own_headers: bytes, passthrough: bool) -> bytes: ...
+    def send(self, lease: Lease, *, fresh: bool = False) -> None: ...
+    def stop_engine(self) -> None: ...
+    def back_to_queue(self, transition: Transition[Phase]) -> Lease: ...
+    def try_again(self, end: End) -> None: ...
+    def engine_head(self, head: ResponseHead, length: int | None) -> None: ...
+    def engine_body(self, payload: bytes) -> None: ...
+    def engine_end(self, payload: bytes) -> None: ...
+    def engine_failed(self, end: End, detail: str) -> None: ...
+
+
+class KvTransfer:
+    """The two legs of one request, from the dispatch of the prefill to the first token of the decode.
+
+    `body` is that of the decode leg. `pushed`: the prefill instance sends the blocks by itself, and keeps
+    those that are not asked for until the lease ends. `stopped`: the decode leg was running and its
+    connection was closed.
+    """
+
+    __slots__ = (
+        "_call", "_exchange", "_hold", "_lease", "_link", "_params", "_pending", "_pending_end", "_pushed",
+        "_query", "_transfers", "_until", "body", "decode", "state", "stopped",
+    )  # fmt: skip
+
+    def __init__(self, exchange: SplitExchange, transfers: KvTransfers, lease: Lease) -> None:
+        assert lease.decode is not None, f"{lease!r} is no prefill leg"
+        self._exchange = exchange
+        self._transfers = transfers
+        self._link = transfers.link(lease)
+        self._lease = lease
+        self.decode = lease.decode
+        self.state = TransferState.ASKING if self._link.concurrent else TransferState.PREFILL
+        self.body = exchange.outgoing.body
+        self._call: SideCall | None = None
+        self._query: SideCall | None = None
+        self._hold: Hold | None = None
+        #: Parameters of the decode leg, once known.
+        self._params: bytes | None = None
+        #: Time after which the first token is of no use.
+        self._until = float("inf")
+        self._pushed = self.stopped = False
+        #: First bytes of the decode leg's answer, if they came before the prefill leg's; True if they were all.
+        self._pending: bytes = b""
+        self._pending_end = False
+
+    def _enter(self, transition: Transition[TransferState]) -> None:
+        assert self.state in transition.before, f"KV transfer, {self.state}: {transition.event}"
+        self.state = transition.after
+
+    @property
+    def _read(self) -> bool:
+        """True if the prompt has been read."""
+        return self.state is TransferState.DECODE
+
+    # --- the prefill leg ---
+
+    def begin(self, now: float) -> None:
+        """Send the prefill leg, once the bootstrap server has told the engine where its connector has one."""
+        exchange, transfers, lease = self._exchange, self._transfers, self._lease
+        exchange.dispatched_at = now
+        exchange.enter(PREFILL_DISPATCHED, now)
+        params: bytes | None = _ASK
+        if self._link.connector is Connector.SHARED_STORAGE:
+            params = None
+        elif self._link.concurrent:
+            params = b'{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"%b"}' % self._name()
+        body = prefill_body(exchange.kind, self.body, params)
+
+        def lines(own_headers: bytes, passthrough: bool) -> bytes:
+            return b"%bx-request-id: %b\r\n" % (
+                exchange.head_lines(own_headers, passthrough), exchange.outgoing.label,
+            )  # fmt: skip
+
+        self._call = SideCall(
+            transfers.pool(lease), b"POST", lines, body, self._prefilled, self._prefill_failed,
+            lambda: transfers.serves(lease),
+        )  # fmt: skip
+        if self.state is TransferState.PREFILL:
+            self._call.send()
+            return
+        query = transfers.bootstrap(lease)
+        if query is None:
+            self._query_failed(None, "its bootstrap server is not known")
+            return
+
+        def question(own_headers: bytes, passthrough: bool) -> bytes:
+            return b"GET /query HTTP/1.1\r\n%b" % own_headers
+
+        self._query = SideCall(query, b"GET", question, b"", self._queried, self._query_failed)
+        self._query.send()
+
+    def _name(self) -> bytes:
+        return b"xfer-%b-%d" % (_PROCESS, self._lease.id)
+
+    def _queried(self, head: ResponseHead, body: bytes) -> None:
+        """The bootstrap server told the id of the prefill engine: send both legs."""
+        query, self._query = self._query, None
+        try:
+            entry = _bootstrap.decode(body)["0"] if head.status == 200 else None
+        except (msgspec.DecodeError, KeyError, UnicodeDecodeError):
+            entry = None
+        if entry is None or query is None or self._call is None:
+            self._query_failed(None, "its bootstrap server does not tell the engine")
+            return
+        self._params = msgspec.json.encode(
+            {
+                "do_remote_decode": False,
+                "do_remote_prefill": True,
+                "remote_bootstrap_addr": query.pool.origin,
+                "remote_engine_id": entry.engine_id,
+                "transfer_id": self._name().decode("ascii"),
+            }
+        )
+        self.body = with_field(self.body, b"kv_transfer_params", self._params)
+        self._enter(BOTH_SENT)
+        self._call.send()
+        self._exchange.send(self.decode, fresh=True)
+
+    def _query_failed(self, end: End | None, detail: str) -> None:
+        self._query = None
+        self._unsplit(ends.NOT_HANDED_OVER, "no_bootstrap")
+
+    def _prefill_failed(self, end: End | None, detail: str) -> None:
+        """The prefill instance did not answer."""
+        exchange, self._call = self._exchange, None
+        if end is ends.NOT_ACCEPTED or end is ends.LOOP:
+            exchange.try_again(end)
+        elif end is ends.LOCAL:
+            exchange.stop_engine()
+            self.leave()
+            exchange.engine_failed(end, detail)
+        else:
+            self._unsplit(ends.MOVED if end is None else ends.DROPPED, "prefill_failed")
+
+    def _prefilled(self, head: ResponseHead, body: bytes) -> None:
+        """The prefill instance has answered."""
+        self._call = None
+        exchange = self._exchange
+        if head.status != 200:
+            self._prefill_refused(head, body)
+            return
+        if self._link.connector is Connector.NIXL:
+            try:
+                answer = _answer.decode(body)
+                params = bytes(answer.kv_transfer_params)
+                self._pushed = params != b"" and _transfer.decode(params).transfer_mode == "push"
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                params = b""
+            if not params.startswith(b"{"):
+                self._unsplit(ends.NOT_HANDED_OVER, "no_params")
+                return
+            self._params = params
+            self.body = with_field(self.body, b"kv_transfer_params", params)
+            if self._pushed and exchange.kind is Kind.RESPONSES and answer.id:
+                # Blocks go to the request of the same id, which vLLM takes from the body of a response alone.
+                self.body = with_field(self.body, b"request_id", msgspec.json.encode(answer.id))
+        self._enter(PROMPT_READ)
+        lease, exchange.lease = exchange.lease, None
+        assert lease is not None
+        exchange.prefill_instance = lease.instance
+        exchange.enter(PREFILLED, self._transfers.now())
+        self._transfers.prefilled(lease)
+
+    def _prefill_refused(self, head: ResponseHead, body: bytes) -> None:
+        """The prefill instance answered with an error: it is the answer, but for those of a broken engine."""
+        if head.status >= 500 and b"retry-after" not in head.fields:
+            self._unsplit(ends.SERVER_ERROR, "prefill_error")
+            return
+        exchange = self._exchange
+        lease = exchange.lease
+        exchange.stop_engine()
+        self.leave()
+        exchange.enter(PREFILL_REFUSED, self._transfers.now())
+        exchange.engine_head(head, len(body))
+        if exchange.lease is lease and exchange.phase is Phase.SENT:  # no other instance has room for it
+            exchange.engine_end(body)
+
+    # --- the decode leg ---
+
+    def decode_dispatched(self, lease: Lease, now: float, expected_s: float) -> None:
+        """The decode leg is sent now, or goes on. The prefill instance keeps the KV from then on."""
+        exchange = self._exchange
+        self._hold = lease.hold
+        exchange.expected_s, exchange.expected_first_s, exchange.mixed = expected_s, 0.0, True
+        if self._link.holds:
+            begun_at = self._lease.dispatched_at
+            read_at = begun_at if self._transfers.stood_still_since(begun_at) else now
+            lease_s = self._link.lease_s
+            self._until = min(
+                read_at + lease_s - max(_LEAST_MARGIN_S, _MARGIN_SHARE * lease_s),
+                now + max(_LEAST_PATIENCE_S, _PATIENCE * expected_s),
+            )
+        if exchange.engine is None and not self._pending_end:
+            exchange.enter(DISPATCHED, now)
+            if not self._link.concurrent:
+                # Its parameters may be used once: an idle connection that turned out to be closed would
+                # leave open whether they were.
+                exchange.send(lease, fresh=True)
+            return
+        exchange.enter(DECODE_UNDER_WAY, now)
+        pending, whole = self._pending, self._pending_end
+        self._pending, self._pending_end = b"", False
+        if whole:
+            exchange.engine_end(pending)
+        elif pending:
+            exchange.engine_body(pending)
+
+    def first(self, payload: bytes, *, whole: bool) -> bytes | None:
+        """The part of the first bytes of the decode leg's answer that goes on, None if nothing does for now.
+
+        With it the transfer is over.
+        """
+        answer = self._exchange.answer
+        assert answer is not None, "expected a head before a body"
+        payload, self._pending = self._pending + payload, b""
+        status = answer.head.status
+        if self._transfers.now() > self._until:
+            self._late()
+            return None
+        if status >= 500:
+            self._unsplit(ends.NOT_HANDED_OVER, "decode_error")
+            return None
+        if not self._read:  # the prefill leg has not answered yet
+            self._pending, self._pending_end = payload, whole
+            return None
+        if answer.stream is not None:
+            watcher = SseWatcher(False)
+            watcher.feed(payload)
+            if watcher.failed and not watcher.events:
+                if not watcher.refused:
+                    self._unsplit(ends.NOT_HANDED_OVER, "decode_error")
+                    return None
+            elif not watcher.events and not watcher.done and not whole:
+                self._pending = payload
+                return None
+        self._enter(LEFT)
+        self._exchange.transfer = None
+        if status < 400:
+            self._transfers.ended()
+        elif self._hold is not None and not self._pushed:
+            self._transfers.released(self._hold)  # vLLM releases them when it refuses the request
+        return payload
+
+    def decode_failed(self, end: End) -> None:
+        """The decode instance failed before its first token."""
+        if not self._read:
+            self._unsplit(ends.NOT_HANDED_OVER, "decode_failed")
+        elif end in ends.NOTHING_SENT:
+            self._transfers.ended("decode_failed")
+            self._exchange.try_again(end)
+        else:
+            self._exchange.dropped = True
+            self._unsplit(ends.DROPPED, "decode_failed")
+
+    # --- the end ---
+
+    def sweep(self, now: float, silent_s: float, first_byte_s: float) -> bool:
+        """Give up what comes too late; True if the exchange waits no longer for this transfer."""
+        if now > self._until:
+            self._late()
+        elif self._exchange.phase is Phase.PREFILLING and silent_s > first_byte_s:
+            self._prefill_failed(ends.SILENT, "it did not answer in time")
+        else:
+            return False
+        return True
+
+    def _late(self) -> None:
+        """The decode instance did not get the KV blocks in time."""
+        if self._exchange.engine is not None:
+            # What it may have fetched too late is of another prompt, and is in its prefix cache by now.
+            self._exchange.outgoing.salt()
+        self._unsplit(ends.NOT_HANDED_OVER, "late")
+
+    def _unsplit(self, end: End, why: str) -> None:
+        """Have one instance get the whole request. `end` is that of the leg that was going on."""
+        self._exchange.stop_engine()
+        lease = self._exchange.back_to_queue(RETRIED)
+        self._transfers.unsplit(lease, end.told, why)
+
+    def leave(self) -> None:
+        """No leg goes on."""
+        self._enter(LEFT)
+        self._exchange.transfer = None
+        for call in (self._call, self._query):
+            if call is not None:
+                call.abort()
+        self._call = self._query = None
+        hold = self._hold
+        if hold is None or hold.ended or self._pushed:
+            return
+        if self.stopped:
+            # The decode engine says so to the other as soon as it notices.
+            self._transfers.released(hold)
+        elif self._params is not None:
+            model = self._exchange.request.model
+            self._transfers.release(hold, model, release_body(model, self._params))
+
+
+class KvTransfers:
+    """KV transfers of one process, whose scheduler is in it too, and the calls that release what is kept."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pools: EnginePools,
+        totals: Totals,
+        carry_out: Callable[[list[Command]], None],
+        now: Callable[[], float],
+        stood_still_since: Callable[[float], bool],
+    ) -> None:
+        self._scheduler = scheduler
+        self._pools = pools
+        self._totals = totals
+        self._carry_out = carry_out
+        self.now = now
+        self.stood_still_since = stood_still_since
+        #: Requests of the proxy's own to engines.
+        self._releases: set[SideCall] = set()
+
+    def link(self, lease: Lease) -> KvLink:
+        """Link for KV blocks of the instance of a lease."""
+        link = self._scheduler.holder(lease).spec.kv_transfer
+        assert link is not None, f"{lease.instance} takes part in no KV transfer"
+        return link
+
+    def pool(self, lease: Lease) -> EnginePool:
+        """Connections to the instance of a lease."""
+        return self._pools.of(lease)
+
+    def serves(self, lease: Lease) -> bool:
+        """True if the instance of a lease serves its model, as far as is known."""
+        served = self._scheduler.holder(lease).served
+        return served is None or lease.request.model in served
+
+    def bootstrap(self, lease: Lease) -> EnginePool | None:
+        """Connections to the bootstrap server of a prefill instance, None where it is not known."""
+        return self._pools.bootstrap(lease.instance)
+
+    def prefilled(self, lease: Lease) -> None:
+        """A prefill leg ended well."""
+        self._totals.instance(lease.instance).ended(Outcome.OK)
+        self._carry_out(self._scheduler.on_prefilled(lease, self.now()))
+
+    def unsplit(self, lease: Lease, outcome: Outcome, why: str) -> None:
+        """A transfer failed: the request goes to one instance as a whole."""
+        self._totals.kv_transferred(why)
+        self._totals.tried_again(lease.instance, outcome)
+        self._carry_out(self._scheduler.on_unsplit(lease, outcome, self.now()))
+
+    def ended(self, result: str = "done") -> None:
+        """A transfer has ended."""
+        self._totals.kv_transferred(result)
+
+    def released(self, hold: Hold) -> None:
+        """A prefill instance keeps a prompt no longer."""
+        self._carry_out(self._scheduler.on_hold_released(hold, self.now()))
+
+    def release(self, hold: Hold, model: str, body: bytes) -> None:
+        """Have a prefill instance keep a prompt no longer, by a request that a decode instance refuses."""
+        able = [
+            each
+            for each in self._scheduler.instances
+            if each.routable
+            and each.name != hold.instance
+            and each.spec.role is not Role.PREFILL
+            and each.spec.kv_transfer is not None
+            and each.serves(model)
+        ]
+        able.sort(key=lambda each: each.name != hold.target)
+        self._release_by(able, hold, body)
+
+    def _release_by(self, able: list[Instance], hold: Hold, body: bytes) -> None:
+        """Ask one instance after the other; where none can, the prompt is kept until its lease ends."""
+        if not able or hold.ended:
+            return
+        asked, *others = able
+
+        def lines(own_headers: bytes, passthrough: bool) -> bytes:
+            return b"POST /v1/completions HTTP/1.1\r\n%bcontent-type: application/json\r\n" % own_headers
+
+        def done(head: ResponseHead, answer: bytes) -> None:
+            self._releases.discard(call)
+            if head.status == 400:
+                self.released(hold)
+
+        def failed(end: End | None, detail: str) -> None:
+            self._releases.discard(call)
+            self._release_by(others, hold, body)
+
+        pool = self._pools.open(asked.incarnation, asked.name, asked.spec.url)
+        call = SideCall(pool, b"POST", lines, body, done, failed)
+        self._releases.add(call)
+        call.send()
+
+    def close(self) -> None:
+        """Break off the requests of the proxy's own."""
+        for call in self._releases:
+            call.abort()
