@@ -294,7 +294,7 @@ def limit(name: str) -> float:
         return 120.0
     if "messages" in name:
         return 200.0
-    if "in parts" in name:  # a frame of a few bytes is work of its own
+    if "in parts" in name or "short frames" in name:  # each frame is work of its own
         return 80.0
     if "a file of" in name:  # read outside of the event loop
         return 250.0
