@@ -357,3 +357,25 @@ async def test_a_job_registers_its_server_for_as_long_as_it_runs(tmp_path: Path)
             job.terminate()
             await job.wait()
             assert running.names == ["i0"]
+
+
+# --- workflows ---------------------------------------------------------------------------------------------
+
+
+def test_a_tag_publishes_wheels_and_image_with_provenance_and_without_a_stored_secret() -> None:
+    folder = ROOT / ".github" / "workflows"
+    texts = {path.name: path.read_text() for path in folder.iterdir()}
+    assert texts.keys() == {"image.yml", "wheels.yml"}
+    for name, job in (("wheels.yml", "publish"), ("image.yml", "image")):
+        workflow = yaml.safe_load(texts[name])
+        assert workflow[True]["push"]["tags"] == ["v*"]  # YAML 1.1 reads `on` as true
+        assert workflow["permissions"] == {"contents": "read"}
+        granted = workflow["jobs"][job]["permissions"]
+        assert (granted["id-token"], granted["attestations"]) == ("write", "write")
+        assert "secrets." not in texts[name]
+        uses = [
+            step["uses"] for each in workflow["jobs"].values() for step in each["steps"] if "uses" in step
+        ]
+        assert all(re.fullmatch(r"[\w-]+/[\w-]+@(v[\d.]+|release/v1)", each) for each in uses)
+        assert any(each.startswith("actions/attest-build-provenance@") for each in uses)
+    assert "file: configs/deploy/Containerfile" in texts["image.yml"]

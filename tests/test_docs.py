@@ -103,7 +103,7 @@ def shown_commands() -> list[str]:
 
 @pytest.mark.parametrize("line", shown_commands())
 def test_every_command_shown_is_one(line: str) -> None:
-    arguments = shlex.split(re.split(r" > | \|\| | \| ", line)[0], comments=True)[1:]
+    arguments = shlex.split(re.split(r" > | \|\| | \| | &$", line)[0], comments=True)[1:]
     build_parser(arguments[0]).parse_args(arguments)
 
 
