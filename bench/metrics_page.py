@@ -151,9 +151,16 @@ def fleet(count: int) -> MetricsSource:
             for histogram in (model.ttft, model.e2e, model.queue, model.output_ratio, model.time_ratio):
                 histogram.observe(value)
     for outcome in Outcome:
-        totals.requests[outcome, "stream"] = 10
+        totals.requests[outcome, "stream", models[0], "2xx"] = 10
     source: Any = SimpleNamespace(
-        scheduler=scheduler, totals=totals, invalid_samples={}, lost_lines=0, now=lambda: 12.5
+        scheduler=scheduler,
+        totals=totals,
+        invalid_samples={},
+        lost_lines=0,
+        workers=(),
+        stages={},
+        shared=None,
+        now=lambda: 12.5,
     )
     return cast(MetricsSource, source)
 

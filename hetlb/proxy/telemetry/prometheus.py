@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -25,6 +26,7 @@ from hetlb.core.types import CAUSES, AdminState, Health
 from hetlb.proxy.beliefs import Source, slots_source
 from hetlb.proxy.telemetry.counters import AccountTotals, InstanceTotals, ModelTotals, Totals
 from hetlb.proxy.telemetry.histograms import Gaps, Histogram
+from hetlb.proxy.telemetry.metric_families import head
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -83,8 +85,6 @@ class MetricsSource(Protocol):
 # --- the page ---
 
 Number: TypeAlias = float | int
-#: One family: its lines and, of the first piece, its HELP and TYPE.
-Piece: TypeAlias = str
 
 
 class MetricsPage:
@@ -98,7 +98,7 @@ class MetricsPage:
 
     async def render(self) -> bytes:
         """The page in the Prometheus text format, in slices of about `SLICE_S`."""
-        pieces: list[Piece] = []
+        pieces: list[str] = []
         started = time.perf_counter()
         for piece in self.pieces():
             pieces.append(piece)
@@ -107,352 +107,95 @@ class MetricsPage:
                 started = time.perf_counter()
         return "".join(pieces).encode()
 
-    def pieces(self) -> Iterator[Piece]:
-        """All families, in a fixed order. Between two pieces the fleet may change."""
+    def pieces(self) -> Iterator[str]:
+        """Write all families in a fixed order, in pieces; between two of them the fleet may change."""
         source = self._source
         scheduler, totals, now = source.scheduler, source.totals, source.now()
         instances = scheduler.instances
         self._forget({instance.name for instance in instances})
-        yield _family("hetlb_build_info", "gauge", "Version, policy, whether the hot path is compiled.", [
-            f'{{version="{_escape(hetlb.__version__)}",policy="{scheduler.policy_name}",'
-            f'compiled="{str(compiled()).lower()}"}} 1'
-        ])  # fmt: skip
-        yield _family(
-            "hetlb_requests_total", "counter", "Requests that ended, and whose doing it was.",
-            [
-                f'{{outcome="{outcome}",cause="{CAUSES[outcome]}",phase="{phase}",'
-                f'model="{_escape(model)}",status="{status}"}} {count}'
-                for (outcome, phase, model, status), count in totals.requests.items()
-            ],
-        )  # fmt: skip
-        yield _family(
-            "hetlb_class_requests_total", "counter",
-            "Requests of a service class that ended, by whether they met all its targets.",
-            [
-                f'{{model="{_escape(model)}",class="{_escape(name)}",met="{str(met).lower()}"}} {count}'
-                for (model, name, met), count in totals.classes.items()
-            ],
-        )  # fmt: skip
-        yield _family(
-            "hetlb_retries_total", "counter", "Requests sent to another instance.", [totals.retries]
-        )
-        yield _family(
-            "hetlb_kv_transfers_total", "counter",
-            "Requests prefilled at one instance for another, by what came of it.",
-            [f'{{result="{result}"}} {count}' for result, count in totals.kv_transfers.items()],
-        )  # fmt: skip
-        yield _family(
-            "hetlb_requests_resumed_total", "counter",
-            "Answers that went on at another instance, by why the first was lost.",
-            [
-                f'{{model="{_escape(model)}",reason="{reason}"}} {count}'
-                for (model, reason), count in totals.resumptions.items()
-            ],
-        )  # fmt: skip
-        yield _family("hetlb_decisions_total", "counter", "Dispatches decided.", [totals.decisions])
-        yield _family(
-            "hetlb_config_reloads_total", "counter", "Times the fleet file was read again, by result.",
-            [f'{{result="{result}"}} {count}' for result, count in totals.reloads.items()],
-        )  # fmt: skip
-        yield _family(
-            "hetlb_log_lost_lines_total", "counter", "Lines of logs that a slow reader made us drop.",
-            [source.lost_lines],
-        )  # fmt: skip
-        queue = scheduler.queue
-        models = _model_load(scheduler)
-        yield _family(
-            "hetlb_queue_requests", "gauge", "Requests waiting for an instance, by model.",
-            [f'{{model="{_escape(each.model)}"}} {each.queued}' for each in models],
-        )  # fmt: skip
-        yield _family(
-            "hetlb_model_instances", "gauge", "Instances of the model that take requests.",
-            [f'{{model="{_escape(each.model)}"}} {each.instances}' for each in models],
-        )  # fmt: skip
-        yield _family(
-            "hetlb_model_saturation_ratio", "gauge",
-            "Sequences running and requests waiting, over the places there are; KV cache promised, if more.",
-            [f'{{model="{_escape(each.model)}"}} {each.saturation!r}' for each in models],
-        )  # fmt: skip
-        yield _family(
-            "hetlb_model_free_places", "gauge", "Sequences that could run at once besides those that do.",
-            [f'{{model="{_escape(each.model)}"}} {each.free_places}' for each in models],
-        )  # fmt: skip
-        yield _family(
-            "hetlb_model_capacity_assumed", "gauge", "1 while the slots of one of its instances are a guess.",
-            [f'{{model="{_escape(each.model)}"}} {int(each.assumed)}' for each in models],
-        )  # fmt: skip
+        version, policy = _escape(hetlb.__version__), scheduler.policy_name
+        build = f'{{version="{version}",policy="{policy}",compiled="{str(compiled()).lower()}"}} 1'
+        yield _family("hetlb_build_info", [build])
+        yield from _requests(totals)
+        yield _family("hetlb_log_lost_lines_total", [source.lost_lines])
+        yield from _loads(scheduler)
         yield from _accounts(totals)
-        yield _family("hetlb_queue_bytes", "gauge", "Bytes of the bodies waiting.", [queue.bytes])
-        oldest_at = queue.oldest_at()
-        yield _family(
-            "hetlb_queue_oldest_seconds", "gauge", "How long the request that waits longest has waited.",
-            [0.0 if oldest_at is None else now - oldest_at],
-        )  # fmt: skip
-        yield from self._models(totals)
-        if source.stages:
-            yield from self._stages(source)
+        yield _family("hetlb_queue_bytes", [scheduler.queue.bytes])
+        oldest_at = scheduler.queue.oldest_at()
+        yield _family("hetlb_queue_oldest_seconds", [0.0 if oldest_at is None else now - oldest_at])
+        for name, of in _MODEL_HISTOGRAMS:
+            yield head(name)
+            for model, each in list(totals.models.items()):
+                yield "".join(f"{name}{line}\n" for line in _buckets(f'model="{_escape(model)}"', of(each)))
+        yield from _stages(source.stages)
         if source.shared is not None:
             yield from _shared(source.shared)
         calls = {"arrival": totals.arrival, "end": totals.end}
-        yield _family(
-            "hetlb_decision_seconds", "histogram", "Time of one call of the scheduler, by what happened.",
-            chain.from_iterable(_buckets(f'event="{event}"', each) for event, each in calls.items()),
-        )  # fmt: skip
-        yield _family(
-            "hetlb_loop_lag_seconds", "histogram", "How late the event loop called a timer, sampled.",
-            _buckets("", totals.lag),
-        )  # fmt: skip
+        buckets = (_buckets(f'event="{event}"', each) for event, each in calls.items())
+        yield _family("hetlb_decision_seconds", chain.from_iterable(buckets))
+        yield _family("hetlb_loop_lag_seconds", _buckets("", totals.lag))
         yield from self._counted(instances, totals, source.invalid_samples)
         yield from self._believed(instances, now)
-        yield from self._states(instances)
+        for name, states, state_of in _STATES:
+            yield head(name)
+            for state in states:
+                label = f',{name.rpartition("_")[2]}="{state.value}"'
+                yield "".join(
+                    f"{name}{{{self._label(each.name)}{label}}} {int(state_of(each) is state)}\n"
+                    for each in instances
+                )
         workers = source.workers or (WorkerState("0", True, 0),)
-        yield _family(
-            "hetlb_worker_up", "gauge", "1 for a process that serves requests.",
-            [f'{{worker="{each.number}"}} {int(each.up)}' for each in workers],
-        )  # fmt: skip
-        yield _family(
-            "hetlb_worker_restarts_total", "counter", "Times a process that serves was replaced.",
-            [f'{{worker="{each.number}"}} {each.restarts}' for each in workers],
-        )  # fmt: skip
-        yield _family(
-            "hetlb_worker_hangs_total", "counter", "Times it was killed because it no longer answered.",
-            [f'{{worker="{each.number}"}} {each.hangs}' for each in workers],
-        )  # fmt: skip
+        for name, count in _WORKERS:
+            yield _family(name, [f'{{worker="{each.number}"}} {int(count(each))}' for each in workers])
         yield generate_latest(self._process).decode()
-
-    def _stages(self, source: MetricsSource) -> Iterator[Piece]:
-        """Series of the workers that instances made of stages have."""
-        found = [
-            (f'{{server="{_escape(server)}",stage="{_escape(stage["name"])}"}}', stage)
-            for server, documents in source.stages.items()
-            for stage in documents()
-        ]
-        yield _family(
-            "hetlb_stage_up", "gauge", "1 while a stage is used.",
-            [f"{labels} {int(stage['state'] == 'up')}" for labels, stage in found],
-        )  # fmt: skip
-        yield _family(
-            "hetlb_stage_in_flight", "gauge", "Requests whose path crosses a stage.",
-            [f"{labels} {stage['in_flight']}" for labels, stage in found],
-        )  # fmt: skip
-        yield _family(
-            "hetlb_stage_kv_reserved_token_layers", "gauge", "KV cache booked on a stage.",
-            [f"{labels} {stage['kv_reserved_token_layers']}" for labels, stage in found],
-        )  # fmt: skip
-
-    def _models(self, totals: Totals) -> Iterator[Piece]:
-        families: tuple[tuple[str, str, Callable[[ModelTotals], Histogram | Gaps]], ...] = (
-            (
-                "hetlb_time_to_first_token_seconds",
-                "From arrival to the first byte of a streamed answer.",
-                lambda each: each.ttft,
-            ),
-            (
-                "hetlb_inter_token_latency_seconds",
-                "Between two reads of a stream that brought text.",
-                lambda each: each.gaps,
-            ),
-            (
-                "hetlb_e2e_request_latency_seconds",
-                "From arrival to the end of a request that was answered.",
-                lambda each: each.e2e,
-            ),
-            (
-                "hetlb_request_queue_time_seconds",
-                "From arrival to the last dispatch, or to the end of those never dispatched.",
-                lambda each: each.queue,
-            ),
-            (
-                "hetlb_websocket_session_seconds",
-                "From dispatch to the end of a WebSocket session.",
-                lambda each: each.session,
-            ),
-            (
-                "hetlb_predicted_output_ratio",
-                "Predicted over actual output tokens.",
-                lambda each: each.output_ratio,
-            ),
-            (
-                "hetlb_predicted_time_ratio",
-                "Predicted over actual time from dispatch to the end.",
-                lambda each: each.time_ratio,
-            ),
-        )
-        models = list(totals.models.items())
-        for name, help_text, of in families:
-            yield _head(name, "histogram", help_text)
-            for model, each in models:
-                yield "".join(f"{name}{line}\n" for line in _buckets(f'model="{_escape(model)}"', of(each)))
 
     def _counted(
         self, instances: Sequence[Instance], totals: Totals, invalid: Mapping[str, int]
-    ) -> Iterator[Piece]:
+    ) -> Iterator[str]:
+        """Write what was counted of each instance."""
         pairs = [(self._label(instance.name), totals.instance(instance.name)) for instance in instances]
+        errors = [
+            (f'{{{self._label(instance.name)},figure="{figure}"}}', ratios)
+            for instance in instances
+            for figure, ratios in instance.errors.by_figure
+        ]
+        for name, of_errors in _FORECAST:
+            found = [(label, of_errors(ratios)) for label, ratios in errors]
+            yield _family(name, [f"{label} {value:.6g}" for label, value in found if value is not None])
+        ended = ((label, outcome, n) for label, each in pairs for outcome, n in each.requests.items())
         yield _family(
-            "hetlb_forecast_bias", "gauge", "Mean forecast over mean true time - 1 of the newest answers.",
-            [
-                f'{{{self._label(instance.name)},figure="{figure}"}} {bias:.6g}'
-                for instance in instances
-                for figure, ratios in instance.errors.by_figure
-                if (bias := ratios.bias) is not None
-            ],
-        )  # fmt: skip
-        yield _family(
-            "hetlb_forecast_coverage", "gauge", "Share of the newest answers within their 90 % bound.",
-            [
-                f'{{{self._label(instance.name)},figure="{figure}"}} {coverage:.6g}'
-                for instance in instances
-                for figure, ratios in instance.errors.by_figure
-                if (coverage := ratios.coverage) is not None
-            ],
-        )  # fmt: skip
-        yield _family(
-            "hetlb_instance_requests_total", "counter", "Leases that ended, by instance and outcome.",
-            [
-                f'{{{label},outcome="{outcome}"}} {count}'
-                for label, each in pairs
-                for outcome, count in each.requests.items()
-            ],
-        )  # fmt: skip
-        families: tuple[tuple[str, str, Callable[[InstanceTotals], Number]], ...] = (
-            ("hetlb_instance_output_tokens_total", "Tokens generated.", lambda each: each.output_tokens),
-            (
-                "hetlb_instance_prompt_tokens_total",
-                "Prompt tokens of requests, each prompt once.",
-                lambda each: each.prompt_tokens,
-            ),
-            (
-                "hetlb_instance_cached_prompt_tokens_total",
-                "Prompt tokens that the engine read from its prefix cache, where its usage says so.",
-                lambda each: each.cached_prompt_tokens,
-            ),
-            (
-                "hetlb_instance_expected_cached_prompt_tokens_total",
-                "Prompt tokens that were believed to be in the prefix cache when the request was sent.",
-                lambda each: each.expected_cached_prompt_tokens,
-            ),
-            (
-                "hetlb_instance_ejections_total",
-                "Times it was taken out as dead.",
-                lambda each: each.ejections,
-            ),
-            (
-                "hetlb_instance_predicted_seconds_total",
-                "Predicted time of completed answers, from dispatch to the end.",
-                lambda each: each.expected_s,
-            ),
-            (
-                "hetlb_instance_served_seconds_total",
-                "Actual time of completed answers, from dispatch to the end.",
-                lambda each: each.served_s,
-            ),
+            "hetlb_instance_requests_total",
+            [f'{{{label},outcome="{outcome}"}} {count}' for label, outcome, count in ended],
         )
-        for name, help_text, of in families:
-            yield _family(name, "counter", help_text, [f"{{{label}}} {of(each)!r}" for label, each in pairs])
-        for name, help_text, what in (
-            (
-                "hetlb_instance_model_expected_seconds_total",
-                "Times that the profile as it is expects.",
-                "expected",
-            ),
-            ("hetlb_instance_model_seen_seconds_total", "The same times as they were seen.", "seen"),
-        ):
+        for name, of in _INSTANCE_COUNTERS:
+            yield _family(name, [f"{{{label}}} {of(each)!r}" for label, each in pairs])
+        for what in ("expected", "seen"):
             yield _family(
-                name, "counter", help_text,
+                f"hetlb_instance_model_{what}_seconds_total",
                 [
                     f'{{{label},part="{part}"}} {getattr(each, f"{part}_{what}_s")!r}'
                     for label, each in pairs
                     for part in ("prefill", "mixed", "decode")
                 ],
-            )  # fmt: skip
-        yield _family(
-            "hetlb_instance_invalid_samples_total", "counter", "Scrapes with absurd values.",
-            [f"{{{self._label(each.name)}}} {invalid.get(each.name, 0)}" for each in instances],
-        )  # fmt: skip
-
-    def _believed(self, instances: Sequence[Instance], now: float) -> Iterator[Piece]:
-        def reported(name: str) -> Callable[[Instance], Number | None]:
-            return lambda each: None if each.sample is None else getattr(each.sample, name)
-
-        families: tuple[tuple[str, str, Callable[[Instance], Number | None]], ...] = (
-            ("hetlb_instance_in_flight", "Requests dispatched and not ended.", lambda each: each.in_flight),
-            (
-                "hetlb_instance_workload_seconds",
-                "Work assigned and not completed.",
-                lambda each: each.work_s,
-            ),
-            (
-                "hetlb_instance_kv_reserved_tokens",
-                "KV cache tokens promised to requests.",
-                lambda each: each.kv_tokens,
-            ),
-            (
-                "hetlb_instance_kv_cache_tokens",
-                "KV cache tokens there are.",
-                lambda each: each.kv_cache_tokens,
-            ),
-            (
-                "hetlb_instance_slots",
-                "Sequences that it is believed to run at once.",
-                lambda each: each.max_num_seqs,
-            ),
-            (
-                "hetlb_instance_slots_assumed",
-                "1 while that is vLLM's default: neither stated nor measured nor learnt.",
-                lambda each: int(slots_source(each) is Source.ASSUMED),
-            ),
-            (
-                "hetlb_instance_kv_reported_ratio",
-                "KV cache use the engine reports, 0 to 1.",
-                reported("kv_usage"),
-            ),
-            (
-                "hetlb_instance_kv_reported_max_ratio",
-                "KV cache use of the fullest data-parallel engine, 0 to 1.",
-                reported("kv_usage_max"),
-            ),
-            ("hetlb_instance_engines", "Data-parallel engines behind its URL.", lambda each: each.engines),
-            (
-                "hetlb_instance_reported_running",
-                "Requests running, as the engine reports.",
-                reported("running"),
-            ),
-            (
-                "hetlb_instance_reported_waiting",
-                "Requests waiting, as the engine reports.",
-                reported("waiting"),
-            ),
-            (
-                "hetlb_instance_signal_age_seconds",
-                "Age of the engine's last report.",
-                lambda each: None if each.sample_at is None else now - each.sample_at,
-            ),
-        )
-        for name, help_text, of in families:
-            lines = [
-                f"{{{self._label(each.name)}}} {value!r}"
-                for each in instances
-                if (value := of(each)) is not None
-            ]
-            yield _family(name, "gauge", help_text, lines)
-
-    def _states(self, instances: Sequence[Instance]) -> Iterator[Piece]:
-        name = "hetlb_instance_state"
-        yield _head(name, "gauge", "1 for the administrative state in force.")
-        for state in AdminState:
-            label = f',state="{state.value}"'
-            yield "".join(
-                f"{name}{{{self._label(each.name)}{label}}} {int(each.admin is state)}\n"
-                for each in instances
             )
-        name = "hetlb_instance_health"
-        yield _head(name, "gauge", "1 for the health in force.")
-        for health in Health:
-            label = f',health="{health.value}"'
-            yield "".join(
-                f"{name}{{{self._label(each.name)}{label}}} {int(each.health.state is health)}\n"
-                for each in instances
+        lines = [f"{{{self._label(each.name)}}} {invalid.get(each.name, 0)}" for each in instances]
+        yield _family("hetlb_instance_invalid_samples_total", lines)
+
+    def _believed(self, instances: Sequence[Instance], now: float) -> Iterator[str]:
+        """Write what is booked on each instance, and what its engine reported last."""
+        sampled = [each for each in instances if each.sample is not None]
+        for name, reported, of in _INSTANCE_GAUGES:
+            yield _family(
+                name,
+                [
+                    f"{{{self._label(each.name)}}} {value!r}"
+                    for each in (sampled if reported else instances)
+                    if (value := of(each.sample if reported else each)) is not None
+                ],
             )
+        ages = [(each, each.sample_at) for each in instances]
+        lines = [f"{{{self._label(each.name)}}} {now - at!r}" for each, at in ages if at is not None]
+        yield _family("hetlb_instance_signal_age_seconds", lines)
 
     def _label(self, name: str) -> str:
         label = self._labels.get(name)
@@ -498,45 +241,141 @@ def _model_load(scheduler: Scheduler) -> list[ModelLoad]:
     return loads
 
 
-def _shared(figures: SharedFigures) -> Iterator[Piece]:
-    """The view that is shared with other processes of the fleet."""
-    gauges: tuple[tuple[str, str, Number], ...] = (
-        ("hetlb_shared_connected", "1 while the server of the shared state is reached.", figures.connected),
-        ("hetlb_shared_peers", "Other processes whose leases are known.", figures.peers),
-        ("hetlb_shared_peer_leases", "Requests at the engines that are theirs.", figures.leases),
-        ("hetlb_shared_delay_seconds", "Age of their news, by own messages coming back.", figures.delay_s),
-    )
-    for name, help_text, value in gauges:
-        yield _family(name, "gauge", help_text, [value + 0])
+_MODEL_HISTOGRAMS: tuple[tuple[str, Callable[[ModelTotals], Histogram | Gaps]], ...] = (
+    ("hetlb_time_to_first_token_seconds", attrgetter("ttft")),
+    ("hetlb_inter_token_latency_seconds", attrgetter("gaps")),
+    ("hetlb_e2e_request_latency_seconds", attrgetter("e2e")),
+    ("hetlb_request_queue_time_seconds", attrgetter("queue")),
+    ("hetlb_websocket_session_seconds", attrgetter("session")),
+    ("hetlb_predicted_output_ratio", attrgetter("output_ratio")),
+    ("hetlb_predicted_time_ratio", attrgetter("time_ratio")),
+)
+_ACCOUNT_COUNTERS: tuple[tuple[str, Callable[[AccountTotals], Number]], ...] = (
+    ("hetlb_tenant_requests_total", attrgetter("requests")),
+    ("hetlb_tenant_prompt_tokens_total", attrgetter("prompt_tokens")),
+    ("hetlb_tenant_output_tokens_total", attrgetter("output_tokens")),
+    ("hetlb_tenant_queue_seconds_total", attrgetter("queue_s")),
+)
+_INSTANCE_COUNTERS: tuple[tuple[str, Callable[[InstanceTotals], Number]], ...] = (
+    ("hetlb_instance_output_tokens_total", attrgetter("output_tokens")),
+    ("hetlb_instance_prompt_tokens_total", attrgetter("prompt_tokens")),
+    ("hetlb_instance_cached_prompt_tokens_total", attrgetter("cached_prompt_tokens")),
+    ("hetlb_instance_expected_cached_prompt_tokens_total", attrgetter("expected_cached_prompt_tokens")),
+    ("hetlb_instance_ejections_total", attrgetter("ejections")),
+    ("hetlb_instance_predicted_seconds_total", attrgetter("expected_s")),
+    ("hetlb_instance_served_seconds_total", attrgetter("served_s")),
+)
+#: Of each instance, or (True) of the last sample of its engine.
+_INSTANCE_GAUGES: tuple[tuple[str, bool, Callable[[Any], Number | None]], ...] = (
+    ("hetlb_instance_in_flight", False, attrgetter("in_flight")),
+    ("hetlb_instance_workload_seconds", False, attrgetter("work_s")),
+    ("hetlb_instance_kv_reserved_tokens", False, attrgetter("kv_tokens")),
+    ("hetlb_instance_kv_cache_tokens", False, attrgetter("kv_cache_tokens")),
+    ("hetlb_instance_slots", False, attrgetter("max_num_seqs")),
+    ("hetlb_instance_slots_assumed", False, lambda each: int(slots_source(each) is Source.ASSUMED)),
+    ("hetlb_instance_kv_reported_ratio", True, attrgetter("kv_usage")),
+    ("hetlb_instance_kv_reported_max_ratio", True, attrgetter("kv_usage_max")),
+    ("hetlb_instance_engines", False, attrgetter("engines")),
+    ("hetlb_instance_reported_running", True, attrgetter("running")),
+    ("hetlb_instance_reported_waiting", True, attrgetter("waiting")),
+)
+_STATES: tuple[tuple[str, Iterable[AdminState | Health], Callable[[Instance], object]], ...] = (
+    ("hetlb_instance_state", AdminState, attrgetter("admin")),
+    ("hetlb_instance_health", Health, attrgetter("health.state")),
+)
+_FORECAST: tuple[tuple[str, Callable[[Any], float | None]], ...] = (
+    ("hetlb_forecast_bias", attrgetter("bias")),
+    ("hetlb_forecast_coverage", attrgetter("coverage")),
+)
+_WORKERS: tuple[tuple[str, Callable[[WorkerState], int]], ...] = (
+    ("hetlb_worker_up", attrgetter("up")),
+    ("hetlb_worker_restarts_total", attrgetter("restarts")),
+    ("hetlb_worker_hangs_total", attrgetter("hangs")),
+)
+_STAGES = (
+    ("hetlb_stage_up", lambda stage: int(stage["state"] == "up")),
+    ("hetlb_stage_in_flight", itemgetter("in_flight")),
+    ("hetlb_stage_kv_reserved_token_layers", itemgetter("kv_reserved_token_layers")),
+)
+_LOADS: tuple[tuple[str, Callable[[ModelLoad], Number]], ...] = (
+    ("hetlb_queue_requests", attrgetter("queued")),
+    ("hetlb_model_instances", attrgetter("instances")),
+    ("hetlb_model_saturation_ratio", attrgetter("saturation")),
+    ("hetlb_model_free_places", attrgetter("free_places")),
+    ("hetlb_model_capacity_assumed", lambda each: int(each.assumed)),
+)
+
+
+def _requests(totals: Totals) -> Iterator[str]:
+    """Write what became of requests and of reloads."""
     yield _family(
-        "hetlb_shared_messages_total", "counter", "Messages of the shared state.",
+        "hetlb_requests_total",
         [
-            f'{{direction="{direction}"}} {getattr(figures, direction)}'
-            for direction in ("sent", "received", "rejected")
+            f'{{outcome="{outcome}",cause="{CAUSES[outcome]}",phase="{phase}",'
+            f'model="{_escape(model)}",status="{status}"}} {count}'
+            for (outcome, phase, model, status), count in totals.requests.items()
         ],
-    )  # fmt: skip
-    if figures.leads is not None:
-        yield _family("hetlb_shared_leads", "gauge", "1 while this process serves.", [figures.leads + 0])
-
-
-def _accounts(totals: Totals) -> Iterator[Piece]:
-    """Use of each model by each tenant."""
-    families: tuple[tuple[str, str, Callable[[AccountTotals], Number]], ...] = (
-        ("hetlb_tenant_requests_total", "Requests of the tenant that ended.", lambda each: each.requests),
-        (
-            "hetlb_tenant_prompt_tokens_total",
-            "Prompt tokens of its requests.",
-            lambda each: each.prompt_tokens,
-        ),
-        ("hetlb_tenant_output_tokens_total", "Tokens generated for it.", lambda each: each.output_tokens),
-        ("hetlb_tenant_queue_seconds_total", "Time that its requests waited.", lambda each: each.queue_s),
     )
+    yield _family(
+        "hetlb_class_requests_total",
+        [
+            f'{{model="{_escape(model)}",class="{_escape(name)}",met="{str(met).lower()}"}} {count}'
+            for (model, name, met), count in totals.classes.items()
+        ],
+    )
+    yield _family("hetlb_retries_total", [totals.retries])
+    transfers = [f'{{result="{result}"}} {count}' for result, count in totals.kv_transfers.items()]
+    yield _family("hetlb_kv_transfers_total", transfers)
+    resumed = totals.resumptions.items()
+    lines = [f'{{model="{_escape(model)}",reason="{reason}"}} {count}' for (model, reason), count in resumed]
+    yield _family("hetlb_requests_resumed_total", lines)
+    yield _family("hetlb_decisions_total", [totals.decisions])
+    reloads = [f'{{result="{result}"}} {count}' for result, count in totals.reloads.items()]
+    yield _family("hetlb_config_reloads_total", reloads)
+
+
+def _loads(scheduler: Scheduler) -> Iterator[str]:
+    """Write the load of every model."""
+    loads = _model_load(scheduler)
+    for name, of in _LOADS:
+        yield _family(name, [f'{{model="{_escape(each.model)}"}} {of(each)!r}' for each in loads])
+
+
+def _stages(stages: Mapping[str, Callable[[], list[dict[str, Any]]]]) -> Iterator[str]:
+    """Write the series of the workers that instances made of stages have."""
+    found = [
+        (f'{{server="{_escape(server)}",stage="{_escape(stage["name"])}"}}', stage)
+        for server, documents in stages.items()
+        for stage in documents()
+    ]
+    for name, of in _STAGES if stages else ():
+        yield _family(name, [f"{labels} {of(stage)}" for labels, stage in found])
+
+
+def _shared(figures: SharedFigures) -> Iterator[str]:
+    """Write the view that is shared with other processes of the fleet."""
+    yield _family("hetlb_shared_connected", [figures.connected + 0])
+    yield _family("hetlb_shared_peers", [figures.peers])
+    yield _family("hetlb_shared_peer_leases", [figures.leases])
+    yield _family("hetlb_shared_delay_seconds", [figures.delay_s])
+    directions = ("sent", "received", "rejected")
+    lines = [f'{{direction="{direction}"}} {getattr(figures, direction)}' for direction in directions]
+    yield _family("hetlb_shared_messages_total", lines)
+    if figures.leads is not None:
+        yield _family("hetlb_shared_leads", [figures.leads + 0])
+
+
+def _accounts(totals: Totals) -> Iterator[str]:
+    """Write the use of each model by each tenant."""
     accounts = list(totals.accounts.items())
-    for name, help_text, of in families:
-        yield _family(name, "counter", help_text, [
-            f'{{tenant="{_escape(tenant)}",model="{_escape(model)}"}} {of(each)!r}'
-            for (tenant, model), each in accounts
-        ])  # fmt: skip
+    for name, of in _ACCOUNT_COUNTERS:
+        yield _family(
+            name,
+            [
+                f'{{tenant="{_escape(tenant)}",model="{_escape(model)}"}} {of(each)!r}'
+                for (tenant, model), each in accounts
+            ],
+        )
 
 
 def usage_document(totals: Totals) -> list[dict[str, Any]]:
@@ -555,14 +394,10 @@ def usage_document(totals: Totals) -> list[dict[str, Any]]:
     ]
 
 
-def _head(name: str, kind: str, help_text: str) -> Piece:
-    return f"# HELP {name} {help_text}\n# TYPE {name} {kind}\n"
-
-
-def _family(name: str, kind: str, help_text: str, lines: Iterable[str | Number]) -> Piece:
-    """A family; a number alone is the value of the one series without labels."""
+def _family(name: str, lines: Iterable[str | Number]) -> str:
+    """Write a family; a number alone is the value of the one series without labels."""
     rest = "".join(f"{name}{line}\n" if isinstance(line, str) else f"{name} {line!r}\n" for line in lines)
-    return _head(name, kind, help_text) + rest
+    return head(name) + rest
 
 
 def _buckets(label: str, histogram: Histogram | Gaps) -> list[str]:
