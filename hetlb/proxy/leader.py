@@ -29,6 +29,8 @@ logger = logging.getLogger("hetlb.shared")
 _LIVES: Final = 2.0
 #: A Lease is looked at so often while it lasts.
 _LOOKS: Final = 3.0
+#: Reasons for which a Lease cannot be read or written now.
+_FAILURES: Final = (aiohttp.ClientError, SourceFailedError, TimeoutError, OSError)
 _RENEW: Final = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
 return 0
@@ -41,9 +43,42 @@ _RELEASE: Final = (
 class Leader:
     """State of an election: `leads` says whether this process does, `epoch` is its number as a leader."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, every_s: float) -> None:
+        """`name` is this process's; it looks after its leadership every `every_s` seconds."""
         self.leads = False
         self.epoch = 0
+        self._name = name
+        self._every_s = every_s
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to lead, or to wait for it."""
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Stop; another may lead at once."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        if self.leads:
+            self.leads = False
+            await self._release()
+
+    async def _run(self) -> None:
+        while True:
+            await self._hold()
+            await asyncio.sleep(self._every_s)
+
+    async def _hold(self) -> None:
+        """Stay leader, become it, or see that another is. Raises nothing where the server is not reached."""
+        raise NotImplementedError
+
+    async def _release(self) -> None:
+        """Give the leadership up at the server, if it is reached."""
+        raise NotImplementedError
 
     def heard(self, epoch: int) -> None:
         """Another process has this number."""
@@ -65,34 +100,25 @@ class KeyLeader(Leader):
     """The leader by a key that expires. `redis` is a client of redis-py."""
 
     def __init__(self, redis: Any, group: str, name: str, silent_s: float) -> None:
-        super().__init__()
+        super().__init__(name, silent_s / 2.0)
+        from redis.exceptions import RedisError
+
         self._redis = redis
-        self._name = name
-        self._silent_s = silent_s
+        self._lives_ms = int(silent_s * _LIVES * 1e3)
         self._key, self._epoch_key = f"{group}:leader", f"{group}:epoch"
+        self._failures = (RedisError, OSError, TimeoutError)
 
-    async def run(self) -> None:
-        """Hold the key, or wait for it to be free."""
-        from redis.exceptions import RedisError
+    async def _hold(self) -> None:
+        with contextlib.suppress(*self._failures):
+            if self.leads:
+                if not await self._redis.eval(_RENEW, 1, self._key, self._name, str(self._lives_ms)):
+                    self._resign("its key is another's")
+            elif await self._redis.set(self._key, self._name, nx=True, px=self._lives_ms):
+                self._won(int(await self._redis.incr(self._epoch_key)))
 
-        lives_ms = int(self._silent_s * _LIVES * 1e3)
-        while True:
-            with contextlib.suppress(RedisError, OSError, TimeoutError):
-                if self.leads:
-                    if not await self._redis.eval(_RENEW, 1, self._key, self._name, str(lives_ms)):
-                        self._resign("its key is another's")
-                elif await self._redis.set(self._key, self._name, nx=True, px=lives_ms):
-                    self._won(int(await self._redis.incr(self._epoch_key)))
-            await asyncio.sleep(self._silent_s / 2.0)
-
-    async def release(self) -> None:
-        """Let another lead at once."""
-        from redis.exceptions import RedisError
-
-        if self.leads:
-            self.leads = False
-            with contextlib.suppress(RedisError, OSError, TimeoutError):
-                await self._redis.eval(_RELEASE, 1, self._key, self._name)
+    async def _release(self) -> None:
+        with contextlib.suppress(*self._failures):
+            await self._redis.eval(_RELEASE, 1, self._key, self._name)
 
 
 class LeaseLeader(Leader):
@@ -105,57 +131,49 @@ class LeaseLeader(Leader):
 
     def __init__(self, table: LeaseTable, base: Path, name: str, key: str) -> None:
         """`key` names the table in errors. Raises `ConfigError`."""
-        super().__init__()
+        super().__init__(name, table.duration_s / _LOOKS)
         self._api = ApiServer(table, base, key)
         self._table = table
-        self._name = name
         self._path = f"/apis/coordination.k8s.io/v1/namespaces/{self._api.namespace}/leases"
         self._version = ""
         self._changed_at = 0.0
         self._failed = ""
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Begin to hold the Lease, or to wait for it."""
-        self._task = asyncio.create_task(self._run())
+        self._http: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
-        """Stop; another may lead at once."""
-        task, self._task = self._task, None
-        if task is None:
-            return
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        if self.leads:
-            self.leads = False
-            with contextlib.suppress(aiohttp.ClientError, SourceFailedError, TimeoutError, OSError):
-                async with self._session() as session:
-                    lease = await self._get(session)
-                    if lease is not None and _spec(lease).get("holderIdentity") == self._name:
-                        await self._put(session, lease, {"holderIdentity": "", "leaseDurationSeconds": 1})
+        await super().close()
+        await self._disconnect()
 
     def _session(self) -> aiohttp.ClientSession:
-        timeout = aiohttp.ClientTimeout(total=self._table.duration_s / _LOOKS)
-        return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(ssl=self._api.tls()))
+        if self._http is None:
+            timeout = aiohttp.ClientTimeout(total=self._every_s)
+            connector = aiohttp.TCPConnector(ssl=self._api.tls())
+            self._http = aiohttp.ClientSession(timeout=timeout, connector=connector)
+        return self._http
 
-    async def _run(self) -> None:
-        while True:
-            failed = ""
-            try:
-                async with self._session() as session:
-                    while True:
-                        await self._look(session, asyncio.get_running_loop().time())
-                        self._failed = ""
-                        await asyncio.sleep(self._table.duration_s / _LOOKS)
-            except (aiohttp.ClientError, SourceFailedError, TimeoutError, OSError) as error:
-                failed = " ".join(str(error).split())[:200] or type(error).__name__
-            if failed != self._failed:
-                self._failed = failed
-                role = "leads on" if self.leads else "cannot take over"
-                text = "shared state: lease %s: %s: this process %s"
-                tell(logger, Event.LEASE, text, self._table.name, failed, role)
-            await asyncio.sleep(self._table.duration_s / _LOOKS)
+    async def _disconnect(self) -> None:
+        session, self._http = self._http, None
+        if session is not None:
+            await session.close()
+
+    async def _release(self) -> None:
+        with contextlib.suppress(*_FAILURES):
+            lease = await self._get(self._session())
+            if lease is not None and _spec(lease).get("holderIdentity") == self._name:
+                await self._put(self._session(), lease, {"holderIdentity": "", "leaseDurationSeconds": 1})
+
+    async def _hold(self) -> None:
+        failed = ""
+        try:
+            await self._look(self._session(), asyncio.get_running_loop().time())
+        except _FAILURES as error:
+            failed = " ".join(str(error).split())[:200] or type(error).__name__
+            await self._disconnect()
+        if failed and failed != self._failed:
+            role = "leads on" if self.leads else "cannot take over"
+            text = "shared state: lease %s: %s: this process %s"
+            tell(logger, Event.LEASE, text, self._table.name, failed, role)
+        self._failed = failed
 
     async def _look(self, session: aiohttp.ClientSession, now: float) -> None:
         """Renew the Lease, take one that has run out, or see that it is another's."""

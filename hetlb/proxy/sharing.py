@@ -28,10 +28,9 @@ from hetlb.core.shared_view import SharedView
 from hetlb.core.types import Command
 from hetlb.errors import ConfigError
 from hetlb.proxy.leader import KeyLeader
-from hetlb.proxy.lease_wire import PART_BYTES, PART_CHANGES, WireChange, from_wire, parts
+from hetlb.proxy.lease_wire import WireChange, from_wire, to_wire
 from hetlb.proxy.telemetry.events import Event, Rarely, tell
 from hetlb.proxy.telemetry.prometheus import SharedFigures
-from hetlb.turns import Share
 
 logger = logging.getLogger("hetlb.shared")
 
@@ -49,8 +48,8 @@ _RETRY_S: Final = 0.25
 _LAST_WORDS_S: Final = 1.0
 #: Own messages come back: after so many times `silent_s` without any the connection is dead.
 _DEAF: Final = 2.0
-#: A longer message is none.
-MOST_BYTES: Final = 2 * PART_BYTES
+#: A longer message is none: all leases of a process are a few megabytes.
+_MOST_BYTES: Final = 64 << 20
 #: An own message that was longer on its way says no more of the way.
 _MOST_AGE_S: Final = 60.0
 #: Weight of one more echo in the mean age of news.
@@ -66,7 +65,7 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
     sequence: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
     sent_at: float
     epoch: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-    changes: Annotated[list[WireChange], msgspec.Meta(max_length=PART_CHANGES)]
+    changes: list[WireChange]
 
 
 _decode = msgspec.msgpack.Decoder(_Message).decode
@@ -151,10 +150,9 @@ class Sharing:
 
     def start(self) -> None:
         """Begin; a server that is not there yet is waited for, and nothing else waits for it."""
-        runs = [self._listen(), self._beat()]
+        self._tasks = [self._loop.create_task(each) for each in (self._listen(), self._beat())]
         if self.leader is not None:
-            runs.append(self.leader.run())
-        self._tasks = [self._loop.create_task(each) for each in runs]
+            self.leader.start()
         self._publisher = self._loop.create_task(self._publish())
 
     async def close(self) -> None:
@@ -168,7 +166,7 @@ class Sharing:
                     self._send(_LEAVE, self.view.take())
                     await self._outbox.join()
                 if self.leader is not None:
-                    await self.leader.release()
+                    await self.leader.close()
         if publisher is not None:
             await _cancel([publisher])
         await self._redis.aclose()
@@ -187,17 +185,13 @@ class Sharing:
             self._send(_CHANGES, changes)
 
     def _send(self, kind: int, changes: list[Change]) -> None:
-        """Send changes; where they are many, all that holds begins with its kind and the last ones end so."""
-        some = parts(changes)
-        at = 0 if kind == _STATE else len(some) - 1
-        for number, part in enumerate(some):
-            self._sequence += 1
-            head = [_VERSION, self.name, kind if number == at else _CHANGES, self._sequence]
-            message = msgspec.msgpack.encode([*head, self._loop.time(), self._epoch, part])
-            try:
-                self._outbox.put_nowait(message)
-            except asyncio.QueueFull:
-                self._missed = True
+        self._sequence += 1
+        head = [_VERSION, self.name, kind, self._sequence, self._loop.time(), self._epoch]
+        message = msgspec.msgpack.encode([*head, to_wire(changes)])
+        try:
+            self._outbox.put_nowait(message)
+        except asyncio.QueueFull:
+            self._missed = True
 
     @property
     def _epoch(self) -> int:
@@ -260,9 +254,8 @@ class Sharing:
         self._send(_ASK, [])
 
     async def _hear(self, subscription: Any) -> None:
-        heard_at, share = self._loop.time(), Share()
+        heard_at = self._loop.time()
         while True:
-            await share.spent()
             message = await subscription.get_message(
                 ignore_subscribe_messages=True, timeout=self._table.silent_s
             )
@@ -286,8 +279,8 @@ class Sharing:
         """Take a message; one that is none is counted, and the next one is taken like any other."""
         now = self._loop.time()
         try:
-            if not isinstance(data, bytes) or len(data) > MOST_BYTES:
-                raise ValueError(f"expected a message of at most {MOST_BYTES >> 20} MiB")
+            if not isinstance(data, bytes) or len(data) > _MOST_BYTES:
+                raise ValueError("expected a message of at most 64 MiB")
             message = _decode(data)
             changes = from_wire(message.changes)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:

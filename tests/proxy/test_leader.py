@@ -74,8 +74,10 @@ class Candidate:
 
     async def look(self, seconds: float = 0.0) -> bool:
         self.now += seconds
-        async with self.leader._session() as session:
-            await self.leader._look(session, self.now)
+        try:
+            await self.leader._look(self.leader._session(), self.now)
+        finally:
+            await self.leader._disconnect()
         return self.leader.leads
 
 
