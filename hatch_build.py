@@ -28,10 +28,10 @@ COMPILED = (
     *(
         f"proxy/{name}.py"
         for name in (
-            "client_response", "connection", "connection_states", "driver", "ends", "engine_pools",
-            "continuation", "engine_answer", "engine_request", "exchange", "exchange_states", "limits", "prefix_keys", "progress", "realtime",
-            "router", "scheduler_driver", "scheduling", "streamed_answer", "token_estimator",
-            "upstream",
+            "client_response", "connection", "connection_states", "driver", "ends",
+            "engine_pools", "continuation", "engine_answer", "engine_request", "exchange",
+            "exchange_states", "limits", "prefix_keys", "progress", "realtime", "router",
+            "scheduler_driver", "scheduling", "streamed_answer", "token_estimator", "upstream",
         )
     ),
     *(
@@ -53,8 +53,9 @@ COMPILED = (
             "kv_blocks", "kv_fetches", "prefix",
         )
     ),
-    "workers/channel.py",
+    "workers/relay_channel.py",
     "workers/relay_driver.py",
+    "workers/held_answer.py",
     "workers/relay_host.py",
 )  # fmt: skip
 _NEEDED = ("mypy>=2.1,<3", "setuptools>=77", "types-PyYAML")

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm")) 
 import pair as real
 from engines import REPO_ROOT, SERVED_MODEL_NAME, TINY_FAST, TINY_SLOW
 
-from hetlb.config.profile import Profile, load_profile
+from hetlb.config.profile_file import Profile, load_profile
 from hetlb.core.eventlog import Replay, decode_setup
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.setup import SchedulerSetup

@@ -37,7 +37,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hetlb.loadtest.admin import fleet_admin
+from hetlb.loadtest.fleet_admin import fleet_admin
 from hetlb.loadtest.processes import helper_processes
 from hetlb.loadtest.results import platform_document
 

@@ -37,12 +37,12 @@ from contexts import longest_contexts
 
 from hetlb.cli.main import main as hetlb
 from hetlb.cli.simulate_against import engine_of
-from hetlb.config.profile import Profile, load_profile
+from hetlb.config.profile_file import Profile, load_profile
 from hetlb.core.latency import LatencyModel, MixedTerm
 from hetlb.errors import HetlbError
 from hetlb.profiler.sources import assumed_host
 from hetlb.sim.against import Engine, errors, fit_corrections, reach, replay
-from hetlb.sim.against_logs import Measured, read_log
+from hetlb.sim.against_logs import LoggedRequest, read_log
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence
@@ -332,13 +332,15 @@ def drawn(start: LatencyModel, rng: random.Random) -> LatencyModel:
     )
 
 
-def log_of(server: LatencyModel, rate: float, seed: int, count: int = 400) -> list[Measured]:
+def log_of(server: LatencyModel, rate: float, seed: int, count: int = 400) -> list[LoggedRequest]:
     """A log of a server: lognormal lengths, Poisson arrivals."""
     rng, at_s, asked = random.Random(seed), 0.0, []
     for _ in range(count):
         at_s += rng.expovariate(rate)
         prompt = min(3000, max(8, int(rng.lognormvariate(6.0, 0.9))))
-        asked.append(Measured(at_s, prompt, min(1200, max(2, int(rng.lognormvariate(5.2, 0.7)))), 0.0, 0.0))
+        asked.append(
+            LoggedRequest(at_s, prompt, min(1200, max(2, int(rng.lognormvariate(5.2, 0.7)))), 0.0, 0.0)
+        )
     said = replay(asked, Engine(server, LIMITS)).requests
     return [replace(a, ttft_s=s.ttft_s, e2e_s=s.e2e_s) for a, s in zip(asked, said, strict=True)]
 
@@ -374,7 +376,7 @@ def corrections() -> str:
     return table(header, rows) + f"\n\n{refused} of {SERVERS} logs were refused."
 
 
-def worst(log: Sequence[Measured], engine: Engine) -> float:
+def worst(log: Sequence[LoggedRequest], engine: Engine) -> float:
     """The largest error of a mean that users see."""
     said = errors(log, replay(log, engine).requests)
     return max(abs(said[name].error) for name in METRICS)

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from hetlb.config.profile import EngineInfo, Source
+from hetlb.config.profile_file import EngineInfo, ProfileSource
 from hetlb.core.latency import LatencyModel
 from hetlb.plan.cluster_layouts import Throughputs
 from hetlb.plan.tp_search import static_estimate
@@ -75,7 +75,7 @@ def estimates(kv: int, points: list[Point], rows: list[tuple[int, int]]) -> tupl
         "p",
         tuple(points),
         result,
-        source=Source(kind="csv"),
+        source=ProfileSource(kind="csv"),
         engine=EngineInfo(max_num_seqs=MAX_NUM_SEQS),
     )
     simulated = Throughputs(rows, "simulate").of(profile, kv)

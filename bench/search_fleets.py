@@ -15,7 +15,7 @@ from statistics import mean
 from typing import Any
 
 from hetlb.config.cluster import Cluster, ClusterFile, ClusterLimits, ClusterModel
-from hetlb.config.profile import load_profile
+from hetlb.config.profile_file import load_profile
 from hetlb.plan.cluster_layouts import Sample, Throughputs, lay_out
 from hetlb.plan.layouts import Fleet, Target, layout_name
 from hetlb.plan.throughput import SloLimits

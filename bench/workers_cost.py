@@ -29,8 +29,8 @@ from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Dispatch, Health, InstanceSpec, Lease, Outcome, Request
 from hetlb.workers import protocol
-from hetlb.workers.channel import FROM_RELAY, FROM_SCHEDULER, Channel
-from hetlb.workers.protocol import Ended, FirstToken, FromRelay, FromScheduler, Hello
+from hetlb.workers.protocol import EndedMessage, FirstToken, FromRelay, FromScheduler, Hello
+from hetlb.workers.relay_channel import FROM_RELAY, FROM_SCHEDULER, RelayChannel
 from hetlb.workers.relay_driver import ID_BITS, arrival_of
 from hetlb.workers.relay_host import RelayHost, RelayLink
 
@@ -128,7 +128,7 @@ async def _schedule(setup: SchedulerSetup, end: socket.socket) -> float:
     host = RelayHost(Scheduler(setup), asyncio.get_running_loop(), lambda: None, lambda link, report: None)
     link, gone = RelayLink(_LIFE, 0), asyncio.Event()
     receive: Callable[[list[FromRelay]], None] = lambda messages: host.receive(link, messages)  # noqa: E731
-    link.channel = Channel(FROM_RELAY, receive, gone.set)
+    link.channel = RelayChannel(FROM_RELAY, receive, gone.set)
     await link.channel.open(end)
     host.connected(link)
     started = time.process_time()
@@ -151,7 +151,7 @@ class _Relay:
 
     async def run(self, end: socket.socket) -> tuple[float, ...]:
         """CPU per request, wall per request, p50 from arrival to dispatch (us)."""
-        self._channel: Channel[FromScheduler] = Channel(FROM_SCHEDULER, self._receive, lambda: None)
+        self._channel: RelayChannel[FromScheduler] = RelayChannel(FROM_SCHEDULER, self._receive, lambda: None)
         await self._channel.open(end)
         self._channel.send(Hello(protocol.VERSION, _LIFE, 0, []))
         started, wall = time.process_time(), time.perf_counter()
@@ -170,11 +170,11 @@ class _Relay:
     def _receive(self, messages: list[FromScheduler]) -> None:
         now = time.perf_counter()
         for message in messages:
-            if not isinstance(message, protocol.Dispatch):
+            if not isinstance(message, protocol.DispatchMessage):
                 continue
             self._latencies.append(now - self._sent.pop(message.request))
             self._channel.post(FirstToken(message.request, message.lease))
-            self._channel.post(Ended(message.request, message.lease, Outcome.OK, 60, False, False))
+            self._channel.post(EndedMessage(message.request, message.lease, Outcome.OK, 60, False, False))
             self._left -= 1
             if not self._left:
                 self._done.set()

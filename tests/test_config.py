@@ -8,7 +8,7 @@ import pytest
 
 from hetlb.cli.main import main
 from hetlb.config.fleet import Fleet, fleet_from_urls, load_fleet
-from hetlb.config.profile import load_profile
+from hetlb.config.profile_file import load_profile
 from hetlb.errors import ConfigError, InputError
 from hetlb.workload.traces import read_trace
 

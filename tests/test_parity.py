@@ -15,7 +15,7 @@ from proxy.split_rig import rig
 
 from hetlb.cli.main import main
 from hetlb.config.fleet import Fleet, fleet_from_urls
-from hetlb.config.profile import load_profile
+from hetlb.config.profile_file import load_profile
 from hetlb.emulator import EmulatedEngine
 from hetlb.proxy.service import Service
 

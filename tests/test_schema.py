@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hetlb.cli.main import main
 from hetlb.cli.schema import KINDS, tables
-from hetlb.config.schema import json_schema
+from hetlb.config.json_schema import json_schema
 from hetlb.config.yaml_file import parse_yaml
 from hetlb.errors import ConfigError
 

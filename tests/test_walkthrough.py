@@ -22,7 +22,7 @@ from test_docs import PAGES, reference
 from hetlb.cli.main import COMMANDS, build_parser
 from hetlb.config.fleet import load_fleet
 from hetlb.config.fleet_tables import FleetFile
-from hetlb.config.profile import load_profile
+from hetlb.config.profile_file import load_profile
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -17,7 +17,7 @@ from report import IMAGES, table
 
 from hetlb.plan.tp_search import static_estimate
 from hetlb.plots import new_figure, save_figure
-from hetlb.sim.sweep import Cell, run_sweep
+from hetlb.sim.simulation_sweep import StudyCell, run_sweep
 
 GPUS, DEGREES, SEEDS = 8, (1, 2, 4, 8), (0, 1)
 DISTINCT, COPIES, ESTIMATED = 1000, 8, 200
@@ -42,7 +42,7 @@ def run(jobs: int) -> dict[str, Any]:
 def _degree(layout: Layout, tp: int, seed: int, jobs: int) -> dict[str, Any]:
     rows = [row for row in sample(sharegpt(), DISTINCT, seed) for _ in range(COPIES)]
     instances = GPUS // tp
-    ran = run_sweep(make_study([layout] * instances, rows), [Cell("rr", math.inf, seed)], jobs=jobs)[0]
+    ran = run_sweep(make_study([layout] * instances, rows), [StudyCell("rr", math.inf, seed)], jobs=jobs)[0]
     lengths = [(row.input_tokens, row.output_tokens) for row in sample(sharegpt(), ESTIMATED, seed + 1000)]
     estimated = static_estimate(layout.latency, lengths, layout.kv_cache_tokens, MAX_NUM_SEQS)
     ends = [each["last_finish_s"] for each in ran.summary["instances"]]

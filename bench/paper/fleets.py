@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from hetlb.config.profile import load_profile
+from hetlb.config.profile_file import load_profile
 from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.core.policies.base import PolicyParams
@@ -32,7 +32,7 @@ from hetlb.profiler.fit import fit
 from hetlb.profiler.sources import Roofline
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.sim.sweep import Load, Study
+from hetlb.sim.simulation_sweep import Study, StudyLoad
 from hetlb.workload.traces import Row, read_trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,4 +176,4 @@ def make_study(
         spec.name: EngineSpec(layout.latency, EngineLimits.from_capacity(layout.capacity))
         for spec, layout in zip(specs, layouts, strict=True)
     }
-    return Study(setup, engines, MODEL, IterationRule.TOKEN, Load(rows))
+    return Study(setup, engines, MODEL, IterationRule.TOKEN, StudyLoad(rows))

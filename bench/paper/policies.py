@@ -20,7 +20,7 @@ from report import IMAGES, table
 
 from hetlb.plots import new_figure, save_figure, tidy
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.sweep import Cell, run_sweep
+from hetlb.sim.simulation_sweep import StudyCell, run_sweep
 
 REQUESTS, SEEDS = 4000, (0, 1, 2)
 #: Names of the tables: policy, whether it has the weights.
@@ -139,7 +139,7 @@ def run(experiment: Experiment, jobs: int) -> dict[str, Any]:
         names += [(name, "empirical") for name in PREDICTING]
         full = run_case(found, experiment.rates, names)
     study = make_study(found.layouts, sample(sharegpt(found.mean_output), REQUESTS, 0))
-    bounds = run_sweep(study, [Cell("rr", experiment.rates[0], 0)])[0]
+    bounds = run_sweep(study, [StudyCell("rr", experiment.rates[0], 0)])[0]
     full["bound_tok_s"] = bounds.bound["total_token_throughput"]
     full["steady_bound_tok_s"] = bounds.steady_bound["total_token_throughput"]
     return {**document, "closest": full}

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from hetlb.config.profile import EngineInfo, Hardware, ModelInfo, Source
+from hetlb.config.profile_file import EngineInfo, Hardware, ModelInfo, ProfileSource
 from hetlb.profiler.fit import fit
 from hetlb.profiler.sources import make_profile, profile_text, read_csv
 
@@ -60,7 +60,7 @@ def make_profiles(hw: Path, folder: Path) -> None:
                     path.stem,
                     chosen.points,
                     fit(chosen.points),
-                    source=Source(kind="csv", measured=True, name="aic_vllm.csv", system=system),
+                    source=ProfileSource(kind="csv", measured=True, name="aic_vllm.csv", system=system),
                     hardware=Hardware(gpu=system, gpus=tp),
                     model=ModelInfo(name=model["name"], kv_bytes_per_token=model["kv_bytes_per_token"]),
                     engine=EngineInfo(

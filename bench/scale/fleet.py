@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from hetlb.config.profile import load_profile
+from hetlb.config.profile_file import load_profile
 from hetlb.core.admission import QueueLimits
 from hetlb.core.policies.baselines import PolicyParams
 from hetlb.core.predictor import LengthDistribution

@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hetlb.config.profile import (
+from hetlb.config.profile_file import (
     DecodeCoefficients,
     EngineInfo,
     PrefillCoefficients,

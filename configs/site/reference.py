@@ -20,7 +20,7 @@ from hetlb.cli.main import COMMANDS, build_parser
 from hetlb.config.api_keys import ApiKeyTable
 from hetlb.config.cluster import ClusterFile
 from hetlb.config.fleet_tables import FleetFile
-from hetlb.config.profile import Profile
+from hetlb.config.profile_file import Profile
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import InstanceSpec

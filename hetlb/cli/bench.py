@@ -27,9 +27,8 @@ from hetlb.errors import HetlbError, InputError, TraceError
 from hetlb.extras import require
 from hetlb.loadtest import options
 from hetlb.loadtest.bodies import CHAT, COMPLETIONS
-from hetlb.loadtest.campaign import Campaign, Outcome
+from hetlb.loadtest.campaign import Campaign, CampaignResult
 from hetlb.loadtest.metrics import details
-from hetlb.loadtest.progress import Screen
 from hetlb.loadtest.report import (
     comparison_table,
     instances_table,
@@ -46,6 +45,7 @@ from hetlb.loadtest.results import (
     write_text,
 )
 from hetlb.loadtest.runs import LoadSpec, first_model
+from hetlb.loadtest.screen import Screen
 from hetlb.workload.datasets import custom_rows, random_rows, sharegpt_rows
 from hetlb.workload.schedules import Ramp, Rate
 from hetlb.workload.traces import Row, read_trace
@@ -320,7 +320,7 @@ class _Bench:
             if args.tenant_header and row.tenant and not _HEADER_VALUE.fullmatch(row.tenant):
                 raise TraceError(f"{where}: tenant: expected a word for a header, got {row.tenant!r}")
 
-    async def run(self, screen: Screen) -> Outcome:
+    async def run(self, screen: Screen) -> CampaignResult:
         """Every run."""
         cancel_on_signals()
         args = self._args
@@ -361,7 +361,7 @@ class _Bench:
             attainment=args.slo_attainment if searching else None,
         ).run()
 
-    def document(self, outcome: Outcome) -> dict[str, Any]:
+    def document(self, outcome: CampaignResult) -> dict[str, Any]:
         """The document that `--json` prints and `--save-result` keeps."""
         detailed = self._args.save_detailed
         return {
@@ -385,7 +385,7 @@ class _Bench:
             },
         }
 
-    def write(self, document: dict[str, Any], outcome: Outcome) -> None:
+    def write(self, document: dict[str, Any], outcome: CampaignResult) -> None:
         """The files that were asked for."""
         args = self._args
         if args.csv is not None:

@@ -26,12 +26,12 @@ from rich.console import Console
 from hetlb.cli.demo_split import print_split_demo, run_split_demo
 from hetlb.cli.signals import cancel_on_signals
 from hetlb.errors import HetlbError, InputError
-from hetlb.loadtest.admin import FleetAdmin
-from hetlb.loadtest.generator import Progress, allow_open_files, run_load
+from hetlb.loadtest.fleet_admin import FleetAdmin
+from hetlb.loadtest.generator import LoadProgress, allow_open_files, run_load
 from hetlb.loadtest.processes import Helpers, helper_processes
-from hetlb.loadtest.progress import Screen
 from hetlb.loadtest.prompts import CompletionBodies
 from hetlb.loadtest.report import percent, runs_table
+from hetlb.loadtest.screen import Screen
 from hetlb.workload.arrivals import PlannedRequest, make_plan
 from hetlb.workload.traces import read_trace
 
@@ -181,7 +181,7 @@ class _Demo:
     ) -> dict[str, Any]:
         """One run of the plan, as `bench` reports it. `direct`: straight to the one engine named."""
         plan: list[PlannedRequest] = self._plan
-        progress = Progress()
+        progress = LoadProgress()
         # Prompts of its own for every run: no engine may know them from the run before.
         rng = random.Random(f"{self._seed}/{label}")
         bodies = CompletionBodies(MODEL, plan, rng, eos_max_tokens=MAX_TOKENS)

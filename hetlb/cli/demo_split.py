@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hetlb.cli.signals import cancel_on_signals
-from hetlb.loadtest.admin import FleetAdmin
+from hetlb.loadtest.fleet_admin import FleetAdmin
 from hetlb.loadtest.generator import allow_open_files, run_load
 from hetlb.loadtest.processes import Helpers
 from hetlb.loadtest.prompts import CompletionBodies

@@ -14,7 +14,7 @@ from pathlib import Path
 import uvloop
 
 from hetlb.cli.signals import stop_event
-from hetlb.config.profile import load_profile
+from hetlb.config.profile_file import load_profile
 from hetlb.core.latency import IterationRule
 from hetlb.emulator import EmulatedEngine
 from hetlb.emulator.kv_transfer import KvSettings

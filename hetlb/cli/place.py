@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hetlb.config.place import load_place
+from hetlb.config.place_file import load_place
 from hetlb.core.paths.scheduler import PATH_POLICIES
 from hetlb.errors import ConfigError, InputError, PlanError
 from hetlb.plan.highs import Interrupt, SolveLimits

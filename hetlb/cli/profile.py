@@ -23,7 +23,15 @@ from rich.table import Table
 from hetlb.cli import profile_live
 from hetlb.cli.profile_log import from_log
 from hetlb.cli.profile_running import from_proxy
-from hetlb.config.profile import EngineInfo, Hardware, HostTime, ModelInfo, Profile, Source, load_profile
+from hetlb.config.profile_file import (
+    EngineInfo,
+    Hardware,
+    HostTime,
+    ModelInfo,
+    Profile,
+    ProfileSource,
+    load_profile,
+)
 from hetlb.errors import InputError, ProfileError
 from hetlb.profiler.aiconfigurator import Layout, query
 from hetlb.profiler.fit import FitResult, Form, Phase, Point, fit, shown_tile
@@ -294,7 +302,7 @@ def _from_live(args: argparse.Namespace, live: profile_live.LiveResult, degree: 
         args.name or _default_name(args.system, facts.model, degree),
         live.points,
         result,
-        source=Source(kind="live", name=args.url),
+        source=ProfileSource(kind="live", name=args.url),
         hardware=hardware if args.system else None,
         model=_model_info(args, facts.model),
         host=host,
@@ -332,7 +340,7 @@ def _from_csv(args: argparse.Namespace, path: Path, tp: int | None) -> _Made:
         args.name or _default_name(chosen.system, chosen.model, degree) or path.stem,
         chosen.points,
         result,
-        source=Source(
+        source=ProfileSource(
             kind="csv",
             name=path.name,
             system=chosen.system,
@@ -384,7 +392,7 @@ def _from_aiconfigurator(args: argparse.Namespace, degree: int) -> _Made:
         args.name or _default_name(args.system, args.model, degree),
         found.points,
         result,
-        source=Source(
+        source=ProfileSource(
             kind="aiconfigurator",
             name=f"aiconfigurator-core {found.version}",
             system=args.system,
@@ -461,7 +469,7 @@ def _from_roofline(args: argparse.Namespace, tp: int | None) -> _Made:
         args.name or _default_name(args.system, args.model, degree) or "roofline",
         points,
         result,
-        source=Source(kind="roofline", measured=False, system=args.system, note=note),
+        source=ProfileSource(kind="roofline", measured=False, system=args.system, note=note),
         host=HostTime(),
         assumed=assumed,
         **_descriptions(args, args.system, args.model, degree, None, None),

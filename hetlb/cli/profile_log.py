@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from hetlb.cli.simulate_against import engine_of
-from hetlb.config.profile import Source, load_profile
+from hetlb.config.profile_file import ProfileSource, load_profile
 from hetlb.errors import InputError, TraceError
 from hetlb.profiler.sources import corrected, write_profile
 from hetlb.sim.against import errors, fit_corrections, reach, replay, varies_enough
@@ -55,7 +55,7 @@ def from_log(args: argparse.Namespace, path: Path) -> int:
     )
     parts = ", ".join(found.described())
     note = f"{start.name} corrected by {len(log.requests)} requests: {parts}; {holds}; {test}"
-    source = Source(kind="log", name=path.name, note=note)
+    source = ProfileSource(kind="log", name=path.name, note=note)
     profile = corrected(start, latency, source)
     if args.name:
         profile = msgspec.structs.replace(profile, name=args.name)

@@ -9,7 +9,7 @@ import re
 import msgspec
 
 from hetlb.cli.adminclient import admin_url, get
-from hetlb.config.profile import Source, load_profile
+from hetlb.config.profile_file import ProfileSource, load_profile
 from hetlb.core.latency import corrected as corrected_model
 from hetlb.errors import InputError
 from hetlb.profiler.sources import corrected, write_profile
@@ -44,7 +44,7 @@ def from_proxy(args: argparse.Namespace, text: str) -> int:
     note = f"{start.name} corrected by what was seen: " + ", ".join(
         f"{part} x {factors.get(part, 1.0):.3f}" for part in seen
     )
-    source = Source(kind="proxy", name=args.server, note=note)
+    source = ProfileSource(kind="proxy", name=args.server, note=note)
     profile = corrected(start, corrected_model(start.latency, **factors), source)
     if args.name:
         profile = msgspec.structs.replace(profile, name=args.name)

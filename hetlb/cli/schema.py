@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from hetlb.config.schema import json_schema
+from hetlb.config.json_schema import json_schema
 
 #: Kinds of files; `cluster` is what `search` reads, and what `split` does.
 KINDS = ("fleet", "profile", "market", "cluster", "place")
@@ -29,7 +29,7 @@ def tables(kind: str) -> tuple[type, ...]:
 
         return (FleetFile,)
     if kind == "profile":
-        from hetlb.config.profile import Profile
+        from hetlb.config.profile_file import Profile
 
         return (Profile,)
     if kind == "market":
@@ -37,7 +37,7 @@ def tables(kind: str) -> tuple[type, ...]:
 
         return (MarketFile,)
     if kind == "place":
-        from hetlb.config.place import PlaceFile
+        from hetlb.config.place_file import PlaceFile
 
         return (PlaceFile,)
     from hetlb.config.cluster import ClusterFile

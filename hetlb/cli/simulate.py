@@ -28,8 +28,8 @@ from hetlb.errors import InputError, PlanError, TraceError
 from hetlb.loadtest.options import read_rates, read_seconds, read_waves
 from hetlb.loadtest.report import percent, runs_table
 from hetlb.plan.placement.check_path import check_path
+from hetlb.sim.simulation_sweep import TRACE, Ran, Study, StudyCell, StudyLoad, run_sweep
 from hetlb.sim.study import by_policy_and_rate, make_study, median_run, run_document, watch
-from hetlb.sim.sweep import TRACE, Cell, Load, Ran, Study, run_sweep
 from hetlb.workload.content import HASH_BLOCK_TOKENS, PromptContent, contents_of
 from hetlb.workload.traces import Row, read_trace
 
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     }
     seeds = read_seeds(args.seed, args.seeds)
     check_numbers(args)
-    cells = [Cell(policy, rate, seed) for rate in rates for policy in policies for seed in seeds]
+    cells = [StudyCell(policy, rate, seed) for rate in rates for policy in policies for seed in seeds]
     if args.plot is not None:
         cells = watch(cells)
     rows = read_trace(args.trace)
@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
         raise TraceError(f"{args.trace}: arrival_s: expected a time in every row to replay")
     study = make_study(
         fleet,
-        Load(rows, args.num_prompts, args.burstiness, read_contents(args, rows), read_waves(args.waves)),
+        StudyLoad(rows, args.num_prompts, args.burstiness, read_contents(args, rows), read_waves(args.waves)),
         predictor=args.predictor,
         rule=IterationRule(args.iteration),
         model=args.model,
@@ -226,7 +226,7 @@ def read_restarts(text: str | None) -> tuple[float, ...]:
 # --- runs -----------------------------------------------------------------------------------------------
 
 
-def sweep(study: Study, cells: Sequence[Cell], jobs: int | None = None) -> list[Ran]:
+def sweep(study: Study, cells: Sequence[StudyCell], jobs: int | None = None) -> list[Ran]:
     """Run the cells, with a bar on stderr if that is a terminal."""
     if jobs is None:
         worth = 1 + len(cells) * study.load.count // _REQUESTS_WORTH_A_PROCESS

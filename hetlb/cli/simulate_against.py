@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hetlb.cli.against_plot import write_against_plot
-from hetlb.config.profile import Profile, load_profile
+from hetlb.config.profile_file import Profile, load_profile
 from hetlb.errors import ConfigError, ProfileError, TraceError
 from hetlb.sim.against import Comparison, Engine, compare
 from hetlb.sim.against_logs import Log, read_log

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hetlb.plots import line_style, new_figure, plot_distribution, save_figure, tidy
-from hetlb.sim.sweep import TRACE, Ran, Watched
+from hetlb.sim.simulation_sweep import TRACE, Ran, Watched
 
 _WIDTH_IN = 11.0
 _THROUGHPUT_IN, _LATENCY_IN, _FLEET_IN = 3.2, 3.0, 3.6

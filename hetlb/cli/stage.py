@@ -133,9 +133,9 @@ def _make_worker(args: argparse.Namespace, first: int, end: int) -> StageWorker:
         ) from error
     from hetlb.stage.auth import read_key
     from hetlb.stage.checkpoint import load_config
-    from hetlb.stage.kv import BlockPool
-    from hetlb.stage.messages import Welcome
+    from hetlb.stage.kv import StageBlocks
     from hetlb.stage.self_profile import measure
+    from hetlb.stage.stage_messages import Welcome
     from hetlb.stage.worker import StageWorker
 
     key, server_tls, peer_tls = read_key(args.key_file), *_tls(args)
@@ -155,7 +155,7 @@ def _make_worker(args: argparse.Namespace, first: int, end: int) -> StageWorker:
     loaded = TorchRunner(
         args.model, config, first, end, dtype=dtype, device=device, block_size=args.block_size
     )
-    pool = BlockPool(_kv_blocks(args, config, loaded, device), args.block_size)
+    pool = StageBlocks(_kv_blocks(args, config, loaded, device), args.block_size)
     loaded.allocate(pool.blocks)
     runner: Runner = _paced(args, loaded)
     prompts, decodes = measure(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from hetlb.config.mistakes import short
-from hetlb.config.profile import Profile, load_profile
+from hetlb.config.profile_file import Profile, load_profile
 from hetlb.config.quantities import Quantity, read_bytes, read_memory, read_parameters
 from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml, read_text
 from hetlb.errors import ConfigError
@@ -36,7 +36,7 @@ class ClusterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_output_tokens: PositiveInt
 
 
-class MachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ClusterMachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One machine, or `count` alike. `profiles` maps a tensor-parallel degree to a latency profile.
 
     A profile of a degree that does not divide `gpus` is for layouts of unequal instances.
@@ -59,7 +59,7 @@ class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     version: Literal[1]
     model: ClusterModel
     limits: ClusterLimits
-    machines: tuple[MachineTable, ...]
+    machines: tuple[ClusterMachineTable, ...]
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,8 +26,8 @@ from hetlb.config.fleet_tables import (
     PolicyTable,
 )
 from hetlb.config.mistakes import Mistakes, did_you_mean, listed, one_of, short
-from hetlb.config.profile import Profile, load_profile
-from hetlb.config.stages import StageGroup, StagesTable, resolve_stages
+from hetlb.config.profile_file import Profile, load_profile
+from hetlb.config.stage_group import StageGroup, StagesTable, resolve_stages
 from hetlb.config.urls import Origin, bracketed, check_collector, check_publisher, check_url, origin
 from hetlb.config.yaml_file import load_yaml, with_lines
 from hetlb.core.admission import QueueLimits

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from hetlb.config.discovery import DiscoveryTable, LeaseTable
-from hetlb.config.stages import StagesTable
+from hetlb.config.stage_group import StagesTable
 from hetlb.config.yaml_file import NonNegative, Port, Positive, PositiveInt, Share
 
 

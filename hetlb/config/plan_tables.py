@@ -24,7 +24,7 @@ _THEIRS = {
 }
 
 
-class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PlanModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The model. `config` is its `config.json`, which gives layers, hidden size, heads and the KV size."""
 
     name: str
@@ -102,7 +102,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     attention_heads: int | None = None
 
 
-def read_model(table: ModelTable, path: Path, where: str, needed: tuple[str, ...] = ()) -> Model:
+def read_model(table: PlanModelTable, path: Path, where: str, needed: tuple[str, ...] = ()) -> Model:
     """The model of a table at `where`; `needed`: keys of `Model` that must be known. Raises `ConfigError`."""
     parameters = table.parameters
     if parameters is not None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import Final
 
 from hetlb.core.instance import Instance
 from hetlb.core.types import Reject, RejectReason, Request, RequestId
 
 #: Names that an answer lists at most.
-_LISTED = 20
+_LISTED: Final = 20
 
 
 def queue_full(request_id: RequestId) -> Reject:

@@ -20,7 +20,7 @@ from hetlb.emulator.anthropic_answers import MessagesReply, error_body
 from hetlb.emulator.counting import chat_text, token_ids
 from hetlb.emulator.data_parallel import EngineGroup
 from hetlb.emulator.generation import Generation, Reader
-from hetlb.emulator.http import Connection, Message
+from hetlb.emulator.http import Connection, HttpMessage
 from hetlb.emulator.kv_transfer import KvExchange
 from hetlb.emulator.real_time import Choice
 from hetlb.emulator.replies import (
@@ -33,7 +33,7 @@ from hetlb.emulator.replies import (
 )
 from hetlb.openai.requests import ApiError, bad, read
 
-Handler: TypeAlias = Callable[[Connection, Message], None]
+Handler: TypeAlias = Callable[[Connection, HttpMessage], None]
 
 _encode = msgspec.json.encode
 
@@ -72,7 +72,7 @@ class Api:
             self._routes["/kv_transfer/done"] = {"POST": self._done}
             self._routes["/query"] = {"GET": self._query}
 
-    def handle(self, connection: Connection, message: Message) -> None:
+    def handle(self, connection: Connection, message: HttpMessage) -> None:
         """Answer one request, now or as its tokens come."""
         methods = self._routes.get(message.path)
         if methods is None:
@@ -92,7 +92,7 @@ class Api:
     # --- generating ---
 
     def _generator(self, read: Callable[[bytes], Generation], kind: type[Reply]) -> Handler:
-        def handle(connection: Connection, message: Message) -> None:
+        def handle(connection: Connection, message: HttpMessage) -> None:
             try:
                 generation = read(message.body)
             except ApiError:
@@ -109,12 +109,12 @@ class Api:
 
         return handle
 
-    def _embeddings(self, connection: Connection, message: Message) -> None:
+    def _embeddings(self, connection: Connection, message: HttpMessage) -> None:
         model, prompts = self._reader.embedding(message.body)
         reply = EmbeddingReply(connection, model, prompts, message.request_id or self._new_id())
         self._run(connection, reply.choices)
 
-    def _count_tokens(self, connection: Connection, message: Message) -> None:
+    def _count_tokens(self, connection: Connection, message: HttpMessage) -> None:
         tokens = self._reader.message_tokens(message.body)
         body = {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
         connection.respond(200, _encode(body))
@@ -130,7 +130,7 @@ class Api:
 
     # --- between engines ---
 
-    def _pull(self, connection: Connection, message: Message) -> None:
+    def _pull(self, connection: Connection, message: HttpMessage) -> None:
         asked = read(message.body, dict[str, Any])
         assert self._kv is not None
 
@@ -148,12 +148,12 @@ class Api:
         connection.watch(gone)
         pulling.add_done_callback(answer)
 
-    def _done(self, connection: Connection, message: Message) -> None:
+    def _done(self, connection: Connection, message: HttpMessage) -> None:
         assert self._kv is not None
         self._kv.done(str(read(message.body, dict[str, Any]).get("key")))
         connection.respond(200, b'{"state":"released"}')
 
-    def _query(self, connection: Connection, message: Message) -> None:
+    def _query(self, connection: Connection, message: HttpMessage) -> None:
         assert self._kv is not None
         connection.respond(200, _encode(self._kv.directory()))
 
@@ -162,23 +162,23 @@ class Api:
 
     # --- telling ---
 
-    def _empty(self, connection: Connection, message: Message) -> None:
+    def _empty(self, connection: Connection, message: HttpMessage) -> None:
         connection.respond(200, b"", content_type=None)
 
-    def _get_version(self, connection: Connection, message: Message) -> None:
+    def _get_version(self, connection: Connection, message: HttpMessage) -> None:
         connection.respond(200, self._version)
 
-    def _load(self, connection: Connection, message: Message) -> None:
+    def _load(self, connection: Connection, message: HttpMessage) -> None:
         # As of a server without --enable-server-load-tracking.
         connection.respond(200, b'{"server_load":0}')
 
-    def _metrics(self, connection: Connection, message: Message) -> None:
+    def _metrics(self, connection: Connection, message: HttpMessage) -> None:
         page = vllm_metrics.render(
             self._engines.runners, self._reader.served[0], self._kv_cache_tokens, self._kv
         )
         connection.respond(200, page, content_type=vllm_metrics.CONTENT_TYPE)
 
-    def _models(self, connection: Connection, message: Message) -> None:
+    def _models(self, connection: Connection, message: HttpMessage) -> None:
         root = self._reader.served[0]
         data = [
             {
@@ -194,7 +194,7 @@ class Api:
         ]
         connection.respond(200, _encode({"object": "list", "data": data}))
 
-    def _tokenize(self, connection: Connection, message: Message) -> None:
+    def _tokenize(self, connection: Connection, message: HttpMessage) -> None:
         asked = read(message.body, _Tokenize)
         if asked.prompt is not None:
             tokens = token_ids(asked.prompt)
@@ -209,7 +209,7 @@ class Api:
         body = {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": None}
         connection.respond(200, _encode(body))
 
-    def _detokenize(self, connection: Connection, message: Message) -> None:
+    def _detokenize(self, connection: Connection, message: HttpMessage) -> None:
         asked = read(message.body, _Detokenize)
         self._reader.model(asked.model)
         # The ids of this emulator cannot be turned back into text; each stands for itself.
@@ -227,6 +227,6 @@ class _Detokenize(msgspec.Struct, kw_only=True):
     tokens: list[Any]
 
 
-def _check_type(message: Message) -> None:
+def _check_type(message: HttpMessage) -> None:
     if message.content_type.partition(";")[0].strip().lower() != "application/json":
         raise bad("Expected the content type application/json.")

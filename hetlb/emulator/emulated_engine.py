@@ -11,12 +11,12 @@ import math
 from collections.abc import Sequence
 from types import TracebackType
 
-from hetlb.config.profile import Profile
+from hetlb.config.profile_file import Profile
 from hetlb.core.latency import IterationRule
 from hetlb.emulator.api import Api
 from hetlb.emulator.data_parallel import EngineGroup
 from hetlb.emulator.generation import Reader
-from hetlb.emulator.http import Connection, Listener
+from hetlb.emulator.http import Connection, EmulatorListener
 from hetlb.emulator.kv_transfer import KvExchange, KvSettings
 from hetlb.emulator.real_time import RealTimeEngine
 from hetlb.errors import ConfigError, ProfileError
@@ -89,7 +89,7 @@ class EmulatedEngine:
         self._time_scale = time_scale
         self._keep_alive_s = keep_alive_s
         self._server: asyncio.Server | None = None
-        self._listener: Listener | None = None
+        self._listener: EmulatorListener | None = None
         self._engines: EngineGroup | None = None
 
     @property
@@ -144,7 +144,7 @@ class EmulatedEngine:
             )
             engines.runners[0].on_fetch = self.kv.fetch
         api = Api(engines, reader, self._kv_cache_tokens, self.kv)
-        listener = Listener(loop, api.handle, self._keep_alive_s)
+        listener = EmulatorListener(loop, api.handle, self._keep_alive_s)
         self._server = await loop.create_server(
             lambda: Connection(listener), self.host, self.port, backlog=2048
         )

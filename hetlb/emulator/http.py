@@ -25,7 +25,7 @@ _PHRASES = {
 }
 
 
-class Message:
+class HttpMessage:
     """One request: what the handlers look at. Header names were compared without regard to case."""
 
     __slots__ = ("body", "content_type", "keep_alive", "method", "path", "request_id")
@@ -47,7 +47,7 @@ class Message:
         self.keep_alive = keep_alive
 
 
-class Listener:
+class EmulatorListener:
     """State that the connections of one server share."""
 
     __slots__ = ("_date", "_date_at", "connections", "handle", "keep_alive_s", "loop")
@@ -55,7 +55,7 @@ class Listener:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        handle: Callable[[Connection, Message], None],
+        handle: Callable[[Connection, HttpMessage], None],
         keep_alive_s: float,
     ) -> None:
         self.loop = loop
@@ -100,10 +100,10 @@ class Connection(asyncio.Protocol):
     #: Sends bytes of a body, framed by the caller: the transport's own, for the price of one call.
     write: Callable[[bytes], None]
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: EmulatorListener) -> None:
         self._listener = listener
         self._parser = httptools.HttpRequestParser(self)
-        self._queue: deque[Message] = deque()  # pipelined requests
+        self._queue: deque[HttpMessage] = deque()  # pipelined requests
         self._busy = False  # a request is being answered
         self._running = False  # the queue is being worked off
         self._paused = False
@@ -187,7 +187,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         parser = self._parser
-        message = Message(
+        message = HttpMessage(
             parser.get_method().decode("ascii"),
             _path(self._url),
             self._content_type,

@@ -13,21 +13,21 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from hetlb.loadtest.admin import FleetAdmin, fleet_admin
 from hetlb.loadtest.compare import comparisons, turns
-from hetlb.loadtest.generator import Progress
-from hetlb.loadtest.progress import Screen
-from hetlb.loadtest.runs import LoadSpec, Measured, measure
-from hetlb.loadtest.search import RateSearch
+from hetlb.loadtest.fleet_admin import FleetAdmin, fleet_admin
+from hetlb.loadtest.generator import LoadProgress
+from hetlb.loadtest.rate_search import RateSearch
+from hetlb.loadtest.runs import LoadSpec, MeasuredRun, measure
+from hetlb.loadtest.screen import Screen
 from hetlb.loadtest.verdict import verdict_of
 from hetlb.workload.schedules import Ramp, Rate
 
 
 @dataclass(slots=True)
-class Outcome:
+class CampaignResult:
     """Result of a campaign; `comparison` and `search` as they stand in the document."""
 
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[MeasuredRun] = field(default_factory=list)
     comparison: list[dict[str, Any]] = field(default_factory=list)
     search: list[dict[str, Any]] = field(default_factory=list)
 
@@ -59,9 +59,9 @@ class Campaign:
         self._attainment = attainment
         self._admin: FleetAdmin | None = None
         self._instances: list[str] | None = None
-        self._outcome = Outcome()
+        self._outcome = CampaignResult()
 
-    async def run(self) -> Outcome:
+    async def run(self) -> CampaignResult:
         """Every run, in order."""
         async with contextlib.AsyncExitStack() as stack:
             policies: Sequence[str | None] = self._policies or (None,)
@@ -81,11 +81,11 @@ class Campaign:
                     self._outcome.search.append(await self._search(policy, self._attainment))
         return self._outcome
 
-    async def _measure(self, policy: str | None, rate: Rate | Ramp, number: int = 1) -> Measured:
+    async def _measure(self, policy: str | None, rate: Rate | Ramp, number: int = 1) -> MeasuredRun:
         if self._admin is not None and policy is not None and policy in self._policies:
             await self._admin.set_policy(policy)
             await self._admin.idle()
-        progress = Progress()
+        progress = LoadProgress()
         label = describe(policy, rate, number if self._rounds > 1 else None)
         async with self._screen.bar(label, progress, self._spec.num_prompts):
             measured = await measure(

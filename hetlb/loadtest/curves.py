@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from hetlb.loadtest.metrics import latencies_s
-from hetlb.loadtest.runs import Measured
+from hetlb.loadtest.runs import MeasuredRun
 from hetlb.workload.records import RequestResult
 
 _MOMENTS = 160
@@ -30,7 +30,7 @@ class Line:
     points: Sequence[tuple[float, float]]
 
 
-def against_rate(measured: Sequence[Measured], figure: str, factor: float = 1.0) -> list[Line]:
+def against_rate(measured: Sequence[MeasuredRun], figure: str, factor: float = 1.0) -> list[Line]:
     """A figure against the rate, a line per policy; rounds are averaged."""
     lines = []
     for policy in policies_of(measured):
@@ -42,7 +42,7 @@ def against_rate(measured: Sequence[Measured], figure: str, factor: float = 1.0)
     return lines
 
 
-def distribution(measured: Iterable[Measured], metric: str) -> list[tuple[float, float]]:
+def distribution(measured: Iterable[MeasuredRun], metric: str) -> list[tuple[float, float]]:
     """The share of the values of a latency that are at most so many milliseconds, over all these runs."""
     done = (record for each in measured for record in each.result.records if record.ok)
     values = sorted(latencies_s(done, metric))
@@ -85,7 +85,7 @@ def output_rate(records: Sequence[RequestResult], names: Sequence[str]) -> list[
     return lines
 
 
-def policies_of(measured: Sequence[Measured]) -> list[str | None]:
+def policies_of(measured: Sequence[MeasuredRun]) -> list[str | None]:
     """The policies that were measured, in order."""
     return list(dict.fromkeys(each.run["policy"] for each in measured))
 

@@ -38,7 +38,7 @@ _LAG_INTERVAL_S = 0.02
 _INSTANCE_HEADER = "x-hetlb-instance"
 
 
-class Progress:
+class LoadProgress:
     """Live counts of a run; a display reads them when it likes."""
 
     __slots__ = ("completed", "failed", "output_tokens", "planned", "sent")
@@ -101,7 +101,7 @@ async def run_load(
     bodies: Bodies,
     url: str,
     *,
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
     request_timeout_s: float | None = None,
     headers: dict[str, str] | None = None,
     max_concurrency: int | None = None,
@@ -113,7 +113,9 @@ async def run_load(
     Without `request_timeout_s` an answer may take as long as it likes: a limit that was not asked for would
     turn the slowest answers into failures and flatter the percentiles.
     """
-    run = _Run(plan, bodies, url, progress or Progress(), request_timeout_s, headers or {}, max_concurrency)
+    run = _Run(
+        plan, bodies, url, progress or LoadProgress(), request_timeout_s, headers or {}, max_concurrency
+    )
     # What is there stays: a collection that walks over a large plan would stop the clock of every answer.
     gc.collect()
     gc.freeze()
@@ -149,7 +151,7 @@ class _Run:
         plan: Sequence[PlannedRequest],
         bodies: Bodies,
         url: str,
-        progress: Progress,
+        progress: LoadProgress,
         timeout_s: float | None,
         headers: dict[str, str],
         max_concurrency: int | None,

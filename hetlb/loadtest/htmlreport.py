@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from hetlb.loadtest.curves import Line, against_rate, distribution, in_flight, output_rate, policies_of
 from hetlb.loadtest.report import comparison_title, milliseconds, percent, rate_text, seconds
-from hetlb.loadtest.runs import Measured
+from hetlb.loadtest.runs import MeasuredRun
 from hetlb.loadtest.verdict import SUSPECT, VALID, verdict_of
 from hetlb.pages import asset, content_hash, inline_module, inline_style
 
@@ -36,7 +36,7 @@ _OPEN_GROUPS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class ReportCell:
     """Text of a cell; `difference` is off a baseline, `is_sure` where its interval leaves out 0."""
 
     text: str
@@ -45,30 +45,30 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReportRow:
     """Cells of a row and the verdict of the runs it rests on."""
 
-    cells: Sequence[Cell]
+    cells: Sequence[ReportCell]
     verdict: str = VALID
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ReportTable:
     """Headings and rows."""
 
     heads: Sequence[str]
-    rows: Sequence[Row]
+    rows: Sequence[ReportRow]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ReportGroup:
     """A part that folds: `charts` are numbers in the list of charts."""
 
     title: str
     verdict: str
     is_open: bool
     charts: Sequence[int] = ()
-    table: Table | None = None
+    table: ReportTable | None = None
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class _Charts:
 _Axis = Mapping[str, Any]
 
 
-def report(document: Mapping[str, Any], measured: Sequence[Measured]) -> str:
+def report(document: Mapping[str, Any], measured: Sequence[MeasuredRun]) -> str:
     """The page. `document` is what `--json` prints, `measured` the runs behind it."""
     metadata, runs, comparisons = document["metadata"], document["runs"], document["comparison"]
     search = document["search"]
@@ -113,7 +113,7 @@ def report(document: Mapping[str, Any], measured: Sequence[Measured]) -> str:
         "timelines": list(_timelines(measured, charts)),
         "runs_table": _runs_table(runs),
         "differences": [
-            Group(comparison_title(each), each["verdict"], False, table=_comparison(each))
+            ReportGroup(comparison_title(each), each["verdict"], False, table=_comparison(each))
             for each in comparisons
         ],
         "metadata_rows": [(key, _plain(value)) for key, value in metadata.items()],
@@ -128,13 +128,13 @@ def report(document: Mapping[str, Any], measured: Sequence[Measured]) -> str:
     return environment.from_string(asset("report.html.j2", "hetlb.loadtest")).render(context).lstrip() + "\n"
 
 
-def _row(*texts: str, verdict: str = VALID) -> Row:
-    return Row([Cell(text) for text in texts], verdict)
+def _row(*texts: str, verdict: str = VALID) -> ReportRow:
+    return ReportRow([ReportCell(text) for text in texts], verdict)
 
 
 def _policies(
     comparisons: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]
-) -> list[tuple[str, Table]]:
+) -> list[tuple[str, ReportTable]]:
     """Every policy beside the first: a table for each rate."""
     by_rate: dict[str, list[Mapping[str, Any]]] = {}
     for each in comparisons:
@@ -142,30 +142,33 @@ def _policies(
     tables = []
     for rate, found in by_rate.items():
         baseline = found[0]["figures"]
-        first = [Cell(show(baseline[key]["baseline_mean"]), "") for key, _, show in _GLANCE]
+        first = [ReportCell(show(baseline[key]["baseline_mean"]), "") for key, _, show in _GLANCE]
         name = found[0]["baseline"]
         own = verdict_of(run for run in runs if run["policy"] == name and rate_text(run) == rate)
-        rows = [Row([Cell(name), *first], own)]
+        rows = [ReportRow([ReportCell(name), *first], own)]
         rows += [
-            Row(
-                [Cell(each["policy"]), *(_against(each["figures"][key], show) for key, _, show in _GLANCE)],
+            ReportRow(
+                [
+                    ReportCell(each["policy"]),
+                    *(_against(each["figures"][key], show) for key, _, show in _GLANCE),
+                ],
                 each["verdict"],
             )
             for each in found
         ]
-        tables.append((rate, Table(["policy", *(head for _, head, _ in _GLANCE)], rows)))
+        tables.append((rate, ReportTable(["policy", *(head for _, head, _ in _GLANCE)], rows)))
     return tables
 
 
-def _against(figure: Mapping[str, Any], show: Callable[[float], str]) -> Cell:
+def _against(figure: Mapping[str, Any], show: Callable[[float], str]) -> ReportCell:
     """A mean, and by how much it is off the baseline's."""
     if figure["relative"] is None:
-        return Cell(show(figure["mean"]))
+        return ReportCell(show(figure["mean"]))
     is_sure = figure["low"] is not None and (figure["low"] > 0 or figure["high"] < 0)
-    return Cell(show(figure["mean"]), f"{100 * figure['relative']:+.1f} %", is_sure)
+    return ReportCell(show(figure["mean"]), f"{100 * figure['relative']:+.1f} %", is_sure)
 
 
-def _runs_table(runs: Sequence[Mapping[str, Any]]) -> Table:
+def _runs_table(runs: Sequence[Mapping[str, Any]]) -> ReportTable:
     heads = ["run", "completed", "failed", "req/s", "output tok/s", "goodput/s", "SLO met"]
     heads += [f"{name} {figure}" for _, name in _LATENCIES for figure in ("p50", "p99")] + ["TPOT p50"]
     rows = []
@@ -184,10 +187,10 @@ def _runs_table(runs: Sequence[Mapping[str, Any]]) -> Table:
         ]
         verdict = run["client"]["verdict"]
         rows.append(_row(*cells, milliseconds(run["median_tpot_ms"]), verdict=verdict))
-    return Table(heads, rows)
+    return ReportTable(heads, rows)
 
 
-def _comparison(comparison: Mapping[str, Any]) -> Table:
+def _comparison(comparison: Mapping[str, Any]) -> ReportTable:
     verdict = comparison["verdict"]
     rows = []
     for name, figure in comparison["figures"].items():
@@ -198,24 +201,24 @@ def _comparison(comparison: Mapping[str, Any]) -> Table:
         rows.append(_row(name, *texts, verdict=verdict))
     level = percent(comparison["confidence"])
     compared = (comparison["baseline"], comparison["policy"])
-    return Table(("figure", *compared, "difference", "relative", f"{level} interval"), rows)
+    return ReportTable(("figure", *compared, "difference", "relative", f"{level} interval"), rows)
 
 
-def _search(searches: Sequence[Mapping[str, Any]]) -> Table:
+def _search(searches: Sequence[Mapping[str, Any]]) -> ReportTable:
     rows = []
     for each in searches:
         found = (each["max_request_rate"], each["lowest_missed_rate"])
         rates = ("none" if rate is None else f"{rate:.4g}" for rate in found)
         rows.append(_row(each["policy"] or "-", *rates, str(len(each["probes"])), verdict=each["verdict"]))
-    return Table(("policy", "met at, req/s", "missed at, req/s", "rates measured"), rows)
+    return ReportTable(("policy", "met at, req/s", "missed at, req/s", "rates measured"), rows)
 
 
-def _rates(measured: Sequence[Measured], charts: _Charts) -> Group:
+def _rates(measured: Sequence[MeasuredRun], charts: _Charts) -> ReportGroup:
     """Figures against the rate; no charts where there is one rate."""
     title, verdict = "Against the rate", verdict_of(each.run for each in measured)
     rates = {each.run["request_rate"] for each in measured if isinstance(each.run["request_rate"], float)}
     if len(rates) < 2:
-        return Group(title, verdict, is_open=True)
+        return ReportGroup(title, verdict, is_open=True)
     pictures: list[tuple[str, str, str, float]] = [
         ("Output throughput", "output_throughput", "tokens/s", 1.0),
         *((f"{name} p99", f"p99_{key}_ms", "ms", 1.0) for key, name in _LATENCIES),
@@ -233,12 +236,12 @@ def _rates(measured: Sequence[Measured], charts: _Charts) -> Group:
         lines = [Line(names[line.name], line.points) for line in against_rate(measured, figure, factor)]
         y = {"label": unit, "least": 0, **({"most": 100} if unit == "%" else {})}
         numbers.append(charts.add(name, lines, {"label": "offered requests/s", "least": 0}, y, marks=True))
-    return Group(title, verdict, is_open=True, charts=numbers)
+    return ReportGroup(title, verdict, is_open=True, charts=numbers)
 
 
-def _distributions(measured: Sequence[Measured], charts: _Charts) -> Iterable[Group]:
+def _distributions(measured: Sequence[MeasuredRun], charts: _Charts) -> Iterable[ReportGroup]:
     """A group per rate with a line per policy; one policy alone is one group with a line per rate."""
-    groups: dict[str, dict[str, list[Measured]]] = {}
+    groups: dict[str, dict[str, list[MeasuredRun]]] = {}
     several = len(policies_of(measured)) > 1
     for each in measured:
         rate, policy = f"rate {rate_text(each.run)}", each.run["policy"] or "measured"
@@ -256,10 +259,10 @@ def _distributions(measured: Sequence[Measured], charts: _Charts) -> Iterable[Gr
             for key, name in _LATENCIES
         ]
         verdict = verdict_of(each.run for line in lines.values() for each in line)
-        yield Group(title, verdict, number < _OPEN_GROUPS, numbers)
+        yield ReportGroup(title, verdict, number < _OPEN_GROUPS, numbers)
 
 
-def _timelines(measured: Sequence[Measured], charts: _Charts) -> Iterable[Group]:
+def _timelines(measured: Sequence[MeasuredRun], charts: _Charts) -> Iterable[ReportGroup]:
     x, y = {"label": "s", "least": 0}, {"label": "requests in flight", "least": 0}
     for number, each in enumerate(measured):
         names = [entry["name"] for entry in each.run["instances"]]
@@ -269,10 +272,10 @@ def _timelines(measured: Sequence[Measured], charts: _Charts) -> Iterable[Group]
             charts.add("Output", output_rate(records, names), x, {**y, "label": "tokens/s"}),
         )
         verdict = each.run["client"]["verdict"]
-        yield Group(_name(each.run), verdict, number < _OPEN_GROUPS, numbers, _instances(each.run))
+        yield ReportGroup(_name(each.run), verdict, number < _OPEN_GROUPS, numbers, _instances(each.run))
 
 
-def _instances(run: Mapping[str, Any]) -> Table | None:
+def _instances(run: Mapping[str, Any]) -> ReportTable | None:
     if not run["instances"]:
         return None
     total = run["total_output_tokens"] or 1
@@ -301,10 +304,10 @@ def _instances(run: Mapping[str, Any]) -> Table | None:
         "TPOT p50",
         "E2EL p99",
     )
-    return Table((*heads, "last end", "preempted", "KV peak"), rows)
+    return ReportTable((*heads, "last end", "preempted", "KV peak"), rows)
 
 
-def _marked(name: str, measured: Iterable[Measured]) -> str:
+def _marked(name: str, measured: Iterable[MeasuredRun]) -> str:
     """Name of a line; it says where a run behind it is SUSPECT."""
     verdict = verdict_of(each.run for each in measured)
     return f"{name} ({SUSPECT})" if verdict == SUSPECT else name

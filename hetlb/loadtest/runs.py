@@ -18,9 +18,9 @@ from typing import Any
 import aiohttp
 
 from hetlb.errors import HetlbError
-from hetlb.loadtest.admin import FleetAdmin, Reported, why
 from hetlb.loadtest.bodies import CHAT, COMPLETIONS, MadePrompts, RequestBodies, given_texts, own_headers
-from hetlb.loadtest.generator import LoadResult, Progress, run_load
+from hetlb.loadtest.fleet_admin import FleetAdmin, Reported, why
+from hetlb.loadtest.generator import LoadProgress, LoadResult, run_load
 from hetlb.loadtest.metrics import run_figures
 from hetlb.workload.arrivals import Waves
 from hetlb.workload.schedules import Load, Ramp, Rate, make_load
@@ -70,7 +70,7 @@ class LoadSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRun:
     """One run: its document (a member of `runs`), and the records and rows behind it."""
 
     run: dict[str, Any]
@@ -85,9 +85,9 @@ async def measure(
     policy: str | None = None,
     instances: Sequence[str] | None = None,
     round_number: int = 1,
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
     admin: FleetAdmin | None = None,
-) -> Measured:
+) -> MeasuredRun:
     """Warm up, send the load once and wait for every answer.
 
     The load of each round is drawn from a seed of its own, the same for every policy. `admin` is asked for
@@ -132,7 +132,7 @@ async def measure(
         run["ramp_up_strategy"] = rate.strategy
         run["ramp_up_start_rps"] = rate.start_rps
         run["ramp_up_end_rps"] = rate.end_rps
-    return Measured(run, result, load.rows)
+    return MeasuredRun(run, result, load.rows)
 
 
 async def _warm_up(spec: LoadSpec, label: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetlb.config.cluster import Cluster
-from hetlb.config.profile import Profile
+from hetlb.config.profile_file import Profile
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.core.types import Capacity
 from hetlb.errors import ConfigError, ProfileError

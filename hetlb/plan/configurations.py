@@ -17,12 +17,12 @@ from itertools import combinations, pairwise
 import msgspec
 
 from hetlb.config.plan_tables import Model
-from hetlb.config.profile import (
+from hetlb.config.profile_file import (
     EngineInfo,
     Hardware,
     ModelInfo,
     Profile,
-    Source,
+    ProfileSource,
 )
 from hetlb.errors import ConfigError
 from hetlb.plan.common.capacity import divide_layers, exact, kv_cache_tokens, usable_bytes
@@ -352,7 +352,7 @@ def roofline_profile(market: Market, model: Model, offer: OfferTable, degree: in
         f"{offer.gpu}-{model.name}-tp{degree}-roofline",
         points,
         fit(points),
-        source=Source(
+        source=ProfileSource(
             kind="roofline",
             measured=False,
             system=offer.gpu,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from hetlb.config.profile import ModelInfo, Profile
+from hetlb.config.profile_file import ModelInfo, Profile
 from hetlb.core.admission import QueueLimits
 from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution

@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from hetlb.config.plan_tables import LinkRates, Model, ModelTable, RooflineTable, read_model
-from hetlb.config.profile import Profile, load_profile
+from hetlb.config.plan_tables import LinkRates, Model, PlanModelTable, RooflineTable, read_model
+from hetlb.config.profile_file import Profile, load_profile
 from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml
 from hetlb.errors import ConfigError
 from hetlb.plan.highs import INFINITY
@@ -80,7 +80,7 @@ class MarketFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     version: Literal[1]
     offers: tuple[OfferTable, ...]
-    models: tuple[ModelTable, ...] = ()
+    models: tuple[PlanModelTable, ...] = ()
     workloads: tuple[WorkloadTable, ...] = ()
     configurations: tuple[ConfigurationTable, ...] = ()
     budget_per_hour: Positive | None = None
@@ -143,7 +143,7 @@ def load_market(path: Path) -> Market:
         _check_names(path, kind, "name", [each.name for each in getattr(file, kind)])
     _check_finite(path, file)
     models = {table.name: read_model(table, path, f"models[{m}]") for m, table in enumerate(file.models)} or {
-        "model": read_model(ModelTable(name="model"), path, "models")
+        "model": read_model(PlanModelTable(name="model"), path, "models")
     }
     market = Market(path=path, file=file, models=models, profiles=_profiles(file, path, models))
     gpus = market.offers

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hetlb.config.profile import Profile
+from hetlb.config.profile_file import Profile
 from hetlb.errors import ConfigError, PlanError
 from hetlb.plan import decompose
 from hetlb.plan.check import check_rent

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from hetlb.config.profile import Profile
+from hetlb.config.profile_file import Profile
 from hetlb.core.admission import QueueLimits
 from hetlb.core.policies.base import PlannedShares, PolicyParams
 from hetlb.core.predictor import LengthDistribution

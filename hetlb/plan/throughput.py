@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from hetlb.config.profile import Profile, with_latency
+from hetlb.config.profile_file import Profile, with_latency
 from hetlb.config.yaml_file import NonNegative
 from hetlb.core.latency import IterationRule
 from hetlb.core.setup import SchedulerSetup

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from hetlb.config.profile import (
+from hetlb.config.profile_file import (
     EngineInfo,
     FitReport,
     Hardware,
@@ -24,8 +24,8 @@ from hetlb.config.profile import (
     ModelInfo,
     PhaseReport,
     Profile,
+    ProfileSource,
     RawGrid,
-    Source,
     sections,
     with_latency,
 )
@@ -189,7 +189,7 @@ def make_profile(
     points: tuple[Point, ...],
     result: FitResult,
     *,
-    source: Source,
+    source: ProfileSource,
     hardware: Hardware | None = None,
     model: ModelInfo | None = None,
     engine: EngineInfo | None = None,
@@ -237,7 +237,7 @@ def make_profile(
     )
 
 
-def corrected(profile: Profile, latency: LatencyModel, source: Source) -> Profile:
+def corrected(profile: Profile, latency: LatencyModel, source: ProfileSource) -> Profile:
     """A profile with other constants; points and errors, which are of the old ones, are left out."""
     return msgspec.structs.replace(
         with_latency(profile, latency), version=2, source=source, fit=None, grid=None

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hetlb.config.profile import Profile
+from hetlb.config.profile_file import Profile
 from hetlb.core.instance import Instance
 from hetlb.core.types import Health
 from hetlb.proxy.telemetry.access_log import escape

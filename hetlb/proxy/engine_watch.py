@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hetlb.config.fleet_tables import ScrapeTable
-from hetlb.config.profile import Profile
+from hetlb.config.profile_file import Profile
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, EngineSample, Health, InstanceChange, ModelsLearned

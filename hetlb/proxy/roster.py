@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from hetlb.addresses import allowed_address, is_special
 from hetlb.config.fleet import Fleet
 from hetlb.config.fleet_tables import InstanceTable
-from hetlb.config.profile import Profile
+from hetlb.config.profile_file import Profile
 from hetlb.config.urls import Origin, origin
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (

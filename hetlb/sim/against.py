@@ -21,7 +21,7 @@ from scipy.optimize import least_squares
 
 from hetlb.core.latency import LatencyModel, corrected
 from hetlb.errors import TraceError
-from hetlb.sim.against_logs import Log, Measured
+from hetlb.sim.against_logs import Log, LoggedRequest
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence, SequenceState
@@ -56,7 +56,7 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class Simulated:
+class ReplayedRequest:
     """Times of one request by the engine model; `load` is that at its arrival."""
 
     queue_s: float
@@ -66,10 +66,10 @@ class Simulated:
 
 
 @dataclass(slots=True)
-class Replay:
+class ReplayedRun:
     """A replayed log: one entry for each request, and the KV cache in use over time (seconds, share)."""
 
-    requests: list[Simulated]
+    requests: list[ReplayedRequest]
     kv: list[tuple[float, float]]
     preemptions: int
     #: Decoding sequences of every iteration, by how long these ran.
@@ -87,15 +87,15 @@ class _Course:
 
 
 def replay(
-    requests: Sequence[Measured], engine: Engine, hash_block_tokens: int = HASH_BLOCK_TOKENS
-) -> Replay:
+    requests: Sequence[LoggedRequest], engine: Engine, hash_block_tokens: int = HASH_BLOCK_TOKENS
+) -> ReplayedRun:
     """Send the requests to one engine model. Raises `TraceError` for one that does not fit its KV cache."""
     contents: list[PromptContent] | None = None
     rows = [each.row for each in requests if each.row is not None]
     if engine.limits.enable_prefix_caching and any(row.hash_ids or row.session for row in rows):
         contents = contents_of(rows, hash_block_tokens)
     model = EngineModel(engine.latency, engine.limits, prefix_cache=contents is not None)
-    found: list[Simulated | None] = [None] * len(requests)
+    found: list[ReplayedRequest | None] = [None] * len(requests)
     kv: list[tuple[float, float]] = []
     batches: dict[int, float] = {}
     unseen: deque[EngineSequence] = deque()
@@ -147,13 +147,13 @@ def replay(
         for sequence in ended.finished:
             course = sequence.tag
             arrived_s = requests[course.index].arrival_s
-            found[course.index] = Simulated(
+            found[course.index] = ReplayedRequest(
                 course.queue_s, course.first_s - arrived_s, now - arrived_s, course.load
             )
-    return Replay([each for each in found if each is not None], kv, model.preemptions, batches)
+    return ReplayedRun([each for each in found if each is not None], kv, model.preemptions, batches)
 
 
-def _sequence(course: _Course, request: Measured, content: PromptContent) -> EngineSequence:
+def _sequence(course: _Course, request: LoggedRequest, content: PromptContent) -> EngineSequence:
     prompt = max(1, request.input_tokens)
     return EngineSequence(prompt, request.output_tokens, course, pieces=content.spans, answer=content.answer)
 
@@ -205,7 +205,7 @@ def metric_error(pairs: Sequence[tuple[float, float]]) -> MetricError | None:
     )
 
 
-def errors(requests: Sequence[Measured], simulated: Sequence[Simulated]) -> dict[str, MetricError]:
+def errors(requests: Sequence[LoggedRequest], simulated: Sequence[ReplayedRequest]) -> dict[str, MetricError]:
     """The error of every metric that the log holds."""
     pairs: dict[str, list[tuple[float, float]]] = {"queue": [], "ttft": [], "tpot": [], "e2e": []}
     for request, said in zip(requests, simulated, strict=True):
@@ -265,7 +265,7 @@ class FittedCorrections(Corrections):
 
 
 def fit_corrections(
-    requests: Sequence[Measured],
+    requests: Sequence[LoggedRequest],
     engine: Engine,
     hash_block_tokens: int = HASH_BLOCK_TOKENS,
     chosen: Sequence[bool] | None = None,
@@ -316,7 +316,9 @@ def _standard_errors(best: Any, count: int) -> tuple[float, float, float, float,
     return tuple(float(each) for each in found)  # type: ignore[return-value]
 
 
-def _groups(requests: Sequence[Measured], chosen: np.ndarray[Any, Any] | None) -> list[np.ndarray[Any, Any]]:
+def _groups(
+    requests: Sequence[LoggedRequest], chosen: np.ndarray[Any, Any] | None
+) -> list[np.ndarray[Any, Any]]:
     """Indices of requests that came one after the other, and of those with prompts and answers alike.
 
     Their means move smoothly with a correction. Single requests do not: they catch an iteration or miss it.
@@ -362,7 +364,7 @@ _TIMES = (1.0, 1.25, 1.5, 2.0)
 
 
 def reach(
-    requests: Sequence[Measured],
+    requests: Sequence[LoggedRequest],
     engine: Engine,
     found: Corrections,
     hash_block_tokens: int = HASH_BLOCK_TOKENS,
@@ -419,15 +421,15 @@ class Comparison:
     corrections: FittedCorrections
     loads: dict[str, dict[str, MetricError]]
     verdict: str
-    measured: list[Measured]
-    simulated: list[Simulated]
+    measured: list[LoggedRequest]
+    simulated: list[ReplayedRequest]
     kv: list[tuple[float, float]]
 
 
 def compare(log: Log, engines: dict[str, Engine], hash_block_tokens: int = HASH_BLOCK_TOKENS) -> Comparison:
     """Hold a log against the engines that served it, by name ("" where the log names none)."""
-    measured: list[Measured] = []
-    simulated: list[Simulated] = []
+    measured: list[LoggedRequest] = []
+    simulated: list[ReplayedRequest] = []
     kv: list[tuple[float, float]] = []
     preemptions = 0
     split, split_ttft = dict.fromkeys((*PARTS, REST), 0.0), dict.fromkeys((*PARTS, REST), 0.0)
@@ -512,7 +514,7 @@ def verdict(
     return f"off by {100 * off:+.1f} % ({name.upper()}): {cause}"
 
 
-def varies_enough(run: Replay) -> str:
+def varies_enough(run: ReplayedRun) -> str:
     """Reason for which a log cannot tell the parts of a model from each other; empty where it can.
 
     Prefill, mixed and decode times are told apart by steps of different batches: their middle nine tenths, by
@@ -526,7 +528,7 @@ def varies_enough(run: Replay) -> str:
     )
 
 
-def usual_batches(run: Replay) -> tuple[int, int]:
+def usual_batches(run: ReplayedRun) -> tuple[int, int]:
     """Least and most sequences that decode together in the middle nine tenths of the time; 0 without any."""
     decoding = {batch: seconds for batch, seconds in run.batches.items() if batch}
     total_s = sum(decoding.values())

@@ -30,7 +30,7 @@ _BENCH = "vllm bench serve --save-result --save-detailed"
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class LoggedRequest:
     """One request that ended well. Times in seconds; `queue_s` is None where the log does not say.
 
     `arrival_s` is when the server got it. `row` names its content, where the log is a trace.
@@ -56,7 +56,7 @@ class Log:
     """The requests of a log in order of arrival; `failed` did not end well; `setup` is an event log's own."""
 
     kind: str
-    requests: tuple[Measured, ...]
+    requests: tuple[LoggedRequest, ...]
     failed: int = 0
     setup: SchedulerSetup | None = None
 
@@ -138,7 +138,7 @@ def _read_bench(path: Path, text: str) -> Log:
         except (TypeError, ValueError, OverflowError):
             gaps_s = math.nan
         requests.append(
-            Measured(
+            LoggedRequest(
                 read.moment(f"start_times[{index}]", start_s),
                 read.tokens(f"input_lens[{index}]", prompt),
                 read.tokens(f"output_lens[{index}]", output),
@@ -168,7 +168,7 @@ def _read_aiperf(path: Path, text: str) -> Log:
         value = {name: read.metric(str(key), metrics[key]) for name, key in found.items()}
         ttft_s = read.seconds(str(found["ttft_s"]), value["ttft_s"])
         requests.append(
-            Measured(
+            LoggedRequest(
                 read.moment("request_start_ns", metadata["request_start_ns"], 1e-9),
                 read.tokens(str(found["prompt"]), value["prompt"]),
                 read.tokens(str(found["output"]), value["output"]),
@@ -211,7 +211,7 @@ def _read_csv(path: Path, _: str) -> Log:
             if column is not None
         }
         requests.append(
-            Measured(
+            LoggedRequest(
                 read.moment("arrival_s", row.arrival_s),
                 row.input_tokens,
                 row.output_tokens,
@@ -251,7 +251,7 @@ def _read_events(path: Path, text: str) -> Log:
                 else:
                     ttft_s = read.seconds("first_token", first[fact["lease"]] - began)
                     requests.append(
-                        Measured(
+                        LoggedRequest(
                             began,
                             read.tokens("prompt_tokens", request["prompt_tokens"]),
                             read.tokens("output_tokens", output),

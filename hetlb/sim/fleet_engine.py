@@ -75,7 +75,7 @@ class FleetEngine:
         self.name = name
         self.spec = spec
         self.model = spec.model(rule)
-        #: When the iterations in flight began.
+        #: Time at which the iterations in flight began, in seconds.
         self.started_s = 0.0
         self._events = events
         self._version = 0  # of the end that was announced last: earlier ones are void

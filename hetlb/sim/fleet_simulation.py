@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from mypy_extensions import mypyc_attr
 
@@ -54,13 +54,13 @@ from hetlb.sim.fleet_result import FleetResult
 from hetlb.sim.flights import EngineRun, Flight, leg_sequences
 from hetlb.sim.iterations import IterationEnd
 from hetlb.sim.kv_links import KvLinks, own_links
-from hetlb.sim.series import Series
+from hetlb.sim.series import FleetSeries
 from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.content import UNSHARED
 from hetlb.workload.records import Gaps
 
 #: Simulated engines are scraped as often as real ones by default.
-SCRAPE_INTERVAL_S = 1.0
+SCRAPE_INTERVAL_S: Final = 1.0
 
 #: Outcome of a request that the scheduler rejects; any other reason is the request's own fault.
 _REJECTED = {
@@ -94,7 +94,7 @@ class FleetSimulation:
         *,
         model: str,
         rule: IterationRule = IterationRule.TOKEN,
-        series: Series | None = None,
+        series: FleetSeries | None = None,
         on_progress: Callable[[int], None] | None = None,
         start_s: float = 0.0,
         restarts_s: Sequence[float] = (),
@@ -268,7 +268,7 @@ class FleetSimulation:
         if self._on_progress is not None:
             self._on_progress(len(self._flights) - self._open)
 
-    def _on_look(self, series: Series) -> None:
+    def _on_look(self, series: FleetSeries) -> None:
         series.begin(self._events.now, len(self.scheduler.queue))
         for name, engine in self._engines.items():
             model = engine.model

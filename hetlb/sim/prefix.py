@@ -25,15 +25,15 @@ from hetlb.sim.block_pool import BlockPool, blocks_for
 TokenSpan: TypeAlias = tuple[Hashable, int]
 
 
-class Node:
+class CachedSpan:
     """One piece after all those before it: how many blocks that end in it are kept, and for how many."""
 
     __slots__ = ("blocks", "children", "key", "parent", "users")
 
-    def __init__(self, parent: Node | None, key: Hashable) -> None:
+    def __init__(self, parent: CachedSpan | None, key: Hashable) -> None:
         self.parent = parent
         self.key = key
-        self.children: dict[Hashable, Node] = {}
+        self.children: dict[Hashable, CachedSpan] = {}
         self.blocks = 0
         self.users = 0
 
@@ -57,7 +57,7 @@ class PrefixContent:
         self.answer = self if answer is None else answer
         self.prompt_tokens = prompt_tokens
         #: The nodes that it uses, one for each of its first pieces, and how many blocks it has in them.
-        self.nodes: list[Node] = []
+        self.nodes: list[CachedSpan] = []
         self.shared_blocks = 0
 
     def blocks(self, tokens: int, size: int) -> Iterator[tuple[Hashable, int]]:
@@ -77,16 +77,16 @@ class PrefixCache:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._root = Node(None, None)
+        self._root = CachedSpan(None, None)
         #: Nodes without a user and second copies, in the order of eviction.
-        self._unused: OrderedDict[Node, None] = OrderedDict()
+        self._unused: OrderedDict[CachedSpan, None] = OrderedDict()
         self._unused_blocks = 0
 
-    def find(self, content: PrefixContent, tokens: int) -> tuple[list[Node], int]:
+    def find(self, content: PrefixContent, tokens: int) -> tuple[list[CachedSpan], int]:
         """The nodes that hold the beginning of the first `tokens` tokens, and how many blocks are found."""
         size = self._pool.block_size
         most = (tokens - 1) // size
-        nodes: list[Node] = []
+        nodes: list[CachedSpan] = []
         node, found = self._root, 0
         for key, count in content.blocks(tokens, size):
             child = node.children.get(key)
@@ -102,14 +102,14 @@ class PrefixCache:
             node = child
         return nodes, found
 
-    def cost(self, nodes: list[Node], found: int, tokens: int) -> int:
+    def cost(self, nodes: list[CachedSpan], found: int, tokens: int) -> int:
         """Free blocks that a sequence of so many tokens takes if it uses what was found."""
         revived = sum(node.blocks for node in nodes if not node.users)
         if nodes and not nodes[-1].users:
             revived -= _surplus(nodes, found)
         return blocks_for(tokens, self._pool.block_size) - found + revived
 
-    def use(self, content: PrefixContent, nodes: list[Node], found: int) -> None:
+    def use(self, content: PrefixContent, nodes: list[CachedSpan], found: int) -> None:
         """Take what was found. The caller has seen that the blocks are free."""
         if nodes and not nodes[-1].users and (surplus := _surplus(nodes, found)):
             # The block with the prompt's last token: it is computed again, and this copy forgotten.
@@ -137,7 +137,7 @@ class PrefixCache:
         # A partly filled block is taken first: it needs no place in the order of eviction.
         self._pool.release((blocks_for(tokens, size) - whole) * size)
         if second := whole - content.shared_blocks:
-            copies = Node(None, None)
+            copies = CachedSpan(None, None)
             copies.blocks = second
             self._let_go(copies)
         for node in reversed(content.nodes):
@@ -175,7 +175,7 @@ class PrefixCache:
                 continue
             child = node.children.get(key)
             if child is None:
-                child = node.children[key] = Node(node, key)
+                child = node.children[key] = CachedSpan(node, key)
             elif child.blocks:
                 return  # another computed the same meanwhile: these are a second copy
             child.blocks = count
@@ -184,12 +184,12 @@ class PrefixCache:
             nodes.append(child)
             node = child
 
-    def _let_go(self, node: Node) -> None:
+    def _let_go(self, node: CachedSpan) -> None:
         self._unused[node] = None
         self._unused_blocks += node.blocks
         self._pool.release(node.blocks * self._pool.block_size)
 
-    def _prune(self, node: Node) -> None:
+    def _prune(self, node: CachedSpan) -> None:
         """Take a node that holds nothing out of the tree, and those above that only led to it."""
         while not (node.blocks or node.users or node.children) and (parent := node.parent) is not None:
             if parent.children.get(node.key) is node:
@@ -200,8 +200,8 @@ class PrefixCache:
 
     def check_integrity(self, contents: list[PrefixContent]) -> int:
         """Count everything again; assertion where a sum disagrees. Returns the blocks in nodes in use."""
-        used: dict[Node, int] = {}
-        reachable: set[Node] = set()
+        used: dict[CachedSpan, int] = {}
+        reachable: set[CachedSpan] = set()
         for content in contents:
             for node in content.nodes:
                 used[node] = used.get(node, 0) + 1
@@ -222,6 +222,6 @@ class PrefixCache:
         return sum(node.blocks for node in used)
 
 
-def _surplus(nodes: list[Node], found: int) -> int:
+def _surplus(nodes: list[CachedSpan], found: int) -> int:
     """Blocks of the last of these nodes left out because a prompt's last token must be computed."""
     return sum(node.blocks for node in nodes) - found

@@ -35,7 +35,7 @@ class InstanceSeries:
         del self.kv_usage[1::2], self.waiting[1::2], self.running[1::2]
 
 
-class Series:
+class FleetSeries:
     """State of a simulated fleet at moments `times_s` (seconds from the start).
 
     `held` is how many requests waited at the proxy, bound to no instance.

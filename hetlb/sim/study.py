@@ -17,12 +17,12 @@ from hetlb.core.types import Health
 from hetlb.errors import ConfigError, ProfileError
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.sim.sweep import Cell, Load, Ran, Study
+from hetlb.sim.simulation_sweep import Ran, Study, StudyCell, StudyLoad
 
 
 def make_study(
     fleet: Fleet,
-    load: Load,
+    load: StudyLoad,
     *,
     predictor: str = "empirical",
     rule: IterationRule = IterationRule.TOKEN,
@@ -77,7 +77,7 @@ def _engine(fleet: Fleet, name: str, prefix_cache: bool) -> EngineSpec:
         raise ProfileError(f"{fleet.path}: {name}: {profile.name}: {error}") from error
 
 
-def watch(cells: Sequence[Cell]) -> list[Cell]:
+def watch(cells: Sequence[StudyCell]) -> list[StudyCell]:
     """The cells, those watched that a picture shows in detail.
 
     They are the first seed's at the highest rate: latencies of requests that came all at once say little
@@ -87,7 +87,7 @@ def watch(cells: Sequence[Cell]) -> list[Cell]:
     finite = [rate for rate in rates if isinstance(rate, float) and math.isfinite(rate)]
     rate = max(finite) if finite else rates[0]
     return [
-        Cell(cell.policy, cell.rate, cell.seed, watched=True)
+        StudyCell(cell.policy, cell.rate, cell.seed, watched=True)
         if cell.rate == rate and cell.seed == cells[0].seed
         else cell
         for cell in cells

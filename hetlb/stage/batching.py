@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from hetlb.stage.kv import BlockPool, BlockTable
-from hetlb.stage.messages import Opening, Pass, RouteHop, Sampling
+from hetlb.stage.kv import BlockTable, StageBlocks
+from hetlb.stage.stage_messages import Opening, Pass, RouteHop, Sampling
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +77,7 @@ class OutOfOrder(Exception):
 class Batcher:
     """Leases of a stage and the passes that wait for it."""
 
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(self, pool: StageBlocks, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self._pool = pool
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 import aiohttp
 import msgspec
 
-from hetlb.config.stages import StageGroup
+from hetlb.config.stage_group import StageGroup
 from hetlb.core.paths.eventlog import RecordingPathScheduler
 from hetlb.core.paths.ledger import PathDispatch, PathLease
 from hetlb.core.paths.scheduler import PathCommand, PathScheduler
@@ -35,17 +35,18 @@ from hetlb.core.paths.stages import (
 )
 from hetlb.core.predictor import OnlinePredictor
 from hetlb.core.types import Outcome, Reject, RejectReason, Request
-from hetlb.stage.channel import Channel, ChannelError, connect
 from hetlb.stage.checkpoint import ModelConfig
-from hetlb.stage.messages import (
+from hetlb.stage.outbox import frames
+from hetlb.stage.stage_channel import ChannelError, StageChannel, connect
+from hetlb.stage.stage_messages import (
     Cause,
     Close,
     Lost,
     Opening,
     Pass,
-    ProtocolError,
     RouteHop,
     Sampling,
+    StageProtocolError,
     Token,
     Tokens,
     Welcome,
@@ -53,7 +54,6 @@ from hetlb.stage.messages import (
     encode,
     pack,
 )
-from hetlb.stage.outbox import frames
 
 log = logging.getLogger("hetlb.stage")
 
@@ -92,7 +92,7 @@ class _Worker:
 
     url: str
     task: asyncio.Task[None] | None = None
-    channel: Channel | None = None
+    channel: StageChannel | None = None
     welcome: Welcome | None = None
     problem: str = "not reached yet"
     outgoing: list[tuple[Pass, bytes]] = field(default_factory=list)
@@ -372,7 +372,7 @@ class Coordinator:
                 finally:
                     self._went(name, worker)
                     await channel.close()
-            except (ChannelError, ProtocolError) as error:
+            except (ChannelError, StageProtocolError) as error:
                 if str(error) != worker.problem:
                     log.warning("stage %s is not used: %s", name, error)
                 worker.problem = str(error)
@@ -380,7 +380,7 @@ class Coordinator:
                 log.exception("the connection to stage %s failed", name)
             await asyncio.sleep(self.group.table.reconnect_s)
 
-    async def _listen(self, channel: Channel) -> None:
+    async def _listen(self, channel: StageChannel) -> None:
         async for frame in channel.frames():
             message, _ = decode(frame)
             if isinstance(message, Tokens):
@@ -400,7 +400,7 @@ class Coordinator:
         if others and welcome.dtype not in others:
             raise ChannelError(f"{name} computes in {welcome.dtype}, the others in {others.pop()}")
 
-    def _came(self, name: str, worker: _Worker, channel: Channel, welcome: Welcome) -> None:
+    def _came(self, name: str, worker: _Worker, channel: StageChannel, welcome: Welcome) -> None:
         worker.channel, worker.welcome = channel, welcome
         log.info("stage %s is up: layers %d to %d", name, welcome.first, welcome.end - 1)
         self._renew_network()

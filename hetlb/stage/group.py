@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from hetlb.config.fleet import Fleet, load_fleet
-from hetlb.config.stages import StageGroup
+from hetlb.config.stage_group import StageGroup
 from hetlb.errors import ConfigError, InputError
 from hetlb.stage.auth import read_key
 from hetlb.stage.checkpoint import load_config

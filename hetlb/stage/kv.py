@@ -61,7 +61,7 @@ class BlockTable:
         self._columns = 0
 
 
-class BlockPool:
+class StageBlocks:
     """All blocks of a stage."""
 
     def __init__(self, blocks: int, block_size: int) -> None:

@@ -18,8 +18,8 @@ from hetlb.core.types import RejectReason
 from hetlb.openai.answers import DONE, Envelope, event, usage
 from hetlb.openai.requests import ApiError, ChatRequest, unknown_model
 from hetlb.stage.coordinator import Coordinator, Sequence
-from hetlb.stage.messages import Token
 from hetlb.stage.questions import QuestionReader, Questions
+from hetlb.stage.stage_messages import Token
 from hetlb.stage.stage_metrics import render_coordinator
 from hetlb.stage.text import AnswerText, Piece, TextModel
 

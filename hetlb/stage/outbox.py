@@ -15,8 +15,8 @@ from typing import Any
 import aiohttp
 
 from hetlb.addresses import is_loopback, is_special
-from hetlb.stage.channel import Channel, ChannelError, connect
-from hetlb.stage.messages import MOST_PASSES, SPLIT_BYTES, Pass, Passes, encode
+from hetlb.stage.stage_channel import ChannelError, StageChannel, connect
+from hetlb.stage.stage_messages import MOST_PASSES, SPLIT_BYTES, Pass, Passes, encode
 
 
 def frames(parts: Sequence[tuple[Pass, bytes]]) -> Iterator[bytes]:
@@ -129,7 +129,7 @@ class _Peer:
 
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
-        self._channel: Channel | None = None
+        self._channel: StageChannel | None = None
         self._early: list[bytes] = []
 
     @property
@@ -142,7 +142,7 @@ class _Peer:
         else:
             self._early.append(frame)
 
-    def connected(self, channel: Channel) -> None:
+    def connected(self, channel: StageChannel) -> None:
         self._channel = channel
         for frame in self._early:
             channel.send(frame)

@@ -21,7 +21,7 @@ from hetlb.openai.requests import (
     prompts_of,
     read,
 )
-from hetlb.stage.messages import Sampling, pack
+from hetlb.stage.stage_messages import Sampling, pack
 from hetlb.stage.text import Ending, StopStrings, TemplateError, TextModel
 
 #: Answers to one request, most likely tokens, stop strings and their characters.

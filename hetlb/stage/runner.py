@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 
 from hetlb.core.paths.stages import Curve
 from hetlb.stage.batching import StageLease, Work
-from hetlb.stage.messages import Sampling
+from hetlb.stage.stage_messages import Sampling
 
 log = logging.getLogger("hetlb.stage")
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from hetlb.stage.messages import Sampling
+from hetlb.stage.stage_messages import Sampling
 
 Logits = npt.NDArray[np.float32]
 Scores = npt.NDArray[np.float64]

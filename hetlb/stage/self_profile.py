@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Final
 
 from hetlb.stage.batching import StageLease, Work
-from hetlb.stage.kv import BlockPool, BlockTable
-from hetlb.stage.messages import RouteHop, Sampling
+from hetlb.stage.kv import BlockTable, StageBlocks
 from hetlb.stage.runner import Runner
+from hetlb.stage.stage_messages import RouteHop, Sampling
 
 #: Cached tokens of a request in a measured decode.
 CONTEXT: Final = 128
@@ -25,7 +25,7 @@ Points = list[tuple[float, float]]
 
 def measure(
     runner: Runner,
-    pool: BlockPool,
+    pool: StageBlocks,
     first: int,
     end: int,
     *,
@@ -62,7 +62,7 @@ class _Bench:
     """Batches of made-up requests whose route begins here."""
 
     def __init__(
-        self, runner: Runner, pool: BlockPool, route: tuple[RouteHop, ...], clock: Callable[[], float]
+        self, runner: Runner, pool: StageBlocks, route: tuple[RouteHop, ...], clock: Callable[[], float]
     ) -> None:
         self._runner, self._pool, self._clock = runner, pool, clock
         self._route = route

@@ -11,8 +11,8 @@ from hetlb.openai.metrics_page import counter, gauge, page
 if TYPE_CHECKING:  # the coordinator writes pages too, and does without numpy
     from hetlb.stage.batching import Batcher, Work
     from hetlb.stage.coordinator import Coordinator
-    from hetlb.stage.kv import BlockPool
-    from hetlb.stage.messages import Welcome
+    from hetlb.stage.kv import StageBlocks
+    from hetlb.stage.stage_messages import Welcome
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class StageCounters:
                 self.generation_tokens += work.count
 
 
-def render(welcome: Welcome, pool: BlockPool, batcher: Batcher, counters: StageCounters) -> bytes:
+def render(welcome: Welcome, pool: StageBlocks, batcher: Batcher, counters: StageCounters) -> bytes:
     """The page of a stage."""
     gauges: list[tuple[str, str, float]] = [
         ("vllm:num_requests_running", "Requests that hold KV or wait here.", len(batcher.leases)),

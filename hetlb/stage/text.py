@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from hetlb.errors import ConfigError, InputError
 from hetlb.stage.checkpoint import read_json
-from hetlb.stage.messages import Token
+from hetlb.stage.stage_messages import Token
 
 #: Defaults of vLLM that a model's generation_config.json may change.
 DEFAULTS: Final[dict[str, float]] = {

@@ -22,9 +22,11 @@ from aiohttp import web
 from hetlb.core.paths.stages import Curve
 from hetlb.stage.auth import Challenges, NotProven
 from hetlb.stage.batching import Batcher, GivenUp, OutOfOrder, StageLease, Work
-from hetlb.stage.channel import CONNECT_S, SILENCE_S, Channel
-from hetlb.stage.kv import BlockPool
-from hetlb.stage.messages import (
+from hetlb.stage.kv import StageBlocks
+from hetlb.stage.outbox import Peers, frames
+from hetlb.stage.runner import DeviceFault, Result, RowFailed, Runner, Sampled, run_apart
+from hetlb.stage.stage_channel import CONNECT_S, SILENCE_S, StageChannel
+from hetlb.stage.stage_messages import (
     MAX_FRAME_BYTES,
     MOST_PASSES,
     PATH,
@@ -35,15 +37,13 @@ from hetlb.stage.messages import (
     Opening,
     Pass,
     Passes,
-    ProtocolError,
+    StageProtocolError,
     Token,
     Tokens,
     Welcome,
     decode,
     encode,
 )
-from hetlb.stage.outbox import Peers, frames
-from hetlb.stage.runner import DeviceFault, Result, RowFailed, Runner, Sampled, run_apart
 from hetlb.stage.stage_metrics import StageCounters, render
 from hetlb.stage.strangers import HEAD_LIMITS, Strangers
 
@@ -68,7 +68,7 @@ class StageWorker:
     def __init__(
         self,
         runner: Runner,
-        pool: BlockPool,
+        pool: StageBlocks,
         welcome: Welcome,
         *,
         key: bytes = b"",
@@ -89,7 +89,7 @@ class StageWorker:
         self._challenges = Challenges(key)
         self._strangers: Strangers | None = None
         self._server: asyncio.Server | None = None
-        self._coordinators: dict[int, Channel] = {}
+        self._coordinators: dict[int, StageChannel] = {}
         self._void: OrderedDict[int, None] = OrderedDict()
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
@@ -156,14 +156,14 @@ class StageWorker:
         self._strangers.admit(request)
         socket = web.WebSocketResponse(max_msg_size=MAX_FRAME_BYTES, compress=False)
         await socket.prepare(request)
-        channel = Channel(socket)
+        channel = StageChannel(socket)
         channel.send(encode(self._welcome))
         try:
             if session:
                 await self._serve_coordinator(session, channel)
             else:
                 await self._serve_peer(channel)
-        except ProtocolError as error:
+        except StageProtocolError as error:
             log.error("a frame from %s cannot be read: %s", request.remote, error)
         finally:
             await channel.close()
@@ -171,7 +171,7 @@ class StageWorker:
 
     # --- what comes in ---
 
-    async def _serve_coordinator(self, session: int, channel: Channel) -> None:
+    async def _serve_coordinator(self, session: int, channel: StageChannel) -> None:
         previous = self._coordinators.get(session)
         if previous is not None:
             await previous.close()
@@ -185,7 +185,7 @@ class StageWorker:
                 for lease in [each for each in self._batcher.leases if each >> _SESSION_SHIFT == session]:
                     self._close(lease)
 
-    async def _serve_peer(self, channel: Channel) -> None:
+    async def _serve_peer(self, channel: StageChannel) -> None:
         async for frame in channel.frames():
             self.receive(*decode(frame))
             while self._batcher.waiting_bytes > MOST_WAITING_BYTES:
@@ -208,7 +208,7 @@ class StageWorker:
             part = rows[at : at + size]
             at += size
             if len(part) != size:
-                raise ProtocolError(f"expected {size} bytes of rows, got {len(part)}")
+                raise StageProtocolError(f"expected {size} bytes of rows, got {len(part)}")
             if each.lease in self._void or each.lease >> _SESSION_SHIFT not in self._coordinators:
                 continue
             if each.opening is not None and not self._holds(each, each.opening):

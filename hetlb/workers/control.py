@@ -22,7 +22,7 @@ _MOST_BYTES = 60_000
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ChildState:
     """Initial state of a process: the fleet's files as they were read last, and the changes since.
 
     `own` is the name in `Via` by which all processes know their own requests. `registered` are instances that
@@ -40,7 +40,7 @@ class State:
     versions: dict[str, str] = field(default_factory=dict)
 
 
-class Control:
+class ChildControl:
     """One end. Nothing here blocks: a packet for an end that does not read is dropped."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -48,7 +48,7 @@ class Control:
         self._socket = end
 
     @classmethod
-    def pair(cls) -> tuple[Control, Control]:
+    def pair(cls) -> tuple[ChildControl, ChildControl]:
         """Both ends."""
         one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(one), cls(other)

@@ -18,7 +18,7 @@ from hetlb.proxy.lease_wire import RequestFacts, WireBooked
 VERSION: Final = 2
 
 
-class Message(msgspec.Struct, array_like=True, gc=False, frozen=True):
+class RelayMessage(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """One message of either side."""
 
 
@@ -32,8 +32,8 @@ class LiveRequest(msgspec.Struct, array_like=True, gc=False, frozen=True):
     owner: str | None
 
 
-class Arrival(Message, tag=1, frozen=True):
-    """A request to be dispatched; answered by `Dispatch`, `Rejected` or `Refused`.
+class Arrival(RelayMessage, tag=1, frozen=True):
+    """A request to be dispatched; answered by `DispatchMessage`, `Rejected` or `Refused`.
 
     `response` is the id of an earlier answer that the request asks for (`strict`) or continues; the scheduler
     process pins the request to the instance that keeps it. `owner` is the tenant whose key came with it. Its
@@ -46,7 +46,7 @@ class Arrival(Message, tag=1, frozen=True):
     strict: bool = False
 
 
-class Hello(Message, tag=2, frozen=True):
+class Hello(RelayMessage, tag=2, frozen=True):
     """The first message of a relay: protocol version, generation of the fleet that it serves, live leases.
 
     Every id of its requests has `relay` in the bits above the lower 32: no two relays that ever were share
@@ -59,15 +59,15 @@ class Hello(Message, tag=2, frozen=True):
     leases: list[LiveRequest]
 
 
-class FirstToken(Message, tag=3, frozen=True):
+class FirstToken(RelayMessage, tag=3, frozen=True):
     """The first byte of a good answer came."""
 
     request: int
     lease: int
 
 
-class Ended(Message, tag=4, frozen=True):
-    """A lease ended; with `retry` its request goes on and gets a `Dispatch` or `Rejected`.
+class EndedMessage(RelayMessage, tag=4, frozen=True):
+    """A lease ended; with `retry` its request goes on and gets a `DispatchMessage` or `Rejected`.
 
     `cached_tokens` of its prompt were in the engine's prefix cache, None where the engine did not say.
     `goes_on`: its answer goes on elsewhere, `generated` tokens of it being part of the prompt now.
@@ -83,21 +83,21 @@ class Ended(Message, tag=4, frozen=True):
     generated: int = 0
 
 
-class Busy(Message, tag=5, frozen=True):
-    """The engine said that it is busy and when to come again; answered by `Dispatch` or `PassOn`."""
+class Busy(RelayMessage, tag=5, frozen=True):
+    """The engine is busy, and says when to come again; answered by `DispatchMessage` or `PassOnMessage`."""
 
     request: int
     lease: int
     retry_after_s: float
 
 
-class Cancelled(Message, tag=6, frozen=True):
+class Cancelled(RelayMessage, tag=6, frozen=True):
     """The client of a request without a lease left."""
 
     request: int
 
 
-class Made(Message, tag=7, frozen=True):
+class Made(RelayMessage, tag=7, frozen=True):
     """An answer that can be asked for again was made."""
 
     response: str
@@ -105,7 +105,7 @@ class Made(Message, tag=7, frozen=True):
     owner: str | None
 
 
-class Report(Message, tag=8, frozen=True):
+class Report(RelayMessage, tag=8, frozen=True):
     """Counters and records, every half second and when asked. All but `number` may be empty.
 
     `number` is that of the `Ask` it answers, else 0. `totals` holds all counters since the relay began
@@ -125,20 +125,20 @@ class Report(Message, tag=8, frozen=True):
     learnt: list[tuple[str, int, int]] = []
 
 
-class CameBack(Message, tag=10, frozen=True):
+class CameBack(RelayMessage, tag=10, frozen=True):
     """A request to an instance came back to this proxy: the instance leads here."""
 
     instance: str
 
 
-class ModelsRead(Message, tag=11, frozen=True):
+class ModelsRead(RelayMessage, tag=11, frozen=True):
     """The `/v1/models` answer of an engine since its connections had to be made again."""
 
     instance: str
     body: bytes
 
 
-class Used(Message, tag=12, frozen=True):
+class Used(RelayMessage, tag=12, frozen=True):
     """Tokens that a request of a key with limits used: all at its end (`last`), a session's in between."""
 
     request: int
@@ -147,7 +147,7 @@ class Used(Message, tag=12, frozen=True):
     last: bool
 
 
-class Prepared(Message, tag=9, frozen=True):
+class Prepared(RelayMessage, tag=9, frozen=True):
     """The answer to `Prepare`: "" or why the relay cannot serve that fleet."""
 
     number: int
@@ -157,7 +157,7 @@ class Prepared(Message, tag=9, frozen=True):
 # --- from the scheduler process ---
 
 
-class Dispatch(Message, tag=33, frozen=True):
+class DispatchMessage(RelayMessage, tag=33, frozen=True):
     """Send a request to an instance: a lease and what it booked. `expected_s` is foreseen until its end.
 
     `model` is that of a request that named none. `limit_lines` are header lines about the limits of its key,
@@ -177,7 +177,7 @@ class Dispatch(Message, tag=33, frozen=True):
     gives_ids: bool = False
 
 
-class Rejected(Message, tag=34, frozen=True):
+class Rejected(RelayMessage, tag=34, frozen=True):
     """Answer the client: the scheduler turned the request down."""
 
     request: int
@@ -186,7 +186,7 @@ class Rejected(Message, tag=34, frozen=True):
     retry_after_s: float | None
 
 
-class Refused(Message, tag=35, frozen=True):
+class Refused(RelayMessage, tag=35, frozen=True):
     """Answer the client with this status and sentence: what the request asked for is not there.
 
     429: a limit of its key is reached; the client may come again after `retry_after_s`; `lines` are header
@@ -200,13 +200,13 @@ class Refused(Message, tag=35, frozen=True):
     lines: bytes = b""
 
 
-class PassOn(Message, tag=36, frozen=True):
+class PassOnMessage(RelayMessage, tag=36, frozen=True):
     """Let the client have the answer of the engine that is busy."""
 
     request: int
 
 
-class Abort(Message, tag=37, frozen=True):
+class AbortMessage(RelayMessage, tag=37, frozen=True):
     """Stop a request's work at its engine and end it."""
 
     request: int
@@ -226,13 +226,13 @@ class InstanceAddress(msgspec.Struct, array_like=True, gc=False, frozen=True):
     address: str | None
 
 
-class Instances(Message, tag=38, frozen=True):
-    """All instances, before the first `Dispatch` and before any to one that is new."""
+class Instances(RelayMessage, tag=38, frozen=True):
+    """All instances, before the first `DispatchMessage` and before any to one that is new."""
 
     instances: list[InstanceAddress]
 
 
-class View(Message, tag=39, frozen=True):
+class ViewMessage(RelayMessage, tag=39, frozen=True):
     """State that relays answer from: served names, `/v1/models` (a JSON array), readiness.
 
     `block_tokens` are those of a block of engines that publish KV events, 0 where none does. `down` are names
@@ -247,7 +247,7 @@ class View(Message, tag=39, frozen=True):
     down: list[str] = []
 
 
-class Learnt(Message, tag=40, frozen=True):
+class Learnt(RelayMessage, tag=40, frozen=True):
     """Prompts of a model were so many bytes and tokens, as engines told other relays."""
 
     model: str
@@ -255,26 +255,26 @@ class Learnt(Message, tag=40, frozen=True):
     tokens: int
 
 
-class Waiting(Message, tag=44, frozen=True):
-    """True if requests wait for an instance: while none do, `FirstToken` and `Ended` may come late."""
+class WaitingMessage(RelayMessage, tag=44, frozen=True):
+    """True if requests wait for an instance: while none do, `FirstToken` and `EndedMessage` may come late."""
 
     requests: bool
 
 
-class Ask(Message, tag=41, frozen=True):
+class Ask(RelayMessage, tag=41, frozen=True):
     """Send a `Report` with this number now."""
 
     number: int
 
 
-class Prepare(Message, tag=42, frozen=True):
+class Prepare(RelayMessage, tag=42, frozen=True):
     """Read the keys and certificates of another fleet, which `Commit` may put in force (pickled `Fleet`)."""
 
     number: int
     fleet: bytes
 
 
-class Commit(Message, tag=43, frozen=True):
+class Commit(RelayMessage, tag=43, frozen=True):
     """Serve the prepared fleet from now on."""
 
     number: int
@@ -284,7 +284,7 @@ FromRelay: TypeAlias = (
     Arrival
     | Hello
     | FirstToken
-    | Ended
+    | EndedMessage
     | Busy
     | Cancelled
     | Made
@@ -295,20 +295,20 @@ FromRelay: TypeAlias = (
     | Used
 )
 FromScheduler: TypeAlias = (
-    Dispatch
+    DispatchMessage
     | Rejected
     | Refused
-    | PassOn
-    | Abort
+    | PassOnMessage
+    | AbortMessage
     | Instances
-    | View
+    | ViewMessage
     | Learnt
-    | Waiting
+    | WaitingMessage
     | Ask
     | Prepare
     | Commit
 )
 
 
-class ProtocolError(msgspec.DecodeError):
+class RelayProtocolError(msgspec.DecodeError):
     """A message that the protocol does not allow: the channel is closed."""

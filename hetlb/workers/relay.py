@@ -31,29 +31,29 @@ from hetlb.proxy.service import require_urls, tune_gc
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
-from hetlb.workers.channel import FROM_SCHEDULER, Channel
-from hetlb.workers.control import Control, State
+from hetlb.workers.control import ChildControl, ChildState
 from hetlb.workers.protocol import (
     VERSION,
-    Abort,
+    AbortMessage,
     Ask,
     Commit,
-    Dispatch,
+    DispatchMessage,
     FromScheduler,
     Hello,
     InstanceAddress,
     Instances,
     Learnt,
-    PassOn,
+    PassOnMessage,
     Prepare,
     Prepared,
     Refused,
     Rejected,
     Report,
-    View,
-    Waiting,
+    ViewMessage,
+    WaitingMessage,
 )
 from hetlb.workers.record_batches import pack
+from hetlb.workers.relay_channel import FROM_SCHEDULER, RelayChannel
 from hetlb.workers.relay_driver import RelayDriver
 
 logger = logging.getLogger("hetlb.workers")
@@ -69,7 +69,7 @@ _RECORDS_KEPT: Final = 20_000
 class Relay:
     """One relay: `number` is its place among them, `life` counts all relays that ever were."""
 
-    def __init__(self, number: int, life: int, state: State, control: Control) -> None:
+    def __init__(self, number: int, life: int, state: ChildState, control: ChildControl) -> None:
         self.number = number
         self._life = life
         self._control = control
@@ -95,7 +95,7 @@ class Relay:
         self._server = ProxyServer(self.driver, self)
         self._front = Front(self.driver, self._server, fleet, self._access)
         self._front.history = History(_RECORDS_KEPT)
-        self._channel: Channel[FromScheduler] | None = None
+        self._channel: RelayChannel[FromScheduler] | None = None
         self._scheduler = 0
         self._models: list[dict[str, Any]] = []
         self._routable = self._stopping = False
@@ -180,13 +180,15 @@ class Relay:
         """There is a scheduler process: tell it of what runs, then of what waits."""
         if self._channel is not None:
             self._lost(self._channel)
-        channel: Channel[FromScheduler] = Channel(FROM_SCHEDULER, self._receive, lambda: self._lost(channel))
+        channel: RelayChannel[FromScheduler] = RelayChannel(
+            FROM_SCHEDULER, self._receive, lambda: self._lost(channel)
+        )
         await channel.open(end)
         self._channel, self._scheduler = channel, scheduler
         channel.send(Hello(VERSION, self._life, self._generation, self.driver.live_leases()))
         self.driver.connected(channel)
 
-    def _lost(self, channel: Channel[FromScheduler]) -> None:
+    def _lost(self, channel: RelayChannel[FromScheduler]) -> None:
         """A channel is closed: what came of it and was not sent is of no use any more."""
         if channel is not self._channel:
             return
@@ -198,23 +200,17 @@ class Relay:
     def _receive(self, messages: list[FromScheduler]) -> None:
         driver = self.driver
         for message in messages:
-            if isinstance(message, Dispatch):
+            if isinstance(message, DispatchMessage):
                 driver.dispatch(message)
-            elif isinstance(message, Rejected):
-                driver.reject(message)
-            elif isinstance(message, Refused):
-                driver.refuse(message)
-            elif isinstance(message, PassOn):
-                driver.pass_on(message.request)
-            elif isinstance(message, Abort):
-                driver.abort(message.request)
+            elif isinstance(message, Rejected | Refused | PassOnMessage | AbortMessage):
+                driver.answer(message)
             elif isinstance(message, Instances):
                 self._set_instances(message.instances)
-            elif isinstance(message, View):
+            elif isinstance(message, ViewMessage):
                 self._set_view(message)
             elif isinstance(message, Learnt):
                 driver.token_estimator.learn(message.model, message.text_bytes, (), message.tokens)
-            elif isinstance(message, Waiting):
+            elif isinstance(message, WaitingMessage):
                 driver.others_wait = message.requests
             elif isinstance(message, Ask):
                 self._report(message.number)
@@ -233,7 +229,7 @@ class Relay:
                 self._engines[each.name] = access.engines[each.name]
         self.driver.instances(addresses)
 
-    def _set_view(self, view: View) -> None:
+    def _set_view(self, view: ViewMessage) -> None:
         self.driver.served = frozenset(view.names)
         self.driver.only_model = view.only_model
         self.driver.down = frozenset(view.down)
@@ -278,6 +274,7 @@ class Relay:
         if channel is None:
             return
         totals, history = driver.totals, self._front.history
+        learnt, driver.learnt = driver.learnt, {}
         records = history.rows_since(self._reported)
         self._reported = history.added
         while len(records) > _RECORDS_AT_ONCE:
@@ -292,8 +289,8 @@ class Relay:
                 pack(records),
                 pickle.dumps(totals, pickle.HIGHEST_PROTOCOL),
                 self._front.lost_lines,
-                driver.recent_tokens(),
+                [(each.id, driver.tokens_so_far(each)) for each in driver.recent if not each.ended],
                 sorted(driver.streaming(driver.now() - EMITS_S)),
-                driver.learnt(),
+                [(model, *counts) for model, counts in learnt.items()],
             )
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final, Protocol
 
 from hetlb.core.admission import QueueLimits
@@ -22,28 +22,29 @@ from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.exchange_states import TURNED_AWAY, Phase
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.endpoints import Kind
-from hetlb.proxy.http.http1 import ResponseHead
 from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.lease_wire import RequestFacts, WireBooked
 from hetlb.proxy.limits import Ticket
 from hetlb.proxy.scheduling import several_models
 from hetlb.proxy.scrape import read_model_list
-from hetlb.proxy.upstream import EngineConnection
+from hetlb.workers.held_answer import HeldAnswer
 from hetlb.workers.protocol import (
+    AbortMessage,
     Arrival,
     Busy,
     CameBack,
     Cancelled,
-    Dispatch,
-    Ended,
+    DispatchMessage,
+    EndedMessage,
     FirstToken,
     InstanceAddress,
     LiveRequest,
     Made,
-    Message,
     ModelsRead,
+    PassOnMessage,
     Refused,
     Rejected,
+    RelayMessage,
     Used,
 )
 
@@ -51,16 +52,14 @@ from hetlb.workers.protocol import (
 ID_BITS: Final = 32
 #: Leases of which the tokens so far are reported: what the dashboard lists.
 _RECENT: Final = 25
-#: Bytes of a busy engine's answer that are held; more than that waits in its connection.
-_HELD_BYTES: Final = 64 << 10
 _PINNED: Final = Kind.PINNED
 
 
 class Sender(Protocol):
     """The channel, as a driver sees it."""
 
-    def send(self, message: Message) -> None: ...
-    def post(self, message: Message) -> None: ...
+    def send(self, message: RelayMessage) -> None: ...
+    def post(self, message: RelayMessage) -> None: ...
 
 
 class RelayDriver(ExchangeDriver):
@@ -75,9 +74,11 @@ class RelayDriver(ExchangeDriver):
         self._targets: dict[str, Target] = {}
         self._incarnations: dict[str, int] = {}
         self._next_incarnation = 1
-        self._held: dict[RequestId, _HeldAnswer] = {}
-        self._recent: deque[Lease] = deque(maxlen=_RECENT)
-        self._learnt: dict[str, tuple[int, int]] = {}
+        self._held: dict[RequestId, HeldAnswer] = {}
+        #: The newest leases, for reports.
+        self.recent: deque[Lease] = deque(maxlen=_RECENT)
+        #: Bytes and tokens of prompts since the last report, by model.
+        self.learnt: dict[str, tuple[int, int]] = {}
         #: Models that engines served when connections to them were made again, by instance.
         self._read: dict[str, set[str]] = {}
         self.pools.on_reconnect = self.reconnected
@@ -110,9 +111,8 @@ class RelayDriver(ExchangeDriver):
         """A scheduler process knows of the live leases: send it what waits, the oldest first."""
         self._sender = sender
         self._incarnations.clear()
-        for exchange in self.exchanges.values():
-            if exchange.phase is Phase.QUEUED:
-                sender.send(self._arrival(exchange))
+        for exchange in _queued(self.exchanges):
+            sender.send(_arrival(exchange))
 
     def disconnected(self) -> None:
         """There is no scheduler process for now."""
@@ -121,19 +121,16 @@ class RelayDriver(ExchangeDriver):
         for held in list(self._held.values()):
             held.pass_on()
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: RelayMessage) -> None:
         if self._sender is not None:
             self._sender.send(message)
 
-    def _post(self, message: Message) -> None:
+    def post(self, message: RelayMessage) -> None:
         """Send a message that nothing waits for, unless requests do."""
         if self.others_wait:
             self._send(message)
         elif self._sender is not None:
             self._sender.post(message)
-
-    def _arrival(self, exchange: Exchange) -> Arrival:
-        return arrival_of(exchange.request, exchange.tenant, strict=exchange.kind is _PINNED)
 
     # --- facts ---
 
@@ -147,41 +144,31 @@ class RelayDriver(ExchangeDriver):
 
     @property
     def waiting(self) -> int:
-        return sum(exchange.phase is Phase.QUEUED for exchange in self.exchanges.values())
+        return len(_queued(self.exchanges))
 
     def available(self, model: str) -> bool:
         return model in self.served and model not in self.down
 
-    def used(self, request_id: RequestId, prompt_tokens: int, output_tokens: int, *, last: bool) -> None:
-        """A request of a key with limits used tokens."""
-        self._post(Used(request_id, prompt_tokens, output_tokens, last))
-
     def submit(self, exchange: Exchange) -> None:
         self.exchanges[exchange.request.id] = exchange
-        if self._sender is None and not self._has_room():
+        if self._sender is None and not has_room(
+            self._limits, [each.request for each in _queued(self.exchanges)]
+        ):
             detail = "Too many requests are waiting for an instance."
             self.turn_down(exchange, Reject(exchange.request.id, RejectReason.QUEUE_FULL, detail, 1.0))
             return
-        self._send(self._arrival(exchange))
-
-    def _has_room(self) -> bool:
-        """True if what waits without a scheduler process is within the queue's limits."""
-        limits = self._limits
-        waiting = [each.request for each in self.exchanges.values() if each.phase is Phase.QUEUED]
-        if limits.max_requests is not None and len(waiting) > limits.max_requests:
-            return False
-        return limits.max_bytes is None or sum(each.body_bytes for each in waiting) <= limits.max_bytes
+        self._send(_arrival(exchange))
 
     def first_token(self, lease: Lease, now: float) -> None:
         lease.first_token_at = now
-        self._post(FirstToken(lease.request.id, lease.id))
+        self.post(FirstToken(lease.request.id, lease.id))
 
     def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool) -> None:
         lease.ended = True
         self._held.pop(lease.request.id, None)
         if retry:
             self._totals.tried_again(lease.instance, outcome)
-        ended = Ended(
+        ended = EndedMessage(
             lease.request.id,
             lease.id,
             outcome,
@@ -192,13 +179,13 @@ class RelayDriver(ExchangeDriver):
         if retry:
             self._send(ended)
         else:
-            self._post(ended)
+            self.post(ended)
 
     def _go_on(self, rest: Request, lease: Lease, end: End) -> None:
         lease.ended = True
         self._held.pop(rest.id, None)
         self._send(
-            Ended(
+            EndedMessage(
                 rest.id,
                 lease.id,
                 end.told,
@@ -212,7 +199,7 @@ class RelayDriver(ExchangeDriver):
     def busy(self, lease: Lease, retry_after_s: float) -> None:
         if self._sender is not None:  # else the client gets what the engine said
             request_id = lease.request.id
-            self._held[request_id] = _HeldAnswer(self.exchanges[request_id], self._held)
+            self._held[request_id] = HeldAnswer(self.exchanges[request_id], self._held)
             self._send(Busy(request_id, lease.id, retry_after_s))
 
     def cancelled(self, request_id: RequestId, now: float) -> None:
@@ -224,8 +211,8 @@ class RelayDriver(ExchangeDriver):
     def learn_prompt(self, model: str, call: Call, tokens: int) -> None:
         super().learn_prompt(model, call, tokens)
         if not call.images:  # what their sizes mean each relay learns by itself
-            known_bytes, known_tokens = self._learnt.get(model, (0, 0))
-            self._learnt[model] = known_bytes + call.text_bytes, known_tokens + tokens
+            known_bytes, known_tokens = self.learnt.get(model, (0, 0))
+            self.learnt[model] = known_bytes + call.text_bytes, known_tokens + tokens
 
     # --- answers that can be asked for again: the scheduler process knows where they are ---
 
@@ -255,17 +242,6 @@ class RelayDriver(ExchangeDriver):
         names = self._read.get(lease.instance)
         return not names or lease.request.model in names
 
-    # --- for reports ---
-
-    def learnt(self) -> list[tuple[str, int, int]]:
-        """Bytes and tokens of prompts since the last time, by model."""
-        learnt, self._learnt = self._learnt, {}
-        return [(model, text_bytes, tokens) for model, (text_bytes, tokens) in learnt.items()]
-
-    def recent_tokens(self) -> list[tuple[int, int]]:
-        """Output tokens so far of the newest leases that run."""
-        return [(lease.id, self.tokens_so_far(lease)) for lease in self._recent if not lease.ended]
-
     # --- instances ---
 
     def targets(self) -> Iterable[Target]:
@@ -290,7 +266,7 @@ class RelayDriver(ExchangeDriver):
 
     # --- commands ---
 
-    def dispatch(self, command: Dispatch) -> None:
+    def dispatch(self, command: DispatchMessage) -> None:
         """Send a request on its way, unless it ended meanwhile: the scheduler process has been told so."""
         exchange = self.exchanges.get(command.request)
         if exchange is None:
@@ -318,7 +294,7 @@ class RelayDriver(ExchangeDriver):
             predicted_output=command.predicted_output,
             dispatched_at=now,
         )
-        self._recent.append(lease)
+        self.recent.append(lease)
         if command.limit_lines is not None:
             exchange.ticket = _RelayTicket(self, command.request, command.limit_lines)
         self.open_pool(target.incarnation, target.name, target.url)
@@ -326,33 +302,22 @@ class RelayDriver(ExchangeDriver):
             lease, now, command.expected_s, command.expected_first_s, command.mixed, command.gives_ids
         )
 
-    def reject(self, command: Rejected) -> None:
-        """Answer a request that was turned down."""
+    def answer(self, command: Rejected | Refused | PassOnMessage | AbortMessage) -> None:
+        """End a request, or go on with it, as the scheduler process says; it may have ended meanwhile."""
         exchange = self.exchanges.get(command.request)
-        if exchange is not None:
-            self.turn_down(
-                exchange, Reject(command.request, command.reason, command.detail, command.retry_after_s)
-            )
-
-    def refuse(self, command: Refused) -> None:
-        """Answer a request for something that is not there, or beyond a limit of its key."""
-        exchange = self.exchanges.get(command.request)
-        if exchange is not None:
+        if exchange is None:
+            return
+        if isinstance(command, Rejected):
+            reject = Reject(command.request, command.reason, command.detail, command.retry_after_s)
+            self.turn_down(exchange, reject)
+        elif isinstance(command, Refused):
             limited = command.status == error_responses.RATE_LIMITED.status
-            answer = error_responses.RATE_LIMITED if limited else error_responses.bad_request(command.status)
-            exchange.refuse(answer, command.message, command.retry_after_s, command.lines)
-
-    def pass_on(self, request_id: RequestId) -> None:
-        """Let the client have what a busy engine said."""
-        held = self._held.get(request_id)
-        if held is not None:
-            held.pass_on()
-
-    def abort(self, request_id: RequestId) -> None:
-        """Stop a request."""
-        exchange = self.exchanges.get(request_id)
-        if exchange is not None:
+            kind = error_responses.RATE_LIMITED if limited else error_responses.bad_request(command.status)
+            exchange.refuse(kind, command.message, command.retry_after_s, command.lines)
+        elif isinstance(command, AbortMessage):
             exchange.client_gone()
+        elif (held := self._held.get(command.request)) is not None:
+            held.pass_on()
 
     # --- time ---
 
@@ -360,12 +325,9 @@ class RelayDriver(ExchangeDriver):
         super()._sweep()
         waited_s = self.now() - self._alone_since if self._sender is None else -math.inf
         if waited_s >= self._limits.no_instance_timeout_s:
-            for exchange in list(self.exchanges.values()):
-                if exchange.phase is Phase.QUEUED:
-                    detail = "The scheduler is not there."
-                    self.turn_down(
-                        exchange, Reject(exchange.request.id, RejectReason.NO_INSTANCE, detail, 1.0)
-                    )
+            for exchange in _queued(self.exchanges):
+                detail = "The scheduler is not there."
+                self.turn_down(exchange, Reject(exchange.request.id, RejectReason.NO_INSTANCE, detail, 1.0))
 
 
 class _RelayTicket(Ticket):
@@ -380,102 +342,30 @@ class _RelayTicket(Ticket):
         self._lines = lines
 
     def used(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
-        self._driver.used(self._request_id, prompt_tokens, output_tokens, last=False)
+        self._driver.post(Used(self._request_id, prompt_tokens, output_tokens, False))
 
     def ended(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
-        self._driver.used(self._request_id, prompt_tokens, output_tokens, last=True)
+        self._driver.post(Used(self._request_id, prompt_tokens, output_tokens, True))
 
     def headers(self, now: float) -> bytes:
         return self._lines
 
 
-class _HeldAnswer:
-    """The answer of a busy engine, from behind its head on, while the scheduler process looks for another."""
-
-    __slots__ = ("_body", "_connection", "_end", "_exchange", "_failure", "_registry", "_size")
-
-    def __init__(self, exchange: Exchange, registry: dict[RequestId, _HeldAnswer]) -> None:
-        self._exchange = exchange
-        self._registry = registry
-        engine = exchange.engine
-        assert engine is not None, "expected an engine that is answering"
-        engine.exchange = self
-        self._connection: EngineConnection | None = engine
-        self._body: list[bytes] = []
-        self._size = 0
-        self._end: bytes | None = None
-        self._failure: tuple[End, str] | None = None
-
-    def pass_on(self) -> None:
-        """Give the exchange what came, and the rest as it comes."""
-        exchange, connection = self._exchange, self._connection
-        self._registry.pop(exchange.request.id, None)
-        if connection is not None:
-            connection.exchange = exchange
-        for payload in self._body:
-            exchange.engine_body(payload)
-        if self._failure is not None:
-            end, detail = self._failure
-            exchange.engine_failed(end, detail)
-        elif self._end is not None:
-            exchange.engine_end(self._end)
-        elif connection is not None:
-            connection.resume()
-
-    # --- from the engine's connection ---
-
-    @property
-    def method(self) -> bytes:
-        """The method of the request."""
-        return self._exchange.method
-
-    def engine_connected(self, connection: EngineConnection, own_headers: bytes, passthrough: bool) -> None:
-        """Never called: the connection has carried the request."""
-        raise AssertionError("expected an engine that has answered")
-
-    def engine_identified(self) -> None:
-        """Never called: the connection has carried the request."""
-        raise AssertionError("expected an engine that has answered")
-
-    def engine_lost_idle(self) -> None:
-        """Never called: the engine has answered."""
-        raise AssertionError("expected an engine that has answered")
-
-    @property
-    def plain(self) -> bool:
-        """False: what comes is kept."""
-        return False
-
-    def engine_head(self, head: ResponseHead, length: int | None) -> None:
-        """Never called: the head has come."""
-        raise AssertionError("expected the body of an answer")
-
-    def engine_events(self, chunks: bytes) -> bool:
-        """False: this is no stream."""
-        return False
-
-    def engine_body(self, payload: bytes) -> None:
-        """Keep it; read no more than can be kept."""
-        self._body.append(payload)
-        self._size += len(payload)
-        if self._size > _HELD_BYTES and self._connection is not None:
-            self._connection.pause()
-
-    def engine_end(self, payload: bytes) -> None:
-        """The answer is whole, and its connection free for others."""
-        self._end = payload
-        self._left()
-
-    def engine_failed(self, end: End, detail: str) -> None:
-        """The answer broke off."""
-        self._failure = end, detail
-        self._left()
-
-    def _left(self) -> None:
-        self._connection = None
-        self._exchange.engine = None
-
-
 def arrival_of(request: Request, owner: str | None, *, strict: bool) -> Arrival:
-    """The message of a request. In a relay `pinned` holds the id of an earlier answer, not an instance."""
+    """Make the message of a request. In a relay `pinned` is the id of an earlier answer, not an instance."""
     return Arrival(RequestFacts.of(request), request.pinned, owner, strict)
+
+
+def _arrival(exchange: Exchange) -> Arrival:
+    return arrival_of(exchange.request, exchange.tenant, strict=exchange.kind is _PINNED)
+
+
+def _queued(exchanges: dict[RequestId, Exchange]) -> list[Exchange]:
+    return [each for each in exchanges.values() if each.phase is Phase.QUEUED]
+
+
+def has_room(limits: QueueLimits, waiting: Sequence[Request]) -> bool:
+    """Return whether what waits without a scheduler process is within the queue's limits."""
+    if limits.max_requests is not None and len(waiting) > limits.max_requests:
+        return False
+    return limits.max_bytes is None or sum(each.body_bytes for each in waiting) <= limits.max_bytes

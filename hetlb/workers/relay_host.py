@@ -30,7 +30,7 @@ from hetlb.proxy.driver import SWEEP_S
 from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.http1 import GateError
 from hetlb.proxy.http.retry_after import DrainRate
-from hetlb.proxy.limits import Limiter, Limiters, Ticket
+from hetlb.proxy.limits import Limiters, Ticket
 from hetlb.proxy.scheduler_driver import EMITS_S, SchedulerDriver
 from hetlb.proxy.scheduling import (
     Responses,
@@ -43,13 +43,12 @@ from hetlb.proxy.scheduling import (
 )
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.workers import protocol
-from hetlb.workers.channel import Channel
 from hetlb.workers.protocol import (
     Arrival,
     Busy,
     CameBack,
     Cancelled,
-    Ended,
+    EndedMessage,
     FirstToken,
     FromRelay,
     Hello,
@@ -59,6 +58,7 @@ from hetlb.workers.protocol import (
     Report,
     Used,
 )
+from hetlb.workers.relay_channel import RelayChannel
 from hetlb.workers.relay_driver import ID_BITS
 
 #: Arrivals wait so long for the live leases of other relays when a scheduler process begins.
@@ -71,17 +71,23 @@ class RelayLink:
     def __init__(self, life: int, number: int) -> None:
         self.life = life
         self.number = number
-        self.channel: Channel[FromRelay] | None = None
+        self.channel: RelayChannel[FromRelay] | None = None
         self.greeted = False
         self.report = Report(0)
         self.tokens: dict[int, int] = {}
         #: Answers that are waited for: reports and preparations, by number.
         self.asked: dict[int, asyncio.Future[str]] = {}
 
-    def send(self, message: protocol.Message) -> None:
+    def send(self, message: protocol.RelayMessage) -> None:
         """Send a message; dropped where the relay is gone."""
         if self.channel is not None:
             self.channel.send(message)
+
+    def answered(self, number: int, answer: str) -> None:
+        """Pass on an answer to whatever waits for it."""
+        asked = self.asked.pop(number, None)
+        if asked is not None and not asked.done():
+            asked.set_result(answer)
 
     @property
     def totals(self) -> Totals | None:
@@ -90,7 +96,7 @@ class RelayLink:
         return totals
 
 
-class _Open:
+class _OpenRequest:
     """A request that has not ended: its relay, and its lease with the number that the relay knows it by."""
 
     __slots__ = ("lease", "lease_number", "link", "named", "request", "ticket")
@@ -104,6 +110,22 @@ class _Open:
         self.lease_number = 0
         #: Reservation against the limits of its key, None without limits.
         self.ticket = ticket
+
+    def used(self, message: Used, now: float) -> None:
+        """Count tokens against the limits of its key."""
+        if self.ticket is None:
+            return
+        if message.last:
+            self.ticket.ended(message.prompt_tokens, message.output_tokens, now)
+            self.ticket = None
+        else:
+            self.ticket.used(message.prompt_tokens, message.output_tokens, now)
+
+    def settle(self, now: float) -> None:
+        """Settle the reservation: it has ended, and no engine has answered as far as is known here."""
+        ticket, self.ticket = self.ticket, None
+        if ticket is not None:
+            ticket.ended(_prompt_tokens(self.request), 0, now)
 
 
 class RelayHost(SchedulerDriver):
@@ -132,7 +154,7 @@ class RelayHost(SchedulerDriver):
         self._on_report = on_report
         self._on_loop = on_loop
         self._on_models = on_models
-        self._open: dict[RequestId, _Open] = {}
+        self._open: dict[RequestId, _OpenRequest] = {}
         self._responses = Responses()
         self._totals = Totals()
         self._drain_rate = DrainRate(random.Random())
@@ -170,8 +192,8 @@ class RelayHost(SchedulerDriver):
     def connected(self, link: RelayLink) -> None:
         """A channel to a relay is open."""
         self.links.append(link)
-        link.send(self.addresses())
-        link.send(protocol.Waiting(self._waiting))
+        link.send(instances_message(self.scheduler, self._registered))
+        link.send(protocol.WaitingMessage(self._waiting))
 
     def disconnected(self, link: RelayLink) -> None:
         """A relay is gone: its requests end as if their clients had left."""
@@ -189,23 +211,7 @@ class RelayHost(SchedulerDriver):
         if not self._awaited:
             self._restored()
 
-    def addresses(self) -> protocol.Instances:
-        """The message that names all instances."""
-        return protocol.Instances(
-            [
-                protocol.InstanceAddress(
-                    each.name,
-                    each.incarnation,
-                    each.spec.url,
-                    each.spec.model,
-                    each.name in self._registered,
-                    self._registered.get(each.name),
-                )
-                for each in self.scheduler.instances
-            ]
-        )
-
-    def broadcast(self, message: protocol.Message) -> None:
+    def broadcast(self, message: protocol.RelayMessage) -> None:
         """Send a message to every relay."""
         for link in self.links:
             link.send(message)
@@ -227,7 +233,7 @@ class RelayHost(SchedulerDriver):
                 self._arrived(link, message, now)
             elif isinstance(message, FirstToken):
                 self._begun(message, now)
-            elif isinstance(message, Ended):
+            elif isinstance(message, EndedMessage):
                 self._ended(message, now)
             elif isinstance(message, Cancelled):
                 self._cancelled(message.request, now)
@@ -245,9 +251,10 @@ class RelayHost(SchedulerDriver):
             elif isinstance(message, ModelsRead):
                 self._on_models(message.instance, message.body)
             elif isinstance(message, Used):
-                self._used(message, now)
+                if (found := self._open.get(message.request)) is not None:
+                    found.used(message, now)
             elif isinstance(message, Prepared):
-                self._answered(link, -message.number, message.error)
+                link.answered(-message.number, message.error)
         self._tick_later()
         self._say_waiting()
 
@@ -256,12 +263,12 @@ class RelayHost(SchedulerDriver):
         waiting = len(self.scheduler.queue) > 0
         if waiting != self._waiting:
             self._waiting = waiting
-            self.broadcast(protocol.Waiting(waiting))
+            self.broadcast(protocol.WaitingMessage(waiting))
 
     def _greeted(self, link: RelayLink, hello: Hello, now: float) -> None:
         """A relay's first message: book its live leases again."""
         if hello.version != protocol.VERSION or hello.relay != link.life or link.greeted:
-            raise protocol.ProtocolError(
+            raise protocol.RelayProtocolError(
                 f"expected the hello of relay {link.life}, version {protocol.VERSION}, got {hello!r:.100}"
             )
         link.greeted = True
@@ -271,12 +278,12 @@ class RelayHost(SchedulerDriver):
             try:
                 booked = live.lease.change()
             except ValueError as error:
-                raise protocol.ProtocolError(str(error)) from error
+                raise protocol.RelayProtocolError(str(error)) from error
             lease = self.scheduler.restore(booked, now)
             if lease is not None:
-                limiter = self._limiter(live.owner)
+                limiter = None if live.owner is None else self.limiters.of(live.owner)
                 ticket = None if limiter is None else limiter.adopt(now)
-                found = self._open[lease.request.id] = _Open(link, lease.request, True, ticket)
+                found = self._open[lease.request.id] = _OpenRequest(link, lease.request, True, ticket)
                 found.lease, found.lease_number = lease, booked.number
         self._awaited.discard(link.life)
         if not self._awaited:
@@ -295,7 +302,7 @@ class RelayHost(SchedulerDriver):
             return
         facts = arrival.request
         if facts.id >> ID_BITS != link.life or facts.id in self._open:
-            raise protocol.ProtocolError(f"expected a new id of relay {link.life}, got {facts.id}")
+            raise protocol.RelayProtocolError(f"expected a new id of relay {link.life}, got {facts.id}")
         model, pinned = facts.model, None
         if arrival.response is not None:
             try:
@@ -305,7 +312,7 @@ class RelayHost(SchedulerDriver):
                 return
         request = facts.request(model, pinned)
         try:
-            ticket = self._admit(arrival.owner, request, now)
+            ticket = admit(self.limiters, arrival.owner, request, now)
         except Refusal as refusal:
             link.send(
                 protocol.Refused(
@@ -313,34 +320,8 @@ class RelayHost(SchedulerDriver):
                 )
             )
             return
-        self._open[request.id] = _Open(link, request, bool(facts.model), ticket)
+        self._open[request.id] = _OpenRequest(link, request, bool(facts.model), ticket)
         self._arrive(request, now)
-
-    def _limiter(self, owner: str | None) -> Limiter | None:
-        return None if owner is None else self.limiters.of(owner)
-
-    def _admit(self, owner: str | None, request: Request, now: float) -> Ticket | None:
-        """Count a request against the limits of its key, if it has some. Raises `Refusal`."""
-        limiter = self._limiter(owner)
-        if limiter is None:
-            return None
-        return limiter.admit(_prompt_tokens(request), (request.max_tokens or 0) * request.sequences, now)
-
-    def _used(self, message: Used, now: float) -> None:
-        found = self._open.get(message.request)
-        if found is None or found.ticket is None:
-            return
-        if message.last:
-            found.ticket.ended(message.prompt_tokens, message.output_tokens, now)
-            found.ticket = None
-        else:
-            found.ticket.used(message.prompt_tokens, message.output_tokens, now)
-
-    def _settle_ticket(self, found: _Open, now: float) -> None:
-        """A request has ended that no engine has answered, as far as is known here."""
-        ticket, found.ticket = found.ticket, None
-        if ticket is not None:
-            ticket.ended(_prompt_tokens(found.request), 0, now)
 
     def _pin(self, arrival: Arrival, response: str) -> tuple[str, str | None]:
         """The model and the instance of a request about an earlier answer. Raises `GateError`."""
@@ -354,7 +335,7 @@ class RelayHost(SchedulerDriver):
         # Of another model: it is not there, and the engine says so.
         return model, pinned if model in served else None
 
-    def _lease_of(self, request_id: RequestId, lease_number: int) -> _Open | None:
+    def _lease_of(self, request_id: RequestId, lease_number: int) -> _OpenRequest | None:
         """A request that still has the lease of this number."""
         found = self._open.get(request_id)
         return None if found is None or found.lease_number != lease_number else found
@@ -372,7 +353,7 @@ class RelayHost(SchedulerDriver):
         else:  # it may wait for the live leases
             self._early = [each for each in self._early if each[1].request.id != request_id]
 
-    def _ended(self, message: Ended, now: float) -> None:
+    def _ended(self, message: EndedMessage, now: float) -> None:
         found = self._open.get(message.request)
         if found is None:
             return  # on an instance that was gone before this process began
@@ -390,7 +371,7 @@ class RelayHost(SchedulerDriver):
 
     def _end(
         self,
-        found: _Open,
+        found: _OpenRequest,
         outcome: Outcome,
         now: float,
         retry: bool = False,
@@ -400,7 +381,7 @@ class RelayHost(SchedulerDriver):
         lease, found.lease = found.lease, None
         if not retry:
             del self._open[found.request.id]
-            self._settle_ticket(found, now)
+            found.settle(now)
         if lease is None:
             self.carry_out(self.scheduler.on_cancelled(found.request.id, now))
             return
@@ -427,12 +408,7 @@ class RelayHost(SchedulerDriver):
         if report.totals:
             link.report, link.tokens = report, dict(report.tokens)
         if report.number:
-            self._answered(link, report.number, "")
-
-    def _answered(self, link: RelayLink, number: int, answer: str) -> None:
-        asked = link.asked.pop(number, None)
-        if asked is not None and not asked.done():
-            asked.set_result(answer)
+            link.answered(report.number, "")
 
     # --- facts about instances ---
 
@@ -441,7 +417,7 @@ class RelayHost(SchedulerDriver):
         return since is not None and self.now() - since < EMITS_S
 
     def _instances_changed(self) -> None:
-        self.broadcast(self.addresses())
+        self.broadcast(instances_message(self.scheduler, self._registered))
 
     def _view_changed(self) -> None:
         self._on_view()
@@ -450,15 +426,15 @@ class RelayHost(SchedulerDriver):
 
     def _reject(self, command: Reject) -> None:
         found = self._open.pop(command.request_id)
-        self._settle_ticket(found, self.now())
+        found.settle(self.now())
         again_s = retry_after_s(command, self._drain_rate, len(self.scheduler.queue), self.now())
         found.link.send(protocol.Rejected(command.request_id, command.reason, command.detail, again_s))
 
     def _pass_on(self, command: PassOn) -> None:
-        self._open[command.request_id].link.send(protocol.PassOn(command.request_id))
+        self._open[command.request_id].link.send(protocol.PassOnMessage(command.request_id))
 
     def _abort(self, command: Abort) -> None:
-        self._open[command.request_id].link.send(protocol.Abort(command.request_id))
+        self._open[command.request_id].link.send(protocol.AbortMessage(command.request_id))
 
     def _dispatch(self, command: Dispatch) -> None:
         self._totals.decisions += 1
@@ -467,7 +443,7 @@ class RelayHost(SchedulerDriver):
         found.lease, found.lease_number = lease, lease.id
         total_s, first_s, mixed = expected_s(self.scheduler.holder(lease), lease)
         found.link.send(
-            protocol.Dispatch(
+            protocol.DispatchMessage(
                 command.request_id,
                 lease.id,
                 lease.instance,
@@ -508,3 +484,28 @@ class RelayHost(SchedulerDriver):
 def _prompt_tokens(request: Request) -> int:
     """Tokens of all prompts of a request, as known at its arrival."""
     return request.prompt_tokens * (request.sequences // max(1, request.samples))
+
+
+def admit(limiters: Limiters, owner: str | None, request: Request, now: float) -> Ticket | None:
+    """Count a request against the limits of its key, if it has some. Raises `Refusal`."""
+    limiter = None if owner is None else limiters.of(owner)
+    if limiter is None:
+        return None
+    return limiter.admit(_prompt_tokens(request), (request.max_tokens or 0) * request.sequences, now)
+
+
+def instances_message(scheduler: Scheduler, registered: Mapping[str, str | None]) -> protocol.Instances:
+    """Make the message that names all instances."""
+    return protocol.Instances(
+        [
+            protocol.InstanceAddress(
+                each.name,
+                each.incarnation,
+                each.spec.url,
+                each.spec.model,
+                each.name in registered,
+                registered.get(each.name),
+            )
+            for each in scheduler.instances
+        ]
+    )

@@ -41,9 +41,9 @@ from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.telemetry.prometheus import WorkerState
 from hetlb.proxy.token_estimator import TokenEstimator
-from hetlb.workers.channel import FROM_RELAY, Channel
-from hetlb.workers.control import Control, State
-from hetlb.workers.protocol import Ask, Commit, FromRelay, Learnt, Message, Prepare, Report, View
+from hetlb.workers.control import ChildControl, ChildState
+from hetlb.workers.protocol import Ask, Commit, FromRelay, Learnt, Prepare, RelayMessage, Report, ViewMessage
+from hetlb.workers.relay_channel import FROM_RELAY, RelayChannel
 from hetlb.workers.relay_host import RelayHost, RelayLink
 from hetlb.workers.relay_reports import RelayReports
 
@@ -63,7 +63,7 @@ class SchedulerProcess(FleetService):
 
     driver: RelayHost
 
-    def __init__(self, state: State, life: int, control: Control, event_log: Path | None) -> None:
+    def __init__(self, state: ChildState, life: int, control: ChildControl, event_log: Path | None) -> None:
         if event_log is not None and life > 1:
             event_log = event_log.with_name(f"{event_log.name}.{life}")
             text = "a log is of one scheduler: the event log goes on in %s"
@@ -88,7 +88,7 @@ class SchedulerProcess(FleetService):
         self._state = dataclasses.replace(state, admin=dict(state.admin))
         self._states: Sequence[WorkerState] = ()
         self._reports = RelayReports(self.driver.links)
-        self._view: View | None = None
+        self._view: ViewMessage | None = None
         self._view_timer: asyncio.TimerHandle | None = None
         self._next_ask = 1
         self._looked = False
@@ -108,7 +108,7 @@ class SchedulerProcess(FleetService):
         self._learnt = StateFile(state.fleet, self.scheduler, self._token_estimator)
         self._catch_up(state)
 
-    def _catch_up(self, state: State) -> None:
+    def _catch_up(self, state: ChildState) -> None:
         """Know what the scheduler process before this one knew."""
         driver, scraper = self.driver, self.watch.scraper
         for spec, address in state.registered:
@@ -221,7 +221,7 @@ class SchedulerProcess(FleetService):
                 self._stop.set()
 
     async def _connect(self, link: RelayLink, end: socket.socket) -> None:
-        channel: Channel[FromRelay] = Channel(
+        channel: RelayChannel[FromRelay] = RelayChannel(
             FROM_RELAY,
             lambda messages: self.driver.receive(link, messages),
             lambda: self._disconnected(link),
@@ -252,7 +252,7 @@ class SchedulerProcess(FleetService):
             self._view_timer.cancel()
             self._view_timer = None
         scheduler = self.scheduler
-        view = View(
+        view = ViewMessage(
             scheduler.models,
             only_model(scheduler),
             msgspec.json.encode(self.models()),
@@ -287,7 +287,7 @@ class SchedulerProcess(FleetService):
 
     # --- what relays are asked ---
 
-    async def _ask(self, link: RelayLink, timeout_s: float, message: Message, number: int) -> str:
+    async def _ask(self, link: RelayLink, timeout_s: float, message: RelayMessage, number: int) -> str:
         """The answer of a relay, "" where it went well."""
         answer: asyncio.Future[str] = self._loop.create_future()
         link.asked[number] = answer
@@ -301,7 +301,7 @@ class SchedulerProcess(FleetService):
         finally:
             link.asked.pop(number, None)
 
-    async def _ask_all(self, timeout_s: float, message: Message, number: int) -> list[str]:
+    async def _ask_all(self, timeout_s: float, message: RelayMessage, number: int) -> list[str]:
         return await asyncio.gather(
             *(self._ask(link, timeout_s, message, number) for link in self.driver.links)
         )

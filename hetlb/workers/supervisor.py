@@ -36,7 +36,7 @@ from hetlb.proxy.takeover import Takeover
 from hetlb.proxy.telemetry.events import FORMATTERS, Event, plain_line, tell
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 from hetlb.proxy.telemetry.prometheus import WorkerState
-from hetlb.workers.control import Control, State, content_of
+from hetlb.workers.control import ChildControl, ChildState, content_of
 from hetlb.workers.listeners import FleetListeners
 from hetlb.workers.relay import Relay
 from hetlb.workers.scheduler_process import SchedulerProcess
@@ -70,7 +70,7 @@ class _Child:
         #: The place of a relay; -1 is the scheduler process.
         self.number = number
         self.pid = 0
-        self.control: Control | None = None
+        self.control: ChildControl | None = None
         self.life = 0
         self.up = False
         self.failure = ""
@@ -111,7 +111,8 @@ class Supervisor:
         self._takeover = takeover
         self._event_log = event_log
         self._state = pickle.dumps(
-            State(fleet, ForwardRules(fleet.file.proxy.forward_headers).own.decode()), pickle.HIGHEST_PROTOCOL
+            ChildState(fleet, ForwardRules(fleet.file.proxy.forward_headers).own.decode()),
+            pickle.HIGHEST_PROTOCOL,
         )
         self._scheduler = _Child("the scheduler process", -1)
         self._relays = [_Child(f"relay {each}", each) for each in range(number)]
@@ -224,7 +225,7 @@ class Supervisor:
     def _start(self, child: _Child) -> None:
         """Fork a child's process."""
         now = time.monotonic()
-        ours, theirs = Control.pair()
+        ours, theirs = ChildControl.pair()
         self._lives += 1
         life = child.restarts + 1 if child.number < 0 else self._lives
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -243,7 +244,12 @@ class Supervisor:
         self._selector.register(ours, selectors.EVENT_READ, child)
 
     def _become(
-        self, child: _Child, life: int, ours: Control, theirs: Control, mask: set[int | signal.Signals]
+        self,
+        child: _Child,
+        life: int,
+        ours: ChildControl,
+        theirs: ChildControl,
+        mask: set[int | signal.Signals],
     ) -> NoReturn:
         """Be a child, in its own process, and never return."""
         status = 1
@@ -274,7 +280,7 @@ class Supervisor:
                 sys.stdout.flush()
             os._exit(status)
 
-    def _let_go(self, child: _Child, ours: Control) -> None:
+    def _let_go(self, child: _Child, ours: ChildControl) -> None:
         """Close what belongs to the supervisor and to other children."""
         self._selector.close()
         for end in (self._wake, self._waker, ours):
@@ -288,9 +294,9 @@ class Supervisor:
         if self._takeover is not None:
             self._takeover.end.close()
 
-    def _serve(self, child: _Child, life: int, control: Control) -> Coroutine[Any, Any, None]:
+    def _serve(self, child: _Child, life: int, control: ChildControl) -> Coroutine[Any, Any, None]:
         """The work of a child."""
-        state: State = pickle.loads(self._state)
+        state: ChildState = pickle.loads(self._state)
 
         async def relay() -> None:
             await Relay(child.number, life, state, control).run(self._listeners.relays[child.number])

@@ -23,9 +23,9 @@ from helpers import HANG_S
 
 import hetlb.demo
 from hetlb.cli.main import main
-from hetlb.loadtest.admin import fleet_admin
+from hetlb.loadtest.fleet_admin import fleet_admin
 from hetlb.loadtest.processes import helper_processes
-from hetlb.loadtest.search import MAX_PROBES
+from hetlb.loadtest.rate_search import MAX_PROBES
 from hetlb.workload.arrivals import make_plan
 from hetlb.workload.traces import read_trace
 

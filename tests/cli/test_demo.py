@@ -23,10 +23,10 @@ import hetlb.demo
 from hetlb.cli.demo import ENGINES, MAX_TOKENS, MODEL, _meaning
 from hetlb.cli.main import main
 from hetlb.config.fleet import load_fleet
-from hetlb.config.profile import load_profile
-from hetlb.loadtest.admin import busy_figures
+from hetlb.config.profile_file import load_profile
+from hetlb.loadtest.fleet_admin import busy_figures
+from hetlb.sim.simulation_sweep import StudyCell, StudyLoad, run_sweep
 from hetlb.sim.study import make_study, run_document
-from hetlb.sim.sweep import Cell, Load, run_sweep
 from hetlb.workload.traces import read_trace
 
 DATA = Path(hetlb.demo.__file__).parent
@@ -203,8 +203,8 @@ def test_in_virtual_time_the_demo_shows_what_it_is_for(tmp_path: Path) -> None:
     )
     path = tmp_path / "fleet.yaml"
     path.write_text(f"version: 1\nmodels:\n  - name: {MODEL}\n    instances:\n{instances}")
-    study = make_study(load_fleet(path), Load(read_trace(DATA / "trace.csv")))
-    ran = run_sweep(study, [Cell(policy, math.inf, 0) for policy in ("single", "rr", "hetlb")])
+    study = make_study(load_fleet(path), StudyLoad(read_trace(DATA / "trace.csv")))
+    ran = run_sweep(study, [StudyCell(policy, math.inf, 0) for policy in ("single", "rr", "hetlb")])
     runs = [run_document(study, each, "inf") for each in ran]
     fast, rr, hetlb = (run["total_token_throughput"] for run in runs)
     total = runs[0]["bound"]["total_token_throughput"]

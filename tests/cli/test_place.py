@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from hetlb.cli.main import main
-from hetlb.config.place import load_place
+from hetlb.config.place_file import load_place
 from hetlb.core.paths.stages import SINK
 
 NODES = "node,gpu_type,region,max_layers,nic_in_bytes_per_s,nic_out_bytes_per_s\n" + "".join(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hetlb.cli.main import main
-from hetlb.config.profile import Source, load_profile
+from hetlb.config.profile_file import ProfileSource, load_profile
 from hetlb.core.latency import SplitKv
 from hetlb.errors import ProfileError
 from hetlb.profiler.aiconfigurator import Layout, query
@@ -247,6 +247,6 @@ def test_unequal_contexts_of_a_profile_survive_its_corrections(tmp_path: Path) -
     path.write_text(text)
     profile = load_profile(path)
     assert profile.latency.split_kv == SplitKv(37.0, 1e-6)
-    changed = corrected(profile, profile.latency.scaled(2.0), Source(kind="log"))
+    changed = corrected(profile, profile.latency.scaled(2.0), ProfileSource(kind="log"))
     write_profile(path, changed)
     assert load_profile(path).latency.split_kv == SplitKv(37.0, 2e-6)

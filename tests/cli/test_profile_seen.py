@@ -14,7 +14,7 @@ import pytest
 
 from hetlb.cli.main import main
 from hetlb.cli.profile_running import counters
-from hetlb.config.profile import load_profile
+from hetlb.config.profile_file import load_profile
 from hetlb.core.types import Outcome
 from hetlb.proxy.telemetry.counters import InstanceTotals
 

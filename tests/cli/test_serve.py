@@ -19,7 +19,7 @@ import pytest
 from helpers import HANG_S, free_port
 
 from hetlb.cli.main import main
-from hetlb.config.profile import load_profile
+from hetlb.config.profile_file import load_profile
 
 DEMO = Path(__file__).parents[2] / "hetlb" / "demo"
 Starter = Callable[..., subprocess.Popen[str]]

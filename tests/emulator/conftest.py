@@ -11,7 +11,7 @@ import msgspec
 import pytest_asyncio
 import uvloop
 
-from hetlb.config.profile import Profile
+from hetlb.config.profile_file import Profile
 from hetlb.emulator import EmulatedEngine
 
 Start: TypeAlias = Callable[..., Awaitable[EmulatedEngine]]

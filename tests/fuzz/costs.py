@@ -9,7 +9,6 @@ times at most, and the least one counts: what is superlinear is so every time.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import random
@@ -18,13 +17,10 @@ from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 
-from helpers import make_scheduler, spec
 from pick.door import HEADERS, Door, messages_of, written
 from proxy.memory import End, Proxy
 from yaml import YAMLError
 
-from hetlb import turns
-from hetlb.config.fleet_tables import SharedTable
 from hetlb.config.mistakes import mistakes_in
 from hetlb.config.yaml_file import _Builder
 from hetlb.core import engine_metrics
@@ -37,7 +33,6 @@ from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import GateError
 from hetlb.proxy.kv_events import read_batch
 from hetlb.proxy.model_names import ModelNames
-from hetlb.proxy.sharing import Sharing
 from hetlb.stage import messages
 from hetlb.websocket import accept_of
 
@@ -51,9 +46,6 @@ MOST_PASSES = 8.0
 LEAST_BYTES = 64 << 10
 #: A ratio is taken so often before it counts as too large.
 TRIES = 20
-
-#: A turn is over by the time that this thread had: one that others interrupt would be cut into more turns.
-turns._now = time.thread_time  # type: ignore[misc]
 
 Reader = Callable[[bytes], None]
 
@@ -69,20 +61,6 @@ class Kept:
         self._proxy: Proxy | None = None
         self._door: Door | None = None
         self._engine: End | None = None
-        self._sharing: Sharing | None = None
-
-    @property
-    def sharing(self) -> Sharing:
-        """What a process knows of its peers, over a server that is not there."""
-        if self._sharing is None:
-
-            async def make() -> Sharing:
-                scheduler = make_scheduler([spec("a"), spec("b")])
-                return Sharing(SharedTable(), "redis://127.0.0.1:1", scheduler, lambda _: None, "cd34")
-
-            self._loop = asyncio.new_event_loop()
-            self._sharing = self._loop.run_until_complete(make())
-        return self._sharing
 
     @property
     def proxy(self) -> Proxy:
@@ -215,19 +193,6 @@ def stage(data: bytes) -> None:
         at = end
 
 
-def peers(data: bytes) -> None:
-    """Messages of a peer of the shared view, each after its length in four bytes."""
-    sharing, at = KEPT.sharing, 0
-    while at + 4 <= len(data):
-        end = at + 4 + int.from_bytes(data[at : at + 4], "big")
-        sharing._receive(data[at + 4 : end])
-        at = end
-    for peer in sharing.view.peers:
-        sharing._forget(peer, 0.0)
-    while not sharing._outbox.empty():
-        sharing._outbox.get_nowait()
-
-
 def kv_events(data: bytes) -> None:
     """A message of KV events, all parts of it."""
     with contextlib.suppress(ValueError):
@@ -325,7 +290,6 @@ PREFIXES: tuple[tuple[Reader, bytes], ...] = (
     (json(Kind.CHAT), b'{"messages":"'),
     (json(Kind.RESPONSES), b""),
     (metrics, b""),
-    (peers, b""),
     (kv_events, b""),
     (kv_events, b"\x92\xc0\xdd\x00\x00\x70\x00"),
     (yaml, b""),

@@ -10,6 +10,7 @@ parser reads the same, that a figure is within its range, that an error is one l
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import dataclasses
@@ -35,7 +36,8 @@ from hetlb import websocket
 from hetlb.config.api_keys import load_api_keys
 from hetlb.config.cluster import load_cluster
 from hetlb.config.fleet import load_fleet
-from hetlb.config.profile import load_profile
+from hetlb.config.fleet_tables import SharedTable
+from hetlb.config.profile_file import load_profile
 from hetlb.core import engine_metrics
 from hetlb.core.block_index import BlocksCleared, BlocksStored
 from hetlb.core.remote_leases import RemoteLeases
@@ -45,6 +47,7 @@ from hetlb.proxy.http import openai_body as bodies
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.kv_events import PART_BLOCKS, read_batch
 from hetlb.proxy.lease_wire import from_wire
+from hetlb.proxy.sharing import Sharing
 from hetlb.proxy.takeover import read_packet
 from hetlb.stage import messages as stage_messages
 from hetlb.stage.runner import run_apart
@@ -443,7 +446,7 @@ def stage_frames(data: bytes) -> None:
             message, rows = stage_messages.decode(frame)
             assert stage_messages.decode(stage_messages.encode(message, rows)) == (message, rows)
             worker.receive(message, rows)
-        except stage_messages.ProtocolError:
+        except stage_messages.StageProtocolError:
             continue
         works, given_up = batcher.form(lambda lease: True)
         worker._report(given_up)
@@ -457,12 +460,24 @@ def stage_frames(data: bytes) -> None:
     assert pool.used == batcher.waiting_bytes == batcher.waiting == 0
 
 
+_shared: Any = None
+
+
 def shared_view(data: bytes) -> None:
     """Messages of peers: taken or counted, no more leases than were sent, nothing left when they are gone."""
-    shared = costs.KEPT.sharing
-    view, before = shared.view, shared.figures
-    shared._receive(data)
-    after = shared.figures
+    global _shared
+    if _shared is None:
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+
+        async def make() -> Sharing:
+            scheduler = make_scheduler([spec("a"), spec("b")])
+            return Sharing(SharedTable(), "redis://127.0.0.1:1", scheduler, lambda _: None, "cd34")
+
+        _shared = loop.run_until_complete(make())
+    view, before = _shared.view, _shared.figures
+    _shared._receive(data)
+    after = _shared.figures
     assert after.received + after.rejected - before.received - before.rejected in (0, 1)
     assert view.peer_leases <= len(data)
     view._scheduler.check_integrity()

@@ -17,8 +17,7 @@ from pick.door import ANSWER, BODY, HEADERS, written
 from pick.gateway import body_of
 
 from hetlb.proxy.http.endpoints import Kind
-from hetlb.proxy.lease_wire import PART_CHANGES
-from hetlb.stage.messages import MOST_PASSES, Close, Pass, Passes, ProtocolError, decode, encode
+from hetlb.stage.stage_messages import MOST_PASSES, Close, Pass, Passes, StageProtocolError, decode, encode
 
 Make = Callable[[int], bytes]
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\n"
@@ -105,19 +104,6 @@ def pieces(part: str, size: int, *before: bytes) -> Make:
     """A body in messages of `size` bytes."""
     unit = written([body_of(part, b"x" * size, end=False).SerializeToString()])
     return many(unit, written(list(before)))
-
-
-def peer(changes: list[list[object]]) -> bytes:
-    """A message of a peer that tells all its leases."""
-    return msgpack.encode([2, "ab", 1, 1, 0.0, 0, changes])
-
-
-LEASE: list[object] = [0, 1, "a", [1, "m", 1, 1, 1, 1, True, 1, True, [], 0, None, 1], 1, 1.0, 1.0, False]
-KEYED: list[object] = [
-    *LEASE[:3],
-    [1, "m", 1, 1, 1, 1, True, 1, True, [["k", 1]] * 4096, 0, None, 1],
-    *LEASE[4:],
-]
 
 
 def framed(frame: bytes) -> bytes:
@@ -220,11 +206,6 @@ CASES: dict[str, tuple[Reader, Make, int]] = {
     "frames of too many passes": (
         costs.stage, many(framed(encode(Passes([Pass(1, 0, 0, 1, True)] * 9 * MOST_PASSES)))), 256 << 10,
     ),
-    "changes of a peer": (costs.peers, many(framed(peer([[1, 1]]))), 64 << 10),
-    "leases of a peer": (costs.peers, many(framed(peer([LEASE] * PART_CHANGES))), 256 << 10),
-    "keys of a lease": (costs.peers, many(framed(peer([KEYED]))), 256 << 10),
-    "messages that are none": (costs.peers, many(framed(peer([[9]]))), 64 << 10),
-    "too many changes": (costs.peers, many(framed(peer([[1, 1]] * (PART_CHANGES + 1)))), 64 << 10),
     "a metrics page": (costs.metrics, many(b'vllm:num_requests_running{engine="0"} 1.0\n'), 64 << 10),
     "a metrics page of other names": (costs.metrics, many(b"vllm:num_requests_run 1\n"), 512 << 10),
     "blocks that are stored": (costs.kv_events, blocks, 64 << 10),
@@ -294,13 +275,11 @@ def limit(name: str) -> float:
         return 120.0
     if "messages" in name:
         return 200.0
-    if "in parts" in name or "short frames" in name:  # each frame is work of its own
-        return 80.0
     if "a file of" in name:  # read outside of the event loop
         return 250.0
     if name.startswith("blocks"):  # one digest a block, in turns
         return 250.0
-    small = ("chunk", "event", "tokens", "frame", "parts", "of a peer")
+    small = ("chunk", "event", "tokens", "frame", "parts")
     return 40.0 if any(each in name for each in small) else 6.0
 
 
@@ -310,7 +289,7 @@ def test_a_frame_of_a_stage_takes_little_memory(passes: int) -> None:
     frame = encode(Passes([Pass(1, 0, 0, 1, True)] * passes))
     tracemalloc.start()
     try:
-        with contextlib.suppress(ProtocolError):
+        with contextlib.suppress(StageProtocolError):
             decode(frame)
         assert tracemalloc.get_traced_memory()[1] < 2 * len(frame) + (1 << 20)
     finally:

@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from hetlb.errors import HetlbError
-from hetlb.loadtest.admin import FleetAdmin, Reported, busy_figures, fleet_admin
+from hetlb.loadtest.fleet_admin import FleetAdmin, Reported, busy_figures, fleet_admin
 
 IDLE = {"in_flight": 0, "queued": 0, "workload": 0.0, "kv_reserved_tokens": 0, "health": "up"}
 

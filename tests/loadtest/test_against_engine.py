@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hetlb.demo
-from hetlb.config.profile import load_profile
+from hetlb.config.profile_file import load_profile
 from hetlb.emulator import EmulatedEngine
 from hetlb.loadtest.generator import run_load
 from hetlb.loadtest.prompts import CompletionBodies

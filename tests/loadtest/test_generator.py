@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from loadtest.stub import Call, stub
 
-from hetlb.loadtest.generator import LoadResult, Progress, run_load
+from hetlb.loadtest.generator import LoadProgress, LoadResult, run_load
 from hetlb.loadtest.prompts import CompletionBodies
 from hetlb.workload.arrivals import PlannedRequest, make_plan
 from hetlb.workload.records import RequestResult
@@ -56,7 +56,7 @@ async def test_a_request_has_headers_of_its_own() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_every_request_is_sent_once_and_recorded(stream: bool) -> None:
     plan = plan_of(20, output=4)
-    progress = Progress()
+    progress = LoadProgress()
     async with stub(answer) as server:
         result = await load(plan, server.url, bodies=bodies_of(plan, stream=stream), progress=progress)
         lengths = sorted(len(call.body["prompt"]) for call in server.calls)
@@ -138,7 +138,7 @@ async def test_a_client_that_stalls_shows_in_latency_and_makes_the_run_suspect()
 
 async def test_tokens_count_when_text_comes_not_when_events_do() -> None:
     """Over a real connection; `test_answers` has the details."""
-    progress = Progress()
+    progress = LoadProgress()
 
     async def script(call: Call) -> None:
         await call.head()
@@ -199,7 +199,7 @@ async def fail_midway(call: Call) -> None:
     ],
 )
 async def test_failures_are_counted_by_kind_with_an_example(script: Any, kind: str) -> None:
-    progress = Progress()
+    progress = LoadProgress()
     async with stub(script) as server:
         result = await load(plan_of(3), server.url, progress=progress)
     assert {record.error for record in result.records} == {kind}

@@ -14,7 +14,7 @@ from hetlb.loadtest import htmlreport
 from hetlb.loadtest.compare import FIGURES, comparisons
 from hetlb.loadtest.htmlreport import report
 from hetlb.loadtest.metrics import run_figures
-from hetlb.loadtest.runs import Measured
+from hetlb.loadtest.runs import MeasuredRun
 
 VOID = {"meta", "br"}
 
@@ -45,7 +45,7 @@ def page(*, failed: bool = False, name: str = "a", comparison: Sequence[dict[str
     for rate in (2.0, 4.0):
         records = result(*(record(i / rate, name=name, ok=not failed) for i in range(10)))
         run = {"policy": None, "round": 1, "request_rate": rate, **run_figures(records)}
-        measured.append(Measured(run, records))
+        measured.append(MeasuredRun(run, records))
     document = {
         "runs": [each.run for each in measured],
         "comparison": comparison,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hetlb.loadtest.curves import against_rate, distribution, in_flight, output_rate
 from hetlb.loadtest.generator import LoadResult
 from hetlb.loadtest.metrics import details, peak_concurrency, run_figures
-from hetlb.loadtest.runs import Measured
+from hetlb.loadtest.runs import MeasuredRun
 from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.records import RequestResult
 from hetlb.workload.traces import Row
@@ -102,9 +102,9 @@ def test_details_of_every_request() -> None:
 # --- pictures -----------------------------------------------------------------------------------------
 
 
-def measured(policy: str | None, rate: float | str, ttft_ms: float, *records: RequestResult) -> Measured:
+def measured(policy: str | None, rate: float | str, ttft_ms: float, *records: RequestResult) -> MeasuredRun:
     run = {"policy": policy, "request_rate": rate, "p99_ttft_ms": ttft_ms}
-    return Measured(run, result(*records))
+    return MeasuredRun(run, result(*records))
 
 
 def test_rounds_are_averaged_and_what_has_no_rate_is_left_out() -> None:

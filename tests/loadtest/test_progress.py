@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from hetlb.loadtest.generator import Progress
-from hetlb.loadtest.progress import Screen, live_figures
+from hetlb.loadtest.generator import LoadProgress
+from hetlb.loadtest.screen import Screen, live_figures
 
 
 def test_a_run_so_far_in_a_few_words() -> None:
-    progress = Progress()
+    progress = LoadProgress()
     progress.planned, progress.sent, progress.completed, progress.output_tokens = 100, 30, 20, 4_000
     assert live_figures(progress, 2.0) == "10 in flight, 2,000 tok/s"
     progress.failed = 4
@@ -19,7 +19,7 @@ def test_a_run_so_far_in_a_few_words() -> None:
 async def test_without_a_terminal_only_warnings_are_written(capsys: pytest.CaptureFixture[str]) -> None:
     with Screen() as screen:
         screen.say("news")
-        async with screen.bar("a run", Progress(), 10):
+        async with screen.bar("a run", LoadProgress(), 10):
             pass
         screen.warn("SUSPECT: late")
     assert capsys.readouterr() == ("", "SUSPECT: late\n")

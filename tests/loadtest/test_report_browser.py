@@ -15,7 +15,7 @@ from proxy.dashboard.browser import Look, launched
 from hetlb.loadtest.compare import comparisons
 from hetlb.loadtest.htmlreport import report
 from hetlb.loadtest.metrics import run_figures
-from hetlb.loadtest.runs import Measured
+from hetlb.loadtest.runs import MeasuredRun
 
 WIDTHS = (360, 768, 1400, 1920)
 POLICIES = ("rr", "a-policy-with-a-rather-long-name")
@@ -54,7 +54,7 @@ def page(*, suspect: bool) -> str:
                     "output_throughput": 123456.7,
                     "slo_attainment": 0.5,
                 }
-                measured.append(Measured(run, records))
+                measured.append(MeasuredRun(run, records))
     runs = [each.run for each in measured]
     search = {
         "slo_attainment": 0.95, "policy": POLICIES[1], "max_request_rate": 1234.5, "lowest_missed_rate": None,

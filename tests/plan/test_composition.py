@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.config.profile import EngineInfo, HostTime, MixedSteps, ModelInfo, Profile, load_profile
+from hetlb.config.profile_file import EngineInfo, HostTime, MixedSteps, ModelInfo, Profile, load_profile
 from hetlb.core.latency import DecodeTable, LatencyModel, MixedTerm, PnormPrefill
 from hetlb.plan.common.capacity import divide_layers
 from hetlb.plan.common.composition import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hetlb.config.profile import load_profile
+from hetlb.config.profile_file import load_profile
 from hetlb.core.latency import LatencyModel
 from hetlb.errors import ConfigError
 from hetlb.plan.common.capacity import divide_layers

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.config.profile import Profile, load_profile
+from hetlb.config.profile_file import Profile, load_profile
 from hetlb.plan.cluster_layouts import Throughputs
 from hetlb.plan.layouts import (
     Fleet,

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import msgspec
 import pytest_asyncio
 
-from hetlb.config.profile import Profile
+from hetlb.config.profile_file import Profile
 from hetlb.emulator import EmulatedEngine
 
 Start: TypeAlias = Callable[..., Awaitable[EmulatedEngine]]

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from hetlb.cli import profile_live
 from hetlb.cli.main import build_parser, main
-from hetlb.config.profile import load_profile
+from hetlb.config.profile_file import load_profile
 from hetlb.emulator import EmulatedEngine
 from hetlb.errors import HetlbError, InputError, ProfileError
 from hetlb.profiler.client import EngineClient, ServerFailed, TokenTimes, distinct_prompts

@@ -15,7 +15,7 @@ from helpers import HANG_S
 from proxy.services import PatientService
 
 from hetlb.config.fleet import load_fleet
-from hetlb.config.profile import Profile, load_profile
+from hetlb.config.profile_file import Profile, load_profile
 from hetlb.emulator import EmulatedEngine
 from hetlb.emulator.kv_transfer import KvSettings
 from hetlb.proxy.service import Service

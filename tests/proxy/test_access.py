@@ -22,7 +22,7 @@ from hetlb.addresses import allowed_address
 from hetlb.cli.main import COMMANDS, build_parser, main
 from hetlb.config.fleet import load_fleet
 from hetlb.errors import ConfigError, HetlbError
-from hetlb.loadtest.admin import fleet_admin
+from hetlb.loadtest.fleet_admin import fleet_admin
 from hetlb.proxy.access import EngineAccess, _network, load_access
 
 TOKEN = "t0ken-for-operators"

@@ -13,7 +13,7 @@ from helpers import turns_until
 from proxy.services import PatientService
 
 from hetlb.config.fleet import fleet_from_urls
-from hetlb.config.profile import load_profile
+from hetlb.config.profile_file import load_profile
 from hetlb.core.types import Outcome
 from hetlb.emulator import EmulatedEngine
 from hetlb.proxy.exchange import Exchange

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from proxy.services import document, serving
 
-from hetlb.config.profile import Profile, load_profile
+from hetlb.config.profile_file import Profile, load_profile
 from hetlb.emulator import EmulatedEngine
 
 PROFILE = Path(__file__).parents[2] / "hetlb" / "demo" / "fast.yaml"

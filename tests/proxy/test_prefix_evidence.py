@@ -12,7 +12,7 @@ from helpers import turns_until
 from proxy.services import Engine, Running, document, serving
 from proxy.upstreams import DONE, LAST, SSE_HEAD, chunk, plain
 
-from hetlb.config.profile import load_profile
+from hetlb.config.profile_file import load_profile
 from hetlb.emulator import EmulatedEngine
 
 PROFILE = Path(__file__).parents[2] / "hetlb" / "demo" / "fast.yaml"

@@ -9,7 +9,7 @@ import yaml
 from proxy.services import PatientService
 
 from hetlb.config.fleet import load_fleet
-from hetlb.config.profile import load_profile
+from hetlb.config.profile_file import load_profile
 from hetlb.emulator import EmulatedEngine
 
 PROFILE = {

@@ -19,7 +19,7 @@ import pytest
 from helpers import HANG_S
 
 import hetlb.demo
-from hetlb.loadtest.admin import fleet_admin
+from hetlb.loadtest.fleet_admin import fleet_admin
 from hetlb.loadtest.processes import helper_processes
 
 pytestmark = pytest.mark.filterwarnings("default")  # of the SDKs

@@ -34,7 +34,7 @@ from hetlb.sim.against import (
     replay,
     varies_enough,
 )
-from hetlb.sim.against_logs import Log, Measured, read_log
+from hetlb.sim.against_logs import Log, LoggedRequest, read_log
 from hetlb.sim.engine_limits import EngineLimits
 
 TRUE = LatencyModel(
@@ -47,15 +47,15 @@ TRUE = LatencyModel(
 ENGINE = Engine(TRUE, EngineLimits(60_000, 16, 128, 2048, async_scheduling=True))
 
 
-def asked(rate: float, count: int = 150, seed: int = 1) -> list[Measured]:
+def asked(rate: float, count: int = 150, seed: int = 1) -> list[LoggedRequest]:
     rng, at_s, found = random.Random(seed), 0.0, []
     for index in range(count):
         at_s += rng.expovariate(rate * (0.4 if index < count / 2 else 1.6))
-        found.append(Measured(at_s, rng.randint(50, 1800), rng.randint(5, 300), 0.0, 0.0))
+        found.append(LoggedRequest(at_s, rng.randint(50, 1800), rng.randint(5, 300), 0.0, 0.0))
     return found
 
 
-def log_of(engine: Engine, requests: list[Measured]) -> Log:
+def log_of(engine: Engine, requests: list[LoggedRequest]) -> Log:
     said = replay(requests, engine).requests
     return Log(
         "csv",
@@ -97,7 +97,7 @@ def test_the_split_sums_to_the_error_and_corrections_take_most_of_it_away(wrong:
 
 
 def test_requests_of_one_size_one_after_the_other_tell_no_parts_apart() -> None:
-    requests = [Measured(20.0 * i, 500, 50, 0.0, 0.0) for i in range(30)]
+    requests = [LoggedRequest(20.0 * i, 500, 50, 0.0, 0.0) for i in range(30)]
     assert "1 to 1 sequences" in varies_enough(replay(requests, ENGINE))
     assert varies_enough(replay(asked(4.0), ENGINE)) == ""
 
@@ -120,9 +120,9 @@ def test_the_time_to_join_a_running_engine_is_what_the_engine_model_takes(asynch
         limits=replace(ENGINE.limits, async_scheduling=asynchronous),
     )
     step_s = TRUE.step_s(8, 8 * 600)
-    running = [Measured(0.0, 100, 1000, 0.0, 0.0) for _ in range(8)]
+    running = [LoggedRequest(0.0, 100, 1000, 0.0, 0.0) for _ in range(8)]
     # Far enough apart that each finds decodes alone, and at every point of a step equally often.
-    late = [Measured(1.0 + i * 6.618 * step_s, 1, 1, 0.0, 0.0) for i in range(120)]
+    late = [LoggedRequest(1.0 + i * 6.618 * step_s, 1, 1, 0.0, 0.0) for i in range(120)]
     queues = [each.queue_s for each in replay([*running, *late], engine).requests[8:]]
     expected = engine.latency.joining_s(step_s, asynchronous)
     assert sum(queues) / len(queues) == pytest.approx(expected, rel=0.05)
@@ -161,7 +161,7 @@ def test_each_part_is_told_with_how_sure_the_log_makes_it() -> None:
 # --- logs ------------------------------------------------------------------------------------------------
 
 
-def bench_document(part: tuple[Measured, ...] = LOG.requests) -> dict[str, Any]:
+def bench_document(part: tuple[LoggedRequest, ...] = LOG.requests) -> dict[str, Any]:
     return {
         "start_times": [1000.0 + each.arrival_s for each in part],
         "input_lens": [each.input_tokens for each in part],
@@ -172,7 +172,7 @@ def bench_document(part: tuple[Measured, ...] = LOG.requests) -> dict[str, Any]:
     }
 
 
-def aiperf_lines(part: tuple[Measured, ...] = LOG.requests) -> list[str]:
+def aiperf_lines(part: tuple[LoggedRequest, ...] = LOG.requests) -> list[str]:
     return [
         json.dumps(
             {
@@ -197,7 +197,7 @@ def test_lines_end_at_line_ends_alone(tmp_path: Path) -> None:
     assert len(read_log(path).requests) == len(named)
 
 
-def csv_text(part: tuple[Measured, ...] = LOG.requests) -> str:
+def csv_text(part: tuple[LoggedRequest, ...] = LOG.requests) -> str:
     file = io.StringIO()
     rows = csv.writer(file, lineterminator="\n")
     rows.writerow(["arrival_s", "input_tokens", "output_tokens", "ttft_s", "e2e_s"])
@@ -222,7 +222,7 @@ def test_every_kind_of_log_tells_the_same(tmp_path: Path) -> None:
             assert (got.ttft_s, got.e2e_s) == pytest.approx((expected.ttft_s, expected.e2e_s), rel=1e-6)
 
 
-def event_lines(part: tuple[Measured, ...] = LOG.requests) -> list[str]:
+def event_lines(part: tuple[LoggedRequest, ...] = LOG.requests) -> list[str]:
     """Requests as a recording scheduler in front of one instance writes them."""
     setup = SchedulerSetup(
         (spec("a"),), "least-requests", PolicyParams(), QueueLimits(), initial_health=Health.UP
@@ -343,7 +343,7 @@ def test_the_order_of_lines_does_not_matter_and_repeated_requests_count(tmp_path
 
 
 def test_answers_of_one_token_tell_no_parts_apart() -> None:
-    requests = [Measured(float(i), 500, 1, 0.0, 0.0) for i in range(30)]
+    requests = [LoggedRequest(float(i), 500, 1, 0.0, 0.0) for i in range(30)]
     assert varies_enough(replay(requests, ENGINE)) == "no answer has a second token"
     found = compare(log_of(ENGINE, requests), {"": ENGINE})
     assert "tpot" not in found.errors or found.errors["tpot"].requests == 0

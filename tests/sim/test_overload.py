@@ -17,7 +17,7 @@ from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_result import FleetResult
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.series import Series
+from hetlb.sim.series import FleetSeries
 from hetlb.workload.arrivals import PlannedRequest
 
 CAPACITY = Capacity(200_000, 16, 64, 2048, None, 200_000)
@@ -44,7 +44,7 @@ def simulate(plan: list[PlannedRequest], queue: int | None) -> tuple[FleetResult
         lengths=LengthDistribution(each.output_tokens for each in plan),
         initial_health=Health.UP,
     )
-    series = Series(ENGINES)
+    series = FleetSeries(ENGINES)
     result = FleetSimulation(setup, ENGINES, plan, model=MODEL, series=series).run()
     return result, max(series.held)
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.config.profile import load_profile
+from hetlb.config.profile_file import load_profile
 from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import LatencyModel
 from hetlb.core.predictor import LengthDistribution

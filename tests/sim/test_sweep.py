@@ -27,13 +27,13 @@ from hetlb.sim.engine_sequence import EngineSequence
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.sim.reference import References
-from hetlb.sim.series import Series
-from hetlb.sim.sweep import TRACE, Cell, Load, Study, run_sweep
+from hetlb.sim.series import FleetSeries
+from hetlb.sim.simulation_sweep import TRACE, Study, StudyCell, StudyLoad, run_sweep
 from hetlb.workload.traces import Row
 
 FAST = LatencyModel(k1=1e-4, k2=1e-3, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
 CELLS = [
-    Cell(policy, rate, seed)
+    StudyCell(policy, rate, seed)
     for rate in (20.0, math.inf, TRACE)
     for policy in ("random", "paper", "hetlb")
     for seed in (0, 5)
@@ -60,7 +60,7 @@ def study(*speeds: float, count: int = 60, predictor: str = "normal") -> Study:
         initial_health=Health.UP,
     )
     engines = {spec.name: EngineSpec(spec.latency or FAST, limits) for spec in specs}
-    return Study(setup, engines, "m", IterationRule.TOKEN, Load(rows))
+    return Study(setup, engines, "m", IterationRule.TOKEN, StudyLoad(rows))
 
 
 def test_processes_change_nothing() -> None:
@@ -78,7 +78,7 @@ def test_a_cell_in_company_is_what_it_is_alone() -> None:
 
 def test_yardsticks_are_those_of_the_references() -> None:
     whole = study(1.0, 3.0, 1.0)
-    ran = run_sweep(whole, [Cell("paper", math.inf, 7)])[0]
+    ran = run_sweep(whole, [StudyCell("paper", math.inf, 7)])[0]
     plan = whole.load.plan(math.inf, 7)
     references = References(whole.setup, whole.engines, plan, model="m", rule=whole.rule)
     assert ran.bound == references.bound()
@@ -125,7 +125,7 @@ ENDLESS = """
 import math, sys
 sys.path.insert(0, {folder!r})
 from test_sweep import CELLS, study
-from hetlb.sim.sweep import run_sweep
+from hetlb.sim.simulation_sweep import run_sweep
 def say(done, total):
     if done:
         print("running", flush=True)
@@ -150,7 +150,7 @@ def test_no_process_outlives_the_one_that_started_it(tmp_path: Any, number: int)
 
 def test_watching_changes_nothing_and_sees_the_fleet() -> None:
     whole = study(1.0, 3.0, count=300)
-    cells = [Cell("hetlb", 20.0, 0), Cell("hetlb", 20.0, 0, watched=True)]
+    cells = [StudyCell("hetlb", 20.0, 0), StudyCell("hetlb", 20.0, 0, watched=True)]
     plain, watched = run_sweep(whole, cells)
     assert plain.summary == watched.summary
     assert plain.watched is None
@@ -173,7 +173,7 @@ def test_watching_changes_nothing_and_sees_the_fleet() -> None:
 def test_waiting_requests_are_seen_at_the_proxy_and_in_the_engines() -> None:
     early, late = run_sweep(
         study(1.0, 3.0, count=600),
-        [Cell(policy, math.inf, 0, watched=True) for policy in ("rr", "hetlb")],
+        [StudyCell(policy, math.inf, 0, watched=True) for policy in ("rr", "hetlb")],
     )
     assert early.watched is not None
     assert late.watched is not None
@@ -202,7 +202,7 @@ def test_inside_a_stretch_the_blocks_are_those_of_stepping() -> None:
 
 
 def test_a_long_run_has_no_more_moments_than_a_short_one() -> None:
-    series = Series(["i0", "i1"])
+    series = FleetSeries(["i0", "i1"])
     whole = study(1.0, 3.0, count=2000)
     FleetSimulation(whole.setup, whole.engines, whole.load.plan(1.0, 0), model="m", series=series).run()
     assert series.times_s[-1] > 1900
@@ -211,7 +211,9 @@ def test_a_long_run_has_no_more_moments_than_a_short_one() -> None:
 
 
 def test_the_steady_bound_does_not_depend_on_the_number_of_requests() -> None:
-    short, long = (run_sweep(study(1.0, 3.0, count=count), [Cell("rr", 20.0, 0)])[0] for count in (400, 1600))
+    short, long = (
+        run_sweep(study(1.0, 3.0, count=count), [StudyCell("rr", 20.0, 0)])[0] for count in (400, 1600)
+    )
     steady = [each.steady_bound["total_token_throughput"] for each in (short, long)]
     whole = [each.bound["total_token_throughput"] for each in (short, long)]
     assert steady[0] == pytest.approx(steady[1], rel=0.03)

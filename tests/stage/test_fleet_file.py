@@ -13,7 +13,7 @@ from stage.rig import Collector, rig, until
 from hetlb.cli.main import main
 from hetlb.config.fleet import load_fleet
 from hetlb.errors import ConfigError
-from hetlb.stage.messages import Sampling
+from hetlb.stage.stage_messages import Sampling
 
 WORKERS = [{"name": "a", "url": "http://127.0.0.1:9100"}, {"name": "b", "url": "http://127.0.0.1:9101/"}]
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.stage.batching import Batcher
-from hetlb.stage.kv import BlockPool, BlockTable
-from hetlb.stage.messages import Opening, Pass, RouteHop, Sampling
+from hetlb.stage.kv import BlockTable, StageBlocks
+from hetlb.stage.stage_messages import Opening, Pass, RouteHop, Sampling
 
 SIZE = 4
 
@@ -18,7 +18,7 @@ def opening(first: int, end: int) -> Opening:
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), max_size=30))
 def test_blocks_belong_to_one_table_and_come_back(steps: list[tuple[int, int]]) -> None:
-    pool = BlockPool(64, SIZE)
+    pool = StageBlocks(64, SIZE)
     tables = {i: BlockTable(i, i + 1 + i % 3) for i in range(6)}
     held = dict.fromkeys(tables, 0)
     for which, tokens in steps:
@@ -38,7 +38,7 @@ def test_blocks_belong_to_one_table_and_come_back(steps: list[tuple[int, int]]) 
 
 
 def test_slots_follow_the_table() -> None:
-    pool, table = BlockPool(8, SIZE), BlockTable(3, 5)
+    pool, table = StageBlocks(8, SIZE), BlockTable(3, 5)
     assert pool.reserve(table, 10)
     for layer in (3, 4):
         row = table.rows(layer, layer + 1)[0]
@@ -58,7 +58,7 @@ def test_slots_follow_the_table() -> None:
 def test_batches_keep_order_and_limits(
     passes: list[tuple[int, int]], budget: int, seats: int, blocks: int
 ) -> None:
-    pool = BlockPool(blocks, SIZE)
+    pool = StageBlocks(blocks, SIZE)
     batcher = Batcher(pool, max_num_seqs=seats, max_num_batched_tokens=budget)
     sent: dict[int, int] = {}
     computed: dict[int, int] = {}
@@ -93,7 +93,7 @@ def test_batches_keep_order_and_limits(
 
 
 def test_a_lease_closed_while_its_batch_runs_keeps_its_blocks_until_then() -> None:
-    pool = BlockPool(8, SIZE)
+    pool = StageBlocks(8, SIZE)
     batcher = Batcher(pool, max_num_seqs=4, max_num_batched_tokens=64)
     batcher.add(Pass(1, 0, 0, 4, True), opening(0, 2), memoryview(bytes(16)))
     works, _ = batcher.form(lambda lease: True)
@@ -104,14 +104,14 @@ def test_a_lease_closed_while_its_batch_runs_keeps_its_blocks_until_then() -> No
 
 
 def test_a_lease_whose_output_cannot_leave_waits() -> None:
-    batcher = Batcher(BlockPool(8, SIZE), max_num_seqs=4, max_num_batched_tokens=64)
+    batcher = Batcher(StageBlocks(8, SIZE), max_num_seqs=4, max_num_batched_tokens=64)
     batcher.add(Pass(1, 0, 0, 4, True), opening(0, 2), memoryview(bytes(16)))
     assert batcher.form(lambda lease: False) == ([], [])
     assert len(batcher.form(lambda lease: True)[0]) == 1
 
 
 def test_a_pass_that_skips_tokens_ends_its_lease() -> None:
-    batcher = Batcher(BlockPool(8, SIZE), max_num_seqs=4, max_num_batched_tokens=64)
+    batcher = Batcher(StageBlocks(8, SIZE), max_num_seqs=4, max_num_batched_tokens=64)
     batcher.add(Pass(1, 0, 0, 4, True), opening(0, 2), memoryview(bytes(16)))
     batcher.add(Pass(1, 0, 5, 1, True), None, memoryview(bytes(4)))
     batcher.form(lambda lease: True)

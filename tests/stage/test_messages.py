@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.stage import auth
-from hetlb.stage.messages import (
+from hetlb.stage.outbox import frames
+from hetlb.stage.stage_messages import (
     MOST_PASSES,
     Cause,
     Close,
@@ -18,16 +19,15 @@ from hetlb.stage.messages import (
     Opening,
     Pass,
     Passes,
-    ProtocolError,
     RouteHop,
     Sampling,
+    StageProtocolError,
     Token,
     Tokens,
     Welcome,
     decode,
     encode,
 )
-from hetlb.stage.outbox import frames
 
 OPENING = Opening((RouteHop("http://a:1", 0, 7), RouteHop("http://b:1", 7, 12)), Sampling(3, temperature=0.5))
 WELCOME = Welcome("m", "float32", 0, 7, 100, 8, 64, [(0.0, 0.0), (8.0, 0.1)], [(0.0, 0.0), (1.0, 0.1)])
@@ -51,14 +51,14 @@ def test_messages_come_back(message: object) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_an_error(frame: bytes) -> None:
-    with contextlib.suppress(ProtocolError):
+    with contextlib.suppress(StageProtocolError):
         decode(frame)
 
 
 @given(st.integers(0, 80), st.binary(max_size=4))
 def test_a_cut_or_changed_frame_is_an_error_or_a_message(cut: int, other: bytes) -> None:
     frame = encode(Passes([Pass(1, 0, 0, 3, True, OPENING)]), b"x" * 12)
-    with contextlib.suppress(ProtocolError):
+    with contextlib.suppress(StageProtocolError):
         decode(frame[:cut] + other + frame[cut + len(other) :])
 
 
@@ -121,7 +121,7 @@ def test_proofs_depend_on_everything() -> None:
     ],
 )
 def test_what_is_beyond_a_limit_is_refused(message: object) -> None:
-    with pytest.raises(ProtocolError):
+    with pytest.raises(StageProtocolError):
         decode(encode(message))  # type: ignore[arg-type]
 
 

@@ -16,9 +16,9 @@ from stage.toy import answer
 from hetlb.core.paths.eventlog import dispatches
 from hetlb.core.types import RejectReason
 from hetlb.plan.placement.check_path import check_path
-from hetlb.stage.channel import ChannelError, connect
 from hetlb.stage.coordinator import Sequence as Asked
-from hetlb.stage.messages import Sampling, pack
+from hetlb.stage.stage_channel import ChannelError, connect
+from hetlb.stage.stage_messages import Sampling, pack
 
 
 def prompt_of(rng: random.Random, most: int = 60) -> list[int]:
@@ -200,7 +200,7 @@ async def test_a_coordinator_that_falls_silent_is_given_up(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hetlb.stage.worker.SILENCE_S", 0.3)
-    monkeypatch.setattr("hetlb.stage.channel.HEARTBEAT_S", 1000.0)
+    monkeypatch.setattr("hetlb.stage.stage_channel.HEARTBEAT_S", 1000.0)
     async with rig(folder, "ac") as made:
         made.stages["c"].runner.gate.clear()  # no token comes, so nothing is sent
         _, collector = submit(made, [1, 2, 3], 5)

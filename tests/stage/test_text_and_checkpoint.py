@@ -14,7 +14,7 @@ from stage.toy import EOS, make_folder
 
 from hetlb.errors import ConfigError
 from hetlb.stage.checkpoint import load_config, stage_tensors, tensor_files
-from hetlb.stage.messages import Token
+from hetlb.stage.stage_messages import Token
 from hetlb.stage.text import AnswerText, Ending, StopStrings, TemplateError, TextModel
 
 CONFIG: dict[str, Any] = {

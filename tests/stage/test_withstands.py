@@ -16,8 +16,9 @@ from stage.test_serving import prompt_of, submit
 from stage.toy import VOCABULARY, answer
 
 from hetlb.stage import auth
-from hetlb.stage.channel import connect
-from hetlb.stage.messages import (
+from hetlb.stage.outbox import check_peer
+from hetlb.stage.stage_channel import connect
+from hetlb.stage.stage_messages import (
     Close,
     Lost,
     Opening,
@@ -29,7 +30,6 @@ from hetlb.stage.messages import (
     encode,
     pack,
 )
-from hetlb.stage.outbox import check_peer
 from hetlb.stage.strangers import MOST_STRANGERS
 
 POISON = 250
@@ -197,7 +197,7 @@ async def test_a_route_does_not_make_a_keyless_stage_connect_anywhere(folder: Pa
 
 def steps(stop: list[str], text: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """Steps of the automaton that an answer takes."""
-    from hetlb.stage.messages import Token
+    from hetlb.stage.stage_messages import Token
     from hetlb.stage.text import AnswerText, Ending, StopStrings
 
     found = StopStrings(stop)

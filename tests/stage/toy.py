@@ -16,10 +16,10 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hetlb.stage.batching import Work
-from hetlb.stage.kv import BlockPool
-from hetlb.stage.messages import Sampling, Welcome
+from hetlb.stage.kv import StageBlocks
 from hetlb.stage.runner import Result, Sampled
 from hetlb.stage.sampling import choose
+from hetlb.stage.stage_messages import Sampling, Welcome
 from hetlb.stage.worker import StageWorker
 
 PRIME = 997
@@ -128,11 +128,11 @@ def make_worker(
     max_num_batched_tokens: int = 32,
     key: bytes = b"",
     **options: object,
-) -> tuple[StageWorker, ToyRunner, BlockPool]:
+) -> tuple[StageWorker, ToyRunner, StageBlocks]:
     """A worker of the toy model, not started."""
     from hetlb.stage.checkpoint import load_config
 
-    pool = BlockPool(token_layers // block_size, block_size)
+    pool = StageBlocks(token_layers // block_size, block_size)
     runner = ToyRunner(first, end, pool.blocks, block_size)
     welcome = Welcome(
         model=load_config(folder).fingerprint,

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 
 from hetlb.core.types import Outcome, Request
 from hetlb.proxy.lease_wire import RequestFacts, WireBooked
-from hetlb.workers.channel import FROM_RELAY, FROM_SCHEDULER, Channel
 from hetlb.workers.protocol import (
     Arrival,
     Busy,
-    Ended,
+    EndedMessage,
     FromRelay,
     FromScheduler,
     Hello,
     LiveRequest,
 )
+from hetlb.workers.relay_channel import FROM_RELAY, FROM_SCHEDULER, RelayChannel
 from hetlb.workers.relay_driver import arrival_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "messages.md"
@@ -69,14 +69,14 @@ def test_every_message_is_described() -> None:
     st.lists(st.integers(1, 40), max_size=40),
 )
 def test_batches_arrive_whole_however_they_are_cut(batches: list[list[int]], cuts: list[int]) -> None:
-    sent = [[Ended(number, 1, Outcome.OK, 2, False) for number in batch] for batch in batches]
+    sent = [[EndedMessage(number, 1, Outcome.OK, 2, False) for number in batch] for batch in batches]
     data = b"".join(
         len(frame).to_bytes(4) + frame for frame in (msgspec.msgpack.encode(batch) for batch in sent)
     )
     received: list[Any] = []
 
     async def feed() -> None:
-        channel: Channel[FromRelay] = Channel(FROM_RELAY, received.append, lambda: None)
+        channel: RelayChannel[FromRelay] = RelayChannel(FROM_RELAY, received.append, lambda: None)
         at = 0
         for cut in [*cuts, len(data)]:
             channel.data_received(data[at : at + cut])
@@ -95,8 +95,8 @@ async def test_what_is_sent_in_one_turn_is_one_frame_and_garbage_closes_the_chan
         received.append(messages)
         news.set()
 
-    one: Channel[FromScheduler] = Channel(FROM_SCHEDULER, lambda messages: None, lambda: None)
-    other: Channel[FromRelay] = Channel(FROM_RELAY, receive, closed.set)
+    one: RelayChannel[FromScheduler] = RelayChannel(FROM_SCHEDULER, lambda messages: None, lambda: None)
+    other: RelayChannel[FromRelay] = RelayChannel(FROM_RELAY, receive, closed.set)
     await one.open(ours)
     await other.open(theirs)
     one.send(Busy(1, 1, 0.5))

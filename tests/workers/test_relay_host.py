@@ -16,8 +16,8 @@ from hetlb.core.admission import QueueLimits
 from hetlb.core.types import Outcome
 from hetlb.proxy.lease_wire import WireBooked
 from hetlb.workers import protocol
-from hetlb.workers.channel import FROM_RELAY, FROM_SCHEDULER, Channel
-from hetlb.workers.protocol import Cancelled, Ended, FirstToken, Hello, LiveRequest, Message
+from hetlb.workers.protocol import Cancelled, EndedMessage, FirstToken, Hello, LiveRequest, RelayMessage
+from hetlb.workers.relay_channel import FROM_RELAY, FROM_SCHEDULER, RelayChannel
 from hetlb.workers.relay_driver import ID_BITS, arrival_of
 from hetlb.workers.relay_host import RelayHost, RelayLink
 
@@ -30,7 +30,7 @@ class Wire(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self._down: deque[Any] = deque()
-        self.channel = Channel(FROM_RELAY, lambda messages: None, lambda: None)
+        self.channel = RelayChannel(FROM_RELAY, lambda messages: None, lambda: None)
         self.channel.connection_made(self)
 
     @property
@@ -57,12 +57,12 @@ class Relay:
 
     def __init__(self, life: int) -> None:
         self.life = life
-        self.open: dict[int, protocol.Dispatch | None] = {}
+        self.open: dict[int, protocol.DispatchMessage | None] = {}
         self.begun: set[int] = set()
         self.asked: set[int] = set()
         self.answered: set[int] = set()
         self.next = (life << ID_BITS) + 1
-        self.up: deque[Message] = deque()
+        self.up: deque[RelayMessage] = deque()
         self.wire = Wire()
         self.link = RelayLink(life, life)
 
@@ -121,13 +121,13 @@ class Relay:
             self.up.append(protocol.Busy(number, lease.lease, 5.0))
         elif kind == 2 and number not in self.asked and number not in self.begun:
             self.open[number] = None
-            self.up.append(Ended(number, lease.lease, rng.choice(ENDS[3:]), 0, True))
+            self.up.append(EndedMessage(number, lease.lease, rng.choice(ENDS[3:]), 0, True))
         elif kind > 2:
             self.finish(number)
-            self.up.append(Ended(number, lease.lease, rng.choice(ENDS[:3]), 9, False))
+            self.up.append(EndedMessage(number, lease.lease, rng.choice(ENDS[:3]), 9, False))
 
     def receive(self, message: Any) -> None:
-        if isinstance(message, protocol.Dispatch):
+        if isinstance(message, protocol.DispatchMessage):
             if message.request not in self.open:
                 return
             assert self.open[message.request] is None or message.request in self.asked
@@ -137,7 +137,7 @@ class Relay:
             if message.request in self.open:
                 assert self.open[message.request] is None
                 self.finish(message.request)
-        elif isinstance(message, protocol.PassOn):
+        elif isinstance(message, protocol.PassOnMessage):
             self.asked.discard(message.request)
 
 
@@ -213,7 +213,7 @@ class World:
                 for number, lease in list(relay.open.items()):
                     if lease is not None and number not in relay.asked and not relay.wire.down:
                         relay.finish(number)
-                        relay.up.append(Ended(number, lease.lease, Outcome.OK, 9, False))
+                        relay.up.append(EndedMessage(number, lease.lease, Outcome.OK, 9, False))
             self.host.carry_out(self.host.scheduler.on_tick(self.clock))
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 
 import msgspec
 
-from hetlb.config.profile import Hardware, ModelInfo, Profile, Source, with_latency
+from hetlb.config.profile_file import Hardware, ModelInfo, Profile, ProfileSource, with_latency
 from hetlb.core.latency import (
     MIXED_DECODE_ATTENTION_FACTOR,
     DecodeTable,
@@ -226,7 +226,7 @@ def compose_profile(
             max_num_seqs=seqs,
             max_num_batched_tokens=batched * len(parts),
         ),
-        source=Source(
+        source=ProfileSource(
             kind="pipeline",
             measured=False,
             name=" ".join(dict.fromkeys(p.name for p in profiles)),

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from hetlb.config.profile import Profile
+from hetlb.config.profile_file import Profile
 from hetlb.errors import ConfigError
 from hetlb.files import write_text
 from hetlb.profiler.sources import write_profile

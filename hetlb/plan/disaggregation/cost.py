@@ -21,7 +21,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Protocol
 
-from hetlb.config.profile import (
+from hetlb.config.profile_file import (
     BetterPrefill,
     DecodeCoefficients,
     EngineInfo,
@@ -29,7 +29,7 @@ from hetlb.config.profile import (
     ModelInfo,
     PrefillCoefficients,
     Profile,
-    Source,
+    ProfileSource,
 )
 from hetlb.core.latency import LatencyModel
 from hetlb.plan.common.capabilities import NIXL, Form, refused
@@ -311,7 +311,7 @@ def estimated_profile(cluster: Cluster, machine: Machine, degree: int, link_byte
         hardware=Hardware(gpu=machine.gpu, gpus=degree, memory_bytes=machine.memory_bytes),
         model=ModelInfo(name=model.name, kv_bytes_per_token=model.kv_bytes_per_token),
         engine=EngineInfo(tensor_parallel_size=degree),
-        source=Source(
+        source=ProfileSource(
             kind="roofline",
             measured=False,
             system=machine.gpu,

@@ -14,8 +14,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from hetlb.config.plan_tables import INSIDE, LinkTable, ModelTable, RooflineTable, read_model
-from hetlb.config.profile import Profile, load_profile
+from hetlb.config.plan_tables import INSIDE, LinkTable, PlanModelTable, RooflineTable, read_model
+from hetlb.config.profile_file import Profile, load_profile
 from hetlb.config.yaml_file import Positive, PositiveInt, Share, load_yaml
 from hetlb.errors import ConfigError
 from hetlb.plan.disaggregation.split_cluster import Cluster, Links, Machine, Slo, Workload
@@ -56,7 +56,7 @@ class SplitFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """CLUSTER.yaml as written."""
 
     version: Literal[1] = 1
-    model: ModelTable
+    model: PlanModelTable
     machines: tuple[MachineTable, ...]
     workload: WorkloadTable | None = None
     links: LinkTable = LinkTable()

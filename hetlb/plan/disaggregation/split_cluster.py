@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from hetlb.config.plan_tables import Model, RooflineTable
-from hetlb.config.profile import Profile
+from hetlb.config.profile_file import Profile
 from hetlb.core.types import Role
 from hetlb.plan.common.capacity import usable_bytes
 

@@ -16,10 +16,10 @@ import aiohttp
 from aiohttp import web
 
 from hetlb.stage import auth
-from hetlb.stage.messages import (
+from hetlb.stage.stage_messages import (
     MAX_FRAME_BYTES,
     PATH,
-    ProtocolError,
+    StageProtocolError,
     Welcome,
     decode,
 )
@@ -38,7 +38,7 @@ class ChannelError(Exception):
     """A connection that could not be made; the text says why."""
 
 
-class Channel:
+class StageChannel:
     """Frames to and from one peer. Sending never waits: `pending_bytes` says how much has not left yet."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse | web.WebSocketResponse) -> None:
@@ -99,7 +99,7 @@ class Channel:
 
 async def connect(
     http: aiohttp.ClientSession, url: str, key: bytes, session: int, tls: ssl.SSLContext | None
-) -> tuple[Channel, Welcome]:
+) -> tuple[StageChannel, Welcome]:
     """Connect to a stage. `session` is 0 for a stage. Raises `ChannelError`."""
     try:
         async with asyncio.timeout(CONNECT_S):
@@ -112,7 +112,7 @@ async def connect(
                 ssl=tls or True,
             )
             try:
-                return Channel(socket), await _welcome(socket)
+                return StageChannel(socket), await _welcome(socket)
             except BaseException:
                 await socket.close()
                 raise
@@ -144,7 +144,7 @@ async def _welcome(socket: aiohttp.ClientWebSocketResponse) -> Welcome:
         raise ChannelError("expected its description, the connection ended")
     try:
         welcome = decode(message.data)[0]
-    except ProtocolError as error:
+    except StageProtocolError as error:
         raise ChannelError(str(error)) from error
     if not isinstance(welcome, Welcome):
         raise ChannelError("expected its description: another version of hetlb?")

@@ -30,7 +30,7 @@ from hetlb.sim.alone import full_tokens_per_s, requests_while_full, run_alone
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.sim.reference import References, at_once
-from hetlb.sim.series import Series
+from hetlb.sim.series import FleetSeries
 from hetlb.workload.arrivals import PlannedRequest, Waves, make_plan
 from hetlb.workload.content import PromptContent
 from hetlb.workload.traces import Row
@@ -43,7 +43,7 @@ _LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class StudyLoad:
     """The requests of every run: rows of a trace, how many of them, and how evenly they arrive.
 
     `contents` are those of the rows, None where they share nothing.
@@ -85,13 +85,13 @@ class Study:
     engines: Mapping[str, EngineSpec]
     model: str
     rule: IterationRule
-    load: Load
+    load: StudyLoad
     restarts_s: tuple[float, ...] = ()
     classes: Mapping[str, ServiceClass] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class StudyCell:
     """One run. `rate`: requests/s, infinity (all at once) or `TRACE`; `watched` keeps what pictures need."""
 
     policy: str
@@ -107,7 +107,7 @@ class Watched:
     ttft_s: list[float]
     tpot_s: list[float]
     e2el_s: list[float]
-    series: Series
+    series: FleetSeries
 
 
 @dataclass(slots=True)
@@ -118,7 +118,7 @@ class Ran:
     the same while each is full.
     """
 
-    cell: Cell
+    cell: StudyCell
     summary: dict[str, Any]
     bound: dict[str, float]
     steady_bound: dict[str, float]
@@ -142,13 +142,13 @@ class _Split:
     alone_tok_s: tuple[tuple[str, float], ...]
 
 
-_Task: TypeAlias = Cell | _Alone | _Split
+_Task: TypeAlias = StudyCell | _Alone | _Split
 _Report: TypeAlias = Callable[[int], None]
 
 
 def run_sweep(
     study: Study,
-    cells: Sequence[Cell],
+    cells: Sequence[StudyCell],
     *,
     jobs: int = 1,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -201,7 +201,7 @@ def _order(rate: float | str) -> float | str:
 
 
 def _perform(study: Study, task: _Task, report: _Report) -> Any:
-    if isinstance(task, Cell):
+    if isinstance(task, StudyCell):
         return _run(study, task, report)
     if isinstance(task, _Alone):
         return _alone(study, task)
@@ -232,8 +232,8 @@ def _alone(study: Study, task: _Alone) -> tuple[float, float]:
     return whole.tokens_per_s, full_tokens_per_s(spec, plan, study.rule)
 
 
-def _run(study: Study, cell: Cell, report: _Report) -> tuple[dict[str, Any], Watched | None]:
-    series = Series(spec.name for spec in study.setup.specs) if cell.watched else None
+def _run(study: Study, cell: StudyCell, report: _Report) -> tuple[dict[str, Any], Watched | None]:
+    series = FleetSeries(spec.name for spec in study.setup.specs) if cell.watched else None
     result = FleetSimulation(
         replace(study.setup, policy=cell.policy, seed=cell.seed),
         study.engines,

@@ -15,8 +15,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from hetlb.config.mistakes import short
-from hetlb.config.plan_tables import LinkTable, ModelTable, read_model
-from hetlb.config.profile import Profile, load_profile
+from hetlb.config.plan_tables import LinkTable, PlanModelTable, read_model
+from hetlb.config.profile_file import Profile, load_profile
 from hetlb.config.yaml_file import Positive, PositiveInt, Share, load_yaml
 from hetlb.core.paths.stages import SINK, SOURCE, Edge, LinkSpec
 from hetlb.errors import ConfigError
@@ -57,7 +57,7 @@ class PlaceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """
 
     version: Literal[1] = 1
-    model: str | ModelTable
+    model: str | PlanModelTable
     nodes: str | None = None
     links: str | LinkTable | None = None
     layer_times: str | None = None

@@ -196,7 +196,7 @@ _BASES = {
 }
 
 
-class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ProfileSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Origin of the points. `measured` is false for estimates that no hardware has confirmed."""
 
     kind: str
@@ -250,7 +250,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     split_kv: SplitKvAttention | None = None
     host: HostTime | None = None
     assumed: tuple[str, ...] = ()
-    source: Source | None = None
+    source: ProfileSource | None = None
     grid: RawGrid | None = None
 
     @property

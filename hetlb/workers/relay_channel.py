@@ -17,7 +17,7 @@ from typing import Any, Final, Generic, TypeVar, cast
 import msgspec
 
 from hetlb.proxy.telemetry.events import Event, tell
-from hetlb.workers.protocol import FromRelay, FromScheduler, Message
+from hetlb.workers.protocol import FromRelay, FromScheduler, RelayMessage
 
 logger = logging.getLogger("hetlb.workers")
 
@@ -35,7 +35,7 @@ FROM_RELAY = msgspec.msgpack.Decoder(list[FromRelay])
 FROM_SCHEDULER = msgspec.msgpack.Decoder(list[FromScheduler])
 
 
-class Channel(asyncio.Protocol, Generic[_In]):
+class RelayChannel(asyncio.Protocol, Generic[_In]):
     """`on_messages` gets each batch that the other end sent; `on_closed` is called once when it is gone."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Channel(asyncio.Protocol, Generic[_In]):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._received = b""
-        self._unsent: list[Message] = []
+        self._unsent: list[RelayMessage] = []
         #: True if a flush comes at the end of this turn, and by `POST_S` at the latest.
         self._flushes = self._flushes_later = False
 
@@ -86,14 +86,14 @@ class Channel(asyncio.Protocol, Generic[_In]):
             at = end
         self._received = data[at:]
 
-    def send(self, message: Message) -> None:
+    def send(self, message: RelayMessage) -> None:
         """Send a message with the others of this turn; dropped where the other end is gone."""
         self._unsent.append(message)
         if not self._flushes:
             self._flushes = True
             self._loop.call_soon(self.flush)
 
-    def post(self, message: Message) -> None:
+    def post(self, message: RelayMessage) -> None:
         """Send a message with the next one, `POST_S` later at most: each frame wakes the other end."""
         self._unsent.append(message)
         if not self._flushes_later:

@@ -194,7 +194,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
-class ProtocolError(Exception):
+class StageProtocolError(Exception):
     """A frame that cannot be read."""
 
 
@@ -205,14 +205,14 @@ def encode(message: Message, *rows: bytes | memoryview) -> bytes:
 
 
 def decode(frame: bytes) -> tuple[Message, memoryview]:
-    """The message and its payload, which shares the frame's memory. Raises `ProtocolError`."""
+    """The message and its payload, which shares the frame's memory. Raises `StageProtocolError`."""
     if len(frame) < _LENGTH.size:
-        raise ProtocolError(f"expected a header, got {len(frame)} bytes")
+        raise StageProtocolError(f"expected a header, got {len(frame)} bytes")
     end = _LENGTH.size + _LENGTH.unpack_from(frame)[0]
     if end > len(frame):
-        raise ProtocolError(f"expected {end} bytes of header, got {len(frame)}")
+        raise StageProtocolError(f"expected {end} bytes of header, got {len(frame)}")
     view = memoryview(frame)
     try:
         return _decoder.decode(view[_LENGTH.size : end]), view[end:]
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"expected a message: {error}") from error
+        raise StageProtocolError(f"expected a message: {error}") from error

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from hetlb.loadtest.generator import Progress
+from hetlb.loadtest.generator import LoadProgress
 
 _REDRAW_S = 0.25
 
@@ -61,7 +61,7 @@ class Screen:
         self._bars.console.print(text, soft_wrap=True)
 
     @contextlib.asynccontextmanager
-    async def bar(self, label: str, progress: Progress, total: int) -> AsyncIterator[None]:
+    async def bar(self, label: str, progress: LoadProgress, total: int) -> AsyncIterator[None]:
         """A bar for as long as a run lasts."""
         if not self._live:
             yield
@@ -75,7 +75,7 @@ class Screen:
             self._bars.remove_task(bar)
             self._bars.refresh()
 
-    async def _draw(self, bar: TaskID, progress: Progress) -> None:
+    async def _draw(self, bar: TaskID, progress: LoadProgress) -> None:
         start_s = time.monotonic()
         while True:
             await asyncio.sleep(_REDRAW_S)
@@ -83,7 +83,7 @@ class Screen:
             self._bars.update(bar, completed=progress.ended, live=live, refresh=True)
 
 
-def live_figures(progress: Progress, elapsed_s: float) -> str:
+def live_figures(progress: LoadProgress, elapsed_s: float) -> str:
     """A run so far, in a few words."""
     parts = [
         f"{progress.in_flight:,} in flight",
