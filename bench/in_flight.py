@@ -21,7 +21,7 @@ import aiohttp
 import uvloop
 import yaml
 
-from hetlb.loadtest.admin import FleetAdmin
+from hetlb.loadtest.fleet_admin import FleetAdmin
 from hetlb.loadtest.generator import allow_open_files, run_load
 from hetlb.loadtest.processes import Helpers, helper_processes
 from hetlb.loadtest.prompts import CompletionBodies

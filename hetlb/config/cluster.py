@@ -139,6 +139,31 @@ def model_shape(path: Path, config: str | None) -> ModelShape | None:
         raise ConfigError(f"{path.parent / config}: {caught}") from caught
 
 
+def _read_profiles(
+    base: Path, table: ClusterMachineTable, key: str, profiles: dict[str, Profile]
+) -> dict[int, str]:
+    """Add the profiles of a machine to `profiles`; returns their paths by degree. Raises `ConfigError`."""
+    by_degree: dict[int, str] = {}
+    for text, written in table.profiles.items():
+        where = f"{key}.profiles.{text}"
+        if not re.fullmatch(r"[1-9][0-9]{0,3}", text):
+            raise ConfigError(f"{where}: expected a tensor-parallel degree as the key, got {short(text)}")
+        degree = int(text)
+        by_degree[degree] = written
+        if degree > table.gpus:
+            raise ConfigError(f"{where}: expected a degree of at most the {table.gpus} GPUs, got {degree}")
+        if written not in profiles:
+            if not (base / written).is_file():
+                raise ConfigError(
+                    f"{where}: expected the path of a latency profile, got {written!r}: no such file"
+                )
+            profiles[written] = load_profile(base / written)
+        measured = profiles[written].engine.tensor_parallel_size
+        if measured is not None and measured != degree:
+            raise ConfigError(f"{where}: expected a profile of degree {degree}, got one of degree {measured}")
+    return by_degree
+
+
 def load_cluster(path: Path) -> Cluster:
     """Read a cluster file and every profile it names. Raises `ConfigError` or `ProfileError`."""
     file = load_yaml(path, ClusterFile, ConfigError)
@@ -166,28 +191,7 @@ def load_cluster(path: Path) -> Cluster:
         key = f"{path}: machines[{m}]"
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", table.name):
             raise ConfigError(f"{key}.name: expected letters, digits and . _ -, got {short(table.name)}")
-        by_degree: dict[int, str] = {}
-        for text, written in table.profiles.items():
-            where = f"{key}.profiles.{text}"
-            if not re.fullmatch(r"[1-9][0-9]{0,3}", text):
-                raise ConfigError(f"{where}: expected a tensor-parallel degree as the key, got {short(text)}")
-            degree = int(text)
-            by_degree[degree] = written
-            if degree > table.gpus:
-                raise ConfigError(
-                    f"{where}: expected a degree of at most the {table.gpus} GPUs, got {degree}"
-                )
-            if written not in profiles:
-                if not (path.parent / written).is_file():
-                    raise ConfigError(
-                        f"{where}: expected the path of a latency profile, got {written!r}: no such file"
-                    )
-                profiles[written] = load_profile(path.parent / written)
-            measured = profiles[written].engine.tensor_parallel_size
-            if measured is not None and measured != degree:
-                raise ConfigError(
-                    f"{where}: expected a profile of degree {degree}, got one of degree {measured}"
-                )
+        by_degree = _read_profiles(path.parent, table, key, profiles)
         machines += [
             Machine(
                 name=table.name if table.count == 1 else f"{table.name}-{copy}",

@@ -63,35 +63,11 @@ def judge(
     allowed_s = max(ERROR_ALLOWED_S, ERROR_ALLOWED_SHARE_OF_TTFT * ttft_s)
     if offered is None:
         allowed_s = max(ERROR_ALLOWED_S, ERROR_ALLOWED_SHARE_OF_DURATION * figures["duration"])
-    reasons = []
-    if late_s > allowed_s:
-        reasons.append(
-            f"late: 1 % of the requests went out {1e3 * late_s:.1f} ms or more after they were due "
-            f"({1e3 * allowed_s:.1f} ms allowed)"
-        )
-    if lag_s > allowed_s:
-        reasons.append(
-            f"lag: the client's event loop was {1e3 * lag_s:.1f} ms behind (p99; "
-            f"{1e3 * allowed_s:.1f} ms allowed)"
-        )
-    if offered is not None and (
-        achieved is None or not math.isclose(offered, achieved, rel_tol=RATE_ERROR_ALLOWED)
-    ):
-        reasons.append(
-            f"rate: sent at {achieved or 0.0:.4g} requests/s, but planned were {offered:.4g} requests/s"
-        )
-    if cpu_share > CPU_ALLOWED:
-        reasons.append(f"cpu: the client used {100 * cpu_share:.0f} % of a core")
-    if figures["failed"] > FAILED_ALLOWED * len(records):
-        kinds = ", ".join(f"{count} x {kind}" for kind, count in errors.items())
-        reasons.append(f"failed: {figures['failed']} of {len(records)} requests ({kinds})")
-    if mismatched > MISMATCHED_ALLOWED * figures["completed"]:
-        reasons.append(f"length: {mismatched} of {figures['completed']} answers were not as long as planned")
-    if other_prompts > MISMATCHED_ALLOWED * figures["completed"]:
-        reasons.append(
-            f"prompt: by the server's count {other_prompts} of {figures['completed']} prompts were not as "
-            f"long as planned"
-        )
+    shares = (mismatched, other_prompts)
+    reasons = [
+        *_timing_reasons(late_s, lag_s, allowed_s, offered, achieved, cpu_share),
+        *_answer_reasons(len(records), figures, errors, shares),
+    ]
     return {
         "verdict": SUSPECT if reasons else VALID,
         "reasons": reasons,
@@ -105,6 +81,50 @@ def judge(
         "mismatched_prompts": other_prompts,
         "errors": dict(errors),
     }
+
+
+def _timing_reasons(
+    late_s: float,
+    lag_s: float,
+    allowed_s: float,
+    offered: float | None,
+    achieved: float | None,
+    cpu_share: float,
+) -> Iterable[str]:
+    """Reasons to suspect a client that was behind its plan."""
+    if late_s > allowed_s:
+        yield (
+            f"late: 1 % of the requests went out {1e3 * late_s:.1f} ms or more after they were due "
+            f"({1e3 * allowed_s:.1f} ms allowed)"
+        )
+    if lag_s > allowed_s:
+        yield (
+            f"lag: the client's event loop was {1e3 * lag_s:.1f} ms behind (p99; "
+            f"{1e3 * allowed_s:.1f} ms allowed)"
+        )
+    if offered is not None and (
+        achieved is None or not math.isclose(offered, achieved, rel_tol=RATE_ERROR_ALLOWED)
+    ):
+        yield f"rate: sent at {achieved or 0.0:.4g} requests/s, but planned were {offered:.4g} requests/s"
+    if cpu_share > CPU_ALLOWED:
+        yield f"cpu: the client used {100 * cpu_share:.0f} % of a core"
+
+
+def _answer_reasons(
+    requests: int, figures: Mapping[str, Any], errors: Mapping[str, int], shares: tuple[int, int]
+) -> Iterable[str]:
+    """Reasons to suspect answers that are not those asked for."""
+    completed, (mismatched, other_prompts) = figures["completed"], shares
+    if figures["failed"] > FAILED_ALLOWED * requests:
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in errors.items())
+        yield f"failed: {figures['failed']} of {requests} requests ({kinds})"
+    if mismatched > MISMATCHED_ALLOWED * completed:
+        yield f"length: {mismatched} of {completed} answers were not as long as planned"
+    if other_prompts > MISMATCHED_ALLOWED * completed:
+        yield (
+            f"prompt: by the server's count {other_prompts} of {completed} prompts were not as "
+            f"long as planned"
+        )
 
 
 def verdict_of(runs: Iterable[Mapping[str, Any]]) -> str:

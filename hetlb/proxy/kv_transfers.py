@@ -147,7 +147,7 @@ class KvTransfer:
         #: Time after which the first token is of no use.
         self._until = float("inf")
         self._pushed = self.stopped = False
-        #: First bytes of the decode leg's answer, if they came before the prefill leg's; and whether that is all.
+        #: First bytes of the decode leg's answer, if they came before the prefill leg's; whether that is all.
         self._pending: bytes = b""
         self._pending_end = False
 

@@ -90,7 +90,7 @@ def replay(
     requests: Sequence[LoggedRequest], engine: Engine, hash_block_tokens: int = HASH_BLOCK_TOKENS
 ) -> ReplayedRun:
     """Send the requests to one engine model. Raises `TraceError` for one that does not fit its KV cache."""
-    contents: list[PromptContent] | None = None
+    contents = None
     rows = [each.row for each in requests if each.row is not None]
     if engine.limits.enable_prefix_caching and any(row.hash_ids or row.session for row in rows):
         contents = contents_of(rows, hash_block_tokens)
@@ -99,12 +99,12 @@ def replay(
     kv: list[tuple[float, float]] = []
     batches: dict[int, float] = {}
     unseen: deque[EngineSequence] = deque()
+    due = [each.arrival_s + engine.latency.request_s for each in requests]
     now, begun, sent = 0.0, 0.0, 0
 
     def submit_due(before: float) -> None:
         nonlocal sent
-        while sent < len(requests) and requests[sent].arrival_s + engine.latency.request_s <= before:
-            at_s = requests[sent].arrival_s + engine.latency.request_s
+        while sent < len(requests) and due[sent] <= before:
             content = UNSHARED if contents is None else contents[sent]
             sequence = _sequence(_Course(sent, _load(model)), requests[sent], content)
             if not model.limits.fits(sequence.prompt_tokens, sequence.output_tokens):
@@ -112,11 +112,7 @@ def replay(
                     f"request {sent + 1}: expected at most {engine.limits.max_sequence_tokens} tokens "
                     f"(engine.kv_cache_tokens), got {sequence.prompt_tokens + sequence.output_tokens}"
                 )
-            if model.in_flight is not None and not model.admission_blocked:
-                model.submit(sequence, at_s - begun)
-                model.cut(at_s - begun, for_arrival=True)
-            else:
-                model.submit(sequence, max(0.0, at_s - begun))
+            _submit(model, sequence, due[sent] - begun)
             unseen.append(sequence)
             sent += 1
 
@@ -126,7 +122,7 @@ def replay(
         if stretch is None:
             if sent == len(requests):
                 break
-            now = requests[sent].arrival_s + engine.latency.request_s
+            now = due[sent]
             continue
         begun = now
         while unseen and unseen[0].state not in (SequenceState.NEW, SequenceState.WAITING):
@@ -134,10 +130,9 @@ def replay(
             course.queue_s = begun - requests[course.index].arrival_s
         kv.append((begun, model.kv.pool.usage))
         while model.in_flight is not None:
-            ends_s = begun + model.in_flight.duration_s
-            if sent == len(requests) or requests[sent].arrival_s + engine.latency.request_s >= ends_s:
+            if sent == len(requests) or due[sent] >= begun + model.in_flight.duration_s:
                 break
-            submit_due(requests[sent].arrival_s + engine.latency.request_s)
+            submit_due(due[sent])
         ended = model.end_iteration()
         took_s = ended.stretch.duration_s
         batches[ended.stretch.decodes] = batches.get(ended.stretch.decodes, 0.0) + took_s
@@ -156,6 +151,14 @@ def replay(
 def _sequence(course: _Course, request: LoggedRequest, content: PromptContent) -> EngineSequence:
     prompt = max(1, request.input_tokens)
     return EngineSequence(prompt, request.output_tokens, course, pieces=content.spans, answer=content.answer)
+
+
+def _submit(model: EngineModel, sequence: EngineSequence, elapsed_s: float) -> None:
+    if model.in_flight is not None and not model.admission_blocked:
+        model.submit(sequence, elapsed_s)
+        model.cut(elapsed_s, for_arrival=True)
+    else:
+        model.submit(sequence, max(0.0, elapsed_s))
 
 
 def _load(model: EngineModel) -> float:

@@ -214,9 +214,16 @@ class PlainEngine:
     # --- scheduling ---
 
     def _schedule(self) -> PlainBatch | None:
-        budget = self.limits.max_num_batched_tokens
         scheduled: list[Scheduled] = []
         preempted: list[PlainSequence] = []
+        budget, room_made = self._continue(scheduled, preempted)
+        if not room_made:
+            self._admit(scheduled, budget)
+        return self._batch(scheduled, preempted) if scheduled or preempted else None
+
+    def _continue(self, scheduled: list[Scheduled], preempted: list[PlainSequence]) -> tuple[int, bool]:
+        """Schedule what runs already; returns the tokens left, and whether blocks had to be taken back."""
+        budget = self.limits.max_num_batched_tokens
         room_made = False
         index = 0
         while index < len(self.running) and budget > 0:
@@ -241,44 +248,46 @@ class PlainEngine:
             scheduled.append(self._scheduled(sequence, new))
             budget -= new
             index += 1
-        if not room_made:
-            while self.ready and budget > 0 and len(self.running) < self.limits.max_num_seqs:
-                sequence = self.ready.popleft()
-                sequence.computed = min(sequence.computed, sequence.prompt - 1)
-                new = min(sequence.tokens - sequence.computed, budget)
-                kept = self._blocks_for(sequence.computed + new)
-                for block in reversed(sequence.blocks[kept:]):  # taken again as they are needed
-                    self.users[block] = 0
-                    self.free[block] = None
-                    self.free.move_to_end(block, last=False)
-                del sequence.blocks[kept:]
-                self.running.append(sequence)
-                scheduled.append(self._scheduled(sequence, new))
-                scheduled[-1].joins = sequence.computed == sequence.prompt - 1
-                budget -= new
-            passed: list[PlainSequence] = []
-            while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
-                sequence = self.waiting[0]
-                adapters = {each.sequence.adapter for each in scheduled} - {""}
-                if len(adapters | {sequence.adapter} - {""}) > self.limits.max_loras:
-                    passed.append(self.waiting.popleft())
-                    continue
-                found = self._find(sequence)
-                new = min(sequence.tokens - len(found) * self.limits.block_size, budget)
-                if not self._fits(sequence, found):
-                    break
-                self._use(sequence, found)
-                if sequence.remote:
-                    self._fetch(sequence)
-                    continue
-                allocated = self._allocate(sequence, new)
-                assert allocated, "expected blocks for a part of a prompt that fits as a whole"
-                self.waiting.popleft()
-                self.running.append(sequence)
-                scheduled.append(self._scheduled(sequence, new))
-                budget -= new
-            self.waiting.extendleft(reversed(passed))
-        return self._batch(scheduled, preempted) if scheduled or preempted else None
+        return budget, room_made
+
+    def _admit(self, scheduled: list[Scheduled], budget: int) -> None:
+        """Admit what was transferred, then what waits."""
+        while self.ready and budget > 0 and len(self.running) < self.limits.max_num_seqs:
+            sequence = self.ready.popleft()
+            sequence.computed = min(sequence.computed, sequence.prompt - 1)
+            new = min(sequence.tokens - sequence.computed, budget)
+            kept = self._blocks_for(sequence.computed + new)
+            for block in reversed(sequence.blocks[kept:]):  # taken again as they are needed
+                self.users[block] = 0
+                self.free[block] = None
+                self.free.move_to_end(block, last=False)
+            del sequence.blocks[kept:]
+            self.running.append(sequence)
+            scheduled.append(self._scheduled(sequence, new))
+            scheduled[-1].joins = sequence.computed == sequence.prompt - 1
+            budget -= new
+        passed: list[PlainSequence] = []
+        while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
+            sequence = self.waiting[0]
+            adapters = {each.sequence.adapter for each in scheduled} - {""}
+            if len(adapters | {sequence.adapter} - {""}) > self.limits.max_loras:
+                passed.append(self.waiting.popleft())
+                continue
+            found = self._find(sequence)
+            new = min(sequence.tokens - len(found) * self.limits.block_size, budget)
+            if not self._fits(sequence, found):
+                break
+            self._use(sequence, found)
+            if sequence.remote:
+                self._fetch(sequence)
+                continue
+            allocated = self._allocate(sequence, new)
+            assert allocated, "expected blocks for a part of a prompt that fits as a whole"
+            self.waiting.popleft()
+            self.running.append(sequence)
+            scheduled.append(self._scheduled(sequence, new))
+            budget -= new
+        self.waiting.extendleft(reversed(passed))
 
     def _fetch(self, sequence: PlainSequence) -> None:
         """Allocate blocks for what is transferred, and wait for it."""

@@ -156,7 +156,7 @@ async def test_a_process_that_does_not_keep_to_the_steps_gets_nothing(tmp_path: 
             assert await request(session, old.address[1]) == 200
 
 
-async def test_whoever_asks_during_a_takeover_is_answered_by_the_successor(tmp_path: Path) -> None:
+async def test_one_that_asks_during_a_takeover_is_answered_by_the_successor(tmp_path: Path) -> None:
     async with Engine() as engine, two(tmp_path, document(engine)) as (old, new):
         takeover: Takeover | None = None
         while takeover is None:
