@@ -35,7 +35,7 @@ class ApiKeyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def load_api_keys(path: Path) -> tuple[ApiKeyTable, ...]:
-    """Read the keys of clients. Raises `ConfigError`, which never shows what stands in place of a hash."""
+    """Read the client key file. Raises `ConfigError`, which never shows a value."""
     raw = parse_yaml(path, ConfigError)
     if not isinstance(raw, list) or not raw or not all(isinstance(entry, dict) for entry in raw):
         raise ConfigError(f"{path}: the file: expected a list of {{name, sha256, models}}, at least one")

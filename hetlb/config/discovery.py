@@ -103,7 +103,7 @@ def parse_selector(text: str, key: str) -> dict[str, str]:
 
 
 def gpu_of(labels: Mapping[str, str]) -> str:
-    """The GPU that labels name, "" where none does."""
+    """Return the GPU named by labels, "" if none."""
     return next((labels[name] for name in GPU_LABELS if labels.get(name)), "")
 
 

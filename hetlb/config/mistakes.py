@@ -40,14 +40,14 @@ _short.maxstring = _short.maxlong = _short.maxother = 60
 
 
 class Mistakes:
-    """Mistakes that are looked for one after the other and told together."""
+    """Errors of independent checks, raised together."""
 
     def __init__(self) -> None:
         self.found: list[InputError] = []
 
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
-        """Keep the error of a check; the next check goes on."""
+        """Collect the error of a check instead of raising it."""
         try:
             yield
         except InputError as caught:

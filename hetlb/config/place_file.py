@@ -156,7 +156,7 @@ def _profile(path: Path, key: str, machine: PlaceMachine) -> Profile:
 def _links(
     path: Path, table: LinkTable, names: Sequence[str], homes: Sequence[_Home]
 ) -> dict[Edge, LinkSpec]:
-    """All links between nodes, and those of the coordinator, which is beside the first machine."""
+    """Build the links between nodes and to the coordinator, which runs on the first machine."""
     matrix, machines = table.matrix, homes[-1].index + 1
     if matrix is not None and any(len(rows) != machines for rows in (matrix, *matrix)):
         raise ConfigError(f"{path}: links.matrix: expected {machines} rows and columns, one per machine")

@@ -103,7 +103,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_model(table: PlanModelTable, path: Path, where: str, needed: tuple[str, ...] = ()) -> Model:
-    """The model of a table at `where`; `needed`: keys of `Model` that must be known. Raises `ConfigError`."""
+    """Resolve the model of a table at `where`; `needed` keys must be known. Raises `ConfigError`."""
     parameters = table.parameters
     if parameters is not None:
         parameters = read_parameters(parameters, f"{path}: {where}.parameters")

@@ -286,7 +286,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """Missing parts of the profile and what is taken instead; one phrase each."""
+        """List what the profile lacks and the default used instead; one phrase each."""
         found = []
         if self.better_prefill is None or self.better_prefill.tile is None:
             found.append("tiles: time is taken to be proportional to tokens")

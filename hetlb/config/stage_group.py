@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StageTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One worker. The layers that it holds, its KV cache and its speed are asked from it."""
+    """One worker; layers, KV cache and speed come from the worker itself."""
 
     name: str
     url: str
@@ -50,7 +50,7 @@ class StagesTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class StageGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """`stages:` resolved. `workers` holds addresses by name; `links` all that are not as `link`."""
+    """`stages:` resolved. `workers` maps names to addresses; `links` are exceptions to `link`."""
 
     table: StagesTable
     model: str

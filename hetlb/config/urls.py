@@ -68,5 +68,5 @@ def _split(url: str) -> SplitResult | None:
 
 
 def _shown(url: str) -> str:
-    """A URL in an error: without the password that may stand in it."""
+    """Return a URL for an error message, password removed."""
     return short(re.sub(r"//[^/]*@", "//***@", url))

@@ -151,7 +151,7 @@ class _Builder:
             self._anchors[done.anchor] = done.value, self._values - done.values_before
 
     def _add(self, value: Any, values: int, event: Any) -> str:
-        """Have a value where it stands; returns its path where lines are kept."""
+        """Add a value to its container; returns its path if lines are tracked."""
         self._values += values
         if self._values > MOST_VALUES:
             raise _wrong(f"expected at most {MOST_VALUES} values, got more", event)
@@ -223,7 +223,7 @@ def load_yaml(path: Path, kind: type[_T], error: type[InputError]) -> _T:
 
 
 def convert(raw: Any, kind: type[_T]) -> _T:
-    """Plain data as a `kind`. Raises `ConfigError` naming key, value and what was expected."""
+    """Convert plain data to a `kind`. Raises `ConfigError` naming key, value and expectation."""
     for each in mistakes_in(raw, kind):
         raise ConfigError(each)
     return msgspec.convert(raw, kind)

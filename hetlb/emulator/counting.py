@@ -38,7 +38,7 @@ def token_ids(text: str) -> list[int]:
 
 
 def text_seed(text: str) -> int:
-    """A number that stands for the text."""
+    """Return a stable seed derived from the text."""
     return zlib.crc32(text.encode("utf-8", "surrogatepass"))
 
 
@@ -49,7 +49,7 @@ def answer_length(seed: int, index: int) -> int:
 
 
 def chat_text(messages: list[dict[str, Any]]) -> tuple[str, int]:
-    """The text of a conversation and its tokens. Raises `ApiError` on what is no message."""
+    """Return the text of a conversation and its token count. Raises `ApiError` for a malformed message."""
     parts: list[str] = []
     tokens = 0
     for message in messages:

@@ -155,7 +155,7 @@ class Reader:
         self.cached_block_size = cached_block_size
 
     def model(self, name: str | None) -> str:
-        """The model asked for, the first served if none."""
+        """Return the requested model, the first served one by default."""
         if not name:
             return self.served[0]
         if name not in self.served:
@@ -307,7 +307,7 @@ class Reader:
 
 
 def _stops_after(fields: SampledRequest) -> int | None:
-    """Tokens after which `vllm_xargs.output_tokens` says that the model stops: the stand-in for EOS."""
+    """Return `vllm_xargs.output_tokens`, the emulated EOS position; None without it."""
     stops = (fields.vllm_xargs or {}).get("output_tokens")
     if stops is None:
         return None

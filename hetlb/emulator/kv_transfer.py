@@ -58,7 +58,7 @@ class _Held:
 
 
 def _has_source(params: dict[str, Any]) -> bool:
-    """True if the parameters ask for a fetch and say where from; vLLM goes on without a fetch otherwise."""
+    """Return whether the parameters request a fetch and name its source; without one vLLM fetches nothing."""
     addressed = "remote_bootstrap_addr" in params or {"remote_host", "remote_port"} <= params.keys()
     return addressed and bool(params.get("do_remote_prefill"))
 
@@ -119,7 +119,7 @@ class KvExchange:
     # --- requests ---
 
     def prepare(self, reply: Reply, params: dict[str, Any] | None) -> None:
-        """Take what a request says about KV blocks over to its only sequence."""
+        """Apply a request's KV parameters to its only sequence."""
         choice = reply.choices[0]
         if self.settings.connector == "shared-storage":
             if self._file(choice).exists():
@@ -146,7 +146,7 @@ class KvExchange:
     # --- what is kept for others ---
 
     def _offer(self, reply: Reply, params: dict[str, Any]) -> dict[str, Any] | None:
-        """The prompt has been read: keep it. Returns what the answer says of it."""
+        """Hold a prefilled prompt; returns the `kv_transfer_params` of the answer."""
         mooncake = self.settings.connector == "mooncake"
         key = str(params.get("transfer_id")) if mooncake else reply.id
         choice = reply.choices[0]
@@ -182,7 +182,7 @@ class KvExchange:
             runner.release_held(held.choice)
 
     async def pull(self, engine_id: str, key: str) -> str:
-        """A server asks for a prompt: `ready`, `expired` (and it reads what is there now), or `unknown`."""
+        """Answer a fetch: `ready`, `expired` (the blocks hold other data by now), or `unknown`."""
         self.asked += 1
         await self.answering.wait()
         if engine_id != self.engine_id:
@@ -221,7 +221,7 @@ class KvExchange:
             self._start(self._tell_done(reply.kv_source))
 
     def reject(self, body: bytes) -> None:
-        """A request with this body is refused before it runs: what it would have fetched is let go."""
+        """Release the blocks that a refused request would have fetched."""
         try:
             params = msgspec.json.decode(body, type=_Refused).kv_transfer_params or {}
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):

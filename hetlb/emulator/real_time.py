@@ -23,7 +23,7 @@ _CATCH_UP_S = 0.005
 
 
 class Choice(EngineSequence):
-    """A sequence that is told of its tokens. `finish_reason` is vLLM's word for why it will end."""
+    """A sequence with callbacks for its tokens. `finish_reason` is vLLM's term for how it will end."""
 
     __slots__ = ("finish_reason", "runner")
 
@@ -54,7 +54,7 @@ class IterationTokens:
         self.total = 0
 
     def observe(self, tokens: int) -> None:
-        """An iteration in which so many tokens were counted has ended."""
+        """Record the tokens of one iteration."""
         if not tokens:
             return
         self.count += 1
@@ -133,7 +133,7 @@ class RealTimeEngine:
         self._tell_idle()
 
     def complete_fetch(self, choice: Choice, *, loaded: bool) -> None:
-        """The KV cache of a prompt is here, or could not be fetched."""
+        """End a KV fetch, successful (`loaded`) or failed."""
         self.model.complete_fetch(choice, loaded=loaded)
         self._wake_up()
 
@@ -160,7 +160,7 @@ class RealTimeEngine:
             self._idle = None
 
     def close(self) -> None:
-        """Stop for good; nothing is handed out any more."""
+        """Stop; no further tokens are emitted."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None

@@ -183,7 +183,7 @@ class ReplyChoice(Choice):
 
     @property
     def text(self) -> str:
-        """Its text; of an answer that goes on, what is new."""
+        """Its text; for a continued answer, the new part only."""
         said = self.prompt.said
         return self.reply.text(said + self.output_tokens)[len(self.reply.text(said)) :]
 
@@ -197,7 +197,7 @@ class ReplyChoice(Choice):
 
     @property
     def ids(self) -> list[int] | None:
-        """The ids of its last token, None where the client did not ask for them."""
+        """Ids of its last token, None unless requested."""
         if not self.reply.generation.token_ids:
             return None
         return [GENERATED + (self.output_tokens - self.sent if self.finish_reason == "stop" else 0)]
@@ -249,7 +249,7 @@ class StreamChoice(ReplyChoice):
         self.reply.finished(self, opening + chunk(event))
 
     def _widen(self, number: int) -> None:
-        """Prepare for numbers of one more digit: the chunk's size is part of what is constant."""
+        """Rebuild the constant part of a chunk for token numbers with one more digit."""
         if self.sent == 0:
             head, _, tail = self.reply.event(self, _MARK).partition(_MARK.encode())
             self._head = head + f" {self.reply.word}".encode()
@@ -536,5 +536,5 @@ class EmbeddingChoice(Choice):
 
 
 def _embedding(prompt: Prompt) -> list[float]:
-    """Eight numbers that stand for the prompt."""
+    """Return an eight-dimensional vector derived from the prompt."""
     return [((prompt.seed >> (4 * place)) & 15) / 16 - 0.5 for place in range(8)]

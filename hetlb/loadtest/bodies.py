@@ -56,7 +56,7 @@ class MadePrompts:
         self._pool = b"".join(pool)
 
     def __call__(self, planned: PlannedRequest) -> bytes:
-        """The JSON of the prompts, each `planned.prompt_tokens` long: of a list where there are several."""
+        """Return the JSON of the prompts, a list if several, each of `planned.prompt_tokens` tokens."""
         if planned.prompts == 1:
             return self._prompt(planned, b"request %d" % planned.index)
         names = (b"request %d/%d" % (planned.index, i) for i in range(planned.prompts))

@@ -25,7 +25,7 @@ from hetlb.workload.schedules import Ramp, Rate
 
 @dataclass(slots=True)
 class CampaignResult:
-    """Result of a campaign; `comparison` and `search` as they stand in the document."""
+    """Result of a campaign; `comparison` and `search` as in the JSON document."""
 
     measured: list[MeasuredRun] = field(default_factory=list)
     comparison: list[dict[str, Any]] = field(default_factory=list)

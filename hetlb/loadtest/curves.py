@@ -43,7 +43,7 @@ def against_rate(measured: Sequence[MeasuredRun], figure: str, factor: float = 1
 
 
 def distribution(measured: Iterable[MeasuredRun], metric: str) -> list[tuple[float, float]]:
-    """The share of the values of a latency that are at most so many milliseconds, over all these runs."""
+    """Return the empirical distribution (ms, share) of a latency over these runs."""
     done = (record for each in measured for record in each.result.records if record.ok)
     values = sorted(latencies_s(done, metric))
     last = len(values) - 1

@@ -255,7 +255,7 @@ class _Run:
     async def _ask(
         self, session: aiohttp.ClientSession, planned: PlannedRequest, record: RequestResult
     ) -> aiohttp.ClientResponse:
-        """The head of the answer. A kept connection that the server had closed meanwhile costs no request."""
+        """Send the request and return the response head; retry once on a stale kept-alive connection."""
         body, headers = self._bodies.body(planned), self._bodies.headers(planned)
         target = URL(self._url + self._bodies.path(planned))
         while True:
@@ -288,7 +288,7 @@ class _Run:
         self._progress.failed += 1
 
     async def _watch_lag(self) -> None:
-        """Measure how late the event loop calls what is due: the error of every other stamp."""
+        """Sample event-loop lag, the error of every other timestamp."""
         while True:
             due = time.monotonic() + _LAG_INTERVAL_S
             await asyncio.sleep(_LAG_INTERVAL_S)

@@ -135,7 +135,7 @@ def _row(*texts: str, verdict: str = VALID) -> ReportRow:
 def _policies(
     comparisons: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, ReportTable]]:
-    """Every policy beside the first: a table for each rate."""
+    """Build a table per rate that compares every policy with the first."""
     by_rate: dict[str, list[Mapping[str, Any]]] = {}
     for each in comparisons:
         by_rate.setdefault(rate_text(each), []).append(each)
@@ -214,7 +214,7 @@ def _search(searches: Sequence[Mapping[str, Any]]) -> ReportTable:
 
 
 def _rates(measured: Sequence[MeasuredRun], charts: _Charts) -> ReportGroup:
-    """Figures against the rate; no charts where there is one rate."""
+    """Chart figures against the rate; none for a single rate."""
     title, verdict = "Against the rate", verdict_of(each.run for each in measured)
     rates = {each.run["request_rate"] for each in measured if isinstance(each.run["request_rate"], float)}
     if len(rates) < 2:
@@ -308,7 +308,7 @@ def _instances(run: Mapping[str, Any]) -> ReportTable | None:
 
 
 def _marked(name: str, measured: Iterable[MeasuredRun]) -> str:
-    """Name of a line; it says where a run behind it is SUSPECT."""
+    """Name a line, marked SUSPECT if one of its runs is."""
     verdict = verdict_of(each.run for each in measured)
     return f"{name} ({SUSPECT})" if verdict == SUSPECT else name
 

@@ -80,7 +80,7 @@ def read_metadata(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def read_names(flag: str, text: str, known: Mapping[str, object]) -> list[str]:
-    """Different names out of `known`, separated by commas."""
+    """Parse distinct comma-separated names out of `known`."""
     names = text.split(",")
     for name in names:
         if name not in known:

@@ -42,7 +42,7 @@ class HelperProcess:
             )
 
     async def ready(self) -> None:
-        """Wait for the ready line. Raises `HetlbError` with what the process said instead."""
+        """Wait for the ready line. Raises `HetlbError` with the process's output otherwise."""
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):

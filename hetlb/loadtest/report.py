@@ -76,7 +76,7 @@ def runs_table(
 
 
 def throughput_table(runs: Sequence[Mapping[str, Any]]) -> Table:
-    """One line per run of `hetlb bench`: how much was served, and whether to believe it."""
+    """Build a table with throughput and verdict, one line per run of `hetlb bench`."""
     limits = any(run["slo_attainment"] is not None for run in runs)
     failures = any(run["failed"] for run in runs)
     table = _table(None)

@@ -168,7 +168,7 @@ async def first_model(url: str, headers: Mapping[str, str]) -> str:
 
 
 def plan_sha256(load: Load) -> str:
-    """A name for what is sent when, and how long it is."""
+    """Return a digest of the plan: send times and lengths."""
     digest = hashlib.sha256()
     for planned in load.plan:
         digest.update(b"%r %d %d" % (planned.scheduled_s, planned.prompt_tokens, planned.output_tokens))

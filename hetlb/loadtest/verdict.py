@@ -91,7 +91,7 @@ def _timing_reasons(
     achieved: float | None,
     cpu_share: float,
 ) -> Iterable[str]:
-    """Reasons to suspect a client that was behind its plan."""
+    """Yield reasons to suspect a client that was behind its plan."""
     if late_s > allowed_s:
         yield (
             f"late: 1 % of the requests went out {1e3 * late_s:.1f} ms or more after they were due "
@@ -113,7 +113,7 @@ def _timing_reasons(
 def _answer_reasons(
     requests: int, figures: Mapping[str, Any], errors: Mapping[str, int], shares: tuple[int, int]
 ) -> Iterable[str]:
-    """Reasons to suspect answers that are not those asked for."""
+    """Yield reasons to suspect answers that differ from those requested."""
     completed, (mismatched, other_prompts) = figures["completed"], shares
     if figures["failed"] > FAILED_ALLOWED * requests:
         kinds = ", ".join(f"{count} x {kind}" for kind, count in errors.items())
@@ -128,7 +128,7 @@ def _answer_reasons(
 
 
 def verdict_of(runs: Iterable[Mapping[str, Any]]) -> str:
-    """The verdict on what is said of several runs: SUSPECT where one of them is."""
+    """Return the combined verdict: SUSPECT if one run is."""
     return SUSPECT if any(run["client"]["verdict"] == SUSPECT for run in runs) else VALID
 
 

@@ -311,7 +311,7 @@ def fit_corrections(
 
 
 def _standard_errors(best: Any, count: int) -> tuple[float, float, float, float, float]:
-    """Of each variable, in its own unit: from the slopes at the best place and what is left there."""
+    """Compute the standard error of each variable from slopes and residuals at the optimum."""
     freedom = max(1, best.fun.size - 2 * count)
     variance = max(float(best.fun @ best.fun) / freedom, _LEAST_GAIN**2)
     covariance = np.linalg.pinv(best.jac.T @ best.jac) * variance

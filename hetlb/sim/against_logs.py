@@ -62,7 +62,7 @@ class Log:
 
 
 def read_log(path: Path) -> Log:
-    """Read a log, whatever kind it is. Raises `TraceError`."""
+    """Read a log of any supported kind. Raises `TraceError`."""
     try:
         content = path.read_bytes()
     except OSError as caught:
@@ -287,7 +287,7 @@ class _Fields:
         return max(least, self._number(key, value, "seconds", least * (1.0 - 1e-6), _LONGEST_S))
 
     def moment(self, key: str, value: object, unit: float = 1.0) -> float:
-        """A point in time on any clock, in units of so many seconds."""
+        """Parse a timestamp in units of `unit` seconds."""
         return self._number(key, value, "a time", -_LATEST_S / unit, _LATEST_S / unit) * unit
 
     def metric(self, key: str, raw: object) -> float:

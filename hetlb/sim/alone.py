@@ -110,7 +110,7 @@ def radical_inverse(number: int) -> float:
 
 
 def batch_of(spec: EngineSpec, tokens: float) -> int:
-    """Sequences of so many tokens each, in the mean over their life, that run at once."""
+    """Return how many sequences, of `tokens` tokens each on average over their life, run at once."""
     return max(1, min(spec.limits.max_num_seqs, int(spec.limits.kv_cache_tokens / max(1.0, tokens))))
 
 

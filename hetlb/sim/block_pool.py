@@ -54,7 +54,7 @@ class BlockPool:
         return self._take(-(-tokens // size) + (-held_tokens // size))
 
     def take(self, blocks: int) -> None:
-        """Take `blocks` blocks that are known to be free (many holders that grow by one block each)."""
+        """Take `blocks` blocks known to be free, for many holders that grow by one each."""
         taken = self._take(blocks)
         assert taken, f"expected {blocks} free blocks, got {self.free_blocks}"
 

@@ -25,7 +25,7 @@ class DelayedView:
         self.leaving: list[tuple[EngineSequence, int]] = []
 
     def see_arrivals(self, steps: int, waiting: OrderedDict[EngineSequence, None]) -> None:
-        """Queue what came before the last of `steps` steps began: it was seen when the next was fixed."""
+        """Queue the arrivals from before the last of `steps` steps began."""
         for sequence, step in list(self.arriving.items()):
             if step < steps:
                 del self.arriving[sequence]
@@ -34,7 +34,7 @@ class DelayedView:
                 self.arriving[sequence] = 0
 
     def settle(self, kv: KvBlocks, waiting: OrderedDict[EngineSequence, None]) -> None:
-        """See all that was held back."""
+        """Apply everything held back."""
         for sequence, tokens in self.leaving:
             kv.release(sequence, tokens)
         self.leaving.clear()

@@ -269,7 +269,7 @@ class EngineModel:
         return stretch
 
     def end_iteration(self) -> IterationEnd:
-        """End what was begun: tokens are out, finished sequences have left and freed their blocks."""
+        """End the iterations in flight: emit tokens, remove finished sequences and free their blocks."""
         stretch, decodes = self.in_flight, self.decodes
         assert stretch is not None, "expected iterations in flight to end"
         self.in_flight = None
@@ -351,7 +351,7 @@ class EngineModel:
         return stretch
 
     def _schedule(self) -> IterationRun:
-        """Put the next batch together: the decodes, then prompts within what is left of the limits."""
+        """Compose the next batch: decodes first, then prompts within the remaining limits."""
         decodes, latency = self.decodes, self.latency
         self._short = False
         if demand := decodes.blocks_needed(1):
@@ -422,7 +422,7 @@ class EngineModel:
         self._waiting.move_to_end(sequence, last=False)
 
     def _schedule_prefills(self, budget: int) -> Prefills:
-        """Continue the unfinished prompt, then admit what was transferred, then what waits."""
+        """Continue the unfinished prompt, then admit transferred, then waiting sequences."""
         batch = Prefills(budget)
         if self._partial is not None:
             self._continue(self._partial, batch)

@@ -14,7 +14,7 @@ from hetlb.workload.records import RequestResult
 
 
 class Flight:
-    """One planned request on its way, with the scheduler that has it and the sequences still running."""
+    """A request in flight: its scheduler, lease and running sequences."""
 
     __slots__ = ("held", "lease", "outcome", "planned", "record", "running", "scheduler")
 

@@ -98,7 +98,7 @@ class IterationRun:
 
 
 class Prefills:
-    """Prefill work of one iteration, as it is put together, and what is left of the iteration's limits."""
+    """Prefill work of one iteration under composition, and the remaining limits."""
 
     __slots__ = (
         "attended",
@@ -136,7 +136,7 @@ class Prefills:
         self.attended += part * (part + 2 * computed)
 
     def join(self, tokens: int) -> None:
-        """Add a transferred prompt of so many tokens, of which the last one is computed."""
+        """Add a transferred prompt of `tokens` tokens, of which only the last is computed."""
         self.budget -= 1
         self.joining += 1
         self.joining_tokens += tokens

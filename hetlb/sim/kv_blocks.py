@@ -67,7 +67,7 @@ class KvBlocks:
         return found * self.size
 
     def take(self, blocks: int) -> None:
-        """Take blocks that are known to be free, for sequences that grow by one each."""
+        """Take blocks known to be free, for sequences that grow by one each."""
         self.pool.take(blocks)
 
     def extend(self, held_tokens: int, tokens: int) -> bool:

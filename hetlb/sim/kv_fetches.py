@@ -25,7 +25,7 @@ class KvFetches:
         self.held: dict[EngineSequence, int] = {}
 
     def begin(self, sequence: EngineSequence, found: int) -> None:
-        """Begin to fetch what is missing beyond `found` tokens; nothing to fetch is complete at once."""
+        """Begin to fetch the tokens beyond `found`; complete at once if there are none."""
         remote, sequence.remote_tokens = max(found, sequence.remote_tokens), 0
         sequence.computed, sequence.fetch_tokens = remote, remote - found
         if remote == found:

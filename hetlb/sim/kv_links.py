@@ -32,7 +32,7 @@ class KvLinks:
     _free_at: dict[Hashable, float] = field(default_factory=dict)
 
     def send(self, source: str, target: str, tokens: int, now: float) -> float:
-        """Begin a transfer of the KV cache of so many tokens; returns when it has arrived."""
+        """Begin a KV transfer of `tokens` tokens; returns its arrival time."""
         path = self.paths[source, target]
         arrived = now
         for link, bytes_per_token in path.parts:

@@ -65,7 +65,7 @@ class PlainSequence:
 
     @property
     def tokens(self) -> int:
-        """Tokens known, or known to come."""
+        """Tokens of the prompt and of the answer so far, the next one included."""
         return self.prompt + self.generated + self.expected
 
     @property
@@ -174,7 +174,7 @@ class PlainEngine:
         self._free(sequence)
 
     def begin(self) -> PlainBatch | None:
-        """Start a batch; None where there is nothing to do."""
+        """Start a batch; None if idle."""
         assert self.batch is None, "expected the batch before to have ended"
         batch, self.fixed = self.fixed, None
         if batch is None:
@@ -251,7 +251,7 @@ class PlainEngine:
         return budget, room_made
 
     def _admit(self, scheduled: list[Scheduled], budget: int) -> None:
-        """Admit what was transferred, then what waits."""
+        """Admit transferred, then waiting sequences."""
         while self.ready and budget > 0 and len(self.running) < self.limits.max_num_seqs:
             sequence = self.ready.popleft()
             sequence.computed = min(sequence.computed, sequence.prompt - 1)
@@ -290,7 +290,7 @@ class PlainEngine:
         self.waiting.extendleft(reversed(passed))
 
     def _fetch(self, sequence: PlainSequence) -> None:
-        """Allocate blocks for what is transferred, and wait for it."""
+        """Allocate blocks for a KV transfer and wait for it."""
         self.waiting.popleft()
         remote, sequence.remote = max(sequence.remote, sequence.computed), 0
         allocated = self._allocate(sequence, sequence.prompt - sequence.computed)
@@ -384,7 +384,7 @@ class PlainEngine:
         return True
 
     def _publish(self, sequence: PlainSequence) -> None:
-        """Full blocks are known from now on."""
+        """Make full blocks available to other sequences."""
         for index in range(sequence.computed // self.limits.block_size):
             content = sequence.key((index + 1) * self.limits.block_size)
             self.held[sequence.blocks[index]] = content

@@ -26,7 +26,7 @@ TokenSpan: TypeAlias = tuple[Hashable, int]
 
 
 class CachedSpan:
-    """One piece after all those before it: how many blocks that end in it are kept, and for how many."""
+    """Trie node: cached blocks that end here, and their users."""
 
     __slots__ = ("blocks", "children", "key", "parent", "users")
 
@@ -73,7 +73,7 @@ class PrefixContent:
 
 
 class PrefixCache:
-    """The cache beside a pool of blocks. The pool counts an unused kept block as free."""
+    """Prefix cache over a block pool. The pool counts an unused cached block as free."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -103,14 +103,14 @@ class PrefixCache:
         return nodes, found
 
     def cost(self, nodes: list[CachedSpan], found: int, tokens: int) -> int:
-        """Free blocks that a sequence of so many tokens takes if it uses what was found."""
+        """Return the free blocks that a sequence of `tokens` tokens takes, given what was found."""
         revived = sum(node.blocks for node in nodes if not node.users)
         if nodes and not nodes[-1].users:
             revived -= _surplus(nodes, found)
         return blocks_for(tokens, self._pool.block_size) - found + revived
 
     def use(self, content: PrefixContent, nodes: list[CachedSpan], found: int) -> None:
-        """Take what was found. The caller has seen that the blocks are free."""
+        """Use the found blocks. The caller has checked that enough are free."""
         if nodes and not nodes[-1].users and (surplus := _surplus(nodes, found)):
             # The block with the prompt's last token: it is computed again, and this copy forgotten.
             nodes[-1].blocks -= surplus
@@ -126,11 +126,11 @@ class PrefixCache:
         content.nodes, content.shared_blocks = nodes, found
 
     def publish(self, content: PrefixContent) -> None:
-        """The whole prompt is scheduled, its blocks are taken: others can find it from now on."""
+        """Make a prompt, whose last part is scheduled, available to others."""
         self._file(content, content.prompt_tokens)
 
     def release(self, content: PrefixContent, tokens: int) -> None:
-        """The sequence lets go of its `tokens` tokens; what of them are whole blocks is kept."""
+        """Release a sequence's `tokens` tokens; whole blocks stay cached."""
         size = self._pool.block_size
         self._file(content, tokens)
         whole = tokens // size
@@ -150,7 +150,7 @@ class PrefixCache:
         content.nodes, content.shared_blocks = [], 0
 
     def shrink(self) -> None:
-        """Evict what the pool has given to others."""
+        """Evict cached blocks that the pool has given to others."""
         excess = self._unused_blocks - self._pool.free_blocks
         while excess > 0:
             node = next(iter(self._unused))

@@ -79,7 +79,7 @@ class SharedSimulation(FleetSimulation):
         self._tell(flight.scheduler)
 
     def _tell(self, scheduler: Scheduler) -> None:
-        """Have the others hear of what changed, after the delay; changes of one instant go together."""
+        """Send changes to the other schedulers after the delay, batched per instant."""
         if self._blind or scheduler in self._telling:
             return
         self._telling.add(scheduler)

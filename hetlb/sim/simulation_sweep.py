@@ -332,7 +332,7 @@ class _Workers:
 
 @contextlib.contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Processes started here inherit that Ctrl-C is not for them; one that comes meanwhile comes after."""
+    """Block SIGINT for processes started inside; one received meanwhile is delivered afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -95,7 +95,7 @@ def watch(cells: Sequence[StudyCell]) -> list[StudyCell]:
 
 
 def run_document(study: Study, ran: Ran, request_rate: str) -> dict[str, Any]:
-    """One run as it stands in the JSON."""
+    """Return one run's JSON document."""
     return {
         "policy": ran.cell.policy,
         "seed": ran.cell.seed,
@@ -118,7 +118,7 @@ def by_policy_and_rate(runs: Sequence[dict[str, Any]]) -> dict[tuple[str, str], 
 
 
 def median_run(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Runs of several seeds as one: the median of every figure by itself, `seeds` in place of `seed`."""
+    """Merge runs of several seeds: the median of each figure, `seeds` instead of `seed`."""
     first = runs[0]
     found: dict[str, Any] = {"policy": first["policy"], "seeds": [each["seed"] for each in runs]}
     for key, value in first.items():

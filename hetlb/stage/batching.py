@@ -58,13 +58,13 @@ class Work:
 
     @property
     def samples(self) -> bool:
-        """True if a token is to be sampled behind its last row."""
+        """True if a token is sampled after its last row."""
         return self.last and self.lease.next_url is None
 
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """A lease that the stage closed: preempted (no reason), or it cannot go on."""
+    """A lease closed by the stage: preempted (empty reason), or unable to continue."""
 
     lease: StageLease
     reason: str
@@ -169,7 +169,7 @@ class Batcher:
     def _make_room(
         self, lease: StageLease, tokens: int, batch: Mapping[int, Work], given_up: list[GivenUp]
     ) -> bool:
-        """Reserve blocks, taking those of younger leases outside the batch where there are too few."""
+        """Reserve blocks; when too few are free, preempt younger leases outside the batch."""
         while not self._pool.reserve(lease.table, tokens):
             holding = [
                 other

@@ -88,7 +88,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class _Worker:
-    """A stage's address and, while it is there, its connection and description."""
+    """A stage's address and, while connected, its channel and description."""
 
     url: str
     task: asyncio.Task[None] | None = None
@@ -157,7 +157,7 @@ class Coordinator:
         return True
 
     async def close(self) -> None:
-        """Fail what is under way and end all connections."""
+        """Fail open requests and close all connections."""
         for sequence in list(self._sequences.values()):
             self._fail(sequence, RejectReason.NO_INSTANCE, "The server is shutting down.", Outcome.SHUTDOWN)
         for worker in self._workers.values():
@@ -230,7 +230,7 @@ class Coordinator:
     # --- sequences ---
 
     def submit(self, prompt: list[int], sampling: Sampling, max_tokens: int, receiver: Receiver) -> Sequence:
-        """Answer a prompt. The receiver may be told of a failure before this returns."""
+        """Start a request. The receiver may get a failure before this returns."""
         sequence = Sequence(self._next_id, prompt, sampling, max_tokens, receiver)
         self._next_id += 1
         self._sequences[sequence.id] = sequence
@@ -422,7 +422,7 @@ class Coordinator:
         self._flush()
 
     def _renew_network(self) -> None:
-        """Tell the scheduler of the stages that are there."""
+        """Give the scheduler the network of connected stages."""
         there = {name: each.welcome for name, each in self._workers.items() if each.welcome is not None}
         self._obey(self.scheduler.on_network(_network(self.group, self.config, there), self._now()))
         self._changed.set()
@@ -441,7 +441,7 @@ class Coordinator:
 
 
 def _network(group: StageGroup, config: ModelConfig, there: Mapping[str, Welcome]) -> StageNetwork:
-    """The network of the stages that are there."""
+    """Build the network of the connected stages."""
     edges: list[Edge] = [(a, b) for a in there for b in there if a != b]
     edges += [(SOURCE, name) for name in there] + [(name, SINK) for name in there]
     links: dict[Edge, LinkSpec] = {edge: group.links.get(edge, group.link) for edge in edges}

@@ -205,7 +205,7 @@ class OpenAIServer:
 
 
 class _Call:
-    """The answer to one request, as it is written."""
+    """Writer of the answer to one request."""
 
     def __init__(self, questions: Questions, model: str, text: TextModel) -> None:
         self._questions = questions

@@ -70,7 +70,7 @@ class Peers:
         lost: Callable[[str, str], None],
         drained: Callable[[], None],
     ) -> None:
-        """`lost(url, reason)` is called when a connection ends; what was queued for it is void."""
+        """`lost(url, reason)` is called when a connection ends; its queued frames are dropped."""
         self._key, self._tls = key, tls
         self._loopback = not key
         self._lost, self._drained = lost, drained
@@ -89,7 +89,7 @@ class Peers:
         peer.send(frame)
 
     def _socket(self, address: tuple[Any, ...]) -> socket.socket:
-        """A socket for one address of a stage, whatever named it. Raises `OSError`."""
+        """Create a socket for a stage's resolved address. Raises `OSError`."""
         family, kind, protocol, _, place = address
         check_peer(place[0], loopback=self._loopback)
         return socket.socket(family, kind, protocol)
@@ -125,7 +125,7 @@ class Peers:
 
 
 class _Peer:
-    """A connection that stands or is being made."""
+    """A connection, open or in progress."""
 
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None

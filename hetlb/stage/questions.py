@@ -58,7 +58,7 @@ Fields: TypeAlias = CompletionRequest | ChatRequest
 
 
 class Question(msgspec.Struct):
-    """One sequence that is asked for."""
+    """One requested sequence."""
 
     prompt: list[int]
     sampling: Sampling
@@ -136,7 +136,7 @@ class QuestionReader:
         return Questions(fields, asked, sum(map(len, prompts)), logprobs)
 
     def _ending(self, fields: Fields, prompt: int, stop: StopStrings, longest: int) -> Ending:
-        """End of an answer to a prompt of so many tokens. Raises `ApiError` without room for one."""
+        """Build the stopping rules after `prompt` tokens. Raises `ApiError` when no room is left."""
         wanted = fields.cap
         if wanted is None:
             wanted = max(1, longest - prompt) if isinstance(fields, ChatRequest) else 16
@@ -200,7 +200,7 @@ class QuestionReader:
 
 
 def _read(body: bytes, kind: type[Any]) -> Any:
-    """The body of a request without what is not supported. Raises `ApiError`."""
+    """Decode a body; refuse unsupported fields. Raises `ApiError`."""
     raw = read(body, dict[str, Any])
     for key, harmless in _REFUSED.items():
         if raw.get(key) is not None and raw[key] not in harmless:

@@ -18,7 +18,7 @@ log = logging.getLogger("hetlb.stage")
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A token, and (token, log probability) where they are asked for."""
+    """A sampled token, with (token, log probability) pairs if requested."""
 
     token: int
     logprobs: list[tuple[int, float]] | None = None
@@ -26,7 +26,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class RowFailed:
-    """One request of a batch that cannot be computed, whatever it is batched with."""
+    """A request that fails in any batch."""
 
     reason: str
 
@@ -36,7 +36,7 @@ Result: TypeAlias = bytes | Sampled | RowFailed
 
 
 class DeviceFault(Exception):
-    """The device computes nothing any more; no request is to blame."""
+    """The device is unusable; not caused by a request."""
 
 
 class Runner(Protocol):

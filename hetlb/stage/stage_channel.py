@@ -35,11 +35,11 @@ SILENCE_S: Final = 3.0 * HEARTBEAT_S
 
 
 class ChannelError(Exception):
-    """A connection that could not be made; the text says why."""
+    """A failed connection attempt; the message gives the reason."""
 
 
 class StageChannel:
-    """Frames to and from one peer. Sending never waits: `pending_bytes` says how much has not left yet."""
+    """Frames to and from one peer. Sending never blocks: `pending_bytes` counts what is still queued."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse | web.WebSocketResponse) -> None:
         self._socket = socket
@@ -79,7 +79,7 @@ class StageChannel:
             pass  # the reader of the connection sees its end
 
     async def frames(self, silence_s: float | None = None) -> AsyncIterator[bytes]:
-        """Frames until the connection ends, or neither frame nor ping came for so long."""
+        """Yield frames until the connection ends or stays silent for `silence_s`."""
         share = Share()
         while True:
             await share.spent()

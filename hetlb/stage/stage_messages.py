@@ -134,7 +134,7 @@ class Passes(msgspec.Struct, tag="passes", array_like=True):
 
 
 class Close(msgspec.Struct, tag="close", array_like=True):
-    """The leases ended: their KV is free, what is under way for them is void."""
+    """Close leases: their KV is freed, passes in flight are dropped."""
 
     leases: _Leases
 
@@ -167,7 +167,7 @@ class Cause(StrEnum):
 
 
 class Lost(msgspec.Struct, tag="lost", array_like=True):
-    """A stage gave leases up."""
+    """Leases that a stage gave up."""
 
     leases: _Leases
     cause: Cause

@@ -38,7 +38,7 @@ class Strangers:
         return handler
 
     def admit(self, request: web.Request) -> None:
-        """The connection of this request proved the key: it is none of them any more."""
+        """Exempt a connection that has proved the key."""
         handler = request.protocol
         if (timer := self._waiting.pop(handler, None)) is not None:
             timer.cancel()

@@ -33,7 +33,7 @@ class TemplateError(Exception):
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
-    """The object in a file, empty where there is none. Raises `ConfigError`."""
+    """Read a JSON object; {} if the file is missing. Raises `ConfigError`."""
     return read_json(path) if path.exists() else {}
 
 
@@ -41,7 +41,7 @@ class TextModel:
     """Text to tokens and back."""
 
     def __init__(self, folder: Path) -> None:
-        """Read tokenizer.json and what stands beside it. Raises `ConfigError`, `InputError`."""
+        """Read tokenizer.json and its companion files. Raises `ConfigError`, `InputError`."""
         try:
             import jinja2.sandbox
             import tokenizers

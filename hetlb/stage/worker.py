@@ -63,7 +63,7 @@ _SESSION_SHIFT: Final = 32
 
 
 class StageWorker:
-    """One stage's server and its loop. `run` ends when the worker can do no more."""
+    """One stage's server and batch loop. `run` returns when the worker has failed."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class StageWorker:
         return url is None or self._peers.pending_bytes(url) <= MOST_PENDING_BYTES
 
     async def run(self) -> None:
-        """Run batches until the device computes nothing any more, or one hangs."""
+        """Run batches until the device fails or a batch hangs."""
         while True:
             works, given_up = self._batcher.form(self._accepts)
             self._report(given_up)
@@ -311,7 +311,7 @@ class StageWorker:
         return self._deadline_s + _DEADLINE_FACTOR * layers * max(0.0, layer_s)
 
     async def _told(self) -> None:
-        """Wait until what was sent to coordinators has left, a second at most."""
+        """Flush messages to coordinators, for one second at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await asyncio.gather(*(channel.flush() for channel in self._coordinators.values()))

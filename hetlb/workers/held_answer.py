@@ -32,7 +32,7 @@ class HeldAnswer:
         self._failure: tuple[End, str] | None = None
 
     def pass_on(self) -> None:
-        """Give the exchange what came, and the rest as it comes."""
+        """Deliver the buffered answer to the exchange, then the rest as it arrives."""
         exchange, connection = self._exchange, self._connection
         self._registry.pop(exchange.request.id, None)
         if connection is not None:
@@ -80,7 +80,7 @@ class HeldAnswer:
         return False
 
     def engine_body(self, payload: bytes) -> None:
-        """Keep it; read no more than can be kept."""
+        """Buffer it; pause the engine at the limit."""
         self._body.append(payload)
         self._size += len(payload)
         if self._size > _HELD_BYTES and self._connection is not None:

@@ -15,7 +15,7 @@ class FleetListeners:
     """Sockets that outlive the processes: those that come next accept on the same ones."""
 
     def __init__(self, fleet: Fleet, relays: int, given: Listeners) -> None:
-        """Bind what is not `given` (systemd's, or of a process that is replaced). Raises `HetlbError`."""
+        """Bind listeners that are not `given` (by systemd or a replaced process). Raises `HetlbError`."""
         #: Those of each relay.
         self.relays: list[list[socket.socket]] = [[] for _ in range(relays)]
         #: Those of the admin listener.

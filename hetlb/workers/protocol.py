@@ -98,7 +98,7 @@ class Cancelled(RelayMessage, tag=6, frozen=True):
 
 
 class Made(RelayMessage, tag=7, frozen=True):
-    """An answer that can be asked for again was made."""
+    """An answer was created that clients may retrieve later."""
 
     response: str
     instance: str
@@ -248,7 +248,7 @@ class ViewMessage(RelayMessage, tag=39, frozen=True):
 
 
 class Learnt(RelayMessage, tag=40, frozen=True):
-    """Prompts of a model were so many bytes and tokens, as engines told other relays."""
+    """Bytes and tokens of a model's prompts, learnt by other relays."""
 
     model: str
     text_bytes: int

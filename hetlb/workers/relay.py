@@ -120,7 +120,7 @@ class Relay:
     # --- life ---
 
     async def run(self, listeners: Sequence[socket.socket]) -> None:
-        """Serve on `listeners`, which are bound, until told to stop."""
+        """Serve on bound `listeners` until stopped."""
         self._loop.add_signal_handler(signal.SIGTERM, self._stop.set)
         self._loop.add_reader(self._control.fileno(), self._on_control)
         whole = stat.S_ISREG(os.fstat(sys.stderr.fileno()).st_mode)
@@ -151,7 +151,7 @@ class Relay:
             await asyncio.sleep(0)
 
     def _on_control(self) -> None:
-        """Do what the supervisor says; without one, leave."""
+        """Handle supervisor messages; leave when the supervisor is gone."""
         try:
             while (received := self._control.receive()) is not None:
                 (kind, *rest), fds = received
@@ -177,7 +177,7 @@ class Relay:
     # --- the scheduler process ---
 
     async def _connect(self, scheduler: int, end: socket.socket) -> None:
-        """There is a scheduler process: tell it of what runs, then of what waits."""
+        """Connect to a scheduler process; send it live leases, then waiting requests."""
         if self._channel is not None:
             self._lost(self._channel)
         channel: RelayChannel[FromScheduler] = RelayChannel(
@@ -189,7 +189,7 @@ class Relay:
         self.driver.connected(channel)
 
     def _lost(self, channel: RelayChannel[FromScheduler]) -> None:
-        """A channel is closed: what came of it and was not sent is of no use any more."""
+        """Drop a closed channel."""
         if channel is not self._channel:
             return
         self._channel = None

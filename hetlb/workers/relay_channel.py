@@ -117,7 +117,7 @@ class RelayChannel(asyncio.Protocol, Generic[_In]):
             transport.abort()
 
     def close(self) -> None:
-        """Close this end after what was sent."""
+        """Flush, then close this end."""
         self.flush()
         if self._transport is not None:
             self._transport.close()

@@ -63,7 +63,7 @@ class Sender(Protocol):
 
 
 class RelayDriver(ExchangeDriver):
-    """A driver that asks the scheduler process over `sender`."""
+    """Driver whose scheduler is in another process, reached over `sender`."""
 
     def __init__(self, relay: int, limits: QueueLimits, setup: DriverSetup) -> None:
         super().__init__(setup)
@@ -108,7 +108,7 @@ class RelayDriver(ExchangeDriver):
         return live
 
     def connected(self, sender: Sender) -> None:
-        """A scheduler process knows of the live leases: send it what waits, the oldest first."""
+        """Send waiting requests, oldest first, to a scheduler process that has the live leases."""
         self._sender = sender
         self._incarnations.clear()
         for exchange in _queued(self.exchanges):
@@ -234,7 +234,7 @@ class RelayDriver(ExchangeDriver):
         self._send(CameBack(instance))
 
     def reconnected(self, instance: str, body: bytes) -> None:
-        """An engine that closed connections was asked what it serves now."""
+        """Record the models that a reconnected engine serves now."""
         self._read[instance] = {entry["id"] for entry in read_model_list(body)}
         self._send(ModelsRead(instance, body))
 
@@ -267,7 +267,7 @@ class RelayDriver(ExchangeDriver):
     # --- commands ---
 
     def dispatch(self, command: DispatchMessage) -> None:
-        """Send a request on its way, unless it ended meanwhile: the scheduler process has been told so."""
+        """Dispatch a request, unless it has ended and the message crossed its end."""
         exchange = self.exchanges.get(command.request)
         if exchange is None:
             return
@@ -303,7 +303,7 @@ class RelayDriver(ExchangeDriver):
         )
 
     def answer(self, command: Rejected | Refused | PassOnMessage | AbortMessage) -> None:
-        """End a request, or go on with it, as the scheduler process says; it may have ended meanwhile."""
+        """Apply the scheduler process's answer to a request, unless it has ended."""
         exchange = self.exchanges.get(command.request)
         if exchange is None:
             return

@@ -66,7 +66,7 @@ RESTORE_S: Final = 0.2
 
 
 class RelayLink:
-    """A relay's channel, and what it reported last. `life` is the number that its request ids begin with."""
+    """A relay's channel and last report. `life` is the prefix of its request ids."""
 
     def __init__(self, life: int, number: int) -> None:
         self.life = life
@@ -84,7 +84,7 @@ class RelayLink:
             self.channel.send(message)
 
     def answered(self, number: int, answer: str) -> None:
-        """Pass on an answer to whatever waits for it."""
+        """Resolve the question with this number."""
         asked = self.asked.pop(number, None)
         if asked is not None and not asked.done():
             asked.set_result(answer)
@@ -97,7 +97,7 @@ class RelayLink:
 
 
 class _OpenRequest:
-    """A request that has not ended: its relay, and its lease with the number that the relay knows it by."""
+    """An open request: its relay and its lease, with the lease number known to the relay."""
 
     __slots__ = ("lease", "lease_number", "link", "named", "request", "ticket")
 
@@ -122,7 +122,7 @@ class _OpenRequest:
             self.ticket.used(message.prompt_tokens, message.output_tokens, now)
 
     def settle(self, now: float) -> None:
-        """Settle the reservation: it has ended, and no engine has answered as far as is known here."""
+        """Settle the reservation of a request that ended without a known answer."""
         ticket, self.ticket = self.ticket, None
         if ticket is not None:
             ticket.ended(_prompt_tokens(self.request), 0, now)
@@ -226,7 +226,7 @@ class RelayHost(SchedulerDriver):
     # --- messages of relays ---
 
     def receive(self, link: RelayLink, messages: list[FromRelay]) -> None:
-        """Do what a batch of messages says."""
+        """Handle a batch of messages."""
         now = self.now()
         for message in messages:
             if isinstance(message, Arrival):
@@ -259,7 +259,7 @@ class RelayHost(SchedulerDriver):
         self._say_waiting()
 
     def _say_waiting(self) -> None:
-        """Let relays know whether requests wait, when that changes."""
+        """Broadcast a change of whether requests wait."""
         waiting = len(self.scheduler.queue) > 0
         if waiting != self._waiting:
             self._waiting = waiting
@@ -290,7 +290,7 @@ class RelayHost(SchedulerDriver):
             self._restored()
 
     def _restored(self) -> None:
-        """The live leases are booked: place what has arrived meanwhile."""
+        """Place the arrivals that waited for live leases to be booked."""
         self._awaited.clear()
         early, self._early = self._early, []
         for link, arrival in early:

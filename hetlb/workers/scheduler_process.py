@@ -164,7 +164,7 @@ class SchedulerProcess(FleetService):
             self._offer.open(self._listeners.main[0].getsockname()[:2])
 
     def _leave(self) -> None:
-        """Another process accepts now: the relays end what they have."""
+        """Leave to a process that accepts now; relays drain."""
         tell(logger, Event.HANDOVER, "another process accepts: what is open here ends")
         self._control.send("replaced")
         self._close_listeners()
@@ -189,7 +189,7 @@ class SchedulerProcess(FleetService):
         self.driver.close()
 
     def _on_control(self) -> None:
-        """Do what the supervisor says; without one, leave with the last relay."""
+        """Handle supervisor messages; without a supervisor, leave with the last relay."""
         try:
             while (received := self._control.receive()) is not None:
                 (kind, *rest), fds = received
@@ -288,7 +288,7 @@ class SchedulerProcess(FleetService):
     # --- what relays are asked ---
 
     async def _ask(self, link: RelayLink, timeout_s: float, message: RelayMessage, number: int) -> str:
-        """The answer of a relay, "" where it went well."""
+        """Ask a relay; returns an error, "" on success."""
         answer: asyncio.Future[str] = self._loop.create_future()
         link.asked[number] = answer
         link.send(message)
@@ -363,7 +363,7 @@ class SchedulerProcess(FleetService):
         self._save()
 
     def _configure(self, fleet: Fleet, access: Access) -> None:
-        """Relays have been told before the first request goes to a new instance."""
+        """Configure limits; relays already have the new fleet."""
         self.driver.limiters.configure(access.limits)
 
     async def _reload_by_signal(self) -> None:

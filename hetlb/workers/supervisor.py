@@ -86,7 +86,7 @@ class _Child:
         self.linked = 0
 
     def heard(self, now: float) -> None:
-        """It gave a sign of life, or gets another chance to."""
+        """Record a sign of life."""
         self.heard_at, self.waited_s = now, None
 
 
@@ -130,7 +130,7 @@ class Supervisor:
     # --- life ---
 
     def run(self) -> None:
-        """Serve until told to stop. Raises `HetlbError` where a process cannot begin."""
+        """Serve until stopped. Raises `HetlbError` if a process fails to start."""
         lines = _Stderr()
         lines.setFormatter(FORMATTERS[self._fleet.file.proxy.request_log_format]())
         logging.basicConfig(level=logging.INFO, handlers=[lines])
@@ -174,7 +174,7 @@ class Supervisor:
 
     @property
     def _ends(self) -> bool:
-        """True if a signal asked for the end."""
+        """True once SIGTERM or SIGINT arrived."""
         return signal.SIGTERM in self._signals or signal.SIGINT in self._signals
 
     @property
@@ -190,7 +190,7 @@ class Supervisor:
                 raise HetlbError(f"{child.name} did not begin within {_START_S:.0f} s")
 
     def _watch(self, now: float) -> None:
-        """One turn: start what is due, hear the children, bury the dead, kill what hangs."""
+        """Run one turn: start due children, read messages, reap, kill hung ones."""
         if now - self._looked_at > SILENT_S:  # this process stood still, and maybe the whole machine
             for child in self._children:
                 child.heard(now)
@@ -312,7 +312,7 @@ class Supervisor:
         return child.control is not None and child.control.send(*packet, fds=fds)
 
     def _hear(self, child: _Child) -> None:
-        """Take what a child says."""
+        """Handle a message of a child."""
         control = child.control
         try:
             while control is not None and (received := control.receive()) is not None:
@@ -400,7 +400,7 @@ class Supervisor:
                 self._bury(child, os.waitstatus_to_exitcode(status))
 
     def _bury(self, child: _Child, status: int) -> None:
-        """A child has ended: say so, and when another takes its place."""
+        """Log a child's end and schedule its successor."""
         now = time.monotonic()
         if child.control is not None:
             self._selector.unregister(child.control)
@@ -438,7 +438,7 @@ class Supervisor:
         self._listeners.close_admin()
 
     def _stop(self) -> None:
-        """Have balancers notice, let what is open end, then end all processes."""
+        """Fail readiness, drain, then end all processes."""
         signals = self._signals
         hurry = signal.SIGINT in signals or len(signals) > 1
         for child in () if self._replaced else self._children:

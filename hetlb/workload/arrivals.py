@@ -56,7 +56,7 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Waves:
-    """Traffic that comes for `on_s` seconds and pauses for `off_s`, in turn. A rate is that while on."""
+    """On-off traffic: `on_s` seconds on, `off_s` off. Rates apply while on."""
 
     on_s: float
     off_s: float

@@ -50,7 +50,7 @@ def shared_prompts(
     question: Lengths = QUESTION,
     answer: Lengths = ANSWER,
 ) -> list[Row]:
-    """Each request begins with one of `prompts` long prompts, drawn evenly; a question of its own follows."""
+    """Generate requests that begin with one of `prompts` shared prompts, drawn uniformly."""
     rows = []
     for _ in range(count):
         name = f"prompt-{rng.randrange(prompts)}={prefix_tokens}"

@@ -327,7 +327,7 @@ def _instance_figures(
     preemptions: Mapping[str, int],
     kv_peak: Mapping[str, float],
 ) -> list[dict[str, Any]]:
-    """One entry per instance; what was not counted is null."""
+    """Return one entry per instance; null for figures not counted."""
     by_name: dict[str, list[RequestResult]] = {}
     for record in done:
         by_name.setdefault(record.instance, []).append(record)
