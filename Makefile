@@ -7,7 +7,7 @@
 #   make check      formatting, lint, types
 #   make test-vllm  the tests against real vLLM on CPU (installs it into .venv-vllm, some minutes)
 #   make test-vllm-slow  the same of KV hand-overs between two servers, and of profiling without a network (more than an hour)
-#   make fuzz       ten fuzz targets for a minute each (cost per byte is one), ten thousand raw mutants on sockets
+#   make fuzz       fuzz targets for a minute each, one on each core (cost per byte is one), ten thousand raw mutants on sockets
 #   make properties  the property tests on examples that are new in every run (make test has the same in each)
 #   make soak       ten minutes of load with clients cut and faults injected; MINUTES=60 for longer
 #   make mutation   mutants of the core and of the framing gate: the share that the tests kill

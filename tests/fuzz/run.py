@@ -1,20 +1,21 @@
-"""`make fuzz`: every target for a minute, two at a time, then ten thousand raw mutants; 1 on a find.
+"""`make fuzz`: every target for a minute, one on each core, then ten thousand raw mutants; 1 on a find.
 
-Nine targets of S seconds on two cores and the mutants take about 4 S + 30 seconds; the target `cost` takes a
-minute at least, since it looks for what is slow. Finds lie under `.cache/fuzz/TARGET`.
+T targets of S seconds on C cores and the mutants take about S T / C + 30 seconds; the target `cost` takes a
+minute at least, since it looks for what is slow, and begins first. Finds lie under `.cache/fuzz/TARGET`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 #: Each has a folder of inputs.
 TARGETS = sorted(path.name for path in (HERE / "corpus").iterdir())
-AT_ONCE = 2
+AT_ONCE = max(2, os.cpu_count() or 1)
 #: Seconds that a target takes at least.
 LEAST_S = {"cost": 60}
 
@@ -47,7 +48,7 @@ async def everything(seconds: int, mutants: int, least: dict[str, int]) -> bool:
             command(
                 name, "run_target.py", name, "--seconds", str(max(seconds, least.get(name, 0))), room=room
             )
-            for name in TARGETS
+            for name in sorted(TARGETS, key=lambda name: -least.get(name, 0))
         )
     )
     return all([*found, await command("mutants", "mutants.py", "--count", str(mutants), room=room)])

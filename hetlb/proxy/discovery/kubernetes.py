@@ -36,6 +36,8 @@ _AGAIN_S: Final = 0.2
 _PAGE: Final = 500
 #: A longer line is no object.
 _MOST_BYTES: Final = 16 << 20
+#: A page of a list has no more bytes than this.
+_MOST_PAGE_BYTES: Final = 64 << 20
 
 
 class Metadata(msgspec.Struct, rename="camel"):
@@ -272,7 +274,7 @@ class Watch:
         while True:
             query = {**self._query, "limit": str(_PAGE), **({"continue": page} if page else {})}
             async with session.get(self._url(query), headers=self._api.headers()) as reply:
-                body = await reply.read()
+                body = await self._body(reply)
                 if reply.status == 410 and page:  # the pages are too old: from the beginning
                     items, page = {}, ""
                     continue
@@ -302,15 +304,28 @@ class Watch:
                 raise ExpiredError
             if reply.status != 200:
                 raise SourceFailedError(
-                    f"{self._path} answers {reply.status}: {_message(await reply.read())}"
+                    f"{self._path} answers {reply.status}: {_message(await self._body(reply))}"
                 )
-            rest = b""
+            rest = bytearray()
             async for piece in reply.content.iter_any():
-                *lines, rest = (rest + piece).split(b"\n")
+                ended, newline, begun = piece.rpartition(b"\n")
+                lines = bytes(rest + ended).split(b"\n") if newline else []
+                if newline:
+                    rest.clear()
+                rest += begun
                 if len(rest) > _MOST_BYTES:
                     raise SourceFailedError(f"{self._path}: a line has more than {_MOST_BYTES} bytes")
                 if whole := [line for line in lines if line.strip()]:
                     yield whole
+
+    async def _body(self, reply: aiohttp.ClientResponse) -> bytes:
+        """A whole answer. Raises `SourceFailedError` where it is too long."""
+        body = bytearray()
+        async for piece in reply.content.iter_any():
+            body += piece
+            if len(body) > _MOST_PAGE_BYTES:
+                raise SourceFailedError(f"{self._path}: an answer has more than {_MOST_PAGE_BYTES} bytes")
+        return bytes(body)
 
     def _take(self, event: WatchEvent) -> None:
         """One change. Raises `ExpiredError`."""

@@ -18,6 +18,7 @@ from proxy.upstreams import plain
 from hetlb.config.discovery import parse_selector, select_profile
 from hetlb.errors import ConfigError
 from hetlb.proxy.discovery import files
+from hetlb.proxy.discovery.source import Found
 
 PROFILE: dict[str, Any] = {
     "version": 1,
@@ -101,6 +102,28 @@ async def test_a_name_belongs_to_the_first_that_gives_it(
 
 
 # --- DNS ---
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "169.254.169.254",
+        "0.0.0.0",
+        "224.0.0.1",
+        "[::ffff:169.254.169.254]",
+        "[64:ff9b::a9fe:a9fe]",
+        "[fe80::1]",
+    ],
+)
+async def test_no_source_gives_a_special_address(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, host: str
+) -> None:
+    """hetlb would send it the engines' key."""
+    async with Engine() as one, serving(tmp_path, document(one)) as running:
+        found = [Found("odd", f"http://{host}:80", "m"), Found("good", "http://127.0.0.1:1", "m")]
+        running.service.roster.members.found("dns x.example", found)
+        assert running.names == ["i0", "good"]
+        assert len(said(caplog.records, "expected the address of a server")) == 1
 
 
 async def test_a_name_that_vanishes_takes_its_instances_along_and_silence_does_not(
