@@ -51,7 +51,7 @@ def from_log(args: argparse.Namespace, path: Path) -> int:
     holds = (
         f"holds up to {tested.sequences} sequences at once, {tested.times:g} times the log's rate"
         if tested.times
-        else "holds for the log's own load at most: its halves say different times"
+        else "holds at the log's own load alone: mixed steps of another form fit it as well"
     )
     parts = ", ".join(found.described())
     note = f"{start.name} corrected by {len(log.requests)} requests: {parts}; {holds}; {test}"

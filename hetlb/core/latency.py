@@ -544,6 +544,15 @@ class LatencyModel(PickleByFields):
         """Seconds that prompt tokens add to a pass, by k1..k3."""
         return self.k1 * tokens + self.k2 * prompts + self.k3 * longest
 
+    @property
+    def mixed_term(self) -> MixedTerm:
+        """The mixed term, or the rule of `mixed_step_s` for a profile without mixed steps, as a term."""
+        if self.mixed is not None:
+            return self.mixed
+        factor = MIXED_DECODE_ATTENTION_FACTOR
+        sequence_s = self.k6 if self.better_prefill is None else 0.0
+        return MixedTerm(max(0.0, sequence_s), 0.0, max(0.0, factor * self.k5), max(0.0, factor * self.k7))
+
     def iteration_s(
         self,
         prefill_tokens: float,
@@ -689,9 +698,6 @@ def corrected(
     request_s: float = 0.0,
 ) -> LatencyModel:
     """The model with factors on its parts, and seconds more of the host per iteration and request."""
-    term = k.mixed or MixedTerm(
-        k.k6, 0.0, MIXED_DECODE_ATTENTION_FACTOR * k.k5, MIXED_DECODE_ATTENTION_FACTOR * k.k7
-    )
     host_s += k.host_s
     better, table = k.better_prefill, k.better_decode
     if table is not None:
@@ -712,7 +718,7 @@ def corrected(
         k8=k.k8 * decode,
         better_prefill=None if better is None else better.scaled(prefill),
         better_decode=table,
-        mixed=k.mixed if mixed == 1.0 else term.scaled(mixed),
+        mixed=k.mixed if mixed == 1.0 else k.mixed_term.scaled(mixed),
         host_s=max(0.0, host_s),
         request_s=max(0.0, k.request_s + request_s),
         split_kv=None if k.split_kv is None else k.split_kv.scaled(decode),

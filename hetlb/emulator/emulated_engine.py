@@ -87,6 +87,7 @@ class EmulatedEngine:
         self.kv: KvExchange | None = None
         self._kv_cache_tokens = limits.kv_cache_tokens
         self._time_scale = time_scale
+        self._tokens_per_step = profile.engine.tokens_per_step or 1.0
         self._keep_alive_s = keep_alive_s
         self._server: asyncio.Server | None = None
         self._listener: EmulatorListener | None = None
@@ -132,7 +133,9 @@ class EmulatedEngine:
         """Accept requests. Raises `OSError` where the address cannot be bound."""
         assert self._server is None, "expected an engine that was not started"
         loop = asyncio.get_running_loop()
-        engines = EngineGroup([RealTimeEngine(model, loop, self._time_scale) for model in self.models])
+        engines = EngineGroup(
+            [RealTimeEngine(each, loop, self._time_scale, self._tokens_per_step) for each in self.models]
+        )
         reader = Reader(self.served_model_names, self.max_model_len, self._cached_block_size)
         if self._kv_settings is not None:
             self.kv = KvExchange(

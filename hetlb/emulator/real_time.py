@@ -81,10 +81,19 @@ class RealTimeEngine:
         "model",
         "on_fetch",
         "prompt_tokens",
+        "tokens_per_step",
     )
 
-    def __init__(self, model: EngineModel, loop: asyncio.AbstractEventLoop, time_scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        model: EngineModel,
+        loop: asyncio.AbstractEventLoop,
+        time_scale: float = 1.0,
+        tokens_per_step: float = 1.0,
+    ) -> None:
         self.model = model
+        #: Tokens of a decode step with speculative decoding; the model's steps are of one token all the same.
+        self.tokens_per_step = tokens_per_step
         #: Unix time, seconds.
         self.began_at = time.time()
         #: Prompt tokens whose prefill has ended, each prompt once.

@@ -37,6 +37,19 @@ _PREFIX_CACHE: tuple[tuple[str, str, _Of], ...] = (
         lambda it: it.model.kv.hit_tokens,
     ),
 )
+#: With speculative decoding. A draft is one decode step: a token of its own, and those accepted.
+_DRAFTS: tuple[tuple[str, str, _Of], ...] = (
+    ("spec_decode_num_drafts", "Number of spec decoding drafts.", lambda it: _drafts(it)),
+    (
+        "spec_decode_num_accepted_tokens",
+        "Number of accepted tokens.",
+        lambda it: it.model.generated_tokens - _drafts(it),
+    ),
+)
+
+
+def _drafts(engine: RealTimeEngine) -> int:
+    return int(engine.model.generated_tokens / engine.tokens_per_step)
 
 
 def render(
@@ -60,7 +73,8 @@ def _families(engines: _Engines, kv_cache_tokens: int, kv: KvExchange | None) ->
     ]
     yield gauge("vllm:num_requests_waiting_by_reason", "Number of waiting requests by reason.", waiting)
     caches = isinstance(engines[0][1].model.kv, SharedKvBlocks)
-    for name, text, of in (*_COUNTERS, *(_PREFIX_CACHE if caches else ())):
+    drafts = engines[0][1].tokens_per_step > 1.0
+    for name, text, of in (*_COUNTERS, *(_PREFIX_CACHE if caches else ()), *(_DRAFTS if drafts else ())):
         yield counter(f"vllm:{name}", text, [(labels, of(runner)) for labels, runner in engines])
     ended = [
         (labels | {"finished_reason": reason}, count)

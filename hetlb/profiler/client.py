@@ -9,6 +9,7 @@ line, a server that goes away or breaks its word is a `ServerFailed`.
 from __future__ import annotations
 
 import asyncio
+import io
 import random
 import time
 from collections.abc import Sequence
@@ -210,7 +211,7 @@ class EngineClient:
         try:
             response = await self._session.post(
                 f"{self._url}/v1/completions",
-                data=body,
+                data=io.BytesIO(body),  # aiohttp warns of large bodies as bytes
                 headers={"content-type": "application/json"},
                 timeout=timeout,
             )

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, quantiles
 from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares
+from scipy.optimize import least_squares, minimize_scalar
 
-from hetlb.core.latency import LatencyModel, corrected
+from hetlb.core.latency import LatencyModel, MixedTerm, corrected
 from hetlb.errors import TraceError
 from hetlb.sim.against_logs import Log, LoggedRequest
 from hetlb.sim.engine_limits import EngineLimits
@@ -45,6 +45,8 @@ _LEAST_GAIN = 0.003
 _IN_ORDER, _ALIKE = 12, 4
 #: Steps of the search are shares of its variables, so these are kept off 0.
 _SHIFT = 5.0
+#: Residual from which the distance grows in proportion instead of with the square.
+_CORNER = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +277,8 @@ def fit_corrections(
 ) -> FittedCorrections:
     """The corrections with which the replay is nearest to the log; near none where it does not decide.
 
-    All requests are replayed; `chosen` ones are compared.
+    All requests are replayed; `chosen` ones are compared. The search starts from the part that explains most
+    alone: parts that are nearly alike, such as decode steps and the host, are mistaken for each other else.
     """
     part = requests[:_FITTED]
     groups = _groups(part, None if chosen is None else np.array(chosen[: len(part)]))
@@ -300,14 +303,37 @@ def fit_corrections(
 
     best = least_squares(
         residuals,
-        np.full(len(_SPREADS), _SHIFT),
+        _single_part(residuals),
         bounds=(0.0, 2.0 * _SHIFT),
-        diff_step=0.05,
+        jac="3-point",
+        diff_step=0.1,
+        xtol=1e-3,
+        ftol=1e-4,
         max_nfev=12,
         loss="soft_l1",
-        f_scale=0.1,
+        f_scale=_CORNER,
     )
     return replace(corrections(best.x), errors=_standard_errors(best, len(_SPREADS)))
+
+
+def _single_part(residuals: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """The variables with the one part changed that brings the log nearest; all `_SHIFT` where none does."""
+
+    def distance(variables: np.ndarray[Any, Any]) -> float:
+        return float(np.sum(np.sqrt(1.0 + (residuals(variables) / _CORNER) ** 2) - 1.0))
+
+    none = np.full(len(_SPREADS), _SHIFT)
+    best, least = none, distance(none)
+    for part in np.eye(len(_SPREADS)):
+        found = minimize_scalar(
+            lambda value, part=part: distance(none + (value - _SHIFT) * part),
+            bounds=(0.0, 2.0 * _SHIFT),
+            method="bounded",
+            options={"xatol": 0.05, "maxiter": 12},
+        )
+        if found.fun < least:
+            best, least = none + (found.x - _SHIFT) * part, found.fun
+    return best
 
 
 def _standard_errors(best: Any, count: int) -> tuple[float, float, float, float, float]:
@@ -345,7 +371,8 @@ class Reach:
 
     `before` and `after` are the errors of the mean that is furthest off, of the busier half of the requests,
     as the profile has them and corrected by the quieter half. `sequences` run at once, for 95 % of the time
-    at most, at the largest `times` the log's rate at which both corrections say the same E2E.
+    at most, at the largest `times` the log's rate at which mixed steps of other forms, corrected by the same
+    log, give the same TTFT, TPOT and E2E.
     """
 
     metric: str
@@ -360,10 +387,12 @@ class Reach:
         return abs(self.after) > max(abs(self.before), RIGHT) + _HARM
 
 
-#: By how much a correction may be worse at another load; and differ between halves of a log where it holds.
+#: By how much a correction may be worse at another load; and by how much forms may differ where it holds.
 _HARM, _AGREE = 0.01, 0.03
 #: Loads that are tried, as multiples of the log's rate.
-_TIMES = (1.0, 1.25, 1.5, 2.0)
+_TIMES = (1.0, 1.25, 1.5, 1.75, 2.0)
+#: Prompt tokens of a mixed step at which all forms of it take the same time.
+_PART = 512.0
 
 
 def reach(
@@ -374,8 +403,9 @@ def reach(
 ) -> Reach:
     """Test a correction at another load, and find that up to which it holds.
 
-    The quieter half of a log is corrected alone. It must not make the busier half worse; and where it says
-    other times than the whole log's correction does, neither is known.
+    The quieter half of a log is corrected alone, and must not make the busier half worse. A log at one load
+    shows how long mixed steps take there, not what that grows with: where corrected models in which it grows
+    with decodes alone, or with pairs of decodes and prompt tokens, give other times, none is known.
     """
     part = requests[:_FITTED]
     before = replay(part, engine, hash_block_tokens).requests
@@ -384,24 +414,39 @@ def reach(
     if sum(quiet) < _LEAST_OF_A_LOAD:  # all alike: by time, then
         quiet = [index < len(part) // 2 for index in range(len(part))]
     lower = fit_corrections(part, engine, hash_block_tokens, quiet)
-    models = [replace(engine, latency=each.applied(engine.latency)) for each in (lower, found)]
-    after = replay(part, models[0], hash_block_tokens).requests
+    after = replay(part, replace(engine, latency=lower.applied(engine.latency)), hash_block_tokens).requests
     busy = [index for index, each in enumerate(quiet) if not each]
     asked = [part[index] for index in busy]
     old, new = (errors(asked, [said[index] for index in busy]) for said in (before, after))
-    metric, off = max(
-        ((name, new[name].error) for name in ("ttft", "tpot", "e2e") if name in new),
-        key=lambda each: abs(each[1]),
-    )
+    metric, off = _worst(new)
+    models = [replace(engine, latency=found.applied(engine.latency))]
+    for form in _other_forms(engine.latency, part):
+        other = fit_corrections(part, replace(engine, latency=form), hash_block_tokens)
+        models.append(replace(engine, latency=other.applied(form)))
     times, sequences = 0.0, 0
     for factor in _TIMES:
         faster = [replace(each, arrival_s=each.arrival_s / factor) for each in part]
         runs = [replay(faster, model, hash_block_tokens) for model in models]
-        means = [fmean(each.e2e_s for each in run.requests) for run in runs]
-        if abs(means[0] / means[1] - 1.0) > _AGREE:
+        means = [_means(part, run.requests) for run in runs]
+        if any(max(each) > (1.0 + _AGREE) * min(each) for each in zip(*means, strict=True)):
             break
-        times, sequences = factor, usual_batches(runs[1])[1]
+        times, sequences = factor, usual_batches(runs[0])[1]
     return Reach(metric, old[metric].error, off, times, sequences)
+
+
+def _other_forms(k: LatencyModel, requests: Sequence[LoggedRequest]) -> list[LatencyModel]:
+    """The model with mixed steps that grow with decodes, or with pairs of these and prompt tokens."""
+    context = fmean(each.input_tokens + each.output_tokens / 2.0 for each in requests)
+    seconds = k.mixed_term.seconds(_PART, 1.0, context)
+    terms = (MixedTerm(seconds, 0.0, 0.0, 0.0), MixedTerm(0.0, seconds / _PART, 0.0, 0.0))
+    return [replace(k, mixed=term) for term in terms]
+
+
+def _means(requests: Sequence[LoggedRequest], said: Sequence[ReplayedRequest]) -> tuple[float, float, float]:
+    """TTFT, TPOT and E2E of a replay."""
+    tokens = sum(max(0, each.output_tokens - 1) for each in requests)
+    ttft_s, e2e_s = fmean(each.ttft_s for each in said), fmean(each.e2e_s for each in said)
+    return ttft_s, (e2e_s - ttft_s) * len(said) / max(1, tokens), e2e_s
 
 
 # --- the comparison ---------------------------------------------------------------------------------------

@@ -17,13 +17,14 @@ from aiohttp import web
 from hetlb.cli import profile_live
 from hetlb.cli.main import build_parser, main
 from hetlb.config.profile_file import load_profile
+from hetlb.core.types import Capacity
 from hetlb.emulator import EmulatedEngine
 from hetlb.errors import HetlbError, InputError, ProfileError
-from hetlb.profiler.client import EngineClient, ServerFailed, TokenTimes, distinct_prompts
+from hetlb.profiler.client import Answer, EngineClient, ServerFailed, TokenTimes, distinct_prompts
 from hetlb.profiler.fit import Phase
-from hetlb.profiler.grid import Size
+from hetlb.profiler.grid import DEFAULT_GRID, Size, clip
 from hetlb.profiler.journal import Identity, Journal, Sample
-from hetlb.profiler.sweep import BusyError, Sweep
+from hetlb.profiler.sweep import BusyError, Sweep, learn_max_num_seqs
 
 Start = Callable[..., Awaitable[EmulatedEngine]]
 #: Time scale of engines whose whole grid is measured: a decode takes a tenth of a second, so that a client
@@ -64,6 +65,68 @@ async def test_a_live_server_becomes_a_profile(
     assert len(made.grid.decode) == 9
     assert sorted(os.listdir(tmp_path)) == ["grid.yaml", "p.yaml"]
     assert (engine.running, engine.waiting) == (0, 0)
+
+
+async def test_tokens_of_a_step_are_learnt_from_the_engine_with_speculative_decoding(
+    start: Start, flags: list[str], tmp_path: Path
+) -> None:
+    engine = await start(time_scale=MEASURED, tokens_per_step=2.5)
+    assert await profile("--url", engine.url, *flags) == 0
+    made = load_profile(tmp_path / "p.yaml")
+    assert made.engine.tokens_per_step == pytest.approx(2.5, rel=0.01)
+    assert made.grid is not None
+    # Points are of steps, whose tokens come 2.5 times as fast.
+    least_s = 0.7 * MEASURED * 2.5 * engine.models[0].latency.step_s(1, 64)
+    assert min(seconds for _, _, seconds in made.grid.decode) > least_s
+    assert any(line.startswith("engine.tokens_per_step: 2.5") for line in made.assumed)
+
+
+async def test_the_time_before_the_engine_has_a_request_is_fitted(
+    start: Start, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, send = await start(time_scale=MEASURED), EngineClient.send
+
+    async def send_late(self: EngineClient, prompts: list[list[int]], max_tokens: int) -> Answer:
+        await asyncio.sleep(0.05)
+        return await send(self, prompts, max_tokens)
+
+    monkeypatch.setattr(EngineClient, "send", send_late)
+    assert await profile("--url", engine.url, *flags) == 0
+    host = load_profile(tmp_path / "p.yaml").host
+    assert host is not None
+    assert host.request_s > 0.045
+
+
+async def test_mixed_steps_are_measured_in_the_corners_of_a_large_engine(
+    start: Start, tmp_path: Path
+) -> None:
+    limits = {"kv_cache_tokens": 500_000, "max_num_seqs": 300, "max_num_batched_tokens": 8192}
+    engine = await start(time_scale=0.05, max_model_len=40_000, **limits)
+    async with EngineClient(engine.url) as client:
+        facts = await client.facts(None)
+        seqs = await learn_max_num_seqs(client, facts, random.Random(1))
+        capacity = facts.capacity.updated(Capacity(max_num_seqs=seqs, max_num_batched_tokens=8192))
+        corners = [size for size in clip(DEFAULT_GRID, capacity) if size.phase is Phase.MIXED]
+        corners = [size for size in corners if size.tokens > 60_000 or size.length > 30_000]
+        assert corners == [
+            Size(Phase.MIXED, 1, 32768, 700),
+            Size(Phase.MIXED, 256, 1024, 700),
+            Size(Phase.MIXED, 299, 256, 300),
+        ]
+        plain = [Size(Phase.PREFILL, 4, 512), Size(Phase.DECODE, 256, 1024)]
+        with Journal(tmp_path / "samples", Identity("tiny", None, None, None, None)) as journal:
+            sizes = [*plain, *corners]
+            sweep = Sweep(client, facts, sizes, journal, budget_s=200, repeats=1, rng=random.Random(0))
+            measured = await sweep.run()
+    assert measured.given_up == ()
+    points = {Size(p.phase, p.batch, p.length, p.prefill_tokens): p.seconds for p in measured.points}
+    assert set(points) == {*plain, *corners}
+    latency = engine.models[0].latency
+    for size in corners:  # no step is shorter than the engine's own
+        own_s = latency.mixed_step_s(
+            size.prefill_tokens, 1, size.prefill_tokens, size.batch, size.batch * size.length
+        )
+        assert points[size] > 0.9 * 0.05 * own_s
 
 
 async def test_an_interrupted_sweep_goes_on(

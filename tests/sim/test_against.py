@@ -148,6 +148,48 @@ def test_a_correction_that_makes_another_load_worse_is_refused() -> None:
     assert reach(slowed, ENGINE, Corrections()).harms
 
 
+def test_a_correction_holds_up_to_the_load_at_which_another_form_says_the_same() -> None:
+    server = replace(ENGINE, latency=replace(TRUE, mixed=MixedTerm(0.0, 2.5e-7, 0.0, 0.0)))
+    told = log_of(server, asked(3.0)).requests
+    found = fit_corrections(told, ENGINE)
+    tested = reach(told, ENGINE, found)
+    assert 1.0 <= tested.times < 2.0
+    fixed = replace(ENGINE, latency=found.applied(TRUE))
+
+    def off(factor: float) -> float:
+        faster = [replace(each, arrival_s=each.arrival_s / factor) for each in told]
+        seen = errors(log_of(server, faster).requests, replay(faster, fixed).requests)
+        return max(abs(seen[name].error) for name in ("ttft", "tpot", "e2e"))
+
+    assert off(tested.times) < 0.05 < off(3.0)
+
+
+WORDS = {"prefill": "prefill passes", "mixed": "mixed steps", "decode": "decode steps", "host": "iterations"}
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong"),
+    [
+        ("prefill", Corrections(prefill=0.6)),
+        ("mixed", Corrections(mixed=0.2)),
+        ("decode", Corrections(decode=1.3)),
+        ("host", Corrections(host_s=0.006)),
+    ],
+)
+def test_a_planted_wrong_term_is_named_with_how_sure_that_is(part: str, wrong: Corrections) -> None:
+    found = compare(LOG, {"": replace(ENGINE, latency=wrong.applied(TRUE))})
+    assert found.verdict.startswith(("off by", "right within 3 %, except"))
+    assert found.verdict.endswith(WORDS[part])
+    phrase = next(each for each in found.corrections.described() if each.startswith(part))
+    assert "may be none" not in phrase
+    planted, seen = getattr(wrong, part if part != "host" else "host_s"), found.corrections
+    back = {"prefill": seen.prefill, "mixed": seen.mixed, "decode": seen.decode}
+    if part == "host":
+        assert seen.host_s == pytest.approx(-planted, abs=1.5e-3)
+    else:
+        assert back[part] == pytest.approx(1.0 / planted, rel=0.2)
+
+
 def test_each_part_is_told_with_how_sure_the_log_makes_it() -> None:
     assert TRUE.better_decode is not None
     slower = replace(TRUE, better_decode=TRUE.better_decode.scaled(0.8))

@@ -19,7 +19,6 @@ import msgspec
 
 from hetlb.config.profile_file import Hardware, ModelInfo, Profile, ProfileSource, with_latency
 from hetlb.core.latency import (
-    MIXED_DECODE_ATTENTION_FACTOR,
     DecodeTable,
     LatencyModel,
     MixedTerm,
@@ -147,7 +146,7 @@ def _mixed(turn: _Round, latencies: Sequence[LatencyModel]) -> MixedTerm | None:
     """
     if all(each.mixed is None for each in latencies):
         return None
-    known = [each.mixed or _assumed(each) for each in latencies]
+    known = [each.mixed_term for each in latencies]
 
     def values(key: str) -> list[float]:
         return [getattr(each, key) for each in known]
@@ -159,13 +158,6 @@ def _mixed(turn: _Round, latencies: Sequence[LatencyModel]) -> MixedTerm | None:
         token_s=turn.part(values("token_s")),
         context_s=turn.of(values("context_s")),
     )
-
-
-def _assumed(latency: LatencyModel) -> MixedTerm:
-    """The rule of `LatencyModel.mixed_step_s` for a profile without mixed steps, as a term."""
-    factor = MIXED_DECODE_ATTENTION_FACTOR
-    sequence_s = latency.k6 if latency.better_prefill is None else 0.0
-    return MixedTerm(max(0.0, sequence_s), 0.0, max(0.0, factor * latency.k5), max(0.0, factor * latency.k7))
 
 
 def _split_kv(turn: _Round, terms: Sequence[SplitKv | None]) -> SplitKv | None:
