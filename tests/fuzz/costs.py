@@ -33,7 +33,7 @@ from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import GateError
 from hetlb.proxy.kv_events import read_batch
 from hetlb.proxy.model_names import ModelNames
-from hetlb.stage import messages
+from hetlb.stage import stage_messages
 from hetlb.websocket import accept_of
 
 #: Reads of a socket are as large as this at most.
@@ -188,8 +188,8 @@ def stage(data: bytes) -> None:
     at = 0
     while at + 4 <= len(data):
         end = at + 4 + int.from_bytes(data[at : at + 4], "big")
-        with contextlib.suppress(messages.ProtocolError):
-            messages.decode(data[at + 4 : end])
+        with contextlib.suppress(stage_messages.StageProtocolError):
+            stage_messages.decode(data[at + 4 : end])
         at = end
 
 

@@ -49,7 +49,7 @@ from hetlb.proxy.kv_events import PART_BLOCKS, read_batch
 from hetlb.proxy.lease_wire import from_wire
 from hetlb.proxy.sharing import Sharing
 from hetlb.proxy.takeover import read_packet
-from hetlb.stage import messages as stage_messages
+from hetlb.stage import stage_messages
 from hetlb.stage.runner import run_apart
 
 CORPUS = Path(__file__).parent / "corpus"
