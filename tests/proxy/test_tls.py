@@ -317,7 +317,10 @@ async def test_a_registered_engine_behind_tls_is_verified_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     authority = Authority(tmp_path)
-    monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))  # the system's authorities, for this test
+    # The system's authorities, for this test.
+    monkeypatch.setattr(
+        ssl.SSLContext, "load_default_certs", lambda self, *_: self.load_verify_locations(authority.file)
+    )
 
     async with Engine() as one, Engine(tls=authority.server("localhost")) as two:
         port = two.url.rpartition(":")[2]
