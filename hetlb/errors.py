@@ -5,11 +5,7 @@
     │   ├── ConfigError       a fleet or cluster file
     │   ├── ProfileError      a latency profile
     │   └── TraceError        a request trace or an event log
-    ├── PlanError             a plan that cannot be made
-    └── UpstreamError         an engine that did not do its part
-        ├── ConnectFailed     no connection: nothing was sent
-        ├── NoResponse        sent, and no (usable) reply came
-        └── BrokenStream      a reply began and did not end properly
+    └── PlanError             a plan that cannot be made
 
 A request that hetlb itself turns down raises nothing: the scheduler returns a `Reject` command
 (`hetlb.core.types`) and the proxy has one table from its reason to the HTTP reply
@@ -70,22 +66,6 @@ class TraceError(InputError):
 
 class PlanError(HetlbError):
     """No plan satisfies the constraints, or a plan failed its check."""
-
-
-class UpstreamError(HetlbError):
-    """An engine did not do its part. The text is for the log, never for the client."""
-
-
-class ConnectFailed(UpstreamError):
-    """No connection was made: the request was provably not sent."""
-
-
-class NoResponse(UpstreamError):
-    """The request was sent and no usable response head came back."""
-
-
-class BrokenStream(UpstreamError):
-    """A response began and broke off or was malformed."""
 
 
 def connect_reason(error: OSError) -> str:

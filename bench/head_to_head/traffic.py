@@ -9,16 +9,21 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from fleets import HERE
 from peers import MODEL
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+from generated_traffic import Lengths, shared_prompts
+
 from hetlb.loadtest.bodies import COMPLETIONS, MadePrompts, Prompt
 from hetlb.loadtest.runs import LoadSpec
 from hetlb.workload.arrivals import PlannedRequest, Waves
-from hetlb.workload.generate import Lengths, shared_prompts
 from hetlb.workload.schedules import Load
 from hetlb.workload.traces import Row, read_trace
 

@@ -10,15 +10,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from fleet import MODEL, fleet, load, rows
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from shared_simulation import SharedSimulation
+
 from hetlb.build import compiled
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.shared import SharedSimulation
 
 FIGURES = (
     "request_throughput", "output_throughput", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "p99_e2el_ms",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,6 +18,10 @@ from typing import Any
 
 from cases import FLEETS, L8, LONGEST_TOKENS, MODEL, Kind, Lab
 from measure import without
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+import generated_traffic as generate
+from generated_traffic import AgentTree, Lengths
 
 from hetlb.config.fleet import load_fleet
 from hetlb.core.admission import QueueLimits
@@ -29,10 +34,8 @@ from hetlb.sim.alone import run_alone
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.workload import generate
 from hetlb.workload.arrivals import PlannedRequest, Waves, make_plan
 from hetlb.workload.content import contents_of
-from hetlb.workload.generate import AgentTree, Lengths
 from hetlb.workload.records import percentile
 from hetlb.workload.traces import Row, read_trace
 

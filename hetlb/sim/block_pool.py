@@ -65,11 +65,6 @@ class BlockPool:
         assert used >= 0, f"expected at most {self.used_blocks} blocks back, got {tokens} tokens"
         self.used_blocks = used
 
-    def give_back(self, blocks: int) -> None:
-        """Give back blocks, as their holders have counted them."""
-        assert 0 <= blocks <= self.used_blocks, f"expected 0 to {self.used_blocks} blocks, got {blocks}"
-        self.used_blocks -= blocks
-
     def _take(self, blocks: int) -> bool:
         assert blocks >= 0, f"expected a number of blocks, got {blocks}"
         used = self.used_blocks + blocks

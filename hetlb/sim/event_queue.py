@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
-from typing import Any
+import math
+from heapq import heappop, heappush
+from typing import Any, TypeAlias
+
+#: Time (s), kind, number of creation, payload.
+Event: TypeAlias = tuple[float, int, int, Any]
 
 
 class EventQueue:
@@ -13,18 +17,19 @@ class EventQueue:
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
-        self._events: list[tuple[float, int, int, Any]] = []
+        self._events: list[Event] = []
         self._pushed = 0
-
-    def __len__(self) -> int:
-        return len(self._events)
 
     def push(self, at_s: float, kind: int, payload: object) -> None:
         """Add an event."""
         self._pushed += 1
-        heapq.heappush(self._events, (at_s, kind, self._pushed, payload))
+        heappush(self._events, (at_s, kind, self._pushed, payload))
 
-    def pop(self) -> tuple[int, Any]:
-        """Take the next event: its kind and payload."""
-        self.now, kind, _, payload = heapq.heappop(self._events)
-        return kind, payload
+    def pop(self, before_s: float = math.inf) -> Event | None:
+        """Take the next event, if there is one before `before_s`."""
+        events = self._events
+        if not events or events[0][0] >= before_s:
+            return None
+        event = heappop(events)
+        self.now = event[0]
+        return event

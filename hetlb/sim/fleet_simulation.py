@@ -154,8 +154,8 @@ class FleetSimulation:
             BEGIN: self._on_begin,
             LOOK: self._on_look,
         }
-        while self._open and len(self._events):
-            kind, payload = self._events.pop()
+        while self._open and (event := self._events.pop()) is not None:
+            _, kind, _, payload = event
             handlers[kind](payload)
         assert self._open == 0, f"{self._open} requests never ended"
         for scheduler in (self.scheduler, *self._replaced):
@@ -236,7 +236,7 @@ class FleetSimulation:
         return (self.scheduler, *self._replaced)
 
     def _on_shared(self, payload: Any) -> None:
-        """Never called: there is one scheduler (see `sim.shared`)."""
+        """Never called: there is one scheduler (see `tests/shared_simulation.py`)."""
         raise AssertionError(f"expected one scheduler, got news {payload!r}")
 
     def _on_restart(self, _: None) -> None:

@@ -68,10 +68,6 @@ class IterationRun:
         """Seconds of the whole stretch."""
         return self.elapsed_s(self.steps)
 
-    def boundaries_s(self, start_s: float) -> list[float]:
-        """Return the time of every step's end, for a stretch that began at `start_s`."""
-        return [start_s + self.elapsed_s(step) for step in range(1, self.steps + 1)]
-
     def steps_until(self, elapsed_s: float) -> int:
         """Return the first step, counted from 1, that ends at `elapsed_s` or later; else the last one."""
         first, increment = self.first_s, self.increment_s

@@ -7,7 +7,6 @@ transferred, at least its last token. One with `held` keeps its blocks when it h
 
 from __future__ import annotations
 
-from hetlb.sim.block_pool import blocks_for
 from hetlb.sim.engine_sequence import EngineSequence, SequenceState
 
 
@@ -46,7 +45,3 @@ class KvFetches:
         self.ready.pop(sequence, None)
         if sequence in self._begun:
             self._begun.remove(sequence)
-
-    def held_blocks(self, block_size: int) -> int:
-        """Return the blocks of finished sequences that other engines have not fetched yet."""
-        return sum(blocks_for(tokens, block_size) for tokens in self.held.values())

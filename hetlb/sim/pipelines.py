@@ -32,6 +32,7 @@ from hetlb.core.paths.ledger import PathDispatch, PathLease
 from hetlb.core.paths.scheduler import PathCommand, PathScheduler
 from hetlb.core.paths.stages import SINK, SOURCE, Edge, StageNetwork, StageSpec
 from hetlb.core.types import Outcome, Reject, Request
+from hetlb.sim.event_queue import EventQueue
 
 if TYPE_CHECKING:
     Floats: TypeAlias = array[float]
@@ -316,8 +317,8 @@ class PipelineSimulation:
         self._nics_in = {stage.name: _Nic(stage.nic_in_bytes_per_s) for stage in network.stages}
         self._nics_out[SOURCE] = self._nics_in[SINK] = _Nic(float("inf"))
         self._links: dict[Edge, _Link] = {}
-        self._events: list[tuple[float, int, int, Any]] = []
-        self._order = 0
+        self._events = EventQueue()
+        self._delivered = 0
         self._flights: dict[int, _Flight] = {}
         self._requests = 0
         self._load: OfflineLoad | None = None
@@ -329,7 +330,7 @@ class PipelineSimulation:
         """Keep the cluster full, and measure behind the warm-up."""
         self._load = load
         for i in range(load.initial):
-            self._push(i * FEED_DELAY_S, _ARRIVAL, None)
+            self._events.push(i * FEED_DELAY_S, _ARRIVAL, None)
         return self._run(warm_up_s, warm_up_s + measured_s)
 
     def run_online(
@@ -342,29 +343,24 @@ class PipelineSimulation:
     ) -> PipelineResult:
         """Requests at given times; what is not done when the window ends is counted as unfinished."""
         for at in arrivals_s:
-            self._push(at, _ARRIVAL, None)
+            self._events.push(at, _ARRIVAL, None)
         for change in changes:
-            self._push(change.at_s, _CHANGE, change)
+            self._events.push(change.at_s, _CHANGE, change)
         return self._run(warm_up_s, warm_up_s + measured_s)
 
     # --- events ---
-
-    def _push(self, at: float, kind: int, what: object) -> None:
-        self._order += 1
-        heapq.heappush(self._events, (at, kind, self._order, what))
 
     def _run(self, begin: float, end: float) -> PipelineResult:
         self._begin, self._end = begin, end
         self._result = PipelineResult(end - begin)
         events, stop = self._events, self._stop
-        looked = 0
-        while events and events[0][0] < end:
-            now, kind, _, what = heapq.heappop(events)
-            if stop is not None and self._order >= looked + _LOOK:
-                looked = self._order
-                if stop():
-                    self._result.window_s = max(0.0, now - begin)
-                    break
+        taken = 0
+        while (event := events.pop(end)) is not None:
+            now, kind, _, what = event
+            taken += 1
+            if stop is not None and taken % _LOOK == 0 and stop():
+                self._result.window_s = max(0.0, now - begin)
+                break
             if kind == _TOKEN:
                 self._token(what, now)
             elif kind == _BATCH_END:
@@ -446,11 +442,11 @@ class PipelineSimulation:
         self._deliver(flight, flight.nodes[0], arrives_at)
 
     def _deliver(self, flight: _Flight, node: _Node, at: float) -> None:
-        self._order += 1
-        heapq.heappush(node.inbox, (at, self._order, flight))
+        self._delivered += 1
+        heapq.heappush(node.inbox, (at, self._delivered, flight))
         if not node.busy and at < node.wake_at:
             node.wake_at = at
-            self._push(at, _WAKE, node)
+            self._events.push(at, _WAKE, node)
 
     def _begin_batch(self, node: _Node, now: float) -> None:
         """Run the next batch, or sleep until something arrives."""
@@ -460,7 +456,7 @@ class PipelineSimulation:
             node.wake_at = float("inf")
             if node.inbox:
                 node.wake_at = node.inbox[0][0]
-                self._push(node.wake_at, _WAKE, node)
+                self._events.push(node.wake_at, _WAKE, node)
             return
         node.batch = node.form()
         prompt_tokens = decodes = 0
@@ -476,7 +472,7 @@ class PipelineSimulation:
         node.busy = True
         if now >= self._begin:
             node.busy_s += min(time_s, self._end - now)
-        self._push(now + time_s, _BATCH_END, node)
+        self._events.push(now + time_s, _BATCH_END, node)
 
     def _batch_ended(self, node: _Node, now: float) -> None:
         segment = node.segment
@@ -503,7 +499,7 @@ class PipelineSimulation:
             if flight.position < len(flight.nodes):
                 self._deliver(flight, flight.nodes[flight.position], arrives_at)
             else:
-                self._push(arrives_at, _TOKEN, flight)
+                self._events.push(arrives_at, _TOKEN, flight)
 
     def _leave(self, flight: _Flight, node: _Node, now: float) -> float:
         """A flight leaves a stage; returns when it is at the next one."""
@@ -555,7 +551,7 @@ class PipelineSimulation:
         else:
             more = not self._scheduler.waiting and self._scheduler.kv_usage() <= load.high_water
         if more:
-            self._push(now + FEED_DELAY_S, _ARRIVAL, None)
+            self._events.push(now + FEED_DELAY_S, _ARRIVAL, None)
 
     def _change(self, change: StageChange, now: float) -> None:
         commands = self._scheduler.on_stage(change.stage, up=change.up, now=now)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from hetlb.core.latency import IterationRule, LatencyModel, PnormPrefill, PrefillGrid, SplitKv
 from hetlb.core.types import Capacity
+from hetlb.sim.block_pool import blocks_for
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence, SequenceState
@@ -65,6 +66,16 @@ rules = st.sampled_from(list(IterationRule))
 #: LoRA adapters of the sequences, "" for the model itself; seconds to load one.
 adapters = st.just([""] * 12) | st.lists(st.sampled_from(["", "a", "b", "c", "d"]), min_size=12, max_size=12)
 LOAD_S = 0.3
+
+
+def boundaries_s(stretch: IterationRun, start_s: float) -> list[float]:
+    """The time of every step's end, if the stretch began at `start_s`."""
+    return [start_s + stretch.elapsed_s(step) for step in range(1, stretch.steps + 1)]
+
+
+def held_blocks(engine: EngineModel) -> int:
+    size = engine.limits.block_size
+    return sum(blocks_for(tokens, size) for tokens in engine.fetches.held.values())
 
 
 def run(engine: EngineModel) -> list[IterationEnd]:
@@ -230,10 +241,7 @@ def test_transfers_are_the_same_as_in_the_plain_engine(
         assert [s.tag for s in fast.decodes.sequences] == [s.number for s in plain.running if s.decodes]
         done |= set(outcome.finished)
         held |= {s: step + waits[s.tag] for s in ended.finished if s.held}
-        assert (
-            fast.fetches.held_blocks(limits.block_size) == sum(len(s.blocks) for s in plain.finished_held)
-            or contents
-        )
+        assert held_blocks(fast) == sum(len(s.blocks) for s in plain.finished_held) or contents
     assert done == set(range(len(sequences)))
     assert fast.kv.pool.used_blocks == 0
     assert fast.idle
@@ -351,7 +359,7 @@ def timeline(
                 aborting.append(sequences[number])
         ended = engine.end_iteration()
         stretch = ended.stretch
-        steps += [(at, stretch.decodes) for at in stretch.boundaries_s(begun)]
+        steps += [(at, stretch.decodes) for at in boundaries_s(stretch, begun)]
         now = begun + stretch.duration_s
         steps[-1] = (now, stretch.decodes + len(ended.first) + len(ended.resumed))
         events += [(s.tag, begun, "preempted") for s in ended.preempted]

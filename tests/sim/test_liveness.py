@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 
+import generated_traffic as generate
 import pytest
+from generated_traffic import Lengths
 from sim.test_traffic import FAST
 
 from hetlb.core.admission import QueueLimits
@@ -16,9 +18,7 @@ from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_result import FleetResult
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.workload import generate
 from hetlb.workload.arrivals import PlannedRequest, make_plan
-from hetlb.workload.generate import Lengths
 from hetlb.workload.traces import Row
 
 ANSWER = Lengths(60, 0.5, 5, 300)

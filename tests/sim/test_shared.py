@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from shared_simulation import SharedSimulation
 from sim.test_fleet import fleet, load
 
 from hetlb.core.types import Outcome
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.shared import SharedSimulation
 
 
 @pytest.mark.parametrize("delay_s", [0.001, 0.1])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import generated_traffic as generate
 import pytest
 
 from hetlb.core.admission import QueueLimits
@@ -20,7 +21,6 @@ from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_result import FleetResult
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.workload import generate
 from hetlb.workload.arrivals import PlannedRequest, Waves, make_plan
 from hetlb.workload.content import contents_of
 from hetlb.workload.traces import Row

@@ -272,7 +272,7 @@ async def test_hetlb_serve_in_front_of_stages(folder: Path, tmp_path: Path) -> N
 
             async with asyncio.timeout(HANG_S):
                 while [each["state"] for each in (await stages()).values()] != ["up"] * 4:
-                    await asyncio.sleep(0.02)
+                    pass
             assert (await stages())["b"] == {
                 "name": "b", "url": workers[1]["url"], "state": "up", "problem": None, "layers": [0, 6],
                 "in_flight": 0, "kv_reserved_token_layers": 0, "kv_token_layers": 100_000,

@@ -304,8 +304,8 @@ async def test_workers_that_begin_do_not_outlive_their_supervisor(
             stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         async with asyncio.timeout(HANG_S):
-            while len(workers := children(process.pid)) < 3:
-                await asyncio.sleep(0.005)
+            await turns_until(lambda: len(children(process.pid)) >= 3)
+            workers = children(process.pid)
             if looking:  # they wait for the engine to be looked at, and it does not answer
                 await silent.visit()
             process.send_signal(number)
@@ -403,7 +403,7 @@ async def test_what_is_open_ends_before_the_workers_do(serve: Serve) -> None:
         proxy.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(HANG_S):
             while (await proxy.admin("/readyz")).status == 200:
-                await asyncio.sleep(0.02)
+                pass
         assert (await proxy.ask("/health", "GET")).status == 503
         one.released.set()
         assert {reply.status for reply in await asyncio.gather(*asked)} == {200}

@@ -8,11 +8,11 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable
 
+import generated_traffic as generate
 import pytest
+from generated_traffic import AgentTree, Lengths
 
-from hetlb.workload import generate
 from hetlb.workload.content import contents_of
-from hetlb.workload.generate import AgentTree, Lengths
 from hetlb.workload.traces import Row
 
 KINDS: dict[str, Callable[[int, random.Random], list[Row]]] = {
