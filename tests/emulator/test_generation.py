@@ -218,7 +218,8 @@ async def test_the_openai_client(engine: EmulatedEngine) -> None:
 
 async def test_a_small_cache_preempts_and_loses_nothing(start: Start) -> None:
     """Twenty answers that together need four times the cache: all whole, some preempted."""
-    engine = await start(make_profile(kv_cache_tokens=1024, max_num_seqs=16))
+    # So slow that all have come before the first one ends.
+    engine = await start(make_profile(kv_cache_tokens=1024, max_num_seqs=16), time_scale=0.3)
     body = {"prompt": [3] * 50, "max_tokens": 150, "stream": True}
     answers = await asyncio.gather(*(ask(engine.url, "POST", COMPLETIONS, body) for _ in range(20)))
     for answer in answers:
