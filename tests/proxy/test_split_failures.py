@@ -243,7 +243,7 @@ async def test_the_proxy_ends_while_a_prompt_is_on_its_way(tmp_path: Path, signa
             assert (await asked)[0] == 503
             await until(lambda: not fleet.engines["e0"].running)
         else:
-            fleet.service.reload()
+            await fleet.service.reload()
             assert (await asked)[:2] == (200, WHOLE)
             await fleet.idle()
 
