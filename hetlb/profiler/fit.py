@@ -224,10 +224,14 @@ def _choose(
         except ProfileError:
             if each in (paper, form):
                 raise  # else the points are too odd for this form: it is not a candidate
+    # A plane has no attention to what was computed before: it is half the time of a prompt of 128k.
+    long = any(point.length > _USUAL_LENGTH for point in points)
+    candidates = [each for each in held_out if not (long and each is paper)] or [paper]
     # By the median: with 12 points one that the others do not determine would decide the mean. Between
     # measured batches a table is right where a line is not, which few points can show: it is preferred.
     chosen = form or min(
-        held_out, key=lambda each: held_out[each].median * (_TABLE_GAIN if each is DecodeForm.TABLE else 1.0)
+        candidates,
+        key=lambda each: held_out[each].median * (_TABLE_GAIN if each is DecodeForm.TABLE else 1.0),
     )
     return chosen, held_out
 

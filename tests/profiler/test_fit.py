@@ -206,3 +206,21 @@ def test_an_event_log_keeps_the_better_form() -> None:
     assert _latency(json.loads(json.dumps(asdict(model)))) == model
     old = {f"k{i}": float(i) for i in range(1, 9)}
     assert _latency(old) == LatencyModel(1, 2, 3, 4, 5, 6, 7, 8)
+
+
+def test_long_prompts_are_read_by_their_own_slope() -> None:
+    """Short prompts lie on a plane, so that it has the least median error; a part attends to those before."""
+
+    def pass_s(batch: int, tokens: int, computed: int = 0) -> float:
+        plane_s = 0.01 + 1e-3 * batch + 1e-5 * batch * tokens
+        return plane_s + 1e-10 * batch * tokens * (tokens + 2 * computed)
+
+    def long_s(length: int) -> float:
+        return sum(pass_s(1, 8192, start) for start in range(0, length, 8192))
+
+    points = [Point(Phase.PREFILL, b, n, pass_s(b, n)) for b in (1, 2, 4, 8) for n in (128, 512, 1024, 2048)]
+    points += [Point(Phase.PREFILL, 1, n, long_s(n), n // 8192) for n in (32768, 131072)]
+    points += [Point(Phase.DECODE, b, n, 0.01 + 1e-8 * b * n) for b in (1, 4, 16) for n in (256, 1024, 4096)]
+    latency = fit(points).latency
+    for length in (32768, 65536, 131072):
+        assert latency.first_token_s(length, 0, 0, 0, 0, 8192) == pytest.approx(long_s(length), rel=0.1)
