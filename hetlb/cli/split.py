@@ -152,8 +152,9 @@ def _exhaustive(table: GroupTable, limits: SolveLimits) -> Found:
     colocated = Exhaustive(table, (Role.BOTH,)).run(limits)
     if best is None:
         return Found()
-    others = Search(table, seed=limits.seed).run(limits.within(_SMALL_S)).plans
-    return Found([best, *others], colocated, best.throughput if search.complete else math.inf)
+    others = Search(table, seed=limits.seed).run(limits.within(_SMALL_S))
+    bound = best.throughput if search.complete else math.inf
+    return Found([best, *others.plans], colocated or others.colocated, bound)
 
 
 def _judged(
@@ -168,7 +169,8 @@ def _judged(
     if args.simulate == 0 or interrupt.requested or not can_judge(cluster, best):
         return best, figures
     cost, limits = ProfileCost(cluster), SolveLimits(interrupt=interrupt)
-    plans = different(found.plans, args.simulate)
+    # What a search alone would simulate, and the best of all.
+    plans = different(found.plans, args.simulate + args.exhaustive)
     with interrupt.catching():
         judged = judge(cluster, plans, cost, limits, seed=args.seed)
         if colocated is not None and not limits.over:

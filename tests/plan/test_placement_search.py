@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
@@ -19,7 +20,9 @@ from hetlb.plan.placement.flow import Flow, max_flow
 from hetlb.plan.placement.heuristics import Intervals, chains, petals, separate_pipelines, swarm
 from hetlb.plan.placement.milp import solve
 from hetlb.plan.placement.place_cluster import Cluster
+from hetlb.plan.placement.place_plan import PlacePlan, plan_placement
 from hetlb.plan.placement.place_search import Search
+from hetlb.plan.placement.simulator import PlacementSimulator
 from hetlb.plan.placement.stage_columns import StageChain
 
 LENGTHS = [(100, 20), (50, 40)]
@@ -191,6 +194,39 @@ def test_an_interrupt_leaves_the_best_so_far() -> None:
     found = search.run(steps(10_000.0, interrupt=interrupt))
     assert found.interrupted
     assert found.best.flow.tokens_per_s > 0.0
+
+
+def planned(limits: SolveLimits) -> PlacePlan:
+    """A whole plan, simulated, of more machines than the integer program takes."""
+    kinds = [kind("x", [100.0, 45.0, 30.0]), kind("y", [60.0, 25.0])]
+    cluster = small_cluster(["x", "y", "y"] * 11, kinds, 6)
+    simulator = PlacementSimulator(
+        cluster, LENGTHS, scheduler="hetlb", rate=math.inf, seed=0, partial_inference=False
+    )
+    return plan_placement(cluster, simulator, limits, lengths=LENGTHS, simulate_s=20.0)
+
+
+@pytest.mark.parametrize("looks", [100.0, 200.0])
+def test_a_plan_ends_with_its_time(looks: float) -> None:
+    limits = steps(looks)
+    plan = planned(limits)
+    assert plan.chosen.flow.tokens_per_s > 0.0
+    assert limits.clock() <= 1.1 * looks
+
+
+@pytest.mark.parametrize("looks", [10, 60, 200])
+def test_an_interrupt_at_any_moment_leaves_a_plan(looks: int) -> None:
+    interrupt, clock = Interrupt(), Steps()
+
+    def looked() -> float:
+        interrupt.requested = clock.now >= looks
+        return clock()
+
+    limits = SolveLimits(deadline=1000.0, interrupt=interrupt, clock=looked)
+    plan = planned(limits)
+    assert plan.interrupted
+    assert plan.chosen.flow.tokens_per_s > 0.0
+    assert clock.now <= looks + 50
 
 
 def test_losses_say_what_is_left_and_the_cheapest_move() -> None:

@@ -30,7 +30,7 @@ from hetlb.plan.disaggregation.rates import both_rate, decode_rate, prefill_rate
 from hetlb.plan.disaggregation.split_cluster import Cluster, Group, Links, Machine, Plan, Slo, Stage, Workload
 from hetlb.plan.disaggregation.split_deploy import commands, lay_out, write_fleet
 from hetlb.plan.disaggregation.split_search import Search
-from hetlb.plan.disaggregation.split_simulation import simulate_plan
+from hetlb.plan.disaggregation.split_simulation import different, simulate_plan
 from hetlb.plan.highs import Interrupt, SolveLimits
 from hetlb.plan.throughput import saturated_rate
 from hetlb.sim.engine_limits import EngineLimits
@@ -316,6 +316,19 @@ def test_an_interrupt_ends_the_search_with_what_it_has() -> None:
     interrupt.requested = True
     found = Search(GroupTable(of, ProfileCost(of))).run(SolveLimits(interrupt=interrupt))
     assert all(plan.throughput > 0 for plan in found.plans)
+
+
+def test_beside_the_best_of_all_every_plan_is_simulated_that_a_search_would_simulate() -> None:
+    of = cluster([machine("h", "H100", 3), machine("l", "L40", 2)])
+    table = GroupTable(of, ProfileCost(of))
+    best, found = Exhaustive(table).run(SolveLimits()), Search(table).run(SolveLimits(), most_steps=500)
+    assert best is not None
+
+    def shapes(plans: list[Plan]) -> set[object]:
+        return {tuple(sorted((g.role, g.tensor_parallel_size, g.capacity) for g in p.groups)) for p in plans}
+
+    for count in (1, 2, 4):
+        assert shapes(different([best, *found.plans], count + 1)) >= shapes(different(found.plans, count))
 
 
 def test_a_plan_serves_in_simulation_what_it_says() -> None:

@@ -26,6 +26,7 @@ def document_of(
         "throughput_req_s": plan.throughput,
         "throughput_tok_s": plan.throughput * cluster.workload.output_tokens,
         "bound_req_s": found.bound if math.isfinite(found.bound) else None,
+        "template_bound_req_s": found.template_bound if math.isfinite(found.template_bound) else None,
         "capacity_req_s": {str(role): capacity for role, capacity in rates.items()},
         "split": plan.splits,
         "split_req_s": split_s,
@@ -137,6 +138,11 @@ def trust_lines(document: dict[str, Any]) -> list[str]:
             )
     if document["bound_req_s"] is not None:
         lines.append(f"no plan serves more than {document['bound_req_s']:.4g} requests/s in this cost model")
+    elif document["template_bound_req_s"] is not None:
+        lines.append(
+            f"no plan serves more than {document['template_bound_req_s']:.4g} requests/s in this cost model "
+            "with groups inside a machine, over two, or over up to 8 with equally many GPUs of each"
+        )
     if document["interrupted"]:
         lines.append("interrupted: the best plan so far")
     if document["estimated"]:

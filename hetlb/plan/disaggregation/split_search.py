@@ -47,11 +47,16 @@ _KEPT, _KEPT_SHARE = 24, 0.9
 
 @dataclass
 class Found:
-    """The best plans, the best first, and the best one whose groups all do both. `bound` if one is known."""
+    """The best plans, the best first, and the best one whose groups all do both.
+
+    `bound`: no plan serves more; `template_bound`: none of the groups that the program chose from. Infinite
+    where none is known.
+    """
 
     plans: list[Plan] = field(default_factory=list)
     colocated: Plan | None = None
     bound: float = math.inf
+    template_bound: float = math.inf
     steps: int = 0
 
 
@@ -136,6 +141,7 @@ class Search:
             solved = templates.solve(self._part(limits, _PROGRAM_SHARE), self._roles)
             if solved is not None:
                 states += [self._state(templates.place(choice)) for choice in solved.choices]
+                self._found.template_bound = solved.bound
                 if templates.complete:
                     self._found.bound = solved.bound
         count = group_count(self._table.cluster)

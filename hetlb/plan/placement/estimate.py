@@ -7,7 +7,8 @@ is computed alone (which takes twice a decode, see `sim.pipelines`), the others 
 together. So a node with l layers takes 2 l t_d(1) + l t_d(k) per token, k being what is there at once
 (Little's law), and what prompts take in between: they block nodes and links for their whole length, as in
 M/G/1. The requests in flight, x (O R_decode + R_prompt) at x requests/s, are as many as the KV cache of the
-scarcest layer holds; that equation gives x. Measured against the simulator: docs/placement.md.
+scarcest layer holds, or of the node that its share of the flow fills first; that equation gives x. Measured
+against the simulator: docs/placement.md.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hetlb.core.paths.scheduler import HIGH_WATER
 from hetlb.core.paths.stages import SINK, SOURCE, Edge
 from hetlb.plan.placement.place_cluster import Cluster, Placement
 
@@ -53,6 +55,8 @@ class Estimator:
         self._prompt = float(prompts.mean())
         self._prompt_square = float((prompts**2).mean())
         self._output = float(np.mean([output for _, output in lengths]))
+        #: Tokens of a request in the end, on average.
+        self.request_tokens = self._prompt + self._output
         self._prompt_s: dict[str, tuple[float, float]] = {}
         self._decode_s: dict[str, _Array] = {}
         for name, kind in cluster.kinds.items():
@@ -69,7 +73,7 @@ class Estimator:
             return Estimate(0.0, 0.0, 0.0, 0.0)
         nodes = _Nodes(self, placement, shares, total)
         links = _Links(self, shares, total)
-        most = self._most_in_flight(placement)
+        most = min(self._most_in_flight(placement), nodes.most_in_flight)
         rate = 0.0
         decode_s = prompt_s = 0.0
         guess = most / (self._output * 1.0 + 1.0)
@@ -92,7 +96,7 @@ class Estimator:
                 first, end = placement[node.name]
                 holding = cluster.kind(node).holdings[end - first - 1]
                 per_layer[first:end] += holding.kv_token_layers / (end - first)
-        return KV_SHARE * float(per_layer.min()) / (self._prompt + self._output)
+        return KV_SHARE * float(per_layer.min()) / self.request_tokens
 
 
 class _Nodes:
@@ -112,6 +116,12 @@ class _Nodes:
         self._prompt = layers * np.array([owner._prompt_s[node.kind][0] for node in used])
         self._prompt_square = layers**2 * np.array([owner._prompt_s[node.kind][1] for node in used])
         self._layers = layers
+        holdings = [
+            cluster.kind(node).holdings[int(held) - 1] for node, held in zip(used, layers, strict=True)
+        ]
+        kv_tokens = np.array([holding.kv_token_layers for holding in holdings]) / layers
+        #: Requests in flight at which the first node is full.
+        self.most_in_flight = HIGH_WATER * float((kv_tokens / self._share).min()) / owner.request_tokens
         self._tables = np.stack([owner._decode_s[node.kind] for node in used])
         self._index = np.arange(len(used))
         self._waits = 1.0 + _CONVOYS * float(self._share.sum()) ** 2

@@ -1,5 +1,5 @@
-"""Search for placements: constructed ones, annealed over the flow and over an estimate; a judge (the
-simulator) has the last word.
+"""Search for placements: constructed ones, annealed over the flow or, where a judge (the simulator) has the
+last word, over an estimate.
 
 It can be stopped at any time, and has the best so far at every moment. Every candidate fits its nodes and has
 a flow; the same seed and the same number of steps give the same candidates (a time limit ends the search
@@ -33,12 +33,12 @@ from hetlb.plan.placement.stage_columns import StageChain
 #: the whole run instead of a short one.
 Judge = Callable[[Intervals, Flow, bool, SolveLimits], float | None]
 
-#: Shares of the time by the end of which a phase ends: constructions, annealing over flow and over the
-#: estimate; with a judge (who has the rest) and without.
-_ENDS_JUDGED = (0.15, 0.25, 0.5)
-_ENDS_ALONE = (0.3, 0.8, 1.0)
-#: Restarts of both annealings, each with its share of their time.
-_ISLANDS = 4
+#: Shares of the time by the end of which constructions and annealing end; with a judge (who has the rest) and
+#: without.
+_ENDS_JUDGED = (0.1, 0.55)
+_ENDS_ALONE = (0.3, 1.0)
+#: Restarts of the annealing, each with its share of the time.
+_ISLANDS_JUDGED, _ISLANDS_ALONE = 2, 4
 #: Prices of a hop, as shares of the flow that a machine adds on average, at which pipelines are constructed.
 _HOP_PRICES = (0.0, 0.3, 0.6, 0.8, 0.9)
 #: Machines that a construction leaves over are tried in so many places each.
@@ -209,10 +209,10 @@ class Search:
         self._rng.seed(limits.seed)
         seconds = limits.left_s
         ends = _ENDS_ALONE if self._judge is None else _ENDS_JUDGED
-        phases = [limits.within(share * seconds) for share in ends]
-        layouts = self._construct(phases[0])
+        constructing, annealing = (limits.within(share * seconds) for share in ends)
+        layouts = self._construct(constructing)
         if not self._done:
-            self._explore(layouts, *phases[1:])
+            self._explore(layouts, annealing)
         if self._judge is not None:
             self._judge_best(self._judge, limits)
         best = sorted(self._known.values(), key=self._quality, reverse=True)
@@ -305,23 +305,22 @@ class Search:
 
     # --- annealing ---
 
-    def _explore(self, layouts: list[_Layout], flow_limits: SolveLimits, limits: SolveLimits) -> None:
-        """Anneal from the best constructions, over the flow and then over the estimate."""
-        starts = layouts[:_ISLANDS] or [self._layout(chains(self._cluster, self._rng))]
-        flow_s = flow_limits.left_s / len(starts)
-        estimate_s = max(0.0, limits.left_s - flow_limits.left_s) / len(starts)
-        by_estimate = sorted(self._known.values(), key=lambda each: -each.estimate)
-        for island, layout in enumerate(starts):
-            found = self._anneal(layout, self._flows.score, flow_limits.within(flow_s), _FLOW_HEAT)
-            self._keep(found, "flow")
+    def _explore(self, layouts: list[_Layout], limits: SolveLimits) -> None:
+        """Anneal from the best constructions, over the flow or, with a judge, over the estimate."""
+        judged = self._judge is not None
+        score, heat = (self._estimate, _ESTIMATE_HEAT) if judged else (self._flows.score, _FLOW_HEAT)
+        if judged:
+            best = sorted(self._known.values(), key=lambda each: -each.estimate)
+            layouts = [self._layout(each.placement) for each in best]
+        starts = layouts[: _ISLANDS_JUDGED if judged else _ISLANDS_ALONE]
+        starts = starts or [self._layout(chains(self._cluster, self._rng))]
+        each_s = limits.left_s / len(starts)
+        for number, layout in enumerate(starts, start=1):
+            left = limits.left_s - (len(starts) - number) * each_s
+            self._keep(self._anneal(layout, score, limits.within(left), heat), "annealing")
             self._progress("annealing", self._best())
             if self._done:
                 return
-            begin = (
-                self._layout(by_estimate[island // 2].placement) if island % 2 == 0 and by_estimate else found
-            )
-            self._anneal(begin, self._estimate, limits.within(estimate_s), _ESTIMATE_HEAT)
-            self._progress("annealing", self._best())
 
     def _layout(self, placement: Intervals) -> _Layout:
         """A layout of all nodes; those that a heuristic leaves out hold the first layer."""
@@ -346,8 +345,6 @@ class Search:
         return candidate
 
     def _estimate(self, layout: _Layout) -> float:
-        if self._flows.flow(layout) <= 0.0:
-            return 0.0
         candidate = self._keep(layout, "estimate")
         return 0.0 if candidate is None else candidate.estimate
 
