@@ -17,7 +17,7 @@ from typing import Any
 from hetlb.config.cluster import Cluster, ClusterFile, ClusterLimits, ClusterModel
 from hetlb.config.profile_file import load_profile
 from hetlb.plan.cluster_layouts import Sample, Throughputs, lay_out
-from hetlb.plan.layouts import Fleet, Target, layout_name
+from hetlb.plan.layouts import LayoutFleet, Target, layout_name
 from hetlb.plan.throughput import SloLimits
 from hetlb.plan.tp_search import Machine, PlanModel, search
 from hetlb.workload.traces import read_trace
@@ -81,7 +81,7 @@ def evaluate(name: str, words: str, load: float) -> dict[str, Any]:
     choice = found.choice
     held = [
         [
-            Fleet(machines, found.instances, rows, target, seed).simulate(layouts, rate).figure
+            LayoutFleet(machines, found.instances, rows, target, seed).simulate(layouts, rate).figure
             for layouts in (choice.layouts, choice.one_by_one)
         ]
         for seed in HELD_OUT

@@ -8,10 +8,10 @@ from dataclasses import replace
 from hetlb.core.paths.stages import SINK, SOURCE, LinkSpec
 from hetlb.plan.placement.flow import max_flow
 from hetlb.plan.placement.heuristics import Intervals, chains, separate_pipelines, swarm
-from hetlb.plan.placement.place_cluster import Cluster, Node
+from hetlb.plan.placement.place_cluster import PlaceCluster, PlaceNode
 
 
-def generated(base: Cluster, seed: int) -> tuple[Cluster, Intervals]:
+def generated(base: PlaceCluster, seed: int) -> tuple[PlaceCluster, Intervals]:
     """A cluster of 16 to 28 machines in one to three regions, and the reference placement for it.
 
     The reference is the placement of the highest flow among 2,000 random chains and the heuristics.
@@ -22,7 +22,7 @@ def generated(base: Cluster, seed: int) -> tuple[Cluster, Intervals]:
     regions = [f"r{i}" for i in range(rng.randint(1, 3))]
     most = {node.kind: node.max_layers for node in base.nodes}
     nodes = tuple(
-        Node(f"n{i}", kind, rng.choice(regions), most[kind], 1e10, 1e10)
+        PlaceNode(f"n{i}", kind, rng.choice(regions), most[kind], 1e10, 1e10)
         for i, kind in enumerate(rng.choices(kinds, weights=[1, 2, 3], k=count))
     )
     links = {}
@@ -34,13 +34,13 @@ def generated(base: Cluster, seed: int) -> tuple[Cluster, Intervals]:
                 links[a.name, b.name] = LinkSpec(rate, 0.001 if near else rng.uniform(0.02, 0.06))
         links[SOURCE, a.name] = LinkSpec(1e9, 0.001)
         links[a.name, SINK] = LinkSpec(1e9, 0.001)
-    cluster = Cluster(base.model, nodes, base.kinds, links)
+    cluster = PlaceCluster(base.model, nodes, base.kinds, links)
     candidates = [chains(cluster, rng) for _ in range(2000)]
     candidates += [found for found in (swarm(cluster), separate_pipelines(cluster)) if found is not None]
     return cluster, max(candidates, key=lambda each: max_flow(cluster, each).tokens_per_s)
 
 
-def many(base: Cluster, counts: dict[str, int]) -> Cluster:
+def many(base: PlaceCluster, counts: dict[str, int]) -> PlaceCluster:
     """So many machines of each kind in one region, linked as the first two of `base` are."""
     like = {node.kind: node for node in base.nodes}
     kinds = [kind for kind, count in counts.items() for _ in range(count)]
@@ -51,4 +51,4 @@ def many(base: Cluster, counts: dict[str, int]) -> Cluster:
     for name in names:
         links[SOURCE, name] = base.links[SOURCE, first]
         links[name, SINK] = base.links[first, SINK]
-    return Cluster(base.model, nodes, base.kinds, links)
+    return PlaceCluster(base.model, nodes, base.kinds, links)

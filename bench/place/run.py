@@ -25,15 +25,15 @@ from hetlb.core.paths.stages import Edge
 from hetlb.core.predictor import LengthDistribution, MeanPredictor
 from hetlb.plan.check import check_placement
 from hetlb.plan.highs import SolveLimits
-from hetlb.plan.placement.balance import balanced_flow
-from hetlb.plan.placement.bounds import compute_bound, flow_bound
 from hetlb.plan.placement.check_path import check_path
 from hetlb.plan.placement.estimate import Estimator
-from hetlb.plan.placement.files import ClusterFiles, load_cluster, load_lengths, load_placement
+from hetlb.plan.placement.even_flow import balanced_flow
 from hetlb.plan.placement.flow import Flow, max_flow
+from hetlb.plan.placement.flow_bounds import compute_bound, flow_bound
 from hetlb.plan.placement.heuristics import Intervals, swarm
-from hetlb.plan.placement.place_cluster import Cluster, Placement
-from hetlb.plan.placement.place_search import Candidate, Search
+from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
+from hetlb.plan.placement.place_files import ClusterFiles, load_cluster, load_lengths, load_placement
+from hetlb.plan.placement.place_search import PlacementCandidate, PlacementSearch
 from hetlb.sim.pipelines import OfflineLoad, PipelineResult, PipelineSimulation
 from hetlb.workload.arrivals import gaps_s
 
@@ -52,7 +52,7 @@ class Data:
         self.folder = folder
         self.lengths = load_lengths(folder / "request_lengths.csv")
 
-    def cluster(self, name: str, *, pruned: bool = False) -> Cluster:
+    def cluster(self, name: str, *, pruned: bool = False) -> PlaceCluster:
         folder = self.folder / name
         return load_cluster(
             ClusterFiles(
@@ -69,7 +69,7 @@ class Data:
         document: dict[str, Any] = json.loads((self.folder / name / "expected.json").read_text())
         return document
 
-    def placement(self, name: str, cluster: Cluster, placement: str) -> Placement:
+    def placement(self, name: str, cluster: PlaceCluster, placement: str) -> Placement:
         return load_placement(self.folder / name / "placements" / f"{placement}.json", cluster)
 
     def draw(self, seed: int) -> Iterator[tuple[int, int]]:
@@ -80,7 +80,7 @@ class Data:
 
 def simulate(
     data: Data,
-    cluster: Cluster,
+    cluster: PlaceCluster,
     placement: Placement,
     flows: Mapping[Edge, float],
     policy: str,
@@ -181,7 +181,7 @@ def published(data: Data) -> list[dict[str, Any]]:
             # The first maximum flow that is found depends on the order of the nodes.
             nodes = list(cluster.nodes)
             random.Random(seed).shuffle(nodes)
-            shuffled = Cluster(cluster.model, tuple(nodes), cluster.kinds, cluster.links)
+            shuffled = PlaceCluster(cluster.model, tuple(nodes), cluster.kinds, cluster.links)
             flow = max_flow(shuffled, placement, partial_inference=partial)
             result = simulate(
                 data, cluster, placement, flow.links, policy, partial=partial, load=load, drop=True
@@ -207,8 +207,8 @@ def published(data: Data) -> list[dict[str, Any]]:
 
 
 def plan(
-    data: Data, cluster: Cluster, seconds: float, policy: str, seed: int
-) -> tuple[Candidate, float, float]:
+    data: Data, cluster: PlaceCluster, seconds: float, policy: str, seed: int
+) -> tuple[PlacementCandidate, float, float]:
     """A search with simulations as its judge: the best placement, the CPU seconds, the highest flow met."""
 
     def judge(placement: Intervals, flow: Flow, whole: bool, limits: SolveLimits) -> float:
@@ -219,7 +219,7 @@ def plan(
     began = time.process_time()
     bound = flow_bound(cluster)
     limits = SolveLimits(deadline=began + seconds, seed=seed, clock=time.process_time)
-    found = Search(cluster, Estimator(cluster, data.lengths), judge, bound=bound).run(limits)
+    found = PlacementSearch(cluster, Estimator(cluster, data.lengths), judge, bound=bound).run(limits)
     best = found.best
     check_placement(cluster, best.placement, best.flow, bound, partial_inference=False)
     return best, time.process_time() - began, found.highest_flow.flow.tokens_per_s
@@ -228,7 +228,7 @@ def plan(
 def plans(data: Data, seconds: float, seeds: int) -> list[dict[str, Any]]:
     """Our placement against Helix's (or the best heuristic's), under the same policy, load and simulator."""
     rows = []
-    cases: list[tuple[str, Cluster, Placement]] = []
+    cases: list[tuple[str, PlaceCluster, Placement]] = []
     for name in ("single24", "dist24"):
         cluster = data.cluster(name)
         cases.append((name, cluster, data.placement(name, cluster, "helix")))
@@ -276,7 +276,7 @@ def large(data: Data) -> list[dict[str, Any]]:
         bound, placed = flow_bound(cluster), swarm(cluster)
         began = time.process_time()
         limits = SolveLimits(deadline=began + seconds, clock=time.process_time)
-        found = Search(cluster, Estimator(cluster, data.lengths), None, bound=bound).run(limits)
+        found = PlacementSearch(cluster, Estimator(cluster, data.lengths), None, bound=bound).run(limits)
         flow = found.highest_flow.flow.tokens_per_s
         row = {
             "machines": counts,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from hetlb.plan.rent import Configuration, Problem, Workload
+from hetlb.plan.rent_program import Configuration, Problem, WorkloadType
 
 #: GPU: (FLOP/s, bytes/s, bytes of memory, price per hour, GPUs of a machine, share of TP that is not lost).
 GPUS = {
@@ -72,7 +72,7 @@ def problem(models: int, gpus: int, seed: int = 0, budget_share: float = 0.7) ->
     weights = {gpu: rng.uniform(0.5, 1.5) for gpu in GPUS}
     available = {gpu: round(gpus * weight / sum(weights.values())) for gpu, weight in weights.items()}
     demand = [rng.uniform(0.2, 1.0) for _ in range(models)]
-    workloads: list[Workload] = []
+    workloads: list[WorkloadType] = []
     found: list[Configuration] = []
     for index in range(models):
         model = f"m{index}"
@@ -82,11 +82,13 @@ def problem(models: int, gpus: int, seed: int = 0, budget_share: float = 0.7) ->
         # The larger a model, the fewer ask for it: the GPUs spread over all of them.
         weight = demand[index] / parameters
         workloads += [
-            Workload(name, model, weight * share / 100, i, o)
+            WorkloadType(name, model, weight * share / 100, i, o)
             for name, share, (i, o) in zip(names, shares, LENGTHS, strict=True)
         ]
         found += configurations(model, parameters, rng, names)
     total = sum(workload.share for workload in workloads)
-    scaled = [Workload(w.name, w.model, w.share / total, w.input_tokens, w.output_tokens) for w in workloads]
+    scaled = [
+        WorkloadType(w.name, w.model, w.share / total, w.input_tokens, w.output_tokens) for w in workloads
+    ]
     price = sum(count * GPUS[gpu][3] for gpu, count in available.items())
     return Problem(tuple(scaled), tuple(found), available, budget_share * price)

@@ -26,7 +26,7 @@ from hetlb.errors import PlanError
 from hetlb.plan import decompose
 from hetlb.plan.check import check_rent
 from hetlb.plan.common.capacity import divide_layers
-from hetlb.plan.configurations import Stage, capacity_of, compose, speed_of
+from hetlb.plan.configurations import ConfigurationStage, capacity_of, compose, speed_of
 from hetlb.plan.highs import INFINITY, SolveLimits
 from hetlb.plan.market import load_market
 from hetlb.plan.planning import (
@@ -40,12 +40,12 @@ from hetlb.plan.planning import (
     round_robin_rate,
     simulate_plan,
 )
-from hetlb.plan.rent import (
+from hetlb.plan.rent_program import (
     Configuration,
     Formulation,
-    Plan,
     Problem,
-    Workload,
+    RentPlan,
+    WorkloadType,
     assign,
     prune,
     relaxation,
@@ -119,7 +119,7 @@ class Bench:
         return list(itertools.product(KEYS, TRACES, BUDGETS, AVAILABLE))
 
 
-def exact(problem: Problem, gap: float = 1e-4, seconds: float = 60.0) -> Plan:
+def exact(problem: Problem, gap: float = 1e-4, seconds: float = 60.0) -> RentPlan:
     """A plan within a gap, checked."""
     plan = decompose.solve(problem, SolveLimits(gap, time.monotonic() + seconds))
     check_rent(problem, plan)
@@ -133,7 +133,7 @@ def toy_problem(toy: dict[str, Any]) -> Problem:
     """The paper's worked example."""
     total = sum(toy["requests"].values())
     return Problem(
-        tuple(Workload(name, "m", count / total) for name, count in toy["requests"].items()),
+        tuple(WorkloadType(name, "m", count / total) for name, count in toy["requests"].items()),
         tuple(
             Configuration(
                 c["name"],
@@ -199,7 +199,7 @@ def random_problem(rng: random.Random) -> Problem:
     price = {gpu: rng.choice((0.5, 1.0, 1.7, 2.0, 3.1)) for gpu in gpus}
     models = ["m", "n"][: rng.randint(1, 2)]
     workloads = [
-        Workload(f"{model}{w}", model, rng.uniform(0.1, 1.0))
+        WorkloadType(f"{model}{w}", model, rng.uniform(0.1, 1.0))
         for model in models
         for w in range(rng.randint(1, 3))
     ]
@@ -474,10 +474,11 @@ def estimator(bench: Bench) -> dict[str, Any]:
         kinds = row["gpus"].split("+")
         gpus = [kinds[s * len(kinds) // row["pp"]] for s in range(row["pp"])]
         whole = [
-            compose(table.market, model, (Stage(g, row["tp"], Fraction(1)),), across=False) for g in gpus
+            compose(table.market, model, (ConfigurationStage(g, row["tp"], Fraction(1)),), across=False)
+            for g in gpus
         ]
         layers = divide_layers([speed_of(each) for each in whole], model.layers)
-        stages = tuple(Stage(g, row["tp"], share) for g, share in zip(gpus, layers, strict=True))
+        stages = tuple(ConfigurationStage(g, row["tp"], share) for g, share in zip(gpus, layers, strict=True))
         profile = compose(table.market, model, stages, across=row["span"] != "one machine")
         kind = next(k for k in table.types if k.input_tokens == 2455 and k.output_tokens == 18)
         rate = bench.measured.alone(profile, kind)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetlb.config.plan_tables import Model, RooflineTable
-from hetlb.plan.disaggregation.split_cluster import Cluster, Links, Machine, Slo, Workload
+from hetlb.plan.disaggregation.split_cluster import Links, RequestLengths, Slo, SplitCluster, SplitMachine
 
 GIB = 1 << 30
 
@@ -70,10 +70,10 @@ SETTINGS = {
 BETWEEN = 5e9
 
 
-def machine(name: str, gpu: str, gpus: int, site: str = "") -> Machine:
+def machine(name: str, gpu: str, gpus: int, site: str = "") -> SplitMachine:
     """A machine by its GPUs' peak figures."""
     flops, bandwidth, memory, _ = GPUS[gpu]
-    return Machine(
+    return SplitMachine(
         name=name,
         gpu=gpu,
         gpus=gpus,
@@ -87,14 +87,14 @@ def machine(name: str, gpu: str, gpus: int, site: str = "") -> Machine:
 
 
 def cluster(
-    machines: list[Machine],
+    machines: list[SplitMachine],
     model: Model,
-    workload: tuple[int, int] | Workload,
+    workload: tuple[int, int] | RequestLengths,
     *,
     between: float = BETWEEN,
     between_sites: float | None = None,
     slo: Slo | None = None,
-) -> Cluster:
+) -> SplitCluster:
     """A cluster with links by tiers."""
     apart = between if between_sites is None else between_sites
     rates = tuple(
@@ -104,11 +104,11 @@ def cluster(
         )
         for i, a in enumerate(machines)
     )
-    found = workload if isinstance(workload, Workload) else Workload((workload,))
-    return Cluster(Path("bench"), model, tuple(machines), Links(rates, 2e-4), found, slo or Slo())
+    found = workload if isinstance(workload, RequestLengths) else RequestLengths((workload,))
+    return SplitCluster(Path("bench"), model, tuple(machines), Links(rates, 2e-4), found, slo or Slo())
 
 
-def setting(name: str, workload: str, model: Model = LLAMA_70B) -> Cluster:
+def setting(name: str, workload: str, model: Model = LLAMA_70B) -> SplitCluster:
     """A setting of the paper. Kinds of more than 8 GPUs are several machines of up to 8."""
     machines = []
     for gpu, count in SETTINGS[name].items():
@@ -117,12 +117,12 @@ def setting(name: str, workload: str, model: Model = LLAMA_70B) -> Cluster:
     return cluster(machines, model, WORKLOADS[workload])
 
 
-def appendix_e(workload: str = "LPHD") -> Cluster:
+def appendix_e(workload: str = "LPHD") -> SplitCluster:
     """4 H100 and 4 A100, OPT-30B."""
     return cluster([machine("h100", "H100", 4), machine("a100", "A100", 4)], OPT_30B, WORKLOADS[workload])
 
 
-def small(count: int = 24, seed: int = 0) -> list[Cluster]:
+def small(count: int = 24, seed: int = 0) -> list[SplitCluster]:
     """Clusters of 2 to 8 GPUs: kinds, machines, models, workloads and links at random."""
     rng = random.Random(seed)
     found = [appendix_e(name) for name in WORKLOADS]
@@ -145,7 +145,7 @@ def small(count: int = 24, seed: int = 0) -> list[Cluster]:
     return found
 
 
-def large(gpus: int, workload: str = "online", seed: int = 0) -> Cluster:
+def large(gpus: int, workload: str = "online", seed: int = 0) -> SplitCluster:
     """Machines of 8 GPUs, all kinds mixed over four sites; 1 Gbyte/s between the sites."""
     rng = random.Random(seed)
     machines = [
@@ -154,6 +154,6 @@ def large(gpus: int, workload: str = "online", seed: int = 0) -> Cluster:
     return cluster(machines, LLAMA_70B, WORKLOADS[workload], between_sites=1e9)
 
 
-def with_slo(of: Cluster, ttft_s: float, tpot_s: float) -> Cluster:
+def with_slo(of: SplitCluster, ttft_s: float, tpot_s: float) -> SplitCluster:
     """The cluster with limits on the mean latencies."""
     return replace(of, slo=Slo(ttft_s, tpot_s))

@@ -20,8 +20,8 @@ import clusters
 from hetlb.plan.check import check_split
 from hetlb.plan.disaggregation.cost import CostModel, GroupTable, PaperCost, ProfileCost
 from hetlb.plan.disaggregation.exhaustive import Exhaustive
-from hetlb.plan.disaggregation.split_cluster import Cluster, Plan, Role, Slo
-from hetlb.plan.disaggregation.split_search import Found, Search
+from hetlb.plan.disaggregation.split_cluster import Role, Slo, SplitCluster, SplitPlan
+from hetlb.plan.disaggregation.split_search import SplitSearch, SplitsFound
 from hetlb.plan.disaggregation.split_simulation import LOAD, simulate_plan
 from hetlb.plan.highs import SolveLimits
 
@@ -29,17 +29,17 @@ SPLIT_ROLES = (Role.PREFILL, Role.DECODE)
 SMALL = 30
 
 
-def search(of: Cluster, cost: CostModel, seconds: float, **options: Any) -> tuple[Found, float]:
+def search(of: SplitCluster, cost: CostModel, seconds: float, **options: Any) -> tuple[SplitsFound, float]:
     """One search from nothing, its plans checked, and its seconds."""
     began = time.monotonic()
-    found = Search(GroupTable(of, cost), **options).run(SolveLimits(deadline=began + seconds))
+    found = SplitSearch(GroupTable(of, cost), **options).run(SolveLimits(deadline=began + seconds))
     elapsed = time.monotonic() - began
     for plan in found.plans:
         check_split(of, plan, cost.capacity)
     return found, elapsed
 
 
-def best(found: Found) -> float:
+def best(found: SplitsFound) -> float:
     """Requests/s of the best plan."""
     return found.plans[0].throughput if found.plans else 0.0
 
@@ -163,9 +163,9 @@ def simulated(name: str, workload: str) -> Any:
     }
 
 
-def apart(plans: list[Plan], count: int) -> list[Plan]:
+def apart(plans: list[SplitPlan], count: int) -> list[SplitPlan]:
     """The best plans whose throughputs are at least 3 % apart: nearer ones are the same to a simulation."""
-    found: list[Plan] = []
+    found: list[SplitPlan] = []
     for plan in plans:
         if len(found) < count and (not found or plan.throughput < 0.97 * found[-1].throughput):
             found.append(plan)

@@ -19,11 +19,11 @@ from hetlb.config.place_file import load_place
 from hetlb.core.paths.scheduler import PATH_POLICIES
 from hetlb.errors import ConfigError, InputError, PlanError
 from hetlb.plan.highs import Interrupt, SolveLimits
-from hetlb.plan.placement.files import load_lengths, load_placement
 from hetlb.plan.placement.place_deploy import write_fleet
+from hetlb.plan.placement.place_files import load_lengths, load_placement
 from hetlb.plan.placement.place_plan import document_of, plan_placement
 from hetlb.plan.placement.place_report import print_placement
-from hetlb.plan.placement.place_search import Candidate
+from hetlb.plan.placement.place_search import PlacementCandidate
 from hetlb.plan.placement.simulator import PlacementSimulator
 
 #: Without a file of lengths every request has those that Helix plans for: prompt and output tokens.
@@ -130,7 +130,7 @@ def _check_arguments(args: argparse.Namespace) -> float:
     return rate
 
 
-def _show(phase: str, best: Candidate | None) -> None:
+def _show(phase: str, best: PlacementCandidate | None) -> None:
     """A line that says how far the search is."""
     if best is not None:
         simulated = "" if best.simulated is None else f", simulated {best.simulated:.1f} output tokens/s"

@@ -41,6 +41,6 @@ def tables(kind: str) -> tuple[type, ...]:
 
         return (PlaceFile,)
     from hetlb.config.cluster import ClusterFile
-    from hetlb.plan.disaggregation.files import SplitFile
+    from hetlb.plan.disaggregation.split_files import SplitFile
 
     return ClusterFile, SplitFile

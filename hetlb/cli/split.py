@@ -21,11 +21,11 @@ from hetlb.plan.check import check_split
 from hetlb.plan.common.tables import bar
 from hetlb.plan.disaggregation.cost import CostModel, GroupTable, PaperCost, ProfileCost
 from hetlb.plan.disaggregation.exhaustive import Exhaustive
-from hetlb.plan.disaggregation.files import load_split
-from hetlb.plan.disaggregation.split_cluster import Cluster, Plan, Role
+from hetlb.plan.disaggregation.split_cluster import Role, SplitCluster, SplitPlan
 from hetlb.plan.disaggregation.split_deploy import lay_out, write_fleet
+from hetlb.plan.disaggregation.split_files import load_split
 from hetlb.plan.disaggregation.split_report import document_of, print_plan
-from hetlb.plan.disaggregation.split_search import Found, Search
+from hetlb.plan.disaggregation.split_search import SplitSearch, SplitsFound
 from hetlb.plan.disaggregation.split_simulation import (
     LOAD,
     Judged,
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _cost_model(args: argparse.Namespace, cluster: Cluster) -> CostModel:
+def _cost_model(args: argparse.Namespace, cluster: SplitCluster) -> CostModel:
     if args.cost_model != "paper":
         return ProfileCost(cluster)
     for m, machine in enumerate(cluster.machines):
@@ -133,7 +133,7 @@ def _cost_model(args: argparse.Namespace, cluster: Cluster) -> CostModel:
     return PaperCost(cluster)
 
 
-def _time_limit(args: argparse.Namespace, cluster: Cluster) -> float:
+def _time_limit(args: argparse.Namespace, cluster: SplitCluster) -> float:
     if args.time_limit is not None:
         return float(args.time_limit)
     if args.exhaustive:
@@ -141,25 +141,25 @@ def _time_limit(args: argparse.Namespace, cluster: Cluster) -> float:
     return _SMALL_S if cluster.gpus <= _SMALL_GPUS else min(_MOST_S, _GPU_S * cluster.gpus)
 
 
-def _search(table: GroupTable, limits: SolveLimits, seed: int, show: Any) -> Found:
-    return Search(table, seed=seed, progress=show).run(limits)
+def _search(table: GroupTable, limits: SolveLimits, seed: int, show: Any) -> SplitsFound:
+    return SplitSearch(table, seed=seed, progress=show).run(limits)
 
 
-def _exhaustive(table: GroupTable, limits: SolveLimits) -> Found:
+def _exhaustive(table: GroupTable, limits: SolveLimits) -> SplitsFound:
     """The best plan of all and, for the simulation that chooses, those that a search finds beside it."""
     search = Exhaustive(table)
     best = search.run(limits)
     colocated = Exhaustive(table, (Role.BOTH,)).run(limits)
     if best is None:
-        return Found()
-    others = Search(table, seed=limits.seed).run(limits.within(_SMALL_S))
+        return SplitsFound()
+    others = SplitSearch(table, seed=limits.seed).run(limits.within(_SMALL_S))
     bound = best.throughput if search.complete else math.inf
-    return Found([best, *others.plans], colocated or others.colocated, bound)
+    return SplitsFound([best, *others.plans], colocated or others.colocated, bound)
 
 
 def _judged(
-    args: argparse.Namespace, cluster: Cluster, found: Found, interrupt: Interrupt
-) -> tuple[Plan, dict[str, Any]]:
+    args: argparse.Namespace, cluster: SplitCluster, found: SplitsFound, interrupt: Interrupt
+) -> tuple[SplitPlan, dict[str, Any]]:
     """The best plan in simulation, and the figures of it and of the plan without splitting."""
     best, colocated = found.plans[0], found.colocated
     figures: dict[str, Any] = {
@@ -203,7 +203,7 @@ def _judged(
     return chosen.plan, figures
 
 
-def _nothing_fits(path: Path, cluster: Cluster) -> str:
+def _nothing_fits(path: Path, cluster: SplitCluster) -> str:
     """One line that says what is missing."""
     room = sum(machine.gpus * max(0.0, machine.usable_bytes) for machine in cluster.machines)
     need = cluster.weight_bytes + cluster.kv_bytes_per_token * cluster.workload.longest_tokens

@@ -198,7 +198,7 @@ def _kv_blocks(args: argparse.Namespace, config: ModelConfig, loaded: TorchRunne
 def _paced(args: argparse.Namespace, loaded: Runner) -> Runner:
     if args.layer_times is None:
         return loaded
-    from hetlb.plan.placement.files import read_layer_times
+    from hetlb.plan.placement.place_files import read_layer_times
     from hetlb.stage.runner import PacedRunner
 
     kinds = read_layer_times(args.layer_times)

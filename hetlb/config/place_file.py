@@ -20,9 +20,9 @@ from hetlb.config.profile_file import Profile, load_profile
 from hetlb.config.yaml_file import Positive, PositiveInt, Share, load_yaml
 from hetlb.core.paths.stages import SINK, SOURCE, Edge, LinkSpec
 from hetlb.errors import ConfigError
-from hetlb.plan.placement.files import ClusterFiles, load_cluster
 from hetlb.plan.placement.machines import USUAL_BATCHED_TOKENS, USUAL_SEQS, MachineModel, machine_kind
-from hetlb.plan.placement.place_cluster import Cluster, MachineKind, ModelShape, Node
+from hetlb.plan.placement.place_cluster import LayeredModel, MachineKind, PlaceCluster, PlaceNode
+from hetlb.plan.placement.place_files import ClusterFiles, load_cluster
 
 _TOKEN_BYTES = 4
 _ACTIVATION_VALUE_BYTES = 2
@@ -66,7 +66,7 @@ class PlaceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     workload: PlaceWorkload = PlaceWorkload()
 
 
-def load_place(path: Path) -> Cluster:
+def load_place(path: Path) -> PlaceCluster:
     """Read PLACE.yaml and the files that it names. Raises `ConfigError` or `ProfileError`."""
     file = load_yaml(path, PlaceFile, ConfigError)
     if file.machines:
@@ -79,7 +79,7 @@ def load_place(path: Path) -> Cluster:
     return load_cluster(ClusterFiles(**{key: base / value for key, value in named.items()}))
 
 
-def _from_machines(path: Path, file: PlaceFile) -> Cluster:
+def _from_machines(path: Path, file: PlaceFile) -> PlaceCluster:
     for key in ("nodes", "layer_times", "limits"):
         if getattr(file, key) is not None:
             raise ConfigError(f"{path}: {key}: expected either {key} or machines, got both")
@@ -89,7 +89,7 @@ def _from_machines(path: Path, file: PlaceFile) -> Cluster:
     table = file.model
     model = read_model(table, path, "model", ("parameters", "kv_bytes_per_token", "layers", "hidden_size"))
     layers, hidden = model.layers or 1, model.hidden_size or 1
-    nodes: list[Node] = []
+    nodes: list[PlaceNode] = []
     homes: list[_Home] = []
     kinds: dict[str, MachineKind] = {}
     for m, machine in enumerate(file.machines):
@@ -122,14 +122,14 @@ def _from_machines(path: Path, file: PlaceFile) -> Cluster:
             for gpu in range(machine.gpus):
                 name = own if machine.gpus == 1 else f"{own}-gpu{gpu}"
                 most = len(kind.holdings)
-                nodes.append(Node(name, kind.name, machine.site, most, math.inf, math.inf, own, gpu))
+                nodes.append(PlaceNode(name, kind.name, machine.site, most, math.inf, math.inf, own, gpu))
                 homes.append(_Home(index, machine.gpu, machine.site))
     names = [node.name for node in nodes]
     if len(set(names)) < len(names) or len(kinds) < len(file.machines):
         raise ConfigError(f"{path}: machines: expected every name once")
-    shape = ModelShape(table.name, layers, hidden * _ACTIVATION_VALUE_BYTES, _TOKEN_BYTES)
+    shape = LayeredModel(table.name, layers, hidden * _ACTIVATION_VALUE_BYTES, _TOKEN_BYTES)
     links = _links(path, file.links or LinkTable(), names, homes)
-    return Cluster(model=shape, nodes=tuple(nodes), kinds=kinds, links=links)
+    return PlaceCluster(model=shape, nodes=tuple(nodes), kinds=kinds, links=links)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def resolve_stages(table: StagesTable, model: str, key: str, base: Path) -> Stag
     # Seldom needed: a fleet without stages does without the scheduler of paths.
     from hetlb.core.paths.scheduler import PATH_POLICIES
     from hetlb.core.paths.stages import SINK, SOURCE, LinkSpec
-    from hetlb.plan.placement.files import read_flows, read_links
+    from hetlb.plan.placement.place_files import read_flows, read_links
 
     if not table.workers:
         raise ConfigError(f"{key}.workers: expected at least one worker, got none")

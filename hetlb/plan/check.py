@@ -12,13 +12,11 @@ from scipy.optimize import linprog
 
 from hetlb.core.paths.stages import SINK, SOURCE
 from hetlb.errors import PlanError
-from hetlb.plan.disaggregation.split_cluster import Cluster as SplitCluster
-from hetlb.plan.disaggregation.split_cluster import Group, Role, Stage
-from hetlb.plan.disaggregation.split_cluster import Plan as SplitPlan
+from hetlb.plan.disaggregation.split_cluster import GroupStage, Role, ServerGroup, SplitCluster, SplitPlan
 from hetlb.plan.model_shape import refusal
 from hetlb.plan.placement.flow import Flow
-from hetlb.plan.placement.place_cluster import Cluster, Placement
-from hetlb.plan.rent import Configuration, Plan, Problem
+from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
+from hetlb.plan.rent_program import Configuration, Problem, RentPlan
 from hetlb.plan.tp_search import Machine, MachinePlan, Option, PlanModel
 
 
@@ -71,7 +69,7 @@ def _check_option(model: PlanModel, machine: Machine, option: Option) -> None:
 
 
 def check_placement(
-    cluster: Cluster, placement: Placement, flow: Flow, bound: float, *, partial_inference: bool
+    cluster: PlaceCluster, placement: Placement, flow: Flow, bound: float, *, partial_inference: bool
 ) -> None:
     """Raise `PlanError` unless `flow` is a flow of `placement` within all capacities and below `bound`."""
     layers = cluster.model.layers
@@ -134,7 +132,7 @@ def _continues(
 _ROUNDING = 1e-6
 
 
-def check_rent(problem: Problem, plan: Plan) -> None:
+def check_rent(problem: Problem, plan: RentPlan) -> None:
     """Raise `PlanError` unless the plan keeps every limit and serves what it says, by the inputs alone."""
     known = {c.name: c for c in problem.configurations}
     for name, count in plan.counts.items():
@@ -170,7 +168,7 @@ def check_rent(problem: Problem, plan: Plan) -> None:
         )
 
 
-def _check_rates(problem: Problem, plan: Plan, known: Mapping[str, Configuration]) -> None:
+def _check_rates(problem: Problem, plan: RentPlan, known: Mapping[str, Configuration]) -> None:
     models = {workload.name: workload.model for workload in problem.workloads}
     by_configuration: dict[str, dict[str, float]] = {name: {} for name in plan.counts}
     for (workload, name), rate in plan.rates.items():
@@ -209,7 +207,7 @@ def _least_instances(configuration: Configuration, rates: Mapping[str, float]) -
 
 
 def check_split(
-    cluster: SplitCluster, plan: SplitPlan, capacity: Callable[[Sequence[Stage], Role, int], float]
+    cluster: SplitCluster, plan: SplitPlan, capacity: Callable[[Sequence[GroupStage], Role, int], float]
 ) -> None:
     """Raise `PlanError` unless groups fit their machines and flows keep every limit.
 
@@ -247,8 +245,8 @@ def check_split(
 def _check_group(
     cluster: SplitCluster,
     where: str,
-    group: Group,
-    capacity: Callable[[Sequence[Stage], Role, int], float],
+    group: ServerGroup,
+    capacity: Callable[[Sequence[GroupStage], Role, int], float],
 ) -> None:
     layers = sum(stage.layers for stage in group.stages)
     if layers != cluster.layers or min(stage.layers for stage in group.stages) < 1:
@@ -307,5 +305,5 @@ def _check_kv_links(cluster: SplitCluster, plan: SplitPlan) -> None:
             )
 
 
-def _stage_of_layers(group: Group) -> list[int]:
+def _stage_of_layers(group: ServerGroup) -> list[int]:
     return [s for s, stage in enumerate(group.stages) for _ in range(stage.layers)]

@@ -14,9 +14,9 @@ from hetlb.core.types import Capacity
 from hetlb.errors import ConfigError, ProfileError
 from hetlb.plan.layouts import (
     Evaluated,
-    Fleet,
     FleetChoice,
-    Instance,
+    LayoutFleet,
+    LayoutInstance,
     Part,
     Target,
     choose_together,
@@ -45,7 +45,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Found:
+class LayoutsFound:
     """All that a search found."""
 
     cluster: Cluster
@@ -53,7 +53,7 @@ class Found:
     estimate: str
     target: Target
     plans: list[MachinePlan]
-    instances: dict[tuple[object, ...], dict[Part, Instance]]
+    instances: dict[tuple[object, ...], dict[Part, LayoutInstance]]
     evaluated: dict[str, list[Evaluated]]
     choice: FleetChoice
 
@@ -137,14 +137,14 @@ def lay_out(
     plans: list[MachinePlan],
     throughputs: Throughputs,
     most_stages: int | None,
-) -> Found:
+) -> LayoutsFound:
     """Layouts of every machine by itself, then of all of them together."""
     kinds = {machine.kind: machine for machine in cluster.machines}
     instances = {
         kind: _instances(cluster, machine, throughputs.of, most_stages, [(1.0, sample.rows)])
         for kind, machine in kinds.items()
     }
-    fleet = Fleet(cluster.machines, instances, sample.rows, target)
+    fleet = LayoutFleet(cluster.machines, instances, sample.rows, target)
     # Each machine gets its share of the rate by what it does at most.
     most = {kind: _most(machine, instances[kind]) for kind, machine in kinds.items()}
     total = sum(most[machine.kind] for machine in cluster.machines)
@@ -159,7 +159,7 @@ def lay_out(
         choice = FleetChoice(layouts, None, layouts, None, 0)
     else:
         choice = choose_together(fleet, evaluated)
-    return Found(cluster, sample, throughputs.kind, target, plans, instances, evaluated, choice)
+    return LayoutsFound(cluster, sample, throughputs.kind, target, plans, instances, evaluated, choice)
 
 
 def _instances(
@@ -168,7 +168,7 @@ def _instances(
     throughput: Callable[[Profile, int], float],
     most_stages: int | None,
     mix: Mix,
-) -> dict[Part, Instance]:
+) -> dict[Part, LayoutInstance]:
     """Instances that run on a machine; pipelines unasked where without them GPUs are left over."""
     found = instances_of(cluster.model, machine, cluster.profiles, throughput, most_stages or 1, mix)
     if most_stages is None:
@@ -183,7 +183,7 @@ def _instances(
     return found
 
 
-def _most(machine: Machine, instances: Mapping[Part, Instance]) -> float:
+def _most(machine: Machine, instances: Mapping[Part, LayoutInstance]) -> float:
     """Tokens/s of a machine at best."""
     per_gpu = (each.throughput_tok_s / part.gpus for part, each in instances.items())
     return machine.gpus * max(per_gpu, default=0.0)

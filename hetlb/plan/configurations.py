@@ -48,7 +48,7 @@ _USUAL_INSIDE = 60e9
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class ConfigurationStage:
     """Part of an instance: GPUs of one kind with tensor parallelism, and their share of the layers."""
 
     gpu: str
@@ -57,7 +57,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ConfigurationCandidate:
     """A configuration before its throughput is known. `profile` is None where that is stated.
 
     `origin` says what the profile rests on: measured, roofline, or stated in the file; `across` whether its
@@ -69,7 +69,7 @@ class Candidate:
     model: str
     gpus: dict[str, int]
     price_per_hour: float
-    stages: tuple[Stage, ...]
+    stages: tuple[ConfigurationStage, ...]
     origin: str
     profile: Profile | None = None
     throughput: dict[str, float] | None = None
@@ -78,7 +78,7 @@ class Candidate:
     engine_stages: tuple[EngineStage, ...] = ()
 
 
-def candidates(market: Market, longest_tokens: dict[str, int]) -> list[Candidate]:
+def candidates(market: Market, longest_tokens: dict[str, int]) -> list[ConfigurationCandidate]:
     """The stated configurations, or all enumerated ones; `longest_tokens` is of one request, by model.
 
     Raises `ConfigError` where what is needed to enumerate is missing.
@@ -104,7 +104,7 @@ def _smallest(market: Market, name: str) -> str:
     return f"{weights / 1e9:.4g} GB of weights" if weights is not None else "parameters not stated"
 
 
-def _stated(market: Market) -> list[Candidate]:
+def _stated(market: Market) -> list[ConfigurationCandidate]:
     found = []
     offers = market.offers
     for index, table in enumerate(market.file.configurations):
@@ -122,12 +122,12 @@ def _stated(market: Market) -> list[Candidate]:
                 f"{total} GPUs, got {degree}"
             )
         kinds = [gpu for gpu, count in gpus.items() for _ in range(max(1, count // degree))]
-        held = tuple(Stage(gpu, degree, Fraction(1, len(kinds))) for gpu in kinds)
+        held = tuple(ConfigurationStage(gpu, degree, Fraction(1, len(kinds))) for gpu in kinds)
         name = market.model_of(table.model, f"configurations[{index}]")
         if profile is not None:
             profile = _with_capacity(market, market.models[name], held, profile)
         found.append(
-            Candidate(
+            ConfigurationCandidate(
                 table.name,
                 name,
                 gpus,
@@ -144,7 +144,9 @@ def _stated(market: Market) -> list[Candidate]:
     return found
 
 
-def _with_capacity(market: Market, model: Model, stages: tuple[Stage, ...], profile: Profile) -> Profile:
+def _with_capacity(
+    market: Market, model: Model, stages: tuple[ConfigurationStage, ...], profile: Profile
+) -> Profile:
     """The profile with the KV capacity that stated memory allows, where it states none itself."""
     known = model.weight_bytes is not None and model.kv_bytes_per_token is not None
     memory = all(market.offers[stage.gpu].memory_bytes for stage in stages)
@@ -166,7 +168,7 @@ def origin_of(profile: Profile) -> str:
 # --- enumeration ----------------------------------------------------------------------------------------
 
 
-def _enumerated(market: Market, model: Model, longest_tokens: int) -> Iterator[Candidate]:
+def _enumerated(market: Market, model: Model, longest_tokens: int) -> Iterator[ConfigurationCandidate]:
     for key in ("parameters", "kv_bytes_per_token"):
         if getattr(model, key) is None:
             raise ConfigError(
@@ -221,7 +223,7 @@ def _candidate(
     longest_tokens: int,
     by_degree: Mapping[tuple[str, int], tuple[Profile | None, str | None]],
     by_speed: bool,
-) -> Candidate | None:
+) -> ConfigurationCandidate | None:
     offers = market.offers
     memory = [Fraction(degree * (offers[gpu].memory_bytes or 0)) for gpu, degree in kinds]
     for (gpu, _), size in zip(kinds, memory, strict=True):
@@ -236,7 +238,7 @@ def _candidate(
         return None
     weights = [speed_of(profile) for profile in known] if by_speed else memory
     stages = tuple(
-        Stage(gpu, degree, share)
+        ConfigurationStage(gpu, degree, share)
         for (gpu, degree), share in zip(kinds, divide_layers(weights, model.layers), strict=True)
     )
     tokens = capacity_of(market, model, stages)
@@ -258,7 +260,7 @@ def _candidate(
             return None
     profile, own_stages = composed(market, model, name, stages, known, tokens, across=across)
     written = profiles[0][1] if len(stages) == 1 and profile == known[0] else None
-    return Candidate(
+    return ConfigurationCandidate(
         name,
         model.name,
         gpus,
@@ -279,7 +281,7 @@ def speed_of(profile: Profile) -> Fraction:
     return Fraction(1.0 / seconds)
 
 
-def capacity_of(market: Market, model: Model, stages: Sequence[Stage]) -> int:
+def capacity_of(market: Market, model: Model, stages: Sequence[ConfigurationStage]) -> int:
     """Tokens that the KV cache of an instance of these stages holds."""
     assert model.weight_bytes is not None
     assert model.kv_bytes_per_token is not None
@@ -366,7 +368,7 @@ def roofline_profile(market: Market, model: Model, offer: OfferTable, degree: in
 
 
 def compose(
-    market: Market, model: Model, stages: Sequence[Stage], *, across: bool
+    market: Market, model: Model, stages: Sequence[ConfigurationStage], *, across: bool
 ) -> tuple[Profile, tuple[EngineStage, ...]]:
     """The profile of given stages and, of several, what it is composed of.
 
@@ -389,7 +391,7 @@ def composed(
     market: Market,
     model: Model,
     name: str,
-    stages: Sequence[Stage],
+    stages: Sequence[ConfigurationStage],
     profiles: Sequence[Profile],
     tokens: int,
     *,
@@ -409,7 +411,9 @@ def composed(
 # --- links between stages ---------------------------------------------------------------------------------
 
 
-def _links(market: Market, model: Model, stages: Sequence[Stage], across: bool) -> list[LinkSeconds]:
+def _links(
+    market: Market, model: Model, stages: Sequence[ConfigurationStage], across: bool
+) -> list[LinkSeconds]:
     """The links behind all stages but the last."""
     links = market.file.links
     size = hidden_size(model) * ACTIVATION_BYTES

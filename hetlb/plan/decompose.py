@@ -23,18 +23,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetlb.plan.highs import INFINITY, LinearProgram, OnProgress, SolveLimits
-from hetlb.plan.rent import (
+from hetlb.plan.rent_program import (
     Configuration,
     Formulation,
-    Plan,
     Problem,
+    RentPlan,
     assign,
     prune,
     relaxation,
     require_served,
     resource_rows,
 )
-from hetlb.plan.rent import solve as solve_directly
+from hetlb.plan.rent_program import solve as solve_directly
 
 #: Below so many models one program is faster.
 FEWEST_MODELS = 3
@@ -331,7 +331,7 @@ class Decomposition:
         return self._limits.over or self.bound <= self.reached * (1.0 + self._limits.gap)
 
 
-def solve(problem: Problem, limits: SolveLimits, on_progress: OnProgress | None = None) -> Plan:
+def solve(problem: Problem, limits: SolveLimits, on_progress: OnProgress | None = None) -> RentPlan:
     """The best plan found within the limits, by one program or by decomposition, with a proven bound.
 
     Raises `PlanError` where there is none.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hetlb.errors import ConfigError
 from hetlb.plan.highs import INFINITY, SolveLimits
-from hetlb.plan.rent import Plan, Problem
+from hetlb.plan.rent_program import Problem, RentPlan
 from hetlb.plan.replan import MoveCost, Moves, Replanned, replan
 
 _MOST_HOURS = 10_000
@@ -97,7 +97,7 @@ def schedule(problem: Problem, hours: Sequence[Hour], cost: MoveCost, limits: So
 
 def _nothing(running: dict[str, int]) -> Replanned:
     """An hour in which nothing is asked for: all that runs is stopped."""
-    nothing = Plan({}, {}, 0.0, 0.0, 0.0)
+    nothing = RentPlan({}, {}, 0.0, 0.0, 0.0)
     moves = Moves({}, dict(running))
     return Replanned(nothing, moves, nothing, moves)
 

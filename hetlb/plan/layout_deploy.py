@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from hetlb.plan.cluster_layouts import Found
+from hetlb.plan.cluster_layouts import LayoutsFound
 from hetlb.plan.common.capabilities import Form
 from hetlb.plan.common.fleet_writer import FleetWriter
 from hetlb.plan.common.vllm_server import FILL_IN, FIRST_PORT, VllmServer
@@ -14,7 +14,7 @@ from hetlb.plan.layouts import Part, counted
 from hetlb.plan.tp_search import Machine
 
 
-def servers(found: Found, data_parallel: bool) -> list[tuple[Machine, Part, VllmServer]]:
+def servers(found: LayoutsFound, data_parallel: bool) -> list[tuple[Machine, Part, VllmServer]]:
     """Servers of the chosen layouts, machine by machine; with `data_parallel` equal parts are one server."""
     model, result = found.cluster.model, []
     for machine in found.cluster.machines:
@@ -39,12 +39,12 @@ def servers(found: Found, data_parallel: bool) -> list[tuple[Machine, Part, Vllm
     return result
 
 
-def commands(found: Found, data_parallel: bool = False) -> list[str]:
+def commands(found: LayoutsFound, data_parallel: bool = False) -> list[str]:
     """One `vllm serve` per server of the chosen layouts."""
     return [server.command() for _, _, server in servers(found, data_parallel)]
 
 
-def write_fleet(path: Path, found: Found, data_parallel: bool) -> None:
+def write_fleet(path: Path, found: LayoutsFound, data_parallel: bool) -> None:
     """The chosen layouts as a fleet file. Raises `InputError`."""
     writer = FleetWriter(path)
     instances = [
@@ -59,7 +59,7 @@ def write_fleet(path: Path, found: Found, data_parallel: bool) -> None:
     writer.write(heading, [{"name": found.cluster.model.name, "instances": instances}])
 
 
-def _profile_reference(found: Found, machine: Machine, part: Part, writer: FleetWriter) -> str:
+def _profile_reference(found: LayoutsFound, machine: Machine, part: Part, writer: FleetWriter) -> str:
     """The profile of a server as the fleet file names it; one of a pipeline is written, being composed."""
     if part.pipeline_parallel_size == 1:
         written = dict(machine.profiles)[part.tensor_parallel_size]

@@ -79,7 +79,7 @@ Layout = tuple[Part, ...]
 
 
 @dataclass(frozen=True)
-class Instance:
+class LayoutInstance:
     """A part that runs: its profile with the KV cache it has there, and its tokens/s alone while full."""
 
     part: Part
@@ -109,15 +109,15 @@ def instances_of(
     estimate: Callable[[Profile, int], float],
     most_stages: int,
     mix: Mix,
-) -> dict[Part, Instance]:
+) -> dict[Part, LayoutInstance]:
     """Every part that runs on a machine; `estimate` gives tokens/s of a profile with so many KV tokens.
 
     Pipelines count with the bubbles that they have on this mix of requests.
 
     Of pipelines on equally many GPUs only the fastest is kept.
     """
-    found: dict[Part, Instance] = {}
-    best: dict[int, Instance] = {}
+    found: dict[Part, LayoutInstance] = {}
+    best: dict[int, LayoutInstance] = {}
     for stages in range(1, most_stages + 1):
         for degree, key in machine.profiles:
             part = Part(degree, stages)
@@ -125,7 +125,7 @@ def instances_of(
                 continue
             tokens = memory(model, machine, part.gpus).kv_cache_tokens
             profile = _profile(model, machine, part, profiles[key], tokens, mix)
-            instance = Instance(part, profile, estimate(profile, tokens))
+            instance = LayoutInstance(part, profile, estimate(profile, tokens))
             if stages == 1:
                 found[part] = instance
             elif part.gpus not in best or instance.throughput_tok_s > best[part.gpus].throughput_tok_s:
@@ -206,16 +206,16 @@ class Evaluated:
 
 
 @dataclass
-class Fleet:
+class LayoutFleet:
     """Machines with what can run on each, and the requests to expect."""
 
     machines: Sequence[Machine]
-    instances: Mapping[tuple[object, ...], Mapping[Part, Instance]]
+    instances: Mapping[tuple[object, ...], Mapping[Part, LayoutInstance]]
     rows: Rows
     target: Target
     seed: int = 0
 
-    def running(self, machine: Machine) -> Mapping[Part, Instance]:
+    def running(self, machine: Machine) -> Mapping[Part, LayoutInstance]:
         """Instances that can run on a machine."""
         return self.instances[machine.kind]
 
@@ -321,7 +321,7 @@ class FleetChoice:
 
 
 def choose_together(
-    fleet: Fleet,
+    fleet: LayoutFleet,
     evaluated: Mapping[str, Sequence[Evaluated]],
 ) -> FleetChoice:
     """Layouts of all machines that serve best together: at least what the best of each by itself do.

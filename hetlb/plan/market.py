@@ -39,7 +39,7 @@ class OfferTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     roofline: RooflineTable | None = None
 
 
-class WorkloadTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WorkloadTypeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A type of request: its share (or its number) among all requests."""
 
     name: str
@@ -81,7 +81,7 @@ class MarketFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     version: Literal[1]
     offers: tuple[OfferTable, ...]
     models: tuple[PlanModelTable, ...] = ()
-    workloads: tuple[WorkloadTable, ...] = ()
+    workloads: tuple[WorkloadTypeTable, ...] = ()
     configurations: tuple[ConfigurationTable, ...] = ()
     budget_per_hour: Positive | None = None
     target: TargetTable | None = None

@@ -16,11 +16,11 @@ from hetlb.config.profile_file import Profile
 from hetlb.errors import ConfigError, PlanError
 from hetlb.plan import decompose
 from hetlb.plan.check import check_rent
-from hetlb.plan.configurations import Candidate, candidates
+from hetlb.plan.configurations import ConfigurationCandidate, candidates
 from hetlb.plan.highs import INFINITY, OnProgress, SolveLimits
 from hetlb.plan.market import Market
-from hetlb.plan.rent import Configuration, Plan, Problem, Workload, assign, prune
-from hetlb.plan.rent_simulation import Simulated, simulate
+from hetlb.plan.rent_program import Configuration, Problem, RentPlan, WorkloadType, assign, prune
+from hetlb.plan.rent_simulation import SimulatedFleet, simulate
 from hetlb.plan.throughput import Measured, bubbles, engine_spec, slowed
 from hetlb.plan.workloads import Clustering, RequestType, cluster
 
@@ -38,7 +38,7 @@ class Table:
 
     market: Market
     types: tuple[RequestType, ...]
-    candidates: Mapping[str, Candidate]
+    candidates: Mapping[str, ConfigurationCandidate]
     problem: Problem
     clustering: Clustering | None = None
     longest_tokens: int | None = None
@@ -134,7 +134,7 @@ def make_table(
         )
     problem = Problem(
         tuple(
-            Workload(kind.name, kind.model, kind.share, kind.input_tokens, kind.output_tokens)
+            WorkloadType(kind.name, kind.model, kind.share, kind.input_tokens, kind.output_tokens)
             for kind in types
         ),
         tuple(configurations),
@@ -157,7 +157,7 @@ class Planned:
     """
 
     problem: Problem
-    plan: Plan
+    plan: RentPlan
     rounds: int = 0
     disagreement: float = 0.0
 
@@ -191,7 +191,7 @@ def make_plan(
 
 
 def correct_mixes(
-    table: Table, measured: Measured, problem: Problem, plan: Plan, *, lower_only: bool = False
+    table: Table, measured: Measured, problem: Problem, plan: RentPlan, *, lower_only: bool = False
 ) -> tuple[Problem, float]:
     """The problem with the plan's own mixes measured, and the largest relative difference to the plan.
 
@@ -228,14 +228,14 @@ def correct_mixes(
 
 def least_load(configuration: Configuration, rates: Mapping[str, float]) -> float:
     """The fewest instances that serve these rates in the configuration's modes."""
-    workloads = tuple(Workload(name, configuration.model, rate) for name, rate in rates.items())
+    workloads = tuple(WorkloadType(name, configuration.model, rate) for name, rate in rates.items())
     one = Problem(workloads, (configuration,), dict.fromkeys(configuration.gpus, INFINITY))
     plan = assign(one, {configuration.name: 1})
     assert plan is not None, "expected a configuration to serve what it was planned for"
     return 1.0 / plan.throughput
 
 
-def profile_of(table: Table, plan: Plan, name: str) -> Profile | None:
+def profile_of(table: Table, plan: RentPlan, name: str) -> Profile | None:
     """The profile of a configuration under its part of a plan: of a pipeline with the bubbles it then has."""
     candidate = table.candidates[name]
     if candidate.profile is None or not candidate.engine_stages:
@@ -247,13 +247,13 @@ def profile_of(table: Table, plan: Plan, name: str) -> Profile | None:
 
 def simulate_plan(
     table: Table,
-    plan: Plan,
+    plan: RentPlan,
     *,
     policy: str = "hetlb",
     predictor: str = "empirical",
     seed: int = 0,
     load: float = INFINITY,
-) -> Simulated | None:
+) -> SimulatedFleet | None:
     """The plan's fleet under a policy (see `simulate`), None where some configuration has no profile."""
     if not table.simulated:
         return None
@@ -312,7 +312,7 @@ def baselines(table: Table, planned: Planned, limits: SolveLimits) -> dict[str, 
     return found
 
 
-def _solved(problem: Problem, limits: SolveLimits) -> Plan | None:
+def _solved(problem: Problem, limits: SolveLimits) -> RentPlan | None:
     try:
         plan = decompose.solve(problem, limits)
     except PlanError:
@@ -322,7 +322,7 @@ def _solved(problem: Problem, limits: SolveLimits) -> Plan | None:
 
 
 def _keep_best(
-    found: dict[str, Baseline], key: str, options: Mapping[str, Plan | None], problem: Problem
+    found: dict[str, Baseline], key: str, options: Mapping[str, RentPlan | None], problem: Problem
 ) -> None:
     plans = {name: plan for name, plan in options.items() if plan is not None}
     if not plans:

@@ -12,9 +12,9 @@ from pathlib import Path
 from hetlb.plan.common.capabilities import Form
 from hetlb.plan.common.fleet_writer import FleetWriter
 from hetlb.plan.common.vllm_server import FILL_IN, FIRST_PORT, VllmServer
-from hetlb.plan.configurations import Candidate
+from hetlb.plan.configurations import ConfigurationCandidate
 from hetlb.plan.planning import Table, profile_of
-from hetlb.plan.rent import Plan
+from hetlb.plan.rent_program import RentPlan
 from hetlb.plan.rent_simulation import instance_names, planned_shares
 
 
@@ -27,16 +27,16 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Instance:
+class RentedInstance:
     """One instance of a plan: its configuration, the places of its stages, and the port of its server."""
 
     name: str
-    candidate: Candidate
+    candidate: ConfigurationCandidate
     places: tuple[Place, ...]
     port: int
 
 
-def lay_out(table: Table, plan: Plan) -> list[Instance]:
+def lay_out(table: Table, plan: RentPlan) -> list[RentedInstance]:
     """Every instance with the machines that hold it, in the order of the plan."""
     wanted: list[tuple[int, str, int, str, int]] = []
     names = instance_names(plan)
@@ -64,16 +64,16 @@ def lay_out(table: Table, plan: Plan) -> list[Instance]:
         for name in own:
             held = tuple(places[name, s] for s in range(len(candidate.stages)))
             port = ports[held[0].machine] = ports.get(held[0].machine, FIRST_PORT - 1) + 1
-            found.append(Instance(name, candidate, held, port))
+            found.append(RentedInstance(name, candidate, held, port))
     return found
 
 
-def commands(table: Table, instances: list[Instance]) -> list[str]:
+def commands(table: Table, instances: list[RentedInstance]) -> list[str]:
     """One `vllm serve` an instance; a pipeline across machines runs on a Ray cluster of them."""
     return [server_of(table, instance).command() for instance in instances]
 
 
-def server_of(table: Table, instance: Instance) -> VllmServer:
+def server_of(table: Table, instance: RentedInstance) -> VllmServer:
     """The server of an instance."""
     market, candidate = table.market, instance.candidate
     stages = candidate.stages
@@ -95,7 +95,9 @@ def server_of(table: Table, instance: Instance) -> VllmServer:
     )
 
 
-def write_fleet(path: Path, table: Table, plan: Plan, instances: list[Instance], policy: str) -> None:
+def write_fleet(
+    path: Path, table: Table, plan: RentPlan, instances: list[RentedInstance], policy: str
+) -> None:
     """The plan as a fleet file under a policy, with the plan's shares for `planned`.
 
     Profiles that are no file yet (pipelines, rooflines) are written into a folder beside it. Raises
@@ -130,7 +132,9 @@ def write_fleet(path: Path, table: Table, plan: Plan, instances: list[Instance],
     writer.write(heading, models, {"name": policy, "shares": shares})
 
 
-def _profile_reference(table: Table, plan: Plan, candidate: Candidate, writer: FleetWriter) -> str | None:
+def _profile_reference(
+    table: Table, plan: RentPlan, candidate: ConfigurationCandidate, writer: FleetWriter
+) -> str | None:
     """The profile of a configuration as the fleet file names it, written where it is no file yet."""
     if candidate.written is not None:
         return writer.reference(table.market.path.parent / candidate.written)

@@ -10,7 +10,7 @@ from rich.table import Table as Grid
 
 from hetlb.plan.highs import INFINITY
 from hetlb.plan.planning import Planned, Table, pruned_size, simulate_plan
-from hetlb.plan.rent import Plan
+from hetlb.plan.rent_program import RentPlan
 from hetlb.plan.replan import Replanned
 
 
@@ -83,7 +83,7 @@ def document_of(table: Table, planned: Planned, solve_s: float) -> dict[str, Any
     }
 
 
-def simulated_document(table: Table, plan: Plan, seed: int) -> dict[str, Any] | None:
+def simulated_document(table: Table, plan: RentPlan, seed: int) -> dict[str, Any] | None:
     """The whole fleet under the policy that serves more of it: lengths known to the scheduler, and not known.
 
     `planned` takes the plan's shares, so that each type runs where it is cheapest; `hetlb` weighs each
@@ -174,7 +174,7 @@ def _rent_grid(document: dict[str, Any]) -> Grid:
     return grid
 
 
-def _share_grid(table: Table, plan: Plan, document: dict[str, Any]) -> Grid:
+def _share_grid(table: Table, plan: RentPlan, document: dict[str, Any]) -> Grid:
     grid = Grid(title="which requests go where, % of each type", title_justify="left")
     names = list(plan.counts)
     for column in ("type", "prompt", "answer", "share", *names):

@@ -21,7 +21,7 @@ from hetlb.core.policies.base import PlannedShares, PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
-from hetlb.plan.rent import Plan
+from hetlb.plan.rent_program import RentPlan
 from hetlb.plan.throughput import engine_spec, interleave
 from hetlb.plan.workloads import RequestType
 from hetlb.sim.engine_limits import EngineLimits
@@ -42,7 +42,7 @@ _LEAST_SHARE = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Simulated:
+class SimulatedFleet:
     """Rates of the whole fleet in its steady part; `makespan_s` of all `requests`, the tail included."""
 
     request_throughput: float
@@ -51,12 +51,12 @@ class Simulated:
     makespan_s: float
 
 
-def instance_names(plan: Plan) -> dict[str, list[str]]:
+def instance_names(plan: RentPlan) -> dict[str, list[str]]:
     """Names of the instances of every configuration: its own and a number."""
     return {name: [f"{name}-{index}" for index in range(count)] for name, count in plan.counts.items()}
 
 
-def planned_shares(plan: Plan, kinds: Sequence[RequestType]) -> tuple[PlannedShares, ...]:
+def planned_shares(plan: RentPlan, kinds: Sequence[RequestType]) -> tuple[PlannedShares, ...]:
     """Of every type, the share of its requests that each instance gets."""
     names = instance_names(plan)
     found = []
@@ -82,7 +82,7 @@ def planned_shares(plan: Plan, kinds: Sequence[RequestType]) -> tuple[PlannedSha
 
 
 def simulate(
-    plan: Plan,
+    plan: RentPlan,
     profiles: Mapping[str, Profile],
     kinds: Sequence[RequestType],
     *,
@@ -90,7 +90,7 @@ def simulate(
     predictor: str = "empirical",
     seed: int = 0,
     load: float = math.inf,
-) -> Simulated:
+) -> SimulatedFleet:
     """The whole fleet of a plan; `profiles` by configuration. Shares of `kinds` sum to 1.
 
     `load`: Poisson arrivals at so many times the planned rate, infinite where all wait at the start.
@@ -106,11 +106,11 @@ def simulate(
         rate = min(rate, served / part)
         makespan_s, count = max(makespan_s, last_s), count + requests
     tokens = math.fsum(kind.share * (kind.input_tokens + kind.output_tokens) for kind in kinds)
-    return Simulated(rate, rate * tokens, count, makespan_s)
+    return SimulatedFleet(rate, rate * tokens, count, makespan_s)
 
 
 def _simulate_model(
-    plan: Plan,
+    plan: RentPlan,
     profiles: Mapping[str, Profile],
     kinds: Sequence[RequestType],
     shares: tuple[PlannedShares, ...],
@@ -180,7 +180,7 @@ def capacity(limits: EngineLimits) -> Capacity:
     )
 
 
-def scaled(plan: Plan, factor: float) -> Plan:
+def scaled(plan: RentPlan, factor: float) -> RentPlan:
     """The plan at another rate."""
     return replace(
         plan,

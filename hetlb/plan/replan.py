@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from hetlb.errors import PlanError
 from hetlb.plan import decompose
 from hetlb.plan.highs import INFINITY, OnProgress, SolveLimits
-from hetlb.plan.rent import Formulation, Plan, Problem, assign, cost_of
+from hetlb.plan.rent_program import Formulation, Problem, RentPlan, assign, cost_of
 
 #: The gap of all programs: a better plan than this is not worth a move.
 _GAP = 1e-3
@@ -53,9 +53,9 @@ class Moves:
 class Replanned:
     """The new plan and its moves, beside a plan from scratch and its moves."""
 
-    plan: Plan
+    plan: RentPlan
     moves: Moves
-    scratch: Plan
+    scratch: RentPlan
     scratch_moves: Moves
 
 
@@ -90,12 +90,12 @@ def replan(
     return Replanned(best, moves_between(old, best.counts), scratch, moves_between(old, scratch.counts))
 
 
-def _kept(problem: Problem, scratch: Plan, share: float) -> float:
+def _kept(problem: Problem, scratch: RentPlan, share: float) -> float:
     """Throughput that the new plan has to keep; with a target rate: the most it may cost."""
     return share * scratch.throughput if problem.request_rate is None else scratch.cost_per_hour / share
 
 
-def _keeps(problem: Problem, found: Plan, scratch: Plan, share: float) -> bool:
+def _keeps(problem: Problem, found: RentPlan, scratch: RentPlan, share: float) -> bool:
     kept = _kept(problem, scratch, share) * (1.0 if problem.request_rate is None else -1.0)
     value = found.throughput if problem.request_rate is None else -found.cost_per_hour
     return value >= kept - 1e-9 * abs(kept)
@@ -109,7 +109,7 @@ def _solve(
     *,
     kept: float | None = None,
     most_moves: int | None = None,
-) -> Plan | None:
+) -> RentPlan | None:
     """The plan with the fewest moves that keeps `kept`, or the best over the horizon within `most_moves`."""
     # What runs stays worth considering, whatever else would be better from scratch.
     usable = tuple(c for c in problem.configurations if problem.most(c) >= 1 and c.modes)

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hetlb.plan.cluster_layouts import Found
+from hetlb.plan.cluster_layouts import LayoutsFound
 from hetlb.plan.layout_deploy import commands
 from hetlb.plan.layouts import Evaluated, Layout, Part, Worth, counted, gpus_of, layout_name
 from hetlb.plan.tp_search import Machine, MachinePlan
@@ -18,7 +18,7 @@ _SHOWN_LAYOUTS = 8
 _BAR_WIDTH = 24
 
 
-def result_document(found: Found, data_parallel: bool) -> dict[str, Any]:
+def result_document(found: LayoutsFound, data_parallel: bool) -> dict[str, Any]:
     """The figures of the contract, and those of layouts."""
     choice, target = found.choice, found.target
     running = {machine.name: found.instances[machine.kind] for machine in found.cluster.machines}
@@ -105,7 +105,7 @@ def _worth_document(worth: Worth | None) -> dict[str, Any] | None:
     }
 
 
-def print_result(found: Found, document: Mapping[str, Any]) -> None:
+def print_result(found: LayoutsFound, document: Mapping[str, Any]) -> None:
     """Tables and commands."""
     console = Console(highlight=False)
     console.print(_table(found))
@@ -131,7 +131,7 @@ def print_result(found: Found, document: Mapping[str, Any]) -> None:
         print(command)
 
 
-def _simulated_line(found: Found) -> str:
+def _simulated_line(found: LayoutsFound) -> str:
     choice, worth = found.choice, found.choice.worth
     assert worth is not None
     words = f"the fleet under the router, simulated: {worth.total_token_throughput:,.0f} tokens/s"
@@ -156,7 +156,7 @@ def _named(machine: Machine, alike: int) -> str:
     return machine.name if alike == 1 else f"{machine.name} and {alike - 1} alike"
 
 
-def _table(found: Found) -> Table:
+def _table(found: LayoutsFound) -> Table:
     title = "tensor-parallel degrees; tokens/s: prompt and output of the whole machine while requests wait, "
     table = Table(title=f"{title}{found.estimate} estimate", title_justify="left")
     for column in ("machine", "TP", "instances", "KV tokens", "tokens/s", ""):
@@ -180,7 +180,7 @@ def _table(found: Found) -> Table:
     return table
 
 
-def _layouts_table(found: Found, machine: Machine, alike: int) -> Table:
+def _layouts_table(found: LayoutsFound, machine: Machine, alike: int) -> Table:
     evaluated = found.evaluated[machine.name]
     at_rate = evaluated[0].worth is not None
     title = f"layouts of {_named(machine, alike)}"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hetlb.core.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec
-from hetlb.plan.placement.files import ClusterFiles, load_cluster
-from hetlb.plan.placement.place_cluster import Cluster, Holding, MachineKind, ModelShape, Node
+from hetlb.plan.placement.place_cluster import Holding, LayeredModel, MachineKind, PlaceCluster, PlaceNode
+from hetlb.plan.placement.place_files import ClusterFiles, load_cluster
 
 HELIX = Path(__file__).parents[2] / ".." / "shared" / "data" / "helix"
 
@@ -20,7 +20,7 @@ needs_helix = pytest.mark.skipif(
 )
 
 
-def helix_cluster(name: str, *, pruned: bool = False) -> Cluster:
+def helix_cluster(name: str, *, pruned: bool = False) -> PlaceCluster:
     folder = HELIX / name
     files = ClusterFiles(
         nodes=folder / "nodes.csv",
@@ -54,20 +54,21 @@ def small_cluster(
     layers: int,
     *,
     rates: dict[tuple[str, str], float] | None = None,
-) -> Cluster:
+) -> PlaceCluster:
     """A cluster with every link at 1e9 bytes/s and 1 ms, but for `rates` (bytes/s)."""
     by_name = {each.name: each for each in kinds}
     nodes = tuple(
-        Node(f"n{i}", name, "r0", len(by_name[name].holdings), 1e10, 1e10) for i, name in enumerate(machines)
+        PlaceNode(f"n{i}", name, "r0", len(by_name[name].holdings), 1e10, 1e10)
+        for i, name in enumerate(machines)
     )
     names = [node.name for node in nodes]
     edges = [(a, b) for a in names for b in names if a != b]
     edges += [(SOURCE, name) for name in names] + [(name, SINK) for name in names]
     links = {edge: LinkSpec((rates or {}).get(edge, 1e9), 0.001) for edge in edges}
-    return Cluster(ModelShape("m", layers, 1000, 2), nodes, by_name, links)
+    return PlaceCluster(LayeredModel("m", layers, 1000, 2), nodes, by_name, links)
 
 
-def random_cluster(rng: random.Random, *, nodes: int, layers: int) -> Cluster:
+def random_cluster(rng: random.Random, *, nodes: int, layers: int) -> PlaceCluster:
     """Two kinds with falling rates, and links of which some bind and some are not there."""
     kinds = []
     for name in ("fast", "slow"):
@@ -80,10 +81,10 @@ def random_cluster(rng: random.Random, *, nodes: int, layers: int) -> Cluster:
         for edge in cluster.links
         if rng.random() < 0.95
     }
-    return Cluster(cluster.model, cluster.nodes, cluster.kinds, links)
+    return PlaceCluster(cluster.model, cluster.nodes, cluster.kinds, links)
 
 
-def random_placement(rng: random.Random, cluster: Cluster) -> dict[str, tuple[int, int]]:
+def random_placement(rng: random.Random, cluster: PlaceCluster) -> dict[str, tuple[int, int]]:
     placement = {}
     for node in cluster.nodes:
         length = rng.randint(1, cluster.most_layers(node))

@@ -13,7 +13,7 @@ from hetlb.config.profile_file import load_profile
 from hetlb.core.latency import LatencyModel
 from hetlb.errors import ConfigError
 from hetlb.plan.common.capacity import divide_layers
-from hetlb.plan.configurations import Stage, candidates, capacity_of
+from hetlb.plan.configurations import ConfigurationStage, candidates, capacity_of
 from hetlb.plan.market import Market, load_market
 from hetlb.plan.throughput import (
     Measured,
@@ -60,8 +60,8 @@ def test_layers_follow_the_memory_of_the_stages() -> None:
 def test_kv_capacity_is_that_of_the_stage_with_the_least_room(tmp_path: Path) -> None:
     found = market(tmp_path)
     # One L: 0.9 * 48305799168 - 16e9 bytes, by 131072 a token.
-    assert capacity_of(found, found.models["m"], [Stage("L", 1, Fraction(1))]) == 209619
-    both = [Stage("L", 1, Fraction(1, 2)), Stage("A", 1, Fraction(1, 2))]
+    assert capacity_of(found, found.models["m"], [ConfigurationStage("L", 1, Fraction(1))]) == 209619
+    both = [ConfigurationStage("L", 1, Fraction(1, 2)), ConfigurationStage("A", 1, Fraction(1, 2))]
     # The A holds half of the weights and half of every token: 0.9 * 24e9 - 8e9 bytes, by 65536.
     assert capacity_of(found, found.models["m"], both) == 207519
 

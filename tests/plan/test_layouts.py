@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hetlb.config.profile_file import Profile, load_profile
 from hetlb.plan.cluster_layouts import Throughputs
 from hetlb.plan.layouts import (
-    Fleet,
     Layout,
+    LayoutFleet,
     Part,
     Target,
     choose_together,
@@ -42,14 +42,14 @@ def box(name: str, system: str, gpus: int, degrees: tuple[int, ...] = (1, 2, 4))
     return Machine(name, system, gpus, memory, 0.9, 2_147_483_648, paths)
 
 
-def fleet(machines: list[Machine], rate: float, slo: SloLimits | None = None) -> Fleet:
+def fleet(machines: list[Machine], rate: float, slo: SloLimits | None = None) -> LayoutFleet:
     profiles = {path: load_profile(PROFILING / path) for m in machines for _, path in m.profiles}
 
     def estimate(profile: Profile, tokens: int) -> float:
         return 1.0 / profile.latency.step_s(64, 64 * 500)
 
     instances = {m.kind: instances_of(MODEL, m, profiles, estimate, 1, MIX) for m in machines}
-    return Fleet(machines, instances, ROWS, Target(rate, slo or SloLimits()))
+    return LayoutFleet(machines, instances, ROWS, Target(rate, slo or SloLimits()))
 
 
 @settings(max_examples=60)

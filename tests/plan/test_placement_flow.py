@@ -23,14 +23,14 @@ from scipy.optimize import linprog
 from hetlb.core.paths.stages import SINK, SOURCE
 from hetlb.errors import PlanError
 from hetlb.plan.check import check_placement
-from hetlb.plan.placement.balance import balanced_flow
-from hetlb.plan.placement.bounds import compute_bound, flow_bound
-from hetlb.plan.placement.files import load_placement
+from hetlb.plan.placement.even_flow import balanced_flow
 from hetlb.plan.placement.flow import Flow, max_flow, pipelines
-from hetlb.plan.placement.place_cluster import Cluster, Placement
+from hetlb.plan.placement.flow_bounds import compute_bound, flow_bound
+from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
+from hetlb.plan.placement.place_files import load_placement
 
 
-def flow_by_linear_program(cluster: Cluster, placement: Placement, *, partial: bool) -> float:
+def flow_by_linear_program(cluster: PlaceCluster, placement: Placement, *, partial: bool) -> float:
     """The same flow from the definition: one variable per valid link, nodes as constraints."""
     layers = cluster.model.layers
     edges = []

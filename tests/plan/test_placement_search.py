@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from plan.clusters import helix_cluster, kind, needs_helix, random_cluster, random_placement, small_cluster
 
 from hetlb.plan.highs import Interrupt, SolveLimits
-from hetlb.plan.placement.bounds import flow_bound
 from hetlb.plan.placement.columns import Pipelines
 from hetlb.plan.placement.estimate import Estimator
 from hetlb.plan.placement.failures import losses
 from hetlb.plan.placement.flow import Flow, max_flow
+from hetlb.plan.placement.flow_bounds import flow_bound
 from hetlb.plan.placement.heuristics import Intervals, chains, petals, separate_pipelines, swarm
 from hetlb.plan.placement.milp import solve
-from hetlb.plan.placement.place_cluster import Cluster
+from hetlb.plan.placement.place_cluster import PlaceCluster
 from hetlb.plan.placement.place_plan import PlacePlan, plan_placement
-from hetlb.plan.placement.place_search import Search
+from hetlb.plan.placement.place_search import PlacementSearch
 from hetlb.plan.placement.simulator import PlacementSimulator
 from hetlb.plan.placement.stage_columns import StageChain
 
@@ -43,7 +43,7 @@ def steps(count: float, *, seed: int = 0, interrupt: Interrupt | None = None) ->
     return SolveLimits(deadline=count, seed=seed, interrupt=interrupt, clock=Steps())
 
 
-def best_of_all(cluster: Cluster) -> float:
+def best_of_all(cluster: PlaceCluster) -> float:
     layers = cluster.model.layers
     choices = [
         [(first, first + length) for length in range(1, cluster.most_layers(node) + 1)
@@ -90,7 +90,7 @@ def test_the_optimum_of_helix_small_cluster_is_proven() -> None:
     cluster = helix_cluster("cluster10")
     bound = flow_bound(cluster)
     assert bound == pytest.approx(286.5874097546421, rel=1e-8)
-    found = Search(cluster, Estimator(cluster, LENGTHS), None, bound=bound).run(steps(40_000.0))
+    found = PlacementSearch(cluster, Estimator(cluster, LENGTHS), None, bound=bound).run(steps(40_000.0))
     assert found.highest_flow.flow.tokens_per_s == pytest.approx(286.5874097546421, abs=1e-9)
 
 
@@ -129,11 +129,11 @@ def test_many_machines_are_placed_near_the_bound_at_once() -> None:
     ]
     cluster = small_cluster(["a"] * 10 + ["b"] * 30 + ["c"] * 60, kinds, 80)
     bound = flow_bound(cluster)
-    found = Search(cluster, Estimator(cluster, LENGTHS), None, bound=bound).run(steps(60.0))
+    found = PlacementSearch(cluster, Estimator(cluster, LENGTHS), None, bound=bound).run(steps(60.0))
     assert found.highest_flow.flow.tokens_per_s >= 0.9 * bound
 
 
-def fits(cluster: Cluster, placement: Intervals) -> bool:
+def fits(cluster: PlaceCluster, placement: Intervals) -> bool:
     nodes = {node.name: node for node in cluster.nodes}
     return all(
         0 <= first < end <= cluster.model.layers and end - first <= cluster.most_layers(nodes[name])
@@ -164,7 +164,10 @@ def test_a_search_is_repeatable_and_its_judge_has_the_last_word() -> None:
         asked.append(whole)
         return 1000.0 - len(set(placement.values())) + flow.tokens_per_s / 1000.0
 
-    runs = [Search(cluster, Estimator(cluster, LENGTHS), judge).run(steps(1500.0, seed=3)) for _ in range(2)]
+    runs = [
+        PlacementSearch(cluster, Estimator(cluster, LENGTHS), judge).run(steps(1500.0, seed=3))
+        for _ in range(2)
+    ]
     assert runs[0].best.placement == runs[1].best.placement
     assert runs[0].best.simulated is not None
     assert True in asked
@@ -177,7 +180,7 @@ def test_a_search_is_repeatable_and_its_judge_has_the_last_word() -> None:
 def test_a_search_whose_time_is_up_before_it_begins_ends_with_its_starts(seconds: float) -> None:
     """As where the solver has used all of the time."""
     cluster = small_cluster(["x"] * 4, [kind("x", [100.0, 45.0])], 4)
-    found = Search(cluster, Estimator(cluster, LENGTHS), lambda *_: 1.0).run(steps(seconds))
+    found = PlacementSearch(cluster, Estimator(cluster, LENGTHS), lambda *_: 1.0).run(steps(seconds))
     assert found.best.flow.tokens_per_s > 0.0
     assert not found.interrupted
 
@@ -190,7 +193,7 @@ def test_an_interrupt_leaves_the_best_so_far() -> None:
     def stop(phase: str, best: object) -> None:
         interrupt.requested = True
 
-    search = Search(cluster, Estimator(cluster, LENGTHS), None, progress=stop)
+    search = PlacementSearch(cluster, Estimator(cluster, LENGTHS), None, progress=stop)
     found = search.run(steps(10_000.0, interrupt=interrupt))
     assert found.interrupted
     assert found.best.flow.tokens_per_s > 0.0

@@ -15,7 +15,7 @@ from hetlb.plan import decompose
 from hetlb.plan.check import check_rent
 from hetlb.plan.highs import INFINITY, Interrupt, SolveLimits
 from hetlb.plan.planning import proportional_rate, round_robin_rate
-from hetlb.plan.rent import Configuration, Plan, Problem, Workload, assign, prune, solve
+from hetlb.plan.rent_program import Configuration, Problem, RentPlan, WorkloadType, assign, prune, solve
 from hetlb.plan.replan import MoveCost, moves_between, replan
 
 LIMITS = SolveLimits(gap=1e-9)
@@ -29,7 +29,7 @@ def toy() -> Problem:
         return Configuration(name, "m", {gpu: count}, price * count, {"w1": w1, "w2": w2})
 
     return Problem(
-        (Workload("w1", "m", 0.8), Workload("w2", "m", 0.2)),
+        (WorkloadType("w1", "m", 0.8), WorkloadType("w2", "m", 0.2)),
         (
             one("t1", "t1", 1, 1.0, 1.2),
             one("t2", "t2", 1, 0.9, 0.9),
@@ -90,7 +90,7 @@ def problems(draw: st.DrawFn) -> Problem:
     prices = {gpu: draw(st.sampled_from([0.5, 1.0, 1.7, 3.1])) for gpu in gpus}
     models = ["m", "n"][: draw(st.integers(1, 2))]
     workloads = [
-        Workload(f"{model}{w}", model, draw(st.floats(0.1, 1.0)))
+        WorkloadType(f"{model}{w}", model, draw(st.floats(0.1, 1.0)))
         for model in models
         for w in range(draw(st.integers(1, 2)))
     ]
@@ -134,7 +134,7 @@ def within(problem: Problem, counts: dict[str, int]) -> bool:
 def test_a_plan_is_the_best_of_all_that_can_be_enumerated(problem: Problem) -> None:
     best, problem_line = best_by_enumeration(problem), ""
     try:
-        plan: Plan | None = decompose.solve(problem, LIMITS)
+        plan: RentPlan | None = decompose.solve(problem, LIMITS)
     except PlanError as error:
         problem_line = str(error)
         plan = None
@@ -161,7 +161,7 @@ def many_models(count: int) -> Problem:
     configurations, workloads = [], []
     for index in range(count):
         model, size = f"m{index}", 1.0 + index % 4
-        workloads += [Workload(f"{model}w{w}", model, (1 + (index + w) % 3) / size) for w in range(3)]
+        workloads += [WorkloadType(f"{model}w{w}", model, (1 + (index + w) % 3) / size) for w in range(3)]
         for gpu, price, speed in (("a", 1.0, 1.0), ("b", 2.1, 2.4), ("c", 3.9, 4.1)):
             for gpus in (1, 2, 4):
                 rates = {
@@ -246,7 +246,7 @@ def test_what_is_missing_is_said_in_one_line(problem: Problem, missing: str) -> 
 
 
 def test_two_models_that_the_budget_serves_only_one_by_one() -> None:
-    workloads = (Workload("a", "m", 0.5), Workload("b", "n", 0.5))
+    workloads = (WorkloadType("a", "m", 0.5), WorkloadType("b", "n", 0.5))
     configurations = (
         Configuration("c", "m", {"g": 1}, 3.0, {"a": 1.0}),
         Configuration("d", "n", {"g": 1}, 3.0, {"b": 1.0}),
@@ -261,7 +261,7 @@ def test_two_models_that_the_budget_serves_only_one_by_one() -> None:
 
 def test_a_measured_mix_serves_more_than_its_types_by_turns() -> None:
     mixed = Configuration("c", "m", {"g": 1}, 1.0, {"a": 1.0, "b": 1.0}, ({"a": 0.6, "b": 0.6},))
-    problem = Problem((Workload("a", "m", 0.5), Workload("b", "m", 0.5)), (mixed,), {"g": 1.0}, 1.0)
+    problem = Problem((WorkloadType("a", "m", 0.5), WorkloadType("b", "m", 0.5)), (mixed,), {"g": 1.0}, 1.0)
     plan = decompose.solve(problem, LIMITS)
     check_rent(problem, plan)
     assert plan.throughput == pytest.approx(1.2)
@@ -284,4 +284,4 @@ def test_moves_are_what_differs() -> None:
 
 
 def test_an_empty_plan_has_no_known_gap() -> None:
-    assert Plan({}).gap(toy()) == INFINITY
+    assert RentPlan({}).gap(toy()) == INFINITY

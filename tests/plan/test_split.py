@@ -23,13 +23,22 @@ from hetlb.errors import ConfigError, PlanError
 from hetlb.plan.check import check_split
 from hetlb.plan.disaggregation.cost import GroupTable, PaperCost, ProfileCost, capacity_of
 from hetlb.plan.disaggregation.exhaustive import Exhaustive
-from hetlb.plan.disaggregation.files import load_split
 from hetlb.plan.disaggregation.network import LINK_SHARE, Network
 from hetlb.plan.disaggregation.partition import assign_roles, partition
 from hetlb.plan.disaggregation.rates import both_rate, decode_rate, prefill_rate
-from hetlb.plan.disaggregation.split_cluster import Cluster, Group, Links, Machine, Plan, Slo, Stage, Workload
+from hetlb.plan.disaggregation.split_cluster import (
+    GroupStage,
+    Links,
+    RequestLengths,
+    ServerGroup,
+    Slo,
+    SplitCluster,
+    SplitMachine,
+    SplitPlan,
+)
 from hetlb.plan.disaggregation.split_deploy import commands, lay_out, write_fleet
-from hetlb.plan.disaggregation.split_search import Search
+from hetlb.plan.disaggregation.split_files import load_split
+from hetlb.plan.disaggregation.split_search import SplitSearch
 from hetlb.plan.disaggregation.split_simulation import different, simulate_plan
 from hetlb.plan.highs import Interrupt, SolveLimits
 from hetlb.plan.throughput import saturated_rate
@@ -53,26 +62,26 @@ OPT_30B = Model(
 )  # fmt: skip
 
 
-def machine(name: str, gpu: str, gpus: int) -> Machine:
+def machine(name: str, gpu: str, gpus: int) -> SplitMachine:
     flops, bandwidth, memory, _ = GPUS[gpu]
     table = RooflineTable(flops=flops, bandwidth_bytes_per_s=bandwidth)
-    return Machine(name, gpu, gpus, memory, profiles={}, profile_paths={}, roofline=table)
+    return SplitMachine(name, gpu, gpus, memory, profiles={}, profile_paths={}, roofline=table)
 
 
 def cluster(
-    machines: list[Machine],
+    machines: list[SplitMachine],
     model: Model = LLAMA_8B,
     rows: tuple[tuple[int, int], ...] = ((1000, 200),),
     between: float = 5e9,
-) -> Cluster:
+) -> SplitCluster:
     rates = tuple(
         tuple(GPUS[a.gpu][3] if i == j else between for j in range(len(machines)))
         for i, a in enumerate(machines)
     )
-    return Cluster(Path("c.yaml"), model, tuple(machines), Links(rates, 2e-4), Workload(rows))
+    return SplitCluster(Path("c.yaml"), model, tuple(machines), Links(rates, 2e-4), RequestLengths(rows))
 
 
-def appendix_e() -> Cluster:
+def appendix_e() -> SplitCluster:
     return cluster([machine("h", "H100", 4), machine("a", "A100", 4)], OPT_30B, ((268, 279),))
 
 
@@ -98,7 +107,7 @@ def test_rates_are_those_of_the_engine_model(rows: tuple[int, int], limits: tupl
     """A group that does both, and prefill alone: the arithmetic against a saturated engine."""
     latency = LatencyModel(k1=1e-4, k2=0.0, k3=0.0, k4=2e-2, k5=1e-7, k6=1e-5, k7=0.0, k8=2e-2)
     engine = EngineLimits(limits[0], max_num_seqs=limits[1], max_num_batched_tokens=limits[2])
-    workload = Workload((rows,))
+    workload = RequestLengths((rows,))
     spec = EngineSpec(latency, engine)
     served = saturated_rate(spec, [(1.0, [rows])])
     assert both_rate(latency, engine, workload, Slo()) == pytest.approx(served, rel=0.12)
@@ -108,7 +117,7 @@ def test_rates_are_those_of_the_engine_model(rows: tuple[int, int], limits: tupl
 
 def test_an_slo_lowers_rates_down_to_nothing() -> None:
     latency = LatencyModel(k1=1e-4, k2=0.0, k3=0.0, k4=2e-2, k5=1e-7, k6=1e-5, k7=0.0, k8=2e-2)
-    limits, workload = EngineLimits(200_000), Workload(((1000, 200),))
+    limits, workload = EngineLimits(200_000), RequestLengths(((1000, 200),))
     for rate in (prefill_rate, decode_rate, both_rate):
         values = [rate(latency, limits, workload, Slo(s, s)) for s in (math.inf, 1.0, 0.15, 0.03, 0.001)]
         assert values == sorted(values, reverse=True)
@@ -117,7 +126,7 @@ def test_an_slo_lowers_rates_down_to_nothing() -> None:
 
 def test_memory_is_that_of_the_tightest_stage() -> None:
     of = cluster([machine("h", "H100", 2), machine("l", "L40", 2)], OPT_30B)
-    stages = (Stage(0, 2, 36), Stage(1, 2, 12))
+    stages = (GroupStage(0, 2, 36), GroupStage(1, 2, 12))
     usable = of.machines[0].usable_bytes, of.machines[1].usable_bytes
     by_stage = [
         (2 * room - 60e9 * layers / 48) / (of.kv_bytes_per_token * layers / 48)
@@ -139,8 +148,8 @@ def test_groups_of_alike_machines_are_alike() -> None:
 # --- flows ----------------------------------------------------------------------------------------------
 
 
-def group(role: Role, machine: int, capacity: float, gpus: int = 1, layers: int = 32) -> Group:
-    return Group(role, (Stage(machine, gpus, layers),), capacity, 100_000)
+def group(role: Role, machine: int, capacity: float, gpus: int = 1, layers: int = 32) -> ServerGroup:
+    return ServerGroup(role, (GroupStage(machine, gpus, layers),), capacity, 100_000)
 
 
 def test_a_link_that_all_pairs_share_carries_its_rate_once() -> None:
@@ -182,7 +191,7 @@ def test_a_plan_that_breaks_a_limit_is_refused(fault: str) -> None:
     if fault == "GPUs":
         plan = replace(plan, groups=(prefill, decode, decode, decode))
     elif fault == "layers":
-        plan = replace(plan, groups=(replace(prefill, stages=(Stage(0, 1, 31),)), decode))
+        plan = replace(plan, groups=(replace(prefill, stages=(GroupStage(0, 1, 31),)), decode))
     elif fault == "capacity":
         plan = replace(plan, groups=(replace(prefill, capacity=prefill.capacity * 1.01), decode))
     elif fault == "KV":
@@ -197,7 +206,7 @@ def test_a_plan_that_breaks_a_limit_is_refused(fault: str) -> None:
     elif fault == "role":
         plan = replace(plan, flows={(1, 0): 0.1})
     else:
-        of = replace(of, workload=Workload(((1000, 200), (10**7, 1))))
+        of = replace(of, workload=RequestLengths(((1000, 200), (10**7, 1))))
     with pytest.raises(PlanError):
         check_split(of, plan, cost.capacity)
 
@@ -209,14 +218,14 @@ def test_a_plan_that_breaks_a_limit_is_refused(fault: str) -> None:
 @given(of=clusters)
 @settings(max_examples=15)
 def test_the_search_finds_what_exhaustive_search_finds(
-    cost_model: type[ProfileCost] | type[PaperCost], of: Cluster
+    cost_model: type[ProfileCost] | type[PaperCost], of: SplitCluster
 ) -> None:
     cost = cost_model(of)
     table = GroupTable(of, cost)
     every = Exhaustive(table)
     best = every.run(SolveLimits())
     assert every.complete
-    found = Search(table).run(SolveLimits(), most_steps=15_000)
+    found = SplitSearch(table).run(SolveLimits(), most_steps=15_000)
     if best is None:
         assert found.plans == []
         return
@@ -251,7 +260,7 @@ def test_groups_of_both_roles_serve_most_as_such() -> None:
     """With the role that limits the flow, which the scheduler would use it for, none serves more."""
     of = cluster([machine("h", "H100", 4), machine("a", "A100", 5)], rows=((2000, 100),))
     table, network = GroupTable(of, ProfileCost(of)), Network(of)
-    found = Search(table, kept=1000, kept_share=0.3).run(SolveLimits(), most_steps=3000)
+    found = SplitSearch(table, kept=1000, kept_share=0.3).run(SolveLimits(), most_steps=3000)
     mixed = 0
     for plan in found.plans:
         for g, each in enumerate(plan.groups):
@@ -295,7 +304,7 @@ def test_the_partition_puts_every_gpu_in_one_group() -> None:
 def test_the_same_seed_and_steps_give_the_same_plan() -> None:
     of = cluster([machine("h", "H100", 2), machine("a", "A100", 2)])
     plans = [
-        Search(GroupTable(of, ProfileCost(of)), seed=3).run(SolveLimits(), most_steps=3000).plans[0]
+        SplitSearch(GroupTable(of, ProfileCost(of)), seed=3).run(SolveLimits(), most_steps=3000).plans[0]
         for _ in range(2)
     ]
     assert plans[0] == plans[1]
@@ -305,7 +314,7 @@ def test_the_same_seed_and_steps_give_the_same_plan() -> None:
 def test_the_search_begins_with_plans_that_use_something(roles: tuple[Role, ...]) -> None:
     """The program that gives its starts has the empty answer too, from where a move may fail."""
     of = cluster([machine("a", "A100", 12)], OPT_30B, ((1673, 60),))
-    starts = Search(GroupTable(of, ProfileCost(of)), roles=roles)._starts(SolveLimits())
+    starts = SplitSearch(GroupTable(of, ProfileCost(of)), roles=roles)._starts(SolveLimits())
     assert starts
     assert all(state.parts for state in starts)
 
@@ -314,17 +323,17 @@ def test_an_interrupt_ends_the_search_with_what_it_has() -> None:
     of = cluster([machine("h", "H100", 8), machine("a", "A100", 8)])
     interrupt = Interrupt()
     interrupt.requested = True
-    found = Search(GroupTable(of, ProfileCost(of))).run(SolveLimits(interrupt=interrupt))
+    found = SplitSearch(GroupTable(of, ProfileCost(of))).run(SolveLimits(interrupt=interrupt))
     assert all(plan.throughput > 0 for plan in found.plans)
 
 
 def test_beside_the_best_of_all_every_plan_is_simulated_that_a_search_would_simulate() -> None:
     of = cluster([machine("h", "H100", 3), machine("l", "L40", 2)])
     table = GroupTable(of, ProfileCost(of))
-    best, found = Exhaustive(table).run(SolveLimits()), Search(table).run(SolveLimits(), most_steps=500)
+    best, found = Exhaustive(table).run(SolveLimits()), SplitSearch(table).run(SolveLimits(), most_steps=500)
     assert best is not None
 
-    def shapes(plans: list[Plan]) -> set[object]:
+    def shapes(plans: list[SplitPlan]) -> set[object]:
         return {tuple(sorted((g.role, g.tensor_parallel_size, g.capacity) for g in p.groups)) for p in plans}
 
     for count in (1, 2, 4):
@@ -436,14 +445,14 @@ def test_the_command_prints_a_checked_plan_and_writes_a_fleet(
 
 def test_commands_say_role_layers_and_gpus(tmp_path: Path) -> None:
     of = replace(cluster([machine("h", "H100", 2), machine("l", "L40", 2)]), path=tmp_path / "c.yaml")
-    stages = (Stage(0, 1, 20), Stage(1, 1, 12))
+    stages = (GroupStage(0, 1, 20), GroupStage(1, 1, 12))
     cost = ProfileCost(of)
     groups = []
-    alone = (Stage(0, 1, 32),)
+    alone = (GroupStage(0, 1, 32),)
     for role, own in ((Role.PREFILL, stages), (Role.DECODE, alone), (Role.BOTH, alone)):
         tokens = capacity_of(of, own)
-        groups.append(Group(role, own, cost.capacity(own, role, tokens), tokens))
-    plan = Plan(tuple(groups[:2]), {(0, 1): 0.1}, {})
+        groups.append(ServerGroup(role, own, cost.capacity(own, role, tokens), tokens))
+    plan = SplitPlan(tuple(groups[:2]), {(0, 1): 0.1}, {})
     first, second = commands(of, plan, lay_out(of, plan))
     assert "VLLM_PP_LAYER_PARTITION=20,12" in first
     assert "--pipeline-parallel-size 2" in first
@@ -455,7 +464,7 @@ def test_commands_say_role_layers_and_gpus(tmp_path: Path) -> None:
     assert roles == ["prefill", "decode"]
     # One that does both transfers too, unless nothing is split.
     for flows, whole in (({(0, 1): 0.1}, '"kv_role":"kv_both"'), ({}, "vllm serve")):
-        plan = Plan((groups[0], groups[2]), flows, {1: 0.1})
+        plan = SplitPlan((groups[0], groups[2]), flows, {1: 0.1})
         last = commands(of, plan, lay_out(of, plan))[-1]
         assert whole in last
         assert ("kv-transfer-config" in last) == plan.splits

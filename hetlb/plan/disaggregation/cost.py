@@ -43,7 +43,14 @@ from hetlb.plan.common.composition import (
 )
 from hetlb.plan.configurations import hidden_size
 from hetlb.plan.disaggregation.rates import rate
-from hetlb.plan.disaggregation.split_cluster import Cluster, Composition, Group, Machine, Role, Stage
+from hetlb.plan.disaggregation.split_cluster import (
+    Composition,
+    GroupStage,
+    Role,
+    ServerGroup,
+    SplitCluster,
+    SplitMachine,
+)
 from hetlb.plan.throughput import bubbles, engine_spec, slowed
 from hetlb.sim.fleet_engine import EngineSpec
 
@@ -74,12 +81,12 @@ class CostModel(Protocol):
         """Relative time of a layer on such a stage."""
         ...
 
-    def capacity(self, stages: Sequence[Stage], role: Role, kv_cache_tokens: int) -> float:
+    def capacity(self, stages: Sequence[GroupStage], role: Role, kv_cache_tokens: int) -> float:
         """Requests/s of a group."""
         ...
 
 
-def capacity_of(cluster: Cluster, stages: Sequence[Stage]) -> int:
+def capacity_of(cluster: SplitCluster, stages: Sequence[GroupStage]) -> int:
     """Tokens that the KV cache of a group holds."""
     room = [(cluster.machines[s.machine].usable(s.gpus), Fraction(s.layers, cluster.layers)) for s in stages]
     return kv_cache_tokens(room, exact(cluster.weight_bytes), cluster.kv_bytes_per_token)
@@ -97,13 +104,13 @@ class _Layout:
 class GroupTable:
     """The best group of every composition and role, computed when it is asked for."""
 
-    def __init__(self, cluster: Cluster, cost: CostModel) -> None:
+    def __init__(self, cluster: SplitCluster, cost: CostModel) -> None:
         self.cluster = cluster
         self._cost = cost
         self._known: dict[tuple[object, Role], _Layout | None] = {}
-        self._groups: dict[tuple[Composition, Role], Group | None] = {}
+        self._groups: dict[tuple[Composition, Role], ServerGroup | None] = {}
 
-    def group(self, composition: Composition, role: Role) -> Group | None:
+    def group(self, composition: Composition, role: Role) -> ServerGroup | None:
         """The group with the most requests/s; None where the model or a request does not fit."""
         key = composition, role
         if key in self._groups:
@@ -119,8 +126,8 @@ class GroupTable:
         found = self._known[alike, role]
         group = None
         if found is not None:
-            stages = tuple(Stage(composition[at][0], gpus, layers) for at, gpus, layers in found.stages)
-            group = Group(role, stages, found.capacity, found.kv_cache_tokens)
+            stages = tuple(GroupStage(composition[at][0], gpus, layers) for at, gpus, layers in found.stages)
+            group = ServerGroup(role, stages, found.capacity, found.kv_cache_tokens)
         self._groups[key] = group
         return group
 
@@ -144,7 +151,7 @@ class GroupTable:
                 best = _Layout(placed, capacity, tokens)
         return best
 
-    def _layouts(self, composition: Composition, role: Role) -> Iterator[tuple[Stage, ...]]:
+    def _layouts(self, composition: Composition, role: Role) -> Iterator[tuple[GroupStage, ...]]:
         """Every degree and division of the layers. Stages stand in the order of the machines."""
         cluster, cost = self.cluster, self._cost
         if sum(n for _, n in composition) > MOST_GPUS:
@@ -173,7 +180,7 @@ class GroupTable:
                 layers = tuple(int(s * cluster.layers) for s in divide_layers(weights, cluster.layers))
                 if layers not in seen:
                     seen.add(layers)
-                    yield tuple(Stage(m, degree, own) for m, own in zip(machines, layers, strict=True))
+                    yield tuple(GroupStage(m, degree, own) for m, own in zip(machines, layers, strict=True))
 
 
 # --- latency profiles -----------------------------------------------------------------------------------
@@ -182,7 +189,7 @@ class GroupTable:
 class ProfileCost:
     """Rates by latency profiles; those of GPUs without one are estimated from their peak figures."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SplitCluster) -> None:
         self._cluster = cluster
         self._profiles: dict[tuple[int, int], tuple[Profile, LatencyModel] | None] = {}
         self._degrees: dict[int, frozenset[int]] = {}
@@ -199,7 +206,7 @@ class ProfileCost:
             self._degrees[machine] = frozenset(found)
         return self._degrees[machine]
 
-    def _whole(self, stage: Stage) -> tuple[Profile, LatencyModel]:
+    def _whole(self, stage: GroupStage) -> tuple[Profile, LatencyModel]:
         """The whole model on the GPUs of a stage."""
         key = self._cluster.kinds[stage.machine], stage.gpus
         found = self._profiles.get(key)
@@ -216,7 +223,7 @@ class ProfileCost:
         """Time of one request's prefill, its decode steps, or both, by the whole model."""
         key = self._cluster.kinds[machine], degree, role
         if key not in self._layer_s:
-            latency, workload = self._whole(Stage(machine, degree, 1))[1], self._cluster.workload
+            latency, workload = self._whole(GroupStage(machine, degree, 1))[1], self._cluster.workload
             seconds = 0.0
             if role is not Role.DECODE:
                 seconds += latency.prefill_s(workload.prompt_tokens)
@@ -226,7 +233,7 @@ class ProfileCost:
             self._layer_s[key] = seconds
         return self._layer_s[key]
 
-    def _links(self, stages: Sequence[Stage]) -> list[LinkSeconds]:
+    def _links(self, stages: Sequence[GroupStage]) -> list[LinkSeconds]:
         """The links behind all stages but the last."""
         links, size = self._cluster.links, hidden_size(self._cluster.model) * ACTIVATION_BYTES
         return [
@@ -237,7 +244,7 @@ class ProfileCost:
             for a, b in pairwise(stages)
         ]
 
-    def capacity(self, stages: Sequence[Stage], role: Role, kv_cache_tokens: int) -> float:
+    def capacity(self, stages: Sequence[GroupStage], role: Role, kv_cache_tokens: int) -> float:
         """Requests/s by the composed latency model; 0 where its limits hold no request."""
         workload = self._cluster.workload
         if kv_cache_tokens < _FEWEST_TOKENS:
@@ -247,7 +254,7 @@ class ProfileCost:
         served = rate(role, spec.latency, spec.limits, workload, self._cluster.slo)
         return served * self._bubbles(stages, spec) if role is Role.BOTH else served
 
-    def _bubbles(self, stages: Sequence[Stage], spec: EngineSpec) -> float:
+    def _bubbles(self, stages: Sequence[GroupStage], spec: EngineSpec) -> float:
         """Prompts and answers in one pipeline; groups of one role have batches that are alike."""
         if len(stages) < 2:
             return 1.0
@@ -259,14 +266,14 @@ class ProfileCost:
             self._shares[key] = bubbles(spec, [(1.0, sample)], own)
         return self._shares[key]
 
-    def profile(self, stages: Sequence[Stage], kv_cache_tokens: int, role: Role) -> Profile:
+    def profile(self, stages: Sequence[GroupStage], kv_cache_tokens: int, role: Role) -> Profile:
         """The latency profile of a group, for the simulator and for a fleet file."""
         profile = self._composed(stages, kv_cache_tokens)
         if role is not Role.BOTH:
             return profile
         return slowed(profile, self._bubbles(stages, engine_spec(profile)))
 
-    def _parts(self, stages: Sequence[Stage]) -> list[StageProfile]:
+    def _parts(self, stages: Sequence[GroupStage]) -> list[StageProfile]:
         cluster = self._cluster
         return [
             StageProfile(
@@ -278,7 +285,7 @@ class ProfileCost:
             for stage in stages
         ]
 
-    def _composed(self, stages: Sequence[Stage], kv_cache_tokens: int) -> Profile:
+    def _composed(self, stages: Sequence[GroupStage], kv_cache_tokens: int) -> Profile:
         cluster, parts = self._cluster, self._parts(stages)
         name = "-".join([*dict.fromkeys(part.gpu.lower() for part in parts), f"tp{stages[0].gpus}"])
         if len(stages) == 1:
@@ -288,7 +295,9 @@ class ProfileCost:
         return compose_profile(f"{name}-pp{len(stages)}", info, parts, kv_cache_tokens, self._links(stages))
 
 
-def estimated_profile(cluster: Cluster, machine: Machine, degree: int, link_bytes_per_s: float) -> Profile:
+def estimated_profile(
+    cluster: SplitCluster, machine: SplitMachine, degree: int, link_bytes_per_s: float
+) -> Profile:
     """The terms of appendix A as a latency profile: weights read or tokens computed, KV read, all-reduces."""
     table, model = machine.roofline, cluster.model
     assert table is not None, "expected a machine with a profile of this degree or peak figures"
@@ -338,7 +347,7 @@ class PaperCost:
     the sum of both times per request (the paper has no such group).
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SplitCluster) -> None:
         self._cluster = cluster
         self._hidden = hidden_size(cluster.model)
         self._layer_weights = (cluster.model.parameters or 0.0) / cluster.layers
@@ -358,9 +367,9 @@ class PaperCost:
     def layer_s(self, machine: int, degree: int, role: Role) -> float:
         """Seconds of one layer's computation for one request."""
         workload = self._cluster.workload
-        return self._compute_s(Stage(machine, degree, 1), role, 1.0, workload.prompt_tokens)
+        return self._compute_s(GroupStage(machine, degree, 1), role, 1.0, workload.prompt_tokens)
 
-    def _compute_s(self, stage: Stage, role: Role, batch: float, prompt: float) -> float:
+    def _compute_s(self, stage: GroupStage, role: Role, batch: float, prompt: float) -> float:
         gpu, output = self._gpu(stage.machine), self._cluster.workload.output_tokens
         seconds = 0.0
         if role is not Role.DECODE:
@@ -370,7 +379,7 @@ class PaperCost:
             seconds += 2.0 * self._layer_weights * batch * output / (stage.gpus * gpu.flops)
         return seconds * stage.layers
 
-    def _tp_s(self, stage: Stage, tokens: float, times: float) -> float:
+    def _tp_s(self, stage: GroupStage, tokens: float, times: float) -> float:
         """Four exchanges a layer between the GPUs of a stage, each of `tokens` activations."""
         if stage.gpus == 1:
             return 0.0
@@ -379,7 +388,7 @@ class PaperCost:
         each = _INSIDE_LATENCY_S + size / (stage.gpus * links.bytes_per_s[stage.machine][stage.machine])
         return (stage.gpus - 1) * each * 4.0 * stage.layers * times
 
-    def _pp_s(self, stages: Sequence[Stage], tokens: float, times: float) -> float:
+    def _pp_s(self, stages: Sequence[GroupStage], tokens: float, times: float) -> float:
         links, size = self._cluster.links, tokens * self._hidden * ACTIVATION_BYTES
         return times * math.fsum(
             (links.latency_s if a.machine != b.machine else _INSIDE_LATENCY_S)
@@ -387,14 +396,14 @@ class PaperCost:
             for a, b in pairwise(stages)
         )
 
-    def _prefill_s(self, stages: Sequence[Stage], prompt: float) -> float:
+    def _prefill_s(self, stages: Sequence[GroupStage], prompt: float) -> float:
         seconds = math.fsum(
             self._compute_s(stage, Role.PREFILL, 1.0, prompt) + self._tp_s(stage, prompt, 1.0)
             for stage in stages
         )
         return seconds + self._pp_s(stages, prompt, 1.0)
 
-    def _decode_s(self, stages: Sequence[Stage], batch: float) -> float:
+    def _decode_s(self, stages: Sequence[GroupStage], batch: float) -> float:
         output = self._cluster.workload.output_tokens
         seconds = math.fsum(
             self._compute_s(stage, Role.DECODE, batch, 0.0) + self._tp_s(stage, batch, output)
@@ -402,7 +411,7 @@ class PaperCost:
         )
         return seconds + self._pp_s(stages, batch, output)
 
-    def capacity(self, stages: Sequence[Stage], role: Role, kv_cache_tokens: int) -> float:
+    def capacity(self, stages: Sequence[GroupStage], role: Role, kv_cache_tokens: int) -> float:
         """Requests/s."""
         workload = self._cluster.workload
         prefill_s = self._prefill_s(stages, workload.prompt_tokens)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from hetlb.plan.disaggregation.cost import MOST_GPUS, GroupTable
 from hetlb.plan.disaggregation.network import Network
-from hetlb.plan.disaggregation.split_cluster import Composition, Group, Plan, Role
+from hetlb.plan.disaggregation.split_cluster import Composition, Role, ServerGroup, SplitPlan
 from hetlb.plan.highs import SolveLimits
 
 _WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -33,17 +33,17 @@ class Exhaustive:
     def __init__(self, table: GroupTable, roles: tuple[Role, ...] = tuple(Role)) -> None:
         self._network = Network(table.cluster)
         self._left = [machine.gpus for machine in table.cluster.machines]
-        self._options: list[tuple[Composition, list[Group]]] = []
+        self._options: list[tuple[Composition, list[ServerGroup]]] = []
         for composition in compositions(table):
             groups = [g for role in roles if (g := table.group(composition, role)) is not None]
             if groups:
                 self._options.append((composition, groups))
         # Per weight: the most that a GPU of each machine may add.
         self._densities = [self._density(weight) for weight in _WEIGHTS]
-        self.best: Plan | None = None
+        self.best: SplitPlan | None = None
         self.complete = False
         self._most = 0.0
-        self._chosen: list[Group] = []
+        self._chosen: list[ServerGroup] = []
 
     def _density(self, weight: float) -> list[float]:
         best = [0.0] * len(self._left)
@@ -54,7 +54,7 @@ class Exhaustive:
                 best[m] = max(best[m], each)
         return best
 
-    def run(self, limits: SolveLimits) -> Plan | None:
+    def run(self, limits: SolveLimits) -> SplitPlan | None:
         """Search until all is seen or the limits are over; the best plan, None without any."""
         self._limits = limits
         self.complete = self._extend(0, 0.0, 0.0, 0.0)
@@ -94,7 +94,7 @@ class Exhaustive:
         return True
 
 
-def _value(group: Group, weight: float) -> float:
+def _value(group: ServerGroup, weight: float) -> float:
     if group.role is Role.PREFILL:
         return weight * group.capacity
     return (1.0 - weight) * group.capacity if group.role is Role.DECODE else group.capacity

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hetlb.plan.common.capabilities import NIXL, Form, refused
-from hetlb.plan.disaggregation.split_cluster import Cluster, Group, Plan, Role
+from hetlb.plan.disaggregation.split_cluster import Role, ServerGroup, SplitCluster, SplitPlan
 from hetlb.plan.highs import LinearProgram, SolveLimits
 from hetlb.plan.placement.flow import Dinic
 
@@ -41,7 +41,7 @@ class Route:
     capacity: float
 
 
-def layer_ranges(group: Group) -> Iterator[tuple[int, int, int, int]]:
+def layer_ranges(group: ServerGroup) -> Iterator[tuple[int, int, int, int]]:
     """(machine, GPUs, first layer, end) of every stage."""
     first = 0
     for stage in group.stages:
@@ -52,12 +52,12 @@ def layer_ranges(group: Group) -> Iterator[tuple[int, int, int, int]]:
 class Network:
     """Flows of one cluster; routes are kept, since a search asks for the same ones again and again."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SplitCluster) -> None:
         self._cluster = cluster
         self._rates = tuple(tuple(LINK_SHARE * rate for rate in row) for row in cluster.links.bytes_per_s)
         self._routes: dict[tuple[object, object], Route] = {}
 
-    def route(self, sender: Group, receiver: Group) -> Route:
+    def route(self, sender: ServerGroup, receiver: ServerGroup) -> Route:
         """The way from a prefill group to a decode group."""
         key = sender.stages, receiver.stages
         found = self._routes.get(key)
@@ -65,7 +65,7 @@ class Network:
             found = self._routes[key] = self._find_route(sender, receiver)
         return found
 
-    def _find_route(self, sender: Group, receiver: Group) -> Route:
+    def _find_route(self, sender: ServerGroup, receiver: ServerGroup) -> Route:
         rates, size = self._rates, self._cluster.kv_bytes / self._cluster.layers
         links: dict[tuple[int, int], float] = {}
         inside_s = 0.0
@@ -85,13 +85,13 @@ class Network:
         return Route(tuple(links.items()), inside_s, capacity)
 
     @staticmethod
-    def bound(groups: Sequence[Group]) -> float:
+    def bound(groups: Sequence[ServerGroup]) -> float:
         """Requests/s if links were no limit."""
         prefill = math.fsum(g.capacity for g in groups if g.role is Role.PREFILL)
         decode = math.fsum(g.capacity for g in groups if g.role is Role.DECODE)
         return min(prefill, decode) + math.fsum(g.capacity for g in groups if g.role is Role.BOTH)
 
-    def solve(self, groups: Sequence[Group]) -> Plan:
+    def solve(self, groups: Sequence[ServerGroup]) -> SplitPlan:
         """The plan with the most requests/s of these groups.
 
         Groups for both phases whose servers cannot take part in transfers are left out of a plan that splits.
@@ -103,7 +103,7 @@ class Network:
         whole = [group for group in groups if group.role is Role.BOTH]
         return max(self._solve(able), self._solve(whole), key=lambda each: each.throughput)
 
-    def _solve(self, groups: Sequence[Group]) -> Plan:
+    def _solve(self, groups: Sequence[ServerGroup]) -> SplitPlan:
         served = {g: each.capacity for g, each in enumerate(groups) if each.role is Role.BOTH}
         senders = [g for g, each in enumerate(groups) if each.role is Role.PREFILL]
         receivers = [g for g, each in enumerate(groups) if each.role is Role.DECODE]
@@ -113,7 +113,7 @@ class Network:
             flows = _max_flow(groups, routes)
             if self._overloads(routes, flows):
                 flows = self._program(groups, routes)
-        return Plan(tuple(groups), flows, served)
+        return SplitPlan(tuple(groups), flows, served)
 
     def _overloads(self, routes: dict[tuple[int, int], Route], flows: dict[tuple[int, int], float]) -> bool:
         """True if flows need more of some link between machines than there is."""
@@ -125,7 +125,7 @@ class Network:
         return any(rate > rates[i][j] * (1.0 + _ROUNDING) for (i, j), rate in used.items())
 
     def _program(
-        self, groups: Sequence[Group], routes: dict[tuple[int, int], Route]
+        self, groups: Sequence[ServerGroup], routes: dict[tuple[int, int], Route]
     ) -> dict[tuple[int, int], float]:
         program = LinearProgram()
         columns = {pair: program.column(1.0, 0.0, route.capacity) for pair, route in routes.items()}
@@ -150,13 +150,15 @@ class Network:
         return {pair: float(solution.values[c]) for pair, c in columns.items() if solution.values[c] > least}
 
 
-def _stands_alone(group: Group) -> bool:
+def _stands_alone(group: ServerGroup) -> bool:
     """True for a group of both phases that the engine refuses with KV transfers."""
     form = Form(group.tensor_parallel_size, len(group.stages), len(group.composition), NIXL, group.role)
     return group.role is Role.BOTH and refused(form)
 
 
-def _max_flow(groups: Sequence[Group], routes: dict[tuple[int, int], Route]) -> dict[tuple[int, int], float]:
+def _max_flow(
+    groups: Sequence[ServerGroup], routes: dict[tuple[int, int], Route]
+) -> dict[tuple[int, int], float]:
     """Dinic's algorithm: source -> prefill -> decode -> sink."""
     count = len(groups)
     network = Dinic(count + 2)

@@ -17,20 +17,20 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.cluster.vq import kmeans2
 
-from hetlb.plan.disaggregation.split_cluster import Cluster, Composition, Role
+from hetlb.plan.disaggregation.split_cluster import Composition, Role, SplitCluster
 
 #: Memory of a replica beyond its weights, as a share of them: what the number of groups is computed with.
 _KV_SHARE = 0.5
 _SWAPS_PER_GPU = 20
 
 
-def group_count(cluster: Cluster) -> int:
+def group_count(cluster: SplitCluster) -> int:
     """The paper's K: total memory over the memory of one replica."""
     total = sum(machine.gpus * machine.usable_bytes for machine in cluster.machines)
     return max(2, int(total / (cluster.weight_bytes * (1.0 + _KV_SHARE))))
 
 
-def partition(cluster: Cluster, count: int, rng: random.Random) -> list[Composition]:
+def partition(cluster: SplitCluster, count: int, rng: random.Random) -> list[Composition]:
     """`count` groups at most (empty ones are left out)."""
     owner = [m for m, machine in enumerate(cluster.machines) for _ in range(machine.gpus)]
     rates = np.array(cluster.links.bytes_per_s)
@@ -102,7 +102,7 @@ def _swap(
             np.add.at(held, labels, memory)
 
 
-def assign_roles(cluster: Cluster, groups: Sequence[Composition], rng: random.Random) -> list[Role]:
+def assign_roles(cluster: SplitCluster, groups: Sequence[Composition], rng: random.Random) -> list[Role]:
     """Prefill and decode, the most bandwidth between them (a maximum cut, by flips)."""
     rates = cluster.links.bytes_per_s
 

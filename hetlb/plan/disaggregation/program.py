@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from hetlb.plan.disaggregation.cost import MOST_GPUS, GroupTable
 from hetlb.plan.disaggregation.network import LINK_SHARE
-from hetlb.plan.disaggregation.split_cluster import Cluster, Composition, Group, Role
+from hetlb.plan.disaggregation.split_cluster import Composition, Role, ServerGroup, SplitCluster
 from hetlb.plan.highs import INFINITY, LinearProgram, SolveLimits
 
 #: Every machine is a class of its own in clusters of up to so many.
@@ -43,7 +43,7 @@ class Template:
     """A group up to the choice of machines; `group` is one that has its shape."""
 
     shape: Shape
-    group: Group
+    group: ServerGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class Templates:
         ]
         return Solved(tuple(dict.fromkeys(choices)), solution.bound)
 
-    def _shares(self, group: Group) -> dict[int, float]:
+    def _shares(self, group: ServerGroup) -> dict[int, float]:
         """Share of the layers on each class."""
         class_of = {m: c for c, own in enumerate(self.members) for m in own}
         shares: dict[int, float] = {}
@@ -217,7 +217,7 @@ class Templates:
         return found
 
 
-def _classes(cluster: Cluster) -> list[list[int]]:
+def _classes(cluster: SplitCluster) -> list[list[int]]:
     """Machines that are alike: same GPUs, as many, same site and links."""
     if len(cluster.machines) <= _FEW_MACHINES:
         return [[m] for m in range(len(cluster.machines))]

@@ -13,14 +13,16 @@ import math
 from collections.abc import Callable
 
 from hetlb.core.latency import LatencyModel
-from hetlb.plan.disaggregation.split_cluster import Role, Slo, Workload
+from hetlb.plan.disaggregation.split_cluster import RequestLengths, Role, Slo
 from hetlb.sim.engine_limits import EngineLimits
 
 #: Above so many prompts per iteration their number is taken to be the mean.
 _MANY = 8.0
 
 
-def rate(role: Role, latency: LatencyModel, limits: EngineLimits, workload: Workload, slo: Slo) -> float:
+def rate(
+    role: Role, latency: LatencyModel, limits: EngineLimits, workload: RequestLengths, slo: Slo
+) -> float:
     """Requests/s of an engine in this role; 0 where no load meets the SLO."""
     if role is Role.PREFILL:
         return prefill_rate(latency, limits, workload, slo)
@@ -29,7 +31,7 @@ def rate(role: Role, latency: LatencyModel, limits: EngineLimits, workload: Work
     return both_rate(latency, limits, workload, slo)
 
 
-def prefill_rate(latency: LatencyModel, limits: EngineLimits, workload: Workload, slo: Slo) -> float:
+def prefill_rate(latency: LatencyModel, limits: EngineLimits, workload: RequestLengths, slo: Slo) -> float:
     """Requests/s of an engine that only prefills: full iterations of prompt tokens."""
     prompt, budget = workload.prompt_tokens, limits.max_num_batched_tokens
     tokens = min(float(budget), prompt * limits.max_num_seqs)
@@ -40,7 +42,7 @@ def prefill_rate(latency: LatencyModel, limits: EngineLimits, workload: Workload
     return full * _load_within(slo.ttft_s, service_s)
 
 
-def decode_rate(latency: LatencyModel, limits: EngineLimits, workload: Workload, slo: Slo) -> float:
+def decode_rate(latency: LatencyModel, limits: EngineLimits, workload: RequestLengths, slo: Slo) -> float:
     """Requests/s of an engine that only decodes: a full batch in every step."""
     context = workload.context_tokens
 
@@ -51,7 +53,7 @@ def decode_rate(latency: LatencyModel, limits: EngineLimits, workload: Workload,
     return batch / (workload.output_tokens * step_s(batch)) if batch > 0 else 0.0
 
 
-def both_rate(latency: LatencyModel, limits: EngineLimits, workload: Workload, slo: Slo) -> float:
+def both_rate(latency: LatencyModel, limits: EngineLimits, workload: RequestLengths, slo: Slo) -> float:
     """Requests/s of an engine that does both: prompts are computed beside the decodes of others."""
     context, output = workload.context_tokens, workload.output_tokens
 
@@ -71,7 +73,7 @@ def both_rate(latency: LatencyModel, limits: EngineLimits, workload: Workload, s
     return min(throughput, _load_within(slo.ttft_s, service_s) / service_s)
 
 
-def _request_s(latency: LatencyModel, limits: EngineLimits, workload: Workload, batch: float) -> float:
+def _request_s(latency: LatencyModel, limits: EngineLimits, workload: RequestLengths, batch: float) -> float:
     """Seconds of the engine per request where `batch` sequences decode all the time."""
     prompt, output, budget = workload.prompt_tokens, workload.output_tokens, limits.max_num_batched_tokens
     # What prompts need beside the decodes may be more than fits: then fewer decode.
@@ -129,7 +131,7 @@ def _mean(loads: list[tuple[float, float]]) -> float:
     return math.fsum(tokens * share for tokens, share in loads)
 
 
-def _full_batch(limits: EngineLimits, workload: Workload) -> float:
+def _full_batch(limits: EngineLimits, workload: RequestLengths) -> float:
     """Sequences that run at once, each with room to its end: what finds none is preempted."""
     return min(float(limits.max_num_seqs), limits.kv_cache_tokens / workload.final_tokens)
 

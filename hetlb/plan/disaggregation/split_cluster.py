@@ -20,14 +20,25 @@ from hetlb.config.profile_file import Profile
 from hetlb.core.types import Role
 from hetlb.plan.common.capacity import usable_bytes
 
-__all__ = ["Cluster", "Composition", "Group", "Links", "Machine", "Plan", "Role", "Slo", "Stage", "Workload"]
+__all__ = [
+    "Composition",
+    "GroupStage",
+    "Links",
+    "RequestLengths",
+    "Role",
+    "ServerGroup",
+    "Slo",
+    "SplitCluster",
+    "SplitMachine",
+    "SplitPlan",
+]
 
 #: GPUs of a group by machine: (index of the machine, GPUs), in the order of the machines.
 Composition: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Machine:
+class SplitMachine:
     """`gpus` alike GPUs. `profiles` by degree are of the whole model; `roofline` is for the other degrees.
 
     `profile_paths` are those of the profiles, as written in the file.
@@ -66,7 +77,7 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Workload:
+class RequestLengths:
     """Requests as (prompt, output) tokens, equally likely; statistics that the cost models need."""
 
     rows: tuple[tuple[int, int], ...]
@@ -118,14 +129,14 @@ class Slo:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class SplitCluster:
     """A disaggregation problem. `layers` and `hidden_size` of the model are always known."""
 
     path: Path
     model: Model
-    machines: tuple[Machine, ...]
+    machines: tuple[SplitMachine, ...]
     links: Links
-    workload: Workload
+    workload: RequestLengths
     slo: Slo = Slo()
     attention_heads: int | None = None
 
@@ -179,7 +190,7 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class GroupStage:
     """GPUs of one machine that hold `layers` layers with tensor parallelism."""
 
     machine: int
@@ -188,11 +199,11 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Group:
+class ServerGroup:
     """GPUs that serve one copy of the model in one role: `capacity` requests/s, KV cache in tokens."""
 
     role: Role
-    stages: tuple[Stage, ...]
+    stages: tuple[GroupStage, ...]
     capacity: float
     kv_cache_tokens: int
 
@@ -211,13 +222,13 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SplitPlan:
     """Groups with the requests/s that pass them. `flows`: (prefill group, decode group) -> requests/s.
 
     `served`: requests/s of the groups that do both, by index. What is left out of all groups is idle.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[ServerGroup, ...]
     flows: Mapping[tuple[int, int], float]
     served: Mapping[int, float]
 

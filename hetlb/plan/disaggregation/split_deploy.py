@@ -13,7 +13,7 @@ from hetlb.plan.common.capabilities import NIXL, Form
 from hetlb.plan.common.fleet_writer import FleetWriter
 from hetlb.plan.common.vllm_server import FILL_IN, FIRST_PORT, VllmServer, host_of
 from hetlb.plan.disaggregation.cost import ProfileCost
-from hetlb.plan.disaggregation.split_cluster import Cluster, Group, Plan, Role
+from hetlb.plan.disaggregation.split_cluster import Role, ServerGroup, SplitCluster, SplitPlan
 
 _FIRST_SIDE_CHANNEL = 5600
 #: Seconds that a prefill server keeps the KV cache of a request for its decode server (vLLM's default).
@@ -22,17 +22,17 @@ _KV_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: 
 
 
 @dataclass(frozen=True, slots=True)
-class Instance:
+class GroupServer:
     """A group with its name, the GPUs of each machine, and the port of its server."""
 
     name: str
-    group: Group
+    group: ServerGroup
     gpus: tuple[tuple[int, tuple[int, ...]], ...]
     port: int
     side_channel: int
 
 
-def lay_out(cluster: Cluster, plan: Plan) -> list[Instance]:
+def lay_out(cluster: SplitCluster, plan: SplitPlan) -> list[GroupServer]:
     """Every group with its place, in the order of the plan."""
     taken = [0] * len(cluster.machines)
     ports = [FIRST_PORT] * len(cluster.machines)
@@ -47,17 +47,17 @@ def lay_out(cluster: Cluster, plan: Plan) -> list[Instance]:
         number = numbers[group.role] = numbers.get(group.role, -1) + 1
         # A side channel per rank: the next server's begins behind those of this one.
         side_channel = _FIRST_SIDE_CHANNEL + 16 * (ports[first] - FIRST_PORT)
-        found.append(Instance(f"{group.role}-{number}", group, tuple(held), ports[first], side_channel))
+        found.append(GroupServer(f"{group.role}-{number}", group, tuple(held), ports[first], side_channel))
         ports[first] += 1
     return found
 
 
-def commands(cluster: Cluster, plan: Plan, instances: list[Instance]) -> list[str]:
+def commands(cluster: SplitCluster, plan: SplitPlan, instances: list[GroupServer]) -> list[str]:
     """One `vllm serve` a group; a pipeline across machines runs on a Ray cluster of them."""
     return [server_of(cluster, instance, plan.splits).command() for instance in instances]
 
 
-def form_of(group: Group, transfers: bool) -> Form:
+def form_of(group: ServerGroup, transfers: bool) -> Form:
     """The form of a group's server."""
     return Form(
         group.tensor_parallel_size,
@@ -68,7 +68,7 @@ def form_of(group: Group, transfers: bool) -> Form:
     )
 
 
-def server_of(cluster: Cluster, instance: Instance, transfers: bool) -> VllmServer:
+def server_of(cluster: SplitCluster, instance: GroupServer, transfers: bool) -> VllmServer:
     """The server of a group; with `transfers` it takes part in KV transfers."""
     group = instance.group
     machines = [cluster.machines[m] for m, _ in instance.gpus]
@@ -98,7 +98,7 @@ def server_of(cluster: Cluster, instance: Instance, transfers: bool) -> VllmServ
 
 
 def write_fleet(
-    path: Path, cluster: Cluster, plan: Plan, instances: list[Instance], cost: ProfileCost
+    path: Path, cluster: SplitCluster, plan: SplitPlan, instances: list[GroupServer], cost: ProfileCost
 ) -> None:
     """The plan as a fleet file, with estimated and composed profiles in a folder beside it.
 
@@ -123,7 +123,9 @@ def write_fleet(
     writer.write(heading, [model], {"name": "hetlb"})
 
 
-def _profile_reference(cluster: Cluster, group: Group, cost: ProfileCost, writer: FleetWriter) -> str:
+def _profile_reference(
+    cluster: SplitCluster, group: ServerGroup, cost: ProfileCost, writer: FleetWriter
+) -> str:
     """The profile of a group as the fleet file names it, written where it is no file yet."""
     degree = group.tensor_parallel_size
     if len(group.stages) == 1:

@@ -8,13 +8,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hetlb.plan.disaggregation.split_cluster import Cluster, Plan, Role
-from hetlb.plan.disaggregation.split_deploy import Instance, commands
-from hetlb.plan.disaggregation.split_search import Found
+from hetlb.plan.disaggregation.split_cluster import Role, SplitCluster, SplitPlan
+from hetlb.plan.disaggregation.split_deploy import GroupServer, commands
+from hetlb.plan.disaggregation.split_search import SplitsFound
 
 
 def document_of(
-    cluster: Cluster, plan: Plan, found: Found, instances: list[Instance], solve_s: float
+    cluster: SplitCluster, plan: SplitPlan, found: SplitsFound, instances: list[GroupServer], solve_s: float
 ) -> dict[str, Any]:
     """The figures of the contract, and what they rest on under further keys."""
     names = {g: instance.name for g, instance in enumerate(instances)}
@@ -64,7 +64,7 @@ def document_of(
     }
 
 
-def print_plan(cluster: Cluster, document: dict[str, Any], console: Console) -> None:
+def print_plan(cluster: SplitCluster, document: dict[str, Any], console: Console) -> None:
     """The plan for a person: groups, flows, the plan without splitting, how far to trust it, commands."""
     console.print(
         f"{document['throughput_req_s']:.4g} requests/s, {document['throughput_tok_s']:.4g} output tokens/s",

@@ -21,7 +21,7 @@ from hetlb.plan.disaggregation.cost import MOST_GPUS, GroupTable
 from hetlb.plan.disaggregation.network import Network
 from hetlb.plan.disaggregation.partition import assign_roles, group_count, partition
 from hetlb.plan.disaggregation.program import Templates
-from hetlb.plan.disaggregation.split_cluster import Composition, Group, Plan, Role
+from hetlb.plan.disaggregation.split_cluster import Composition, Role, ServerGroup, SplitPlan
 from hetlb.plan.highs import SolveLimits
 
 #: A group of a candidate. Its GPUs may be too few for the model; then it serves nothing.
@@ -46,15 +46,15 @@ _KEPT, _KEPT_SHARE = 24, 0.9
 
 
 @dataclass
-class Found:
+class SplitsFound:
     """The best plans, the best first, and the best one whose groups all do both.
 
     `bound`: no plan serves more; `template_bound`: none of the groups that the program chose from. Infinite
     where none is known.
     """
 
-    plans: list[Plan] = field(default_factory=list)
-    colocated: Plan | None = None
+    plans: list[SplitPlan] = field(default_factory=list)
+    colocated: SplitPlan | None = None
     bound: float = math.inf
     template_bound: float = math.inf
     steps: int = 0
@@ -67,14 +67,14 @@ class _State:
     decode: float = 0.0
     both: float = 0.0
     throughput: float = 0.0
-    plan: Plan | None = None
+    plan: SplitPlan | None = None
 
     @property
     def score(self) -> float:
         return self.throughput + _SLACK_WEIGHT * (max(self.prefill, self.decode) + self.both)
 
 
-class Search:
+class SplitSearch:
     """One search. `guided` False: random swaps, from the partition alone (the paper's truncated variant).
 
     `kept` plans at most are found, of those that reach `kept_share` of the best of their round.
@@ -99,10 +99,10 @@ class Search:
         self._kept_share = kept_share
         self._rng = random.Random(seed)
         self._progress = progress
-        self._kept: dict[tuple[Part, ...], Plan] = {}
-        self._found = Found()
+        self._kept: dict[tuple[Part, ...], SplitPlan] = {}
+        self._found = SplitsFound()
 
-    def run(self, limits: SolveLimits, most_steps: float = math.inf) -> Found:
+    def run(self, limits: SolveLimits, most_steps: float = math.inf) -> SplitsFound:
         """Search until the limits are over, the bound is reached, or so many moves were tried."""
         states = self._starts(limits)
         best = max((state.throughput for state in states), default=0.0)
@@ -186,10 +186,10 @@ class Search:
             state.throughput = state.plan.throughput
         return state
 
-    def _plan(self, state: _State) -> Plan:
+    def _plan(self, state: _State) -> SplitPlan:
         return self._network.solve(self._groups(state.parts))
 
-    def _groups(self, parts: Sequence[Part]) -> list[Group]:
+    def _groups(self, parts: Sequence[Part]) -> list[ServerGroup]:
         found = (self._table.group(composition, role) for composition, role in parts)
         return [group for group in found if group is not None]
 

@@ -18,7 +18,7 @@ from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Connector, Health, InstanceSpec, KvLink
 from hetlb.plan.disaggregation.cost import ProfileCost
 from hetlb.plan.disaggregation.network import LINK_SHARE, Network
-from hetlb.plan.disaggregation.split_cluster import Cluster, Plan, Role
+from hetlb.plan.disaggregation.split_cluster import Role, SplitCluster, SplitPlan
 from hetlb.plan.disaggregation.split_deploy import KV_LEASE_S, lay_out
 from hetlb.plan.highs import SolveLimits
 from hetlb.plan.rent_simulation import capacity
@@ -59,7 +59,7 @@ class Fleet:
     links: KvLinks
 
 
-def make_fleet(cluster: Cluster, plan: Plan, cost: ProfileCost) -> Fleet:
+def make_fleet(cluster: SplitCluster, plan: SplitPlan, cost: ProfileCost) -> Fleet:
     """Instances of a plan with their engines, and the links between them."""
     network = Network(cluster)
     instances = lay_out(cluster, plan)
@@ -110,8 +110,8 @@ def make_fleet(cluster: Cluster, plan: Plan, cost: ProfileCost) -> Fleet:
 
 
 def simulate_plan(
-    cluster: Cluster,
-    plan: Plan,
+    cluster: SplitCluster,
+    plan: SplitPlan,
     cost: ProfileCost,
     *,
     policy: str = "hetlb",
@@ -150,12 +150,17 @@ def simulate_plan(
 class Judged:
     """A plan and what it serves in simulation."""
 
-    plan: Plan
+    plan: SplitPlan
     simulated: Simulated
 
 
 def judge(
-    cluster: Cluster, plans: Sequence[Plan], cost: ProfileCost, limits: SolveLimits, *, seed: int = 0
+    cluster: SplitCluster,
+    plans: Sequence[SplitPlan],
+    cost: ProfileCost,
+    limits: SolveLimits,
+    *,
+    seed: int = 0,
 ) -> list[Judged]:
     """Plans by what they serve in simulation, the best first; those that there was time for, one at least."""
     judged: list[Judged] = []
@@ -166,9 +171,9 @@ def judge(
     return sorted(judged, key=lambda each: -each.simulated.request_throughput)
 
 
-def different(plans: Sequence[Plan], count: int) -> list[Plan]:
+def different(plans: Sequence[SplitPlan], count: int) -> list[SplitPlan]:
     """The first plans that differ in more than in which of several alike machines a group is on."""
-    found: dict[object, Plan] = {}
+    found: dict[object, SplitPlan] = {}
     for plan in plans:
         shape = tuple(
             sorted(
@@ -181,12 +186,12 @@ def different(plans: Sequence[Plan], count: int) -> list[Plan]:
     return list(found.values())
 
 
-def can_judge(cluster: Cluster, plan: Plan) -> bool:
+def can_judge(cluster: SplitCluster, plan: SplitPlan) -> bool:
     """True if a run of the most requests is long enough for a steady part."""
     return _wanted(cluster, plan) <= 2 * _MOST
 
 
-def _wanted(cluster: Cluster, plan: Plan) -> float:
+def _wanted(cluster: SplitCluster, plan: SplitPlan) -> float:
     """Requests of a run that is long enough for every group to be full for most of it."""
     context = cluster.workload.context_tokens
     stay_s = max(
@@ -197,7 +202,7 @@ def _wanted(cluster: Cluster, plan: Plan) -> float:
     return _TURNS * stay_s * plan.throughput
 
 
-def _count(cluster: Cluster, plan: Plan) -> int:
+def _count(cluster: SplitCluster, plan: SplitPlan) -> int:
     """Requests of a run, within bounds."""
     return round(min(_MOST, max(_FEWEST, _wanted(cluster, plan))))
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from hetlb.core.paths.stages import SINK, SOURCE
 from hetlb.plan.highs import LinearProgram, SolveLimits
 from hetlb.plan.placement.heuristics import Intervals
-from hetlb.plan.placement.place_cluster import Cluster, Node
+from hetlb.plan.placement.place_cluster import PlaceCluster, PlaceNode
 
 #: Rounds of pricing, and columns of each.
 _MOST_ROUNDS = 80
@@ -35,10 +35,10 @@ _WORTH = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class MachineGroup:
     """Machines that are alike. `rates[j]`: tokens/s with j layers."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[PlaceNode, ...]
     rates: tuple[float, ...]
 
 
@@ -50,23 +50,23 @@ class Column:
     rate: float
 
 
-def groups_of(cluster: Cluster) -> list[Group]:
+def groups_of(cluster: PlaceCluster) -> list[MachineGroup]:
     """Machines by kind, layers that they can hold, and region; regions stand together."""
-    alike: dict[tuple[str, str, int], list[Node]] = {}
+    alike: dict[tuple[str, str, int], list[PlaceNode]] = {}
     for node in cluster.nodes:
         alike.setdefault((node.region, node.kind, cluster.most_layers(node)), []).append(node)
     found = []
     for key in sorted(alike):
         nodes = alike[key]
         kind = cluster.kind(nodes[0])
-        found.append(Group(tuple(nodes), (0.0, *(kind.rate(j) for j in range(1, key[2] + 1)))))
+        found.append(MachineGroup(tuple(nodes), (0.0, *(kind.rate(j) for j in range(1, key[2] + 1)))))
     return found
 
 
 class Pipelines:
     """Column generation for one cluster."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: PlaceCluster) -> None:
         self._layers = cluster.model.layers
         self.groups = groups_of(cluster)
         most = min(
@@ -81,7 +81,7 @@ class Pipelines:
         self._scopes = list(self._find_scopes(cluster))
         self._columns: dict[tuple[int, ...], Column] = {}
 
-    def _find_scopes(self, cluster: Cluster) -> Iterator[tuple[list[int], float]]:
+    def _find_scopes(self, cluster: PlaceCluster) -> Iterator[tuple[list[int], float]]:
         """Groups whose machines may be in one pipeline, and the highest rate of the links between them."""
         regions: dict[str, list[int]] = {}
         for g, group in enumerate(self.groups):

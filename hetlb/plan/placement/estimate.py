@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hetlb.core.paths.scheduler import HIGH_WATER
 from hetlb.core.paths.stages import SINK, SOURCE, Edge
-from hetlb.plan.placement.place_cluster import Cluster, Placement
+from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
 
 _Array = NDArray[np.float64]
 
@@ -49,7 +49,7 @@ class Estimate:
 class Estimator:
     """Estimates placements of one cluster on one sample of lengths (prompt and output tokens)."""
 
-    def __init__(self, cluster: Cluster, lengths: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, cluster: PlaceCluster, lengths: Sequence[tuple[int, int]]) -> None:
         self._cluster = cluster
         prompts = np.array([prompt for prompt, _ in lengths], dtype=float)
         self._prompt = float(prompts.mean())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hetlb.plan.highs import SolveLimits
 from hetlb.plan.placement.flow import max_flow
-from hetlb.plan.placement.place_cluster import Cluster, Node, Placement
+from hetlb.plan.placement.place_cluster import PlaceCluster, Placement, PlaceNode
 
 #: The most layer boundaries of a move that are tried on either side.
 _MOST_BOUNDS = 6
@@ -41,7 +41,7 @@ class Loss:
 
 
 def losses(
-    cluster: Cluster, placement: Placement, limits: SolveLimits, *, partial_inference: bool = False
+    cluster: PlaceCluster, placement: Placement, limits: SolveLimits, *, partial_inference: bool = False
 ) -> list[Loss]:
     """The loss of every class of nodes that hold layers, those that the limits leave time for."""
     found = []
@@ -53,9 +53,9 @@ def losses(
     return found
 
 
-def _classes(cluster: Cluster, placement: Placement) -> list[list[Node]]:
+def _classes(cluster: PlaceCluster, placement: Placement) -> list[list[PlaceNode]]:
     """Nodes of one kind and region that hold the same layers."""
-    alike: dict[tuple[object, ...], list[Node]] = {}
+    alike: dict[tuple[object, ...], list[PlaceNode]] = {}
     for node in cluster.nodes:
         if node.name in placement:
             key = (node.kind, node.region, cluster.most_layers(node), placement[node.name])
@@ -64,10 +64,10 @@ def _classes(cluster: Cluster, placement: Placement) -> list[list[Node]]:
 
 
 def _loss(
-    cluster: Cluster,
+    cluster: PlaceCluster,
     placement: Placement,
-    nodes: list[Node],
-    classes: list[list[Node]],
+    nodes: list[PlaceNode],
+    classes: list[list[PlaceNode]],
     limits: SolveLimits,
     partial: bool,
 ) -> Loss:

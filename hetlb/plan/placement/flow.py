@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hetlb.core.paths.stages import SINK, SOURCE, Edge
-from hetlb.plan.placement.place_cluster import Cluster, Placement
+from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
 
 #: Residual capacities below this share of the largest one are rounding, not capacity.
 _RELATIVE_EPSILON = 1e-13
@@ -112,7 +112,7 @@ class Pipeline:
     tokens_per_s: float
 
 
-def valid_links(cluster: Cluster, placement: Placement, *, partial_inference: bool) -> list[Edge]:
+def valid_links(cluster: PlaceCluster, placement: Placement, *, partial_inference: bool) -> list[Edge]:
     """Links that a request may take under a placement, in the order of the nodes.
 
     Source to nodes that start at layer 0; i to j where j starts at i's end or, with partial inference, holds
@@ -136,7 +136,7 @@ def valid_links(cluster: Cluster, placement: Placement, *, partial_inference: bo
     ]
 
 
-def max_flow(cluster: Cluster, placement: Placement, *, partial_inference: bool = False) -> Flow:
+def max_flow(cluster: PlaceCluster, placement: Placement, *, partial_inference: bool = False) -> Flow:
     """The maximum flow of a placement. Nodes without layers carry nothing."""
     names = [node.name for node in cluster.nodes if node.name in placement]
     index = {name: 2 * i for i, name in enumerate(names)}

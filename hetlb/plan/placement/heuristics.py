@@ -15,12 +15,12 @@ import math
 import random
 from collections.abc import Callable
 
-from hetlb.plan.placement.place_cluster import Cluster, Node
+from hetlb.plan.placement.place_cluster import PlaceCluster, PlaceNode
 
 Intervals = dict[str, tuple[int, int]]
 
 
-def swarm(cluster: Cluster) -> Intervals | None:
+def swarm(cluster: PlaceCluster) -> Intervals | None:
     """Equal stages with machines spread by throughput. None if there are fewer machines than stages."""
     layers = cluster.model.layers
     most = min(cluster.most_layers(node) for node in cluster.nodes)
@@ -37,7 +37,7 @@ def swarm(cluster: Cluster) -> Intervals | None:
     return placement
 
 
-def petals(cluster: Cluster, rng: random.Random) -> Intervals:
+def petals(cluster: PlaceCluster, rng: random.Random) -> Intervals:
     """Every machine where throughput is least, in random order."""
     layers = cluster.model.layers
     rates = [0.0] * layers
@@ -53,17 +53,17 @@ def petals(cluster: Cluster, rng: random.Random) -> Intervals:
     return placement
 
 
-def separate_pipelines(cluster: Cluster) -> Intervals | None:
+def separate_pipelines(cluster: PlaceCluster) -> Intervals | None:
     """Pipelines of machines of one kind and region. None if no such group holds all layers."""
 
-    def key(node: Node) -> tuple[str, str]:
+    def key(node: PlaceNode) -> tuple[str, str]:
         return node.kind, node.region
 
     return _pipelines(cluster, key) or _pipelines(cluster, lambda node: (node.kind, ""))
 
 
-def _pipelines(cluster: Cluster, key: Callable[[Node], tuple[str, str]]) -> Intervals | None:
-    groups: dict[tuple[str, str], list[Node]] = {}
+def _pipelines(cluster: PlaceCluster, key: Callable[[PlaceNode], tuple[str, str]]) -> Intervals | None:
+    groups: dict[tuple[str, str], list[PlaceNode]] = {}
     for node in cluster.nodes:
         groups.setdefault(key(node), []).append(node)
     placement: Intervals = {}
@@ -77,7 +77,7 @@ def _pipelines(cluster: Cluster, key: Callable[[Node], tuple[str, str]]) -> Inte
     return placement or None
 
 
-def chains(cluster: Cluster, rng: random.Random) -> Intervals:
+def chains(cluster: PlaceCluster, rng: random.Random) -> Intervals:
     """Machines in random order, region by region, each holding all that it can and its pipeline still
     needs.
     """

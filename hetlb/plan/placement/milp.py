@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from hetlb.plan.highs import LinearProgram, SolveLimits
 from hetlb.plan.placement.flow import max_flow
 from hetlb.plan.placement.heuristics import Intervals
-from hetlb.plan.placement.place_cluster import Cluster, Node, Placement
+from hetlb.plan.placement.place_cluster import PlaceCluster, Placement, PlaceNode
 
 
 @dataclass(frozen=True, slots=True)
-class Solved:
+class SolvedPlacement:
     """Result of the solver: an upper bound, and the best placement it met (None if none)."""
 
     bound: float
@@ -30,15 +30,17 @@ class Solved:
     optimal: bool
 
 
-def solve(cluster: Cluster, limits: SolveLimits, most: float, *, start: Placement | None = None) -> Solved:
+def solve(
+    cluster: PlaceCluster, limits: SolveLimits, most: float, *, start: Placement | None = None
+) -> SolvedPlacement:
     """Run the solver within limits, from `start` on. `most`: an upper bound, from `bounds.flow_bound`."""
     program = _Program(cluster, most)
     found = program.solve(limits, start)
     if found is None:
-        return Solved(most, None, optimal=False)
+        return SolvedPlacement(most, None, optimal=False)
     counts, value, bound = found
     bound = min(most, bound)
-    return Solved(
+    return SolvedPlacement(
         bound, _intervals(program.groups, counts), optimal=value >= bound * (1.0 - limits.gap - 1e-9)
     )
 
@@ -46,7 +48,7 @@ def solve(cluster: Cluster, limits: SolveLimits, most: float, *, start: Placemen
 class _Program:
     """The program: a count and a flow for every (group, first layer, length)."""
 
-    def __init__(self, cluster: Cluster, most: float) -> None:
+    def __init__(self, cluster: PlaceCluster, most: float) -> None:
         layers = cluster.model.layers
         self._cluster = cluster
         self.groups = _groups(cluster)
@@ -104,15 +106,15 @@ class _Program:
         return values
 
 
-def _groups(cluster: Cluster) -> list[list[Node]]:
+def _groups(cluster: PlaceCluster) -> list[list[PlaceNode]]:
     """Machines that hold the same layers at the same rates."""
-    groups: dict[tuple[str, int], list[Node]] = {}
+    groups: dict[tuple[str, int], list[PlaceNode]] = {}
     for node in cluster.nodes:
         groups.setdefault((node.kind, cluster.most_layers(node)), []).append(node)
     return list(groups.values())
 
 
-def _intervals(groups: list[list[Node]], counts: Mapping[tuple[int, int, int], int]) -> Intervals:
+def _intervals(groups: list[list[PlaceNode]], counts: Mapping[tuple[int, int, int], int]) -> Intervals:
     """Machines by name for the counts; those left over hold the first layer."""
     free = [list(nodes) for nodes in groups]
     placement: Intervals = {}

@@ -49,7 +49,7 @@ class MachineKind:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class PlaceNode:
     """One machine, or GPU `gpu` of the machine `host`."""
 
     name: str
@@ -63,7 +63,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
+class LayeredModel:
     """Facts of a model that placement needs."""
 
     name: str
@@ -73,19 +73,19 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class PlaceCluster:
     """A placement problem."""
 
-    model: ModelShape
-    nodes: tuple[Node, ...]
+    model: LayeredModel
+    nodes: tuple[PlaceNode, ...]
     kinds: Mapping[str, MachineKind]
     links: Mapping[Edge, LinkSpec]
 
-    def kind(self, node: Node) -> MachineKind:
+    def kind(self, node: PlaceNode) -> MachineKind:
         """The kind of a node."""
         return self.kinds[node.kind]
 
-    def most_layers(self, node: Node) -> int:
+    def most_layers(self, node: PlaceNode) -> int:
         """Most layers a node can hold: by its memory, its description and the model."""
         return min(node.max_layers, len(self.kind(node).holdings), self.model.layers)
 
@@ -133,7 +133,7 @@ class Cluster:
         )
 
 
-def subset(cluster: Cluster, nodes: Sequence[Node]) -> Cluster:
+def subset(cluster: PlaceCluster, nodes: Sequence[PlaceNode]) -> PlaceCluster:
     """The same problem with some of its machines alone."""
     names = {node.name for node in nodes} | {SOURCE, SINK}
     links = {edge: link for edge, link in cluster.links.items() if edge[0] in names and edge[1] in names}

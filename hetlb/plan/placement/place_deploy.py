@@ -12,7 +12,7 @@ from hetlb.plan.common.fleet_writer import FleetWriter
 from hetlb.plan.common.vllm_server import FILL_IN, FIRST_PORT, VllmServer, host_of
 from hetlb.plan.placement.flow import Flow, Pipeline, max_flow, pipelines
 from hetlb.plan.placement.heuristics import Intervals
-from hetlb.plan.placement.place_cluster import Cluster, Node, Placement
+from hetlb.plan.placement.place_cluster import PlaceCluster, Placement, PlaceNode
 
 _STAGE_PORT = 9100
 #: The key that all stages and the proxy share, beside the fleet file.
@@ -22,7 +22,7 @@ _VLLM_SHARE = 0.95
 _UTILIZATION = 0.9
 
 
-def stage_commands(cluster: Cluster, placement: Placement, folder: str) -> list[str]:
+def stage_commands(cluster: PlaceCluster, placement: Placement, folder: str) -> list[str]:
     """The shared key, made once, then one worker per node. `folder` holds the model on every machine."""
     return [
         f"test -e {KEY_FILE} || openssl rand -hex 32 > {KEY_FILE}  # once: the same file on all machines",
@@ -34,19 +34,19 @@ def stage_commands(cluster: Cluster, placement: Placement, folder: str) -> list[
     ]
 
 
-def _placed(cluster: Cluster, placement: Placement) -> list[tuple[Node, tuple[int, int]]]:
+def _placed(cluster: PlaceCluster, placement: Placement) -> list[tuple[PlaceNode, tuple[int, int]]]:
     return [(node, placement[node.name]) for node in cluster.nodes if node.name in placement]
 
 
-def _visible(node: Node) -> str:
+def _visible(node: PlaceNode) -> str:
     return "" if node.gpu is None else f"CUDA_VISIBLE_DEVICES={node.gpu} "
 
 
-def _port(node: Node) -> int:
+def _port(node: PlaceNode) -> int:
     return _STAGE_PORT + (node.gpu or 0)
 
 
-def write_fleet(path: Path, cluster: Cluster, placement: Placement, folder: str) -> None:
+def write_fleet(path: Path, cluster: PlaceCluster, placement: Placement, folder: str) -> None:
     """The stages of a placement as a fleet file; hosts, key and folder are to be filled in.
 
     Raises `InputError`.
@@ -61,7 +61,7 @@ def write_fleet(path: Path, cluster: Cluster, placement: Placement, folder: str)
 
 
 def vllm_plan(
-    cluster: Cluster, placement: Placement, flow: Flow, separate: Intervals | None
+    cluster: PlaceCluster, placement: Placement, flow: Flow, separate: Intervals | None
 ) -> dict[str, Any] | None:
     """The same machines as vLLM servers with pipeline parallelism, None where there are none.
 
@@ -98,7 +98,7 @@ def _whole_stages(placement: Placement, pipeline: Pipeline) -> bool:
     return True
 
 
-def _server(cluster: Cluster, placement: Placement, index: int, names: Sequence[str]) -> VllmServer:
+def _server(cluster: PlaceCluster, placement: Placement, index: int, names: Sequence[str]) -> VllmServer:
     """One server over the machines of a pipeline."""
     node = {each.name: each for each in cluster.nodes}
     hosts: dict[str, list[int]] = {}

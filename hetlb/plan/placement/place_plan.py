@@ -14,15 +14,15 @@ from typing import Any
 from hetlb.errors import PlanError
 from hetlb.plan.check import check_placement
 from hetlb.plan.highs import SolveLimits
-from hetlb.plan.placement.balance import balanced_flow
-from hetlb.plan.placement.bounds import flow_bound
 from hetlb.plan.placement.estimate import Estimator
+from hetlb.plan.placement.even_flow import balanced_flow
 from hetlb.plan.placement.failures import Loss, losses
 from hetlb.plan.placement.flow import max_flow, pipelines
+from hetlb.plan.placement.flow_bounds import flow_bound
 from hetlb.plan.placement.heuristics import Intervals, petals, separate_pipelines, swarm
-from hetlb.plan.placement.place_cluster import Cluster
+from hetlb.plan.placement.place_cluster import PlaceCluster
 from hetlb.plan.placement.place_deploy import advice, stage_commands, vllm_plan
-from hetlb.plan.placement.place_search import Candidate, Search
+from hetlb.plan.placement.place_search import PlacementCandidate, PlacementSearch
 from hetlb.plan.placement.simulator import PlacementSimulator
 from hetlb.sim.pipelines import PipelineResult
 
@@ -31,18 +31,18 @@ _BOUND_SHARE, _SEARCH_SHARE = 0.1, 0.9
 #: The same with a placement given: there is no search.
 _GIVEN_SHARE = 0.7
 
-OnPhase = Callable[[str, Candidate | None], object]
+OnPhase = Callable[[str, PlacementCandidate | None], object]
 
 
 @dataclass
 class PlacePlan:
     """A placement with what is known of it. `baselines` by the name of their rule."""
 
-    cluster: Cluster
+    cluster: PlaceCluster
     simulator: PlacementSimulator
-    chosen: Candidate
+    chosen: PlacementCandidate
     bound: float
-    highest_flow: Candidate | None = None
+    highest_flow: PlacementCandidate | None = None
     result: PipelineResult | None = None
     losses: list[Loss] = field(default_factory=list)
     baselines: dict[str, Intervals] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class PlacePlan:
 
 
 def plan_placement(
-    cluster: Cluster,
+    cluster: PlaceCluster,
     simulator: PlacementSimulator,
     limits: SolveLimits,
     *,
@@ -65,9 +65,9 @@ def plan_placement(
     searching = limits.within((_GIVEN_SHARE if given is not None else _SEARCH_SHARE) * seconds)
     highest = None
     if given is not None:
-        chosen = Candidate(given, balanced_flow(cluster, given, partial_inference=partial))
+        chosen = PlacementCandidate(given, balanced_flow(cluster, given, partial_inference=partial))
     else:
-        search = Search(
+        search = PlacementSearch(
             cluster,
             Estimator(cluster, lengths),
             None if simulate_s is None else simulator.judge(simulate_s),
@@ -93,7 +93,7 @@ def plan_placement(
     return plan
 
 
-def _baselines(cluster: Cluster, seed: int) -> dict[str, Intervals]:
+def _baselines(cluster: PlaceCluster, seed: int) -> dict[str, Intervals]:
     found = {
         "swarm": swarm(cluster),
         "separate-pipelines": separate_pipelines(cluster),

@@ -19,14 +19,14 @@ from itertools import accumulate
 
 from hetlb.core.paths.stages import SINK, SOURCE
 from hetlb.plan.highs import SolveLimits
-from hetlb.plan.placement.balance import balanced_flow
-from hetlb.plan.placement.bounds import compute_bound
 from hetlb.plan.placement.columns import Pipelines
 from hetlb.plan.placement.estimate import Estimator
+from hetlb.plan.placement.even_flow import balanced_flow
 from hetlb.plan.placement.flow import Dinic, Flow
+from hetlb.plan.placement.flow_bounds import compute_bound
 from hetlb.plan.placement.heuristics import Intervals, chains, petals, separate_pipelines, swarm
 from hetlb.plan.placement.milp import solve
-from hetlb.plan.placement.place_cluster import Cluster, Node, subset
+from hetlb.plan.placement.place_cluster import PlaceCluster, PlaceNode, subset
 from hetlb.plan.placement.stage_columns import StageChain
 
 #: Simulated output tokens/s of a placement under a flow, None where the limits ended it; the flag asks for
@@ -57,7 +57,7 @@ _LEAST_SHARE = 0.3
 
 
 @dataclass(slots=True)
-class Candidate:
+class PlacementCandidate:
     """A placement with what is known of it. Tokens/s; None where it was not simulated."""
 
     placement: Intervals
@@ -68,29 +68,29 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class Found:
+class PlacementsFound:
     """Result of a search: candidates, the best first; `bound`: no placement has a higher flow."""
 
-    candidates: list[Candidate] = field(default_factory=list)
+    candidates: list[PlacementCandidate] = field(default_factory=list)
     interrupted: bool = False
     bound: float = math.inf
 
     @property
-    def highest_flow(self) -> Candidate:
+    def highest_flow(self) -> PlacementCandidate:
         """The candidate with the highest flow; of equals the better one."""
         return max(self.candidates, key=_by_flow)
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> PlacementCandidate:
         """The best candidate."""
         return self.candidates[0]
 
 
-def _by_throughput(candidate: Candidate) -> tuple[float, float, float]:
+def _by_throughput(candidate: PlacementCandidate) -> tuple[float, float, float]:
     return (candidate.simulated or 0.0, candidate.estimate, candidate.flow.tokens_per_s)
 
 
-def _by_flow(candidate: Candidate) -> tuple[float, float, float]:
+def _by_flow(candidate: PlacementCandidate) -> tuple[float, float, float]:
     return (round(candidate.flow.tokens_per_s, 6), candidate.simulated or 0.0, candidate.estimate)
 
 
@@ -113,7 +113,7 @@ class _Layout:
 class FlowEvaluator:
     """The maximum flow of layouts of one cluster, some 20,000 a second."""
 
-    def __init__(self, cluster: Cluster, *, partial_inference: bool = False) -> None:
+    def __init__(self, cluster: PlaceCluster, *, partial_inference: bool = False) -> None:
         nodes = cluster.nodes
         self._layers = cluster.model.layers
         self._partial = partial_inference
@@ -171,18 +171,18 @@ class FlowEvaluator:
         return self.flow(layout) + _COVER_WEIGHT * min(self.cover(layout))
 
 
-class Search:
+class PlacementSearch:
     """One search: constructions, islands of annealing, then the judge."""
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: PlaceCluster,
         estimator: Estimator,
         judge: Judge | None,
         *,
         partial_inference: bool = False,
         bound: float = math.inf,
-        progress: Callable[[str, Candidate | None], object] | None = None,
+        progress: Callable[[str, PlacementCandidate | None], object] | None = None,
     ) -> None:
         """Without a `judge` the highest flow is best, and the estimate decides among equals.
 
@@ -199,9 +199,9 @@ class Search:
         self._rng = random.Random()
         self._progress = progress or (lambda phase, best: None)
         self._flows = FlowEvaluator(cluster, partial_inference=partial_inference)
-        self._known: dict[tuple[int, ...], Candidate] = {}
+        self._known: dict[tuple[int, ...], PlacementCandidate] = {}
 
-    def run(self, limits: SolveLimits) -> Found:
+    def run(self, limits: SolveLimits) -> PlacementsFound:
         """Search within the limits; without any time, what it would begin with is judged by estimate alone.
 
         Without any placement that has a flow, `candidates` is empty.
@@ -216,7 +216,7 @@ class Search:
         if self._judge is not None:
             self._judge_best(self._judge, limits)
         best = sorted(self._known.values(), key=self._quality, reverse=True)
-        return Found(best, limits.interrupted, self._bound)
+        return PlacementsFound(best, limits.interrupted, self._bound)
 
     @property
     def _done(self) -> bool:
@@ -263,7 +263,7 @@ class Search:
     def _stage_chains(self, limits: SolveLimits) -> Iterator[tuple[str, Intervals]]:
         """One chain of stages over everything, and one per region."""
         cluster = self._cluster
-        regions: dict[str, list[Node]] = {}
+        regions: dict[str, list[PlaceNode]] = {}
         for node in cluster.nodes:
             regions.setdefault(node.region, []).append(node)
         own: Intervals = {}
@@ -327,10 +327,10 @@ class Search:
         intervals = [placement.get(name, (0, 1)) for name in self._names]
         return _Layout([first for first, _ in intervals], [end for _, end in intervals])
 
-    def _best(self) -> Candidate | None:
+    def _best(self) -> PlacementCandidate | None:
         return max(self._known.values(), key=self._quality, default=None)
 
-    def _keep(self, layout: _Layout, origin: str) -> Candidate | None:
+    def _keep(self, layout: _Layout, origin: str) -> PlacementCandidate | None:
         """Evaluate a layout and remember it; None if it has no flow."""
         key = layout.key()
         candidate = self._known.get(key)
@@ -340,7 +340,7 @@ class Search:
             if flow.tokens_per_s <= 0.0:
                 return None
             estimate = self._estimator.estimate(placement, flow.links)
-            candidate = Candidate(placement, flow, estimate.decode_tokens_per_s, origin=origin)
+            candidate = PlacementCandidate(placement, flow, estimate.decode_tokens_per_s, origin=origin)
             self._known[key] = candidate
         return candidate
 
@@ -452,7 +452,7 @@ class Search:
         """
         early = limits.within(0.6 * limits.left_s)
         queue = self._shortlist()
-        short: list[tuple[float, Candidate]] = []
+        short: list[tuple[float, PlacementCandidate]] = []
         while queue and not early.over:
             candidate = queue.pop(0)
             figure = judge(candidate.placement, candidate.flow, False, early)
@@ -468,13 +468,13 @@ class Search:
             if limits.over:
                 break
 
-    def _shortlist(self) -> list[Candidate]:
+    def _shortlist(self) -> list[PlacementCandidate]:
         """Candidates that differ, the best by estimate and the best by flow in turn."""
         by_estimate = _distinct(sorted(self._known.values(), key=lambda each: -each.estimate))
         by_flow = _distinct(
             sorted(self._known.values(), key=lambda each: (-round(each.flow.tokens_per_s, 3), -each.estimate))
         )
-        listed: list[Candidate] = []
+        listed: list[PlacementCandidate] = []
         for index in range(max(len(by_estimate), len(by_flow))):
             for row in (by_estimate, by_flow):
                 if index < len(row) and not any(row[index] is each for each in listed):
@@ -482,9 +482,9 @@ class Search:
         return listed
 
 
-def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
+def _distinct(candidates: Sequence[PlacementCandidate]) -> list[PlacementCandidate]:
     """Candidates of which no two differ in fewer than three nodes, in order."""
-    kept: list[Candidate] = []
+    kept: list[PlacementCandidate] = []
     for candidate in candidates:
         if len(kept) == _MOST_LISTED:
             break
@@ -493,5 +493,5 @@ def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     return kept
 
 
-def _differing(one: Candidate, other: Candidate) -> int:
+def _differing(one: PlacementCandidate, other: PlacementCandidate) -> int:
     return sum(interval != other.placement[name] for name, interval in one.placement.items())

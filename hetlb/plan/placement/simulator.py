@@ -14,7 +14,7 @@ from hetlb.plan.highs import SolveLimits
 from hetlb.plan.placement.check_path import check_path
 from hetlb.plan.placement.flow import Flow
 from hetlb.plan.placement.heuristics import Intervals
-from hetlb.plan.placement.place_cluster import Cluster, Placement
+from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
 from hetlb.plan.placement.place_search import Judge
 from hetlb.sim.pipelines import OfflineLoad, PipelineResult, PipelineSimulation
 from hetlb.workload.arrivals import gaps_s
@@ -34,7 +34,7 @@ class PlacementSimulator:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: PlaceCluster,
         lengths: list[tuple[int, int]],
         *,
         scheduler: str,

@@ -20,7 +20,7 @@ from hetlb.plan.highs import LinearProgram, SolveLimits
 from hetlb.plan.placement.columns import groups_of
 from hetlb.plan.placement.flow import max_flow
 from hetlb.plan.placement.heuristics import Intervals
-from hetlb.plan.placement.place_cluster import Cluster
+from hetlb.plan.placement.place_cluster import PlaceCluster
 
 _MOST_ROUNDS = 60
 #: Halvings of the interval between a known flow and the bound, and seconds of each program.
@@ -44,7 +44,7 @@ class _Stage:
 class StageChain:
     """The search for one cluster. A stage is in one region, and stages of a region stand together."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: PlaceCluster) -> None:
         self._cluster = cluster
         self._layers = cluster.model.layers
         self._groups = groups_of(cluster)

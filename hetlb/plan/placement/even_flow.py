@@ -15,7 +15,7 @@ import numpy as np
 
 from hetlb.core.paths.stages import SINK, SOURCE, Edge
 from hetlb.plan.placement.flow import Flow, max_flow, valid_links
-from hetlb.plan.placement.place_cluster import Cluster, Placement
+from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
 
 #: Flows below this share of the total are rounding of the solver.
 _LEAST_SHARE = 1e-7
@@ -26,7 +26,7 @@ _MOST_LINKS = 3000
 _MOST_S = 2.0
 
 
-def balanced_flow(cluster: Cluster, placement: Placement, *, partial_inference: bool = False) -> Flow:
+def balanced_flow(cluster: PlaceCluster, placement: Placement, *, partial_inference: bool = False) -> Flow:
     """The maximum flow with its load spread most evenly; as it came where the solver finds no optimum."""
     flow = max_flow(cluster, placement, partial_inference=partial_inference)
     if flow.tokens_per_s <= 0.0:

@@ -14,7 +14,7 @@ import numpy as np
 from scipy.optimize import linprog
 
 from hetlb.plan.highs import SolveLimits
-from hetlb.plan.placement.place_cluster import Cluster, Node
+from hetlb.plan.placement.place_cluster import PlaceCluster, PlaceNode
 
 #: Bisection ends at this width, relative to the bound (or to the first one, where no flow is possible).
 _WIDTH = 1e-9
@@ -26,14 +26,14 @@ _MOST_COVERS = 200
 _LOOK = 4096
 
 
-def compute_bound(cluster: Cluster) -> float:
+def compute_bound(cluster: PlaceCluster) -> float:
     """Sum over machines of max_j(j T_j), over the layers: every token passes every layer (Helix, section
     4.5).
     """
     return sum(cluster.kind(node).layer_rate for node in cluster.nodes) / cluster.model.layers
 
 
-def flow_bound(cluster: Cluster, limits: SolveLimits | None = None) -> float:
+def flow_bound(cluster: PlaceCluster, limits: SolveLimits | None = None) -> float:
     """The highest flow at which the machines could still cover every layer (covers as whole machines).
 
     Each layer needs machines whose rates add up to the flow F, and a machine with j layers gives 1/j of
@@ -71,7 +71,7 @@ class _Item:
     rate: float
 
 
-def _groups(cluster: Cluster) -> list[tuple[Node, int]]:
+def _groups(cluster: PlaceCluster) -> list[tuple[PlaceNode, int]]:
     """One machine of every sort, and how many there are."""
     counts = Counter((node.kind, cluster.most_layers(node)) for node in cluster.nodes)
     first = {(node.kind, cluster.most_layers(node)): node for node in reversed(cluster.nodes)}

@@ -18,12 +18,12 @@ from hetlb.config.plan_tables import INSIDE, LinkTable, PlanModelTable, Roofline
 from hetlb.config.profile_file import Profile, load_profile
 from hetlb.config.yaml_file import Positive, PositiveInt, Share, load_yaml
 from hetlb.errors import ConfigError
-from hetlb.plan.disaggregation.split_cluster import Cluster, Links, Machine, Slo, Workload
+from hetlb.plan.disaggregation.split_cluster import Links, RequestLengths, Slo, SplitCluster, SplitMachine
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
-class WorkloadTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LengthsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Tokens of every request."""
 
     input_tokens: PositiveInt
@@ -45,7 +45,7 @@ class MachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     count: PositiveInt = 1
 
 
-class SloTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class MeanLimitsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits on the mean latencies."""
 
     ttft_ms: Positive | None = None
@@ -58,12 +58,12 @@ class SplitFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     version: Literal[1] = 1
     model: PlanModelTable
     machines: tuple[MachineTable, ...]
-    workload: WorkloadTable | None = None
+    workload: LengthsTable | None = None
     links: LinkTable = LinkTable()
-    slo: SloTable = SloTable()
+    slo: MeanLimitsTable = MeanLimitsTable()
 
 
-def load_split(path: Path, rows: Sequence[tuple[int, int]] | None = None) -> Cluster:
+def load_split(path: Path, rows: Sequence[tuple[int, int]] | None = None) -> SplitCluster:
     """Read CLUSTER.yaml; `rows` of a trace replace its workload. Raises `ConfigError` or `ProfileError`."""
     file = load_yaml(path, SplitFile, ConfigError)
     if not file.machines:
@@ -80,14 +80,20 @@ def load_split(path: Path, rows: Sequence[tuple[int, int]] | None = None) -> Clu
     slo = Slo(
         *(math.inf if each is None else each / 1e3 for each in (file.slo.ttft_ms, file.slo.tpot_ms)),
     )
-    return Cluster(
-        path, model, machines, _links(path, file, machines), Workload(tuple(rows)), slo, model.attention_heads
+    return SplitCluster(
+        path,
+        model,
+        machines,
+        _links(path, file, machines),
+        RequestLengths(tuple(rows)),
+        slo,
+        model.attention_heads,
     )
 
 
-def _machines(path: Path, file: SplitFile) -> tuple[Machine, ...]:
+def _machines(path: Path, file: SplitFile) -> tuple[SplitMachine, ...]:
     loaded: dict[str, Profile] = {}
-    machines: list[Machine] = []
+    machines: list[SplitMachine] = []
     for m, table in enumerate(file.machines):
         key = f"{path}: machines[{m}]"
         if not _NAME.fullmatch(table.name):
@@ -105,7 +111,7 @@ def _machines(path: Path, file: SplitFile) -> tuple[Machine, ...]:
                 loaded[written] = load_profile(path.parent / written)
             paths[int(degree)] = written
         machines += [
-            Machine(
+            SplitMachine(
                 name=table.name if table.count == 1 else f"{table.name}-{copy}",
                 gpu=table.gpu,
                 gpus=table.gpus,
@@ -126,7 +132,7 @@ def _machines(path: Path, file: SplitFile) -> tuple[Machine, ...]:
     return tuple(machines)
 
 
-def _links(path: Path, file: SplitFile, machines: Sequence[Machine]) -> Links:
+def _links(path: Path, file: SplitFile, machines: Sequence[SplitMachine]) -> Links:
     table = file.links
     gpus = {machine.gpu for machine in machines}
     for gpu in table.inside:
@@ -151,7 +157,7 @@ def _links(path: Path, file: SplitFile, machines: Sequence[Machine]) -> Links:
 
 
 def _matrix(
-    path: Path, matrix: tuple[tuple[float, ...], ...], machines: Sequence[Machine]
+    path: Path, matrix: tuple[tuple[float, ...], ...], machines: Sequence[SplitMachine]
 ) -> tuple[tuple[float, ...], ...]:
     """A rate per pair of machines. Of a matrix of GPUs, all pairs of two machines must have the same."""
     key, size = f"{path}: links.matrix", len(matrix)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from hetlb.core.paths.stages import SINK, SOURCE, BatchLimits, Curve, Edge, LinkSpec
 from hetlb.errors import ConfigError
-from hetlb.plan.placement.place_cluster import Cluster, Holding, MachineKind, ModelShape, Node
+from hetlb.plan.placement.place_cluster import Holding, LayeredModel, MachineKind, PlaceCluster, PlaceNode
 
 _T = TypeVar("_T")
 
@@ -45,7 +45,7 @@ class ClusterFiles:
     model: Path
 
 
-def load_cluster(files: ClusterFiles, *, pruned: bool = False) -> Cluster:
+def load_cluster(files: ClusterFiles, *, pruned: bool = False) -> PlaceCluster:
     """Read a cluster. With `pruned`, links whose `kept_after_pruning` is 0 are left out. Raises
     `ConfigError`.
     """
@@ -54,7 +54,7 @@ def load_cluster(files: ClusterFiles, *, pruned: bool = False) -> Cluster:
     kinds = _read_limits(files.limits, times)
     nodes = _read_nodes(files.nodes, kinds)
     links = read_links(files.links, {node.name for node in nodes}, pruned=pruned)
-    return Cluster(model=model, nodes=nodes, kinds=kinds, links=links)
+    return PlaceCluster(model=model, nodes=nodes, kinds=kinds, links=links)
 
 
 class _Row:
@@ -185,15 +185,15 @@ def _read_limits(path: Path, times: Mapping[str, tuple[Curve, Curve]]) -> dict[s
     return {kind: MachineKind(kind, *times[kind], tuple(held)) for kind, held in holdings.items()}
 
 
-def _read_nodes(path: Path, kinds: Mapping[str, MachineKind]) -> tuple[Node, ...]:
-    nodes: dict[str, Node] = {}
+def _read_nodes(path: Path, kinds: Mapping[str, MachineKind]) -> tuple[PlaceNode, ...]:
+    nodes: dict[str, PlaceNode] = {}
     for row in _rows(path, NODE_COLUMNS):
         name, kind = row.text("node"), row.text("gpu_type")
         if name in nodes or name in (SOURCE, SINK):
             raise row.error("node", f"every name once, and not {SOURCE} or {SINK}")
         if kind not in kinds:
             raise row.error("gpu_type", f"one of {', '.join(sorted(kinds))} (the kinds with limits)")
-        nodes[name] = Node(
+        nodes[name] = PlaceNode(
             name=name,
             kind=kind,
             region=row.text("region"),
@@ -237,7 +237,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _read_model(path: Path) -> ModelShape:
+def _read_model(path: Path) -> LayeredModel:
     raw = _read_json(path)
 
     def whole(key: str, most: int) -> int:
@@ -246,7 +246,7 @@ def _read_model(path: Path) -> ModelShape:
             raise ConfigError(f"{path}: {key}: expected a whole number from 1, got {str(value)[:60]!r}")
         return value
 
-    return ModelShape(
+    return LayeredModel(
         name=str(raw.get("model", "model")),
         layers=whole("num_layers", _MOST_LAYERS),
         activation_bytes=whole("activation_bytes_per_token", _MOST_COUNT),
@@ -270,7 +270,7 @@ def read_flows(path: Path, names: set[str]) -> dict[Edge, float]:
     return flows
 
 
-def load_placement(path: Path, cluster: Cluster) -> dict[str, tuple[int, int]]:
+def load_placement(path: Path, cluster: PlaceCluster) -> dict[str, tuple[int, int]]:
     """Read a placement: `{node: [first, end]}`. Raises `ConfigError` where it does not fit the cluster."""
     raw = _read_json(path)
     nodes = {node.name: node for node in cluster.nodes}

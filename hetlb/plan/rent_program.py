@@ -31,7 +31,7 @@ TOLERANCE = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class WorkloadType:
     """A type of request: mean lengths in tokens, and its share among the requests for all models."""
 
     name: str
@@ -77,7 +77,7 @@ class Problem:
     `available`: GPUs of each kind, infinite where there is no limit. Shares of all workloads sum to 1.
     """
 
-    workloads: tuple[Workload, ...]
+    workloads: tuple[WorkloadType, ...]
     configurations: tuple[Configuration, ...]
     available: Mapping[str, float]
     budget_per_hour: float = INFINITY
@@ -106,7 +106,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RentPlan:
     """Instances by configuration, and the requests/s of each type that each configuration serves.
 
     `bound`: no plan has more throughput (with a target rate: none costs less).
@@ -220,10 +220,10 @@ class Formulation:
             for row, limit in self.resources.values()
         ]
 
-    def plan(self, values: NDArray[np.float64], bound: float) -> Plan:
+    def plan(self, values: NDArray[np.float64], bound: float) -> RentPlan:
         """The plan that a solution is, its y rounded."""
         counts = self.counts_of(values)
-        return Plan(
+        return RentPlan(
             counts,
             self.rates(values),
             float(values[self.rate]),
@@ -274,7 +274,7 @@ def cost_of(problem: Problem, counts: Mapping[str, int]) -> float:
     return math.fsum(c.price_per_hour * counts.get(c.name, 0) for c in problem.configurations)
 
 
-def assign(problem: Problem, counts: Mapping[str, int], bound: float = INFINITY) -> Plan | None:
+def assign(problem: Problem, counts: Mapping[str, int], bound: float = INFINITY) -> RentPlan | None:
     """The best assignment of requests to given instances (a linear program); instances without work go.
 
     None where they cannot serve every type, or not at the target rate.
@@ -296,8 +296,12 @@ def assign(problem: Problem, counts: Mapping[str, int], bound: float = INFINITY)
 
 
 def solve(
-    problem: Problem, limits: SolveLimits, *, start: Plan | None = None, on_progress: OnProgress | None = None
-) -> Plan:
+    problem: Problem,
+    limits: SolveLimits,
+    *,
+    start: RentPlan | None = None,
+    on_progress: OnProgress | None = None,
+) -> RentPlan:
     """The best plan by one mixed-integer program. Raises `PlanError` where there is none, in one line."""
     pruned = prune(problem)
     require_served(problem, pruned)
@@ -336,7 +340,7 @@ def relaxation(problem: Problem) -> tuple[float, dict[str, float]]:
     return solution.objective, {name: value / total for name, value in worth.items()} if total > 0 else {}
 
 
-def _start(formulation: Formulation, plan: Plan) -> list[float] | None:
+def _start(formulation: Formulation, plan: RentPlan) -> list[float] | None:
     """A plan as a point of the program."""
     problem = formulation.problem
     known = {c.name for c in problem.configurations}
