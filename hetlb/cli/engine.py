@@ -82,24 +82,11 @@ def _add_kv_arguments(parser: argparse.ArgumentParser) -> None:
         help="transfer KV blocks as this connector of vLLM does (default: none)",
     )
     parser.add_argument(
-        "--kv-lease",
-        type=_positive,
-        default=30.0,
-        metavar="S",
-        help="seconds that blocks are kept for a fetch (default 30)",
-    )
-    parser.add_argument(
         "--kv-bandwidth",
         type=_positive,
         default=5e9,
         metavar="B",
         help="bytes per second of a fetch (default 5e9)",
-    )
-    parser.add_argument(
-        "--kv-load-failure-policy",
-        choices=("fail", "recompute"),
-        default="fail",
-        help="treatment of a request whose blocks cannot be fetched (default fail)",
     )
     parser.add_argument(
         "--kv-folder",
@@ -123,13 +110,7 @@ def run(args: argparse.Namespace) -> int:
         where=str(args.profile),
         kv=None
         if args.kv_transfer is None
-        else KvSettings(
-            args.kv_transfer,
-            args.kv_lease,
-            args.kv_bandwidth,
-            args.kv_load_failure_policy,
-            args.kv_folder,
-        ),
+        else KvSettings(args.kv_transfer, bandwidth_bytes_per_s=args.kv_bandwidth, folder=args.kv_folder),
         prefix_caching=args.enable_prefix_caching,
     )
     try:

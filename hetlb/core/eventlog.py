@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from hetlb.core.admission import QueueLimits
 from hetlb.core.block_index import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
@@ -322,6 +322,83 @@ class Replayed(PickleByFields):
         return self.recorded == [encode_command(command) for command in self.commands]
 
 
+Leases: TypeAlias = dict[LeaseId, Lease]
+
+
+def _feed_end(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: float) -> list[Command]:
+    lease = leases.pop(raw["lease"])
+    lease.output_tokens = raw["output_tokens"]
+    lease.reported_cached_tokens = raw["cached_tokens"]
+    outcome = Outcome(raw["outcome"])
+    if outcome is Outcome.UPSTREAM_ERROR and raw.get("server_error") is False:
+        outcome = Outcome.UPSTREAM_REFUSED  # as logs of 0.1 have it
+    return scheduler.on_lease_ended(lease, outcome, now, retry=raw["retry"], generated=raw.get("generated"))
+
+
+def _feed_hold_end(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: float) -> list[Command]:
+    held = [each for each in scheduler.holds if each.id == raw["hold"]]
+    return scheduler.on_hold_released(held[0], now) if held else []
+
+
+def _feed_restored(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: float) -> list[Command]:
+    live = raw["live"]
+    request = _read_request(live.pop("request"))
+    lease = scheduler.restore(Booked(request=request, **live), now, arrived=raw.get("arrived", False))
+    if lease is not None:
+        leases[lease.id] = lease
+    return []
+
+
+def _feed_assumed(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: float) -> list[Command]:
+    lease = scheduler.assume(_read_request(raw["request"]), now)
+    if lease is not None:
+        leases[lease.id] = lease
+    return []
+
+
+def _feed_scrape(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: float) -> list[Command]:
+    sample = raw["sample"]
+    parts: dict[str, Any] = {"capacity": Capacity(**sample["capacity"])}
+    parts |= {key: tuple(sample[key]) for key in ("missing", "invalid")}
+    return scheduler.on_scrape(raw["name"], EngineSample(**{**sample, **parts}), now)
+
+
+def _feed_kv_events(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: float) -> list[Command]:
+    batch = raw["batch"]
+    events = tuple(_read_kv_event(each) for each in batch["events"])
+    found = KvEventBatch(events, begins=batch["begins"], lost=batch["lost"])
+    return scheduler.on_kv_events(raw["name"], found, now)
+
+
+def _feed_lengths(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: float) -> list[Command]:
+    scheduler.restore_lengths(raw["state"])
+    return []
+
+
+#: Facts by kind: each feeds its line to a scheduler whose leases are known by number.
+_FACTS: dict[str, Callable[[Scheduler, Leases, dict[str, Any], float], list[Command]]] = {
+    "arrival": lambda it, _, raw, now: it.on_arrival(_read_request(raw["request"]), now),
+    "first_token": lambda it, leases, raw, now: it.on_first_token(leases[raw["lease"]], now),
+    "prefilled": lambda it, leases, raw, now: it.on_prefilled(leases[raw["lease"]], now),
+    "unsplit": lambda it, leases, raw, now: it.on_unsplit(leases[raw["lease"]], Outcome(raw["outcome"]), now),
+    "busy": lambda it, leases, raw, now: it.on_busy(
+        leases[raw["lease"]], raw["retry_after_s"], now, may_move=raw.get("may_move", True)
+    ),
+    "cancelled": lambda it, _, raw, now: it.on_cancelled(raw["request"], now),
+    "instance": lambda it, _, raw, now: it.on_instance(_CHANGES[raw["change"]](raw["with"]), now),
+    "waiting_elsewhere": lambda it, _, raw, now: it.on_waiting_elsewhere(raw["sizes"], now),
+    "policy": lambda it, _, raw, now: it.set_policy(raw["name"], now),
+    "tick": lambda it, _, raw, now: it.on_tick(now),
+    "lease_ended": _feed_end,
+    "hold_released": _feed_hold_end,
+    "restore": _feed_restored,
+    "assume": _feed_assumed,
+    "scrape": _feed_scrape,
+    "kv_events": _feed_kv_events,
+    "restored": _feed_lengths,
+}
+
+
 class Replay:
     """Feeds the facts of a log to a scheduler built from the log's own set-up."""
 
@@ -329,7 +406,7 @@ class Replay:
         self._lines = iter(lines)
         self.setup = decode_setup(next(self._lines, ""))
         self.scheduler = Scheduler(self.setup)
-        self._leases: dict[LeaseId, Lease] = {}
+        self._leases: Leases = {}
 
     def __iter__(self) -> Iterator[Replayed]:
         """Raises `ValueError` naming the line where the log cannot be followed."""
@@ -348,70 +425,7 @@ class Replay:
             yield Replayed(number, raw, recorded, commands)
 
     def _feed(self, raw: dict[str, Any]) -> list[Command]:
-        scheduler, now, kind = self.scheduler, raw["t"], raw["kind"]
-        if kind == "arrival":
-            return scheduler.on_arrival(_read_request(raw["request"]), now)
-        if kind == "first_token":
-            return scheduler.on_first_token(self._leases[raw["lease"]], now)
-        if kind == "lease_ended":
-            lease = self._leases.pop(raw["lease"])
-            lease.output_tokens = raw["output_tokens"]
-            lease.reported_cached_tokens = raw["cached_tokens"]
-            outcome = Outcome(raw["outcome"])
-            if outcome is Outcome.UPSTREAM_ERROR and raw.get("server_error") is False:
-                outcome = Outcome.UPSTREAM_REFUSED  # as logs of 0.1 have it
-            return scheduler.on_lease_ended(
-                lease, outcome, now, retry=raw["retry"], generated=raw.get("generated")
-            )
-        if kind == "prefilled":
-            return scheduler.on_prefilled(self._leases[raw["lease"]], now)
-        if kind == "unsplit":
-            return scheduler.on_unsplit(self._leases[raw["lease"]], Outcome(raw["outcome"]), now)
-        if kind == "hold_released":
-            held = [each for each in scheduler.holds if each.id == raw["hold"]]
-            return scheduler.on_hold_released(held[0], now) if held else []
-        if kind == "busy":
-            lease, again_s = self._leases[raw["lease"]], raw["retry_after_s"]
-            return scheduler.on_busy(lease, again_s, now, may_move=raw.get("may_move", True))
-        if kind == "cancelled":
-            return scheduler.on_cancelled(raw["request"], now)
-        if kind == "restore":
-            raw_live = raw["live"]
-            request = _read_request(raw_live.pop("request"))
-            arrived = raw.get("arrived", False)
-            restored = scheduler.restore(Booked(request=request, **raw_live), now, arrived=arrived)
-            if restored is not None:
-                self._leases[restored.id] = restored
-            return []
-        if kind == "instance":
-            return scheduler.on_instance(_CHANGES[raw["change"]](raw["with"]), now)
-        if kind == "scrape":
-            sample = raw["sample"]
-            values = {
-                **sample,
-                "capacity": Capacity(**sample["capacity"]),
-                "missing": tuple(sample["missing"]),
-                "invalid": tuple(sample["invalid"]),
-            }
-            return scheduler.on_scrape(raw["name"], EngineSample(**values), now)
-        if kind == "kv_events":
-            told = raw["batch"]
-            events = tuple(_read_kv_event(each) for each in told["events"])
-            return scheduler.on_kv_events(
-                raw["name"], KvEventBatch(events, begins=told["begins"], lost=told["lost"]), now
-            )
-        if kind == "assume":
-            assumed = scheduler.assume(_read_request(raw["request"]), now)
-            if assumed is not None:
-                self._leases[assumed.id] = assumed
-            return []
-        if kind == "waiting_elsewhere":
-            return scheduler.on_waiting_elsewhere(raw["sizes"], now)
-        if kind == "policy":
-            return scheduler.set_policy(raw["name"], now)
-        if kind == "restored":
-            scheduler.restore_lengths(raw["state"])
-            return []
-        if kind == "tick":
-            return scheduler.on_tick(now)
-        raise ValueError(f"unknown kind {kind!r}")
+        feed = _FACTS.get(raw["kind"])
+        if feed is None:
+            raise ValueError(f"unknown kind {raw['kind']!r}")
+        return feed(self.scheduler, self._leases, raw, raw["t"])
