@@ -120,44 +120,12 @@ class Tracing:
             return now_ns - int((now_s - when) * 1e9)
 
         api, lease, outcome = self._api, record.lease, record.outcome
-        model = _text(record.request.model)
-        operation = _OPERATIONS.get(record.kind)
-        if operation is None and record.path == _EMBEDDINGS:
-            operation = "embeddings"
-        shared: dict[str, str | int] = {"hetlb.outcome": outcome.value}
-        if operation is not None:
-            shared |= {"gen_ai.operation.name": operation, "gen_ai.provider.name": "vllm"}
-            shared["gen_ai.request.model"] = model
-        if lease is not None:
-            shared["hetlb.instance"] = lease.instance
-            if operation is not None:
-                shared["gen_ai.usage.input_tokens"] = record.prompt_tokens_total
-                shared["gen_ai.usage.output_tokens"] = record.output_tokens
-                if record.cached_tokens is not None:
-                    shared["gen_ai.usage.cache_read.input_tokens"] = record.cached_tokens
         failed = CAUSES[outcome.value] not in _NO_ERROR or record.status >= 500
-        if failed:
-            shared["error.type"] = outcome.value
+        operation = _operation(record)
+        shared = _shared_attributes(record, operation, outcome.value, failed)
         method = record.method.decode("ascii", "replace")
         # An id in a path would give every request a name of its own.
         route = "/v1/responses/{id}" if record.kind is Kind.PINNED else record.path
-        own: dict[str, str | int | float] = {
-            **shared,
-            "http.request.method": method,
-            "http.route": route,
-            "url.path": record.path,
-            "http.response.status_code": record.status,
-            "hetlb.request_id": _text(record.label),
-            "hetlb.phase": str(record.ended_in),
-            "hetlb.retries": record.retries,
-            "hetlb.queue_s": record.queue_s,
-        }
-        if record.tenant is not None:
-            own["hetlb.tenant"] = _text(record.tenant)
-        if lease is not None:
-            own["hetlb.predicted_output_tokens"] = lease.predicted_output
-        if not record.status:
-            del own["http.response.status_code"]  # the client left before there was one
 
         # The id of the trace is asked for only where there is no parent.
         self._ids.trace_id, self._ids.span_id = ids.trace_id, ids.span_id
@@ -165,7 +133,7 @@ class Tracing:
             f"{method} {route}",
             self._child_of(ids, ids.parent_id, remote=True),
             kind=api.SpanKind.SERVER,
-            attributes=own,
+            attributes={**shared, **_own_attributes(record, method, route)},
             start_time=at(record.arrived_at),
         )
         if record.dispatched_at is not None:
@@ -178,7 +146,7 @@ class Tracing:
         if lease is not None and record.dispatched_at is not None:
             self._ids.span_id = ids.engine_id
             child = self._tracer.start_span(
-                f"{operation or method} {model}".rstrip(),
+                f"{operation or method} {_text(record.request.model)}".rstrip(),
                 self._child_of(ids, ids.span_id, remote=False),
                 kind=api.SpanKind.CLIENT,
                 attributes=shared,
@@ -202,6 +170,51 @@ class Tracing:
         last = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         last.start()
         last.join(timeout_s)
+
+
+def _operation(record: RequestRecord) -> str | None:
+    found = _OPERATIONS.get(record.kind)
+    return "embeddings" if found is None and record.path == _EMBEDDINGS else found
+
+
+def _shared_attributes(
+    record: RequestRecord, operation: str | None, outcome: str, failed: bool
+) -> dict[str, str | int]:
+    """Build the attributes of both spans of a request."""
+    found: dict[str, str | int] = {"hetlb.outcome": outcome}
+    if operation is not None:
+        found |= {"gen_ai.operation.name": operation, "gen_ai.provider.name": "vllm"}
+        found["gen_ai.request.model"] = _text(record.request.model)
+    if record.lease is not None:
+        found["hetlb.instance"] = record.lease.instance
+        if operation is not None:
+            found["gen_ai.usage.input_tokens"] = record.prompt_tokens_total
+            found["gen_ai.usage.output_tokens"] = record.output_tokens
+            if record.cached_tokens is not None:
+                found["gen_ai.usage.cache_read.input_tokens"] = record.cached_tokens
+    if failed:
+        found["error.type"] = outcome
+    return found
+
+
+def _own_attributes(record: RequestRecord, method: str, route: str) -> dict[str, str | int | float]:
+    """Build the attributes of the server span alone."""
+    found: dict[str, str | int | float] = {
+        "http.request.method": method,
+        "http.route": route,
+        "url.path": record.path,
+        "hetlb.request_id": _text(record.label),
+        "hetlb.phase": str(record.ended_in),
+        "hetlb.retries": record.retries,
+        "hetlb.queue_s": record.queue_s,
+    }
+    if record.status:  # else the client left before there was one
+        found["http.response.status_code"] = record.status
+    if record.tenant is not None:
+        found["hetlb.tenant"] = _text(record.tenant)
+    if record.lease is not None:
+        found["hetlb.predicted_output_tokens"] = record.lease.predicted_output
+    return found
 
 
 def check_installed(where: str) -> None:
