@@ -68,8 +68,9 @@ class Continuation:
         if self.leg is not None:
             return StreamedAnswer(not self.leg.seam.wants_usage, silent, self._progress, self.leg.seam)
         if self._gives_ids or self._by_text:
-            self._progress = Progress(self.asks_ids and self._gives_ids)
-        return StreamedAnswer(self._hides_usage, silent, self._progress)
+            self._progress = Progress()
+        asked_ids = self.asks_ids and self._gives_ids
+        return StreamedAnswer(self._hides_usage, silent, self._progress, None, asked_ids)
 
     @property
     def ended(self) -> bool:
@@ -85,7 +86,18 @@ class Continuation:
             return unsent and answer is not None and answer.whole_only
         if answer is not None and answer.stream is not None and answer.stream.cut():
             return False
+        self._progress.read()
         return self.ended or self.plan()
+
+    @property
+    def kept(self) -> int:
+        """Reads of its stream that are kept as they came."""
+        return 0 if self._progress is None else len(self._progress.raw)
+
+    def read(self) -> None:
+        """Keep no more of what came than is needed."""
+        if self._progress is not None:
+            self._progress.read()
 
     def plan(self) -> bool:
         """Make the request of the next lease; False where there is none."""

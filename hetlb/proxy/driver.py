@@ -65,6 +65,10 @@ from hetlb.proxy.upstream import Upstream
 SWEEP_S: Final = 0.5
 #: So many ended requests are counted and logged at once; fewer at the next sweep.
 SETTLED_AT_ONCE: Final = 64
+#: Reads of streams that may go on elsewhere are kept as they come up to this number, 290 bytes each, in all
+#: streams; so many of those beyond are looked at in one sweep, 3 us each.
+MOST_KEPT: Final = 200_000
+_LOOKED_AT: Final = 10_000
 #: After a pause of the process this long, what came meanwhile is read before a request times out.
 GAP_S: Final = 1.0
 
@@ -345,9 +349,21 @@ class ExchangeDriver(ABC):
         for exchange in list(self.exchanges.values()) if lag_s <= GAP_S else ():
             if exchange.phase is not Phase.DONE:
                 exchange.sweep(now, table.first_byte_timeout_s, table.idle_timeout_s, table.heartbeat_s)
+        self._keep_less()
         self.pools.sweep(now)
         self.drop_unused_pools()
         self._totals.keep({target.name for target in self.targets()})
+
+    def _keep_less(self) -> None:
+        """Where much was kept of streams that may go on elsewhere, keep but text and token ids of some."""
+        rests = [each.rest for each in self.exchanges.values() if each.rest is not None]
+        left = min(sum([each.kept for each in rests]) - MOST_KEPT, _LOOKED_AT)
+        if left > 0:
+            for rest in sorted(rests, key=lambda each: each.kept, reverse=True):
+                left -= rest.kept
+                rest.read()
+                if left <= 0:
+                    return
 
     # --- the end ---
 

@@ -227,8 +227,7 @@ class Exchange(RequestRecord):
         stream = answer.stream
         if stream is None:
             return False
-        chunks = stream.pass_text(chunks)
-        if not chunks:
+        if not stream.pass_text(chunks):
             return False
         self.response.write(chunks)
         now = self._now()
@@ -293,7 +292,7 @@ class Exchange(RequestRecord):
         ):  # no part of a stream: an event reports it when it is whole
             response.write(response.frame(passed))
         if answer.stream is not None and response.chunked:
-            answer.stream.learn_beginning(payload)
+            answer.stream.learn_shape(payload)
 
     def engine_end(self, payload: bytes) -> None:
         """The answer is whole and its framing was clean; `payload` is its last part."""

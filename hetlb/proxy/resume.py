@@ -92,6 +92,8 @@ class Seam:
             progress.keep("", _encode(ids) if ids else b"")
         else:
             progress.in_block, progress.finish = False, finish
+            if finish == "abort":  # vLLM gives up what it runs when it is stopped
+                return True
             if text or ids or (finish is None and not delta.get("role")):
                 progress.keep(text, _encode(ids) if ids else b"")
         if progress.ahead and text:
@@ -105,17 +107,14 @@ class Seam:
                 of["prompt_token_ids"] = None
                 if not self.generated:
                     progress.prompt_ids = _encode(prompt)
-        shown = None if progress.hides_ids else ids
         if self.as_chat:
             reason = choice.get("finish_reason")
             ended = {} if reason is None else {"stop_reason": choice.get("stop_reason")}
             fields["choices"] = [
                 {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": reason, **ended}
-                | {"token_ids": shown}
+                | {"token_ids": ids}
             ]
             return True
-        if "token_ids" in choice:
-            choice["token_ids"] = shown
         if "text" in choice:
             choice["text"] = text
         elif delta.get("content") is not None:
@@ -175,7 +174,7 @@ def next_leg(
     prompt = _prompt_ids(fields, kind, progress) if gives_ids and len(ids) == len(texts) else None
     can_say = by_text and progress.plain_text and _prompt_text(fields, kind) is not None
     if prompt is not None:
-        first = _settled(texts, said, _held_back(fields))
+        first = _settled(texts, said, _held_back(fields), progress.settled)
         ahead = said[len("".join(first)) :]
         if ahead and can_say and fields.get("temperature") != 0:
             prompt = None  # what is said again may differ
@@ -194,8 +193,8 @@ def next_leg(
 
 def _whole(fields: dict[str, Any], progress: Progress, wants_usage: bool, gives_ids: bool) -> Leg:
     """The request as it was: nothing was said yet."""
-    if gives_ids and progress.hides_ids:
-        fields["return_token_ids"] = True
+    if gives_ids and not fields.get("tools"):
+        fields.setdefault("return_token_ids", True)
     return _finished(None, fields, progress, Seam(False, 0, wants_usage))
 
 
@@ -284,19 +283,20 @@ def _held_back(fields: dict[str, Any]) -> int:
     return max([len(each) for each in stops if isinstance(each, str)], default=1) - 1
 
 
-def _settled(texts: list[str], said: str, held_back: int) -> list[str]:
+def _settled(texts: list[str], said: str, held_back: int, settled: int) -> list[str]:
     """The first events of which all text was sent, with that text; later ones are said again.
 
-    After an event with text the engine has generated what was sent and `held_back` characters more. An event
-    without text may be the first part of a character.
+    After an event with text the engine has generated what was sent and `held_back` characters more; after the
+    first `settled` what was sent. An event without text may be the first part of a character.
     """
-    count = at = size = 0
-    for number, text in enumerate(texts, 1):
+    count = settled
+    at = size = sum(map(len, texts[:settled]))
+    for number, text in enumerate(texts[settled:], settled + 1):
         at += len(text)
         if text and at + held_back <= len(said):
             count, size = number, at
     first = texts[:count]
-    if first:
+    if count > settled:
         first[-1] += said[size : size + held_back]
     return first
 

@@ -2,67 +2,74 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
-from hetlb.proxy.http.sse import SseWatcher, text_beginning, text_events
+from hetlb.proxy.http.sse import MAX_HELD_BYTES, SseWatcher, TextShape, text_events, text_shape
 from hetlb.proxy.progress import Progress
 from hetlb.proxy.resume import Seam
 from hetlb.proxy.telemetry.histograms import FINE_MS, Gaps
 
 #: The first event has the token ids of the prompt where hetlb asked for them: it is held until it is whole.
 _MAX_FIRST_BYTES: Final = 1 << 20
+_PROMPT_IDS = re.compile(rb'"prompt_token_ids":\[[0-9,]*\]')
+_ABORT: Final = b'"finish_reason":"abort"'
 
 
 class StreamedAnswer(SseWatcher):
     """The stream of one answer. What passes for every token allocates nothing but what it counts."""
 
-    __slots__ = ("_beginning", "_fine", "_gaps", "_shaped", "_silent", "_text_at", "lost", "progress", "seam")
+    __slots__ = ("_fine", "_gaps", "_raw", "_shape", "_silent", "_text_at", "lost", "progress", "seam")
 
     def __init__(
-        self, hold_usage: bool, silent: int, progress: Progress | None = None, seam: Seam | None = None
+        self,
+        hold_usage: bool,
+        silent: int,
+        progress: Progress | None = None,
+        seam: Seam | None = None,
+        asked_ids: bool = False,
     ) -> None:
         """`silent` events at its beginning are no text.
 
-        `progress` keeps what passes, None where it goes on nowhere else; `seam` is that of a second lease.
+        `progress` keeps what comes, None where it goes on nowhere else; `seam` is that of a second lease.
+        `asked_ids`: hetlb asked for token ids, so the client does not want those of the prompt.
         """
         super().__init__(hold_usage)
         self.progress = progress
         self.seam = seam
         #: The event by which the engine said that it has failed; it was not passed on.
         self.lost: bytes | None = None
-        #: True if the next events of text pass without a closer look, and are kept.
-        self._shaped = False
-        if progress is not None:
-            self._each = True
-            if progress.hides_ids:
-                self._max_held = _MAX_FIRST_BYTES
+        #: Reads that are kept as they come; in a second lease each event is looked at.
+        self._raw = progress.raw if progress is not None and seam is None else None
+        self._each = seam is not None or asked_ids
+        if asked_ids:
+            self._max_held = _MAX_FIRST_BYTES
         self._silent = silent
         self._text_at = 0.0
         self._gaps: Gaps | None = None
         #: Counts of the times between its tokens, by milliseconds.
         self._fine: list[int] | None = None
-        #: First bytes of its events; those that begin like it go on as the engine framed them.
-        self._beginning: bytes | None = None
+        #: Shape of its events of text: those of this shape go on as the engine framed them.
+        self._shape: TextShape | None = None
 
     def count_gaps(self, gaps: Gaps) -> None:
         """Count the times between its tokens here."""
         self._gaps = gaps
         self._fine = gaps.fine
 
-    def pass_text(self, chunks: bytes) -> bytes:
-        """Pass on a read that is nothing but whole events of text; b"": take a closer look."""
-        if self._shaped:
-            progress = self.progress
-            assert progress is not None
-            chunks, events = progress.take_chunks(chunks)
-            self.events += events
-            return chunks
-        beginning = self._beginning
-        if beginning is None:
-            return b""
-        events = text_events(chunks, beginning)
+    def pass_text(self, chunks: bytes) -> bool:
+        """True if a read is nothing but whole events of text: it goes on as it stands."""
+        shape = self._shape
+        if shape is None:
+            return False
+        events = text_events(chunks, shape)
+        if not events:
+            return False
         self.events += events
-        return chunks if events > 0 else b""
+        raw = self._raw
+        if raw is not None:
+            raw.append(chunks)
+        return True
 
     def text_came(self, now: float) -> None:
         """Text came. Called for about every token."""
@@ -76,11 +83,22 @@ class StreamedAnswer(SseWatcher):
                 self._gaps.long(gap_s)
         self._text_at = now
 
+    def feed(self, data: bytes) -> bytes:
+        """Look at the next bytes; returns those to pass on."""
+        progress = self.progress
+        if self._raw is None or progress is None:
+            return super().feed(data)
+        progress.add(data)
+        each, self._each = self._each, self._each or data.find(_ABORT) >= 0
+        out = super().feed(data)
+        if not each:
+            self._each = False
+        return out
+
     def read(self, payload: bytes, now: float) -> bytes:
-        """Look at the next bytes; returns those to pass on, as `feed` does."""
+        """Look at the next bytes, at this time; returns those to pass on."""
         before = self.events
-        self._beginning = None
-        self._shaped = False
+        self._shape = None
         payload = self.feed(payload)
         if self.events != before:
             if before > self._silent:
@@ -89,16 +107,11 @@ class StreamedAnswer(SseWatcher):
                 self._text_at = now
         return payload
 
-    def learn_beginning(self, passed: bytes) -> None:
-        """Look at what was passed on for how the next events of text begin."""
-        if not self.between:
-            return
-        progress = self.progress
-        if progress is not None and progress.usable:
-            self._shaped = self.seam is None and progress.learn()
-        elif self.events > 1:
-            # The first event of a chat only says who speaks: it is no text.
-            self._beginning = text_beginning(passed)
+    def learn_shape(self, passed: bytes) -> None:
+        """Look at what was passed on for the shape of the next events of text."""
+        # The first event of a chat only says who speaks: it is no text.
+        if self.between and self.events > 1 and self.seam is None:
+            self._shape = text_shape(passed)
 
     def _pass_on(self, event: bytes) -> bytes:
         progress, seam = self.progress, self.seam
@@ -111,18 +124,21 @@ class StreamedAnswer(SseWatcher):
             return b""
         if self.done or event[:6] != b"data: ":
             return event
-        if seam is None:
-            event = progress.take(event)
-        else:
+        if seam is not None:
             translated = seam.translate(event, progress)
             if translated is None:
                 progress.spoil()
                 self.lost = b""
                 return b""
-            event = translated
-        if progress.finish == "abort":
-            # vLLM gives up what it runs when it is stopped.
-            progress.finish = None
+            aborted, event = progress.finish == "abort", translated
+            if aborted:
+                progress.finish = None
+        else:
+            aborted = event.find(_ABORT) >= 0
+            if self._max_held != MAX_HELD_BYTES:  # the first event
+                self._each, self._max_held = False, MAX_HELD_BYTES
+                event = _PROMPT_IDS.sub(rb'"prompt_token_ids":null', event)
+        if aborted:  # vLLM gives up what it runs when it is stopped
             self.lost = event
             return b""
         return event
@@ -130,3 +146,4 @@ class StreamedAnswer(SseWatcher):
     def _passed_in_parts(self) -> None:
         if self.progress is not None:
             self.progress.spoil()
+            self._raw = None

@@ -241,10 +241,10 @@ def sse_watcher(data: bytes) -> None:
 def _text_events(data: bytes) -> None:
     """The short way past the watcher counts what the watcher would."""
     first, _, chunks = data.partition(b"\0")
-    beginning = sse.text_beginning(first)
-    if beginning is None:
+    shape = sse.text_shape(first)
+    if shape is None:
         return
-    count = sse.text_events(chunks, beginning)
+    count = sse.text_events(chunks, shape)
     if not count:
         return
     payload, surplus = _decode([chunks])

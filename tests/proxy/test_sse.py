@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.proxy.http.http1 import ChunkedDecoder
-from hetlb.proxy.http.sse import MAX_HELD_BYTES, SseWatcher, text_beginning, text_events, usage_in_tail
+from hetlb.proxy.http.sse import MAX_HELD_BYTES, SseWatcher, TextShape, text_events, text_shape, usage_in_tail
 
 DATA = Path(__file__).parents[1] / "vllm" / "data"
 USAGE = '"usage":{"prompt_tokens":21,"total_tokens":26,"completion_tokens":5}'
@@ -196,13 +196,27 @@ def spelt(*payloads: bytes) -> bytes:
 
 
 BEGINNING = b'data: {"id":"chatcmpl-1","model":"m","choices":[{'
-TEXT = BEGINNING + b'"delta":{"content":" a"}}]}\n\n'
+TEXT = BEGINNING + b'"delta":{"content":" a"},"finish_reason":null}]}\n\n'
+LONGER = TEXT.replace(b" a", rb" \"finish_reason\":null bc")
+WITH_IDS = TEXT[:-5] + b',"token_ids":[12,345]}]}\n\n'
+MORE_IDS = TEXT[:-5] + b',"token_ids":[6]}]}\n\n'
 TEXT_NO_USAGE = TEXT[:-3] + b',"usage":null}\n\n'
+ABORTED = TEXT.replace(b"null", b'"abort"')
 
 
-def test_the_beginning_of_the_events_of_a_stream() -> None:
-    assert text_beginning(TEXT) == BEGINNING
-    assert text_beginning(b"data: [DONE]\n\n" + TEXT_NO_USAGE) == BEGINNING
+def shape_of(event: bytes) -> TextShape:
+    shape = text_shape(event)
+    assert shape is not None
+    return shape
+
+
+def test_the_shape_of_the_events_of_a_stream() -> None:
+    for event in (TEXT, LONGER, b"data: [DONE]\n\n" + TEXT):
+        shape = shape_of(event)
+        assert shape.beginning == BEGINNING
+        assert (shape.ending, shape.after_ids) == (b'"finish_reason":null}]}\n\n\r\n', b"")
+    shape = shape_of(WITH_IDS)
+    assert (shape.ending, shape.after_ids) == (b'"finish_reason":null,"token_ids":[', b"]}]}\n\n\r\n")
     for other in (
         b"",
         TEXT[:-1],
@@ -210,22 +224,27 @@ def test_the_beginning_of_the_events_of_a_stream() -> None:
         b'data: {"error":{"choices":[{}]}}\n\n',
         b'data: {"usage":{"a":1},"choices":[{}]}\n\n',
         b'data: {"id":"1","choices":[]}\n\n',
+        ABORTED,
+        TEXT[:-3] + b',"usage":{"prompt_tokens":1}}\n\n',
         b'data: {"id":1}\n\nevent: {"choices":[{}]}\n\n',
         b'data: {"id":"' + b"x" * 2000 + b'","choices":[{}]}\n\n',
     ):
-        assert text_beginning(other) is None
+        assert text_shape(other) is None
 
 
 @pytest.mark.parametrize(
     ("chunks", "events"),
     [
         (spelt(TEXT), 1),
-        (spelt(TEXT_NO_USAGE), 1),
-        (spelt(TEXT, TEXT_NO_USAGE, TEXT), 3),
+        (spelt(LONGER), 1),
+        (spelt(TEXT, LONGER, TEXT), 3),
         (b"", 0),
         (spelt(TEXT)[:-1], 0),
         (spelt(TEXT) + b"5", 0),
         (spelt(TEXT + TEXT), 0),
+        (spelt(TEXT_NO_USAGE), 0),
+        (spelt(TEXT, ABORTED), 0),
+        (spelt(WITH_IDS), 0),
         (spelt(TEXT[:20], TEXT[20:]), 0),
         (spelt(TEXT[:-1]), 0),
         (spelt(TEXT, b"data: [DONE]\n\n"), 0),
@@ -240,10 +259,19 @@ def test_the_beginning_of_the_events_of_a_stream() -> None:
     ],
 )
 def test_events_of_text_that_may_pass_as_they_stand(chunks: bytes, events: int) -> None:
-    assert text_events(chunks, BEGINNING) == events
+    assert text_events(chunks, shape_of(TEXT)) == events
 
 
-@given(st.lists(st.sampled_from([TEXT, TEXT_NO_USAGE]), min_size=1, max_size=3), st.data())
+def test_events_of_text_with_token_ids_may_pass_as_they_stand() -> None:
+    shape = shape_of(WITH_IDS)
+    assert text_events(spelt(WITH_IDS, MORE_IDS), shape) == 2
+    assert text_events(spelt(WITH_IDS, TEXT), shape) == 0
+    assert text_events(spelt(MORE_IDS.replace(b"[6]", b"null")), shape) == 0
+    assert text_events(spelt(MORE_IDS.replace(b"[6]", b'"6"]')), shape) == 0
+    assert text_events(spelt(TEXT_NO_USAGE, TEXT_NO_USAGE), shape_of(TEXT_NO_USAGE)) == 2
+
+
+@given(st.lists(st.sampled_from([WITH_IDS, MORE_IDS]), min_size=1, max_size=3), st.data())
 def test_what_passes_as_it_stands_is_what_a_closer_look_would_find(payloads: list[bytes], data: Any) -> None:
     raw = bytearray(spelt(*payloads))
     for _ in range(data.draw(st.integers(0, 2))):
@@ -254,10 +282,10 @@ def test_what_passes_as_it_stands_is_what_a_closer_look_would_find(payloads: lis
             case "cut":
                 del raw[at : at + data.draw(st.integers(1, 9))]
             case "add":
-                raw[at:at] = data.draw(st.sampled_from([b"\n\n", b"\r\n", b"0", b"x", b"\r\n\r\n", TEXT]))
+                raw[at:at] = data.draw(st.sampled_from([b"\n\n", b"\r\n", b"0", b"x", b"\r\n\r\n", WITH_IDS]))
         if not raw:
             return
-    events = text_events(bytes(raw), BEGINNING)
+    events = text_events(bytes(raw), shape_of(WITH_IDS))
     if not events:
         return
     decoder = ChunkedDecoder()

@@ -12,6 +12,7 @@ import re
 from typing import Final
 
 import msgspec
+from mypy_extensions import mypyc_attr
 
 from hetlb.proxy.http.http1 import CHUNK_SIZES
 from hetlb.proxy.http.openai_fields import EventFields
@@ -45,7 +46,7 @@ class SseWatcher:
 
     def __init__(self, hold_usage: bool) -> None:
         self._hold = hold_usage
-        #: True if every event is looked at (`_pass_on`); the longest event that is held until it is whole.
+        #: True if every event is looked at; the longest event that is held until it is whole.
         self._each = False
         self._max_held = MAX_HELD_BYTES
         self._tail = bytearray()  # the unfinished event at the end of what was fed
@@ -132,7 +133,7 @@ class SseWatcher:
                 self._passed_in_parts()
             elif self._read(event) and self._hold and not passed:
                 continue
-            elif self._each and not passed:
+            elif event and not passed:
                 event = self._pass_on(event)
                 if not event:
                     continue
@@ -189,38 +190,71 @@ class SseWatcher:
 
 #: No beginning of an event is longer than this: an id, a name of a model.
 _MAX_BEGINNING: Final = 1024
-#: Endings of an event of text in its chunk: its choices come last, or no usage behind them.
-_TEXT_ENDS = (b"}]}\n\n\r\n", b'}],"usage":null}\n\n\r\n')
+_GOES_ON: Final = b'"finish_reason":null'
+_TOKEN_IDS: Final = b'"token_ids":['
 
 
-def text_beginning(data: bytes) -> bytes | None:
-    """Beginning of the last event in `data`, up to its first choice, None if it has none.
+@mypyc_attr(acyclic=True)
+class TextShape:
+    """What the events of text of one stream have in common: all but their text, and its token ids.
 
-    The next events of text of that stream begin with the same: its id, its model.
+    `beginning` ends with the first choice; `ending` says that it goes on, and ends with the event, its chunk
+    included, or where token ids begin; behind them comes `after_ids`, b"" where there are none.
     """
+
+    __slots__ = ("after_ids", "beginning", "ending")
+
+    def __init__(self, beginning: bytes, ending: bytes, after_ids: bytes) -> None:
+        self.beginning = beginning
+        self.ending = ending
+        self.after_ids = after_ids
+
+
+def text_shape(data: bytes) -> TextShape | None:
+    """Shape of the last event in `data`, None if it is none of text that goes on."""
     start = data.rfind(b"data: {") if data.endswith(_END) else -1
     at = data.find(b'"choices":[{', start, start + _MAX_BEGINNING) if start >= 0 else -1
     if at < 0 or b"\n" in data[start:at] or b'"usage"' in data[start:at] or b'"error"' in data[start:at]:
         return None
-    return data[start : at + 12]
+    goes_on = data.rfind(_GOES_ON, at)
+    if goes_on < 0 or data.find(b'"usage":{', goes_on) >= 0:
+        return None
+    ending, after_ids = data[goes_on:] + b"\r\n", b""
+    ids = ending.find(_TOKEN_IDS)
+    if ids >= 0:
+        close = ending.find(b"]", ids)
+        ending, after_ids = ending[: ids + len(_TOKEN_IDS)], ending[close:]
+    return TextShape(data[start : at + 12], ending, after_ids)
 
 
-def text_events(chunks: bytes, beginning: bytes) -> int:
+def text_events(chunks: bytes, shape: TextShape) -> int:
     """Number of events in `chunks`, if it is nothing but whole chunks, each of them one event of text.
 
     Each event begins as the others of its stream did, so it is no error, no usage alone, nor the end; and
-    ends with its choices or no usage. 0 means that it takes a closer look.
+    ends as they did. 0 means that it takes a closer look.
     """
+    beginning, ending, after_ids = shape.beginning, shape.ending, shape.after_ids
+    width, tail, behind = len(beginning), len(ending), len(after_ids)
     position, length, events = 0, len(chunks), 0
     while position < length:
         line_end = chunks.find(b"\r\n", position, position + 5)
         size = CHUNK_SIZES.get(chunks[position:line_end])
-        if size is None or not chunks.startswith(beginning, line_end + 2):
+        start = line_end + 2
+        if size is None or chunks[start : start + width] != beginning:
             return 0
-        position = line_end + size + 4
-        if chunks.find(b"\n", line_end + 2) != position - 4 or not chunks.endswith(
-            _TEXT_ENDS, line_end, position
-        ):
+        position = start + size + 2
+        if position > length or chunks.find(b"\n", start) != position - 4:
+            return 0
+        end = position - behind
+        if behind:
+            if end < start or chunks[end:position] != after_ids:
+                return 0
+            while end > start:
+                digit = chunks[end - 1]
+                if digit != 44 and (digit < 48 or digit > 57):
+                    break
+                end -= 1
+        if end - tail < start or chunks[end - tail : end] != ending:
             return 0
         events += 1
     return events if position == length else 0
