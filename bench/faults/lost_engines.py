@@ -60,6 +60,12 @@ class Asked(NamedTuple):
     body: dict[str, Any]
     whole: Answer
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that an engine generates for it: as the emulated ones end."""
+        most = min(self.body["max_tokens"], self.body["vllm_xargs"]["output_tokens"])
+        return max(most, min(self.body["max_tokens"], self.body.get("min_tokens", 0)))
+
 
 def read(status: int, headers: Any, raw: bytes, *, stream: bool) -> Answer:
     """The answer in the bytes of a body; raises nothing, whatever they are."""
@@ -127,21 +133,22 @@ def request(rng: random.Random, model: str, *, real: bool) -> tuple[str, dict[st
     return "/v1/completions", {**body, "prompt": prompt}
 
 
-def serve_engine(port: int) -> subprocess.Popen[bytes]:
-    more = ["--profile", str(PROFILE), "--port", str(port), "--served-model-name", "m"]
+def serve_engine(port: int, profile: Path, *options: str) -> subprocess.Popen[bytes]:
+    more = ["--profile", str(profile), "--port", str(port), "--served-model-name", "m", *options]
     return subprocess.Popen([*HETLB, "engine", *more], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
 class Engine:
     """An emulated engine that can be lost and comes back at the same address."""
 
-    def __init__(self) -> None:
+    def __init__(self, profile: Path = PROFILE, *options: str) -> None:
+        self._serving = profile, *options
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        process = self._process = serve_engine(self.port)
+        process = self._process = serve_engine(self.port, *self._serving)
         assert process.stdout is not None
         await asyncio.to_thread(process.stdout.readline)
 

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
 from hetlb.config.fleet import Fleet, fleet_from_urls, load_fleet
+from hetlb.core.engine_tables import VLLM
 from hetlb.core.types import InstanceSpec
 from hetlb.errors import InputError
 from hetlb.proxy.service import require_urls
@@ -151,12 +152,14 @@ def _of_server(seen: Seen) -> list[Check]:
               f"expected {wanted}: correct the model's name, or start it with --served-model-name {wanted}")
     )  # fmt: skip
     found.append(
-        check("metrics", facts.has_metrics, "there" if facts.has_metrics else f"/metrics: {_metrics(facts)}",
+        check("metrics", facts.table is not None, _metrics(facts),
               "without them hetlb goes by its own ledger alone: start it without --disable-log-stats")
     )  # fmt: skip
-    old = facts.old_names or (facts.version is not None and _version(facts.version) < OLDEST)
+    is_vllm = facts.table is None or facts.table is VLLM
+    old = is_vllm and (facts.old_names or (facts.version is not None and _version(facts.version) < OLDEST))
+    title = "vLLM" if facts.table is None else facts.table.title
     found.append(
-        check("version", not old, f"vLLM {facts.version or 'of unknown version'}",
+        check("version", not old, f"{title} {facts.version or 'of unknown version'}",
               f"upgrade to {OLDEST[0]}.{OLDEST[1]} or later: older ones lack what hetlb reads")
     )  # fmt: skip
     skewed = abs(facts.skew_s) > MOST_SKEW_S
@@ -174,9 +177,12 @@ def _of_server(seen: Seen) -> list[Check]:
 
 
 def _metrics(facts: EngineFacts) -> str:
+    table = facts.table
+    if table is not None:
+        return "; ".join([f"those of {table.title}", *table.lacks]) if table.lacks else "there"
     if facts.metrics_status == 200:
-        return "no figures of vLLM"
-    return f"status {facts.metrics_status}" if facts.metrics_status else "no answer"
+        return "/metrics: no figures of an engine that is known"
+    return f"/metrics: status {facts.metrics_status}" if facts.metrics_status else "/metrics: no answer"
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 
 from hetlb.core.engine_metrics import parse
+from hetlb.core.engine_tables import OTHER_PAGE, EngineTable, table_of
 from hetlb.core.types import EngineSample
 from hetlb.errors import connect_reason
 from hetlb.proxy.scrape import read_model_list, read_version
@@ -37,7 +38,7 @@ class EngineFacts:
     entries: list[dict[str, Any]] = field(default_factory=list)
     version: str | None = None
     sample: EngineSample | None = None
-    has_metrics: bool = False
+    table: EngineTable | None = None
     old_names: bool = False
     began: set[float] = field(default_factory=set)
     skew_s: float = 0.0
@@ -80,11 +81,13 @@ async def _ask(session: aiohttp.ClientSession, url: str, headers: Mapping[str, s
     for _ in range(2):
         try:
             facts.metrics_status, body, _ = await _get(session, url, "/metrics", headers)
+            if body[:1] == b"[":
+                facts.metrics_status, body, _ = await _get(session, url, OTHER_PAGE, headers)
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
             break
         if facts.metrics_status == 200:
             text = body.decode("utf-8", "replace")
-            facts.has_metrics = "\nvllm:" in f"\n{text}"
+            facts.table = table_of(text)
             facts.old_names = "vllm:gpu_cache_usage_perc" in text and "vllm:kv_cache_usage_perc" not in text
             facts.sample = parse(text)
             if facts.sample.began is not None:

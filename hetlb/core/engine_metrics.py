@@ -1,4 +1,4 @@
-"""vLLM's metrics text to an `EngineSample`: the only file that knows `vllm:` names and their old aliases.
+"""Metrics pages of engines to an `EngineSample`, by the names of `engine_tables`.
 
 Any text (HTML, NaN, negative, repeated or missing series) gives a sample, with None for what is absent or
 absurd and the names of those. A server of several data-parallel engines has one series per engine (label
@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+from hetlb.core.engine_tables import VLLM, EngineTable, table_of
 from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.types import Capacity, EngineSample
 
-RUNNING = ("vllm:num_requests_running",)
-WAITING = ("vllm:num_requests_waiting",)
-#: The second name is that of vLLM before 0.10 (V0); a router that reads only dead names balances blindly.
-KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+RUNNING, WAITING, KV_USAGE = VLLM.running, VLLM.waiting, VLLM.kv_usage
 CACHE_CONFIG = ("vllm:cache_config_info",)
 
 ITERATIONS = ("vllm:iteration_tokens_total_count",)
@@ -85,7 +83,10 @@ def parse_counters(text: str) -> EngineCounters:
 
 
 def parse(text: str) -> EngineSample:
-    """Read a Prometheus text page of one vLLM server."""
+    """Read a Prometheus text page of one server; one of no known engine as vLLM's, without its figures."""
+    table = table_of(text)
+    if table is not None and table is not VLLM:
+        return _parse_by(table, text)
     series = _series(text, _WANTED)
     missing: list[str] = []
     invalid: list[str] = []
@@ -123,7 +124,39 @@ def parse(text: str) -> EngineSample:
         _asleep(series),
         adapters,
         process_began(text),
-        "vllm" if "\nvllm:" in "\n" + text else "",
+        "" if table is None else table.name,
+    )
+
+
+def _parse_by(table: EngineTable, text: str) -> EngineSample:
+    """Read the page of an engine that tells no more than its table has."""
+    wanted = (table.running, table.waiting, table.kv_usage, table.kv_tokens)
+    series = _series(text, filter(None, wanted))
+    missing: list[str] = []
+    invalid: list[str] = []
+    running = _count(series, table.running, missing, invalid)
+    waiting = _count(series, table.waiting, missing, invalid)
+    usage: list[float] = []
+    if table.kv_usage:
+        name, usage = _find(series, table.kv_usage, missing)
+        if not all(0 <= value <= 1 for value in usage):
+            invalid.append(name)
+            usage = []
+    # Nothing is missing where only some versions tell it.
+    tokens = _count(series, table.kv_tokens, [], invalid) if table.kv_tokens else None
+    return EngineSample(
+        running,
+        waiting,
+        sum(usage) / len(usage) if usage else None,
+        Capacity(kv_cache_tokens=tokens or None),
+        tuple(missing),
+        tuple(invalid),
+        None,
+        max(usage, default=None),
+        None,
+        None,
+        process_began(text),
+        table.name,
     )
 
 

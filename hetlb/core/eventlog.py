@@ -298,7 +298,7 @@ _CHANGES: dict[str, Callable[[dict[str, Any]], InstanceChange]] = {
     ),
     "InstanceUpdated": lambda raw: InstanceUpdated(_spec(raw["spec"])),
     "InstanceRemoved": lambda raw: InstanceRemoved(raw["name"], tuple(raw.get("more", ()))),
-    "AdminStateSet": lambda raw: AdminStateSet(raw["name"], AdminState(raw["state"])),
+    "AdminStateSet": lambda raw: AdminStateSet(raw["name"], AdminState(raw["state"]), raw.get("deadline_s")),
     "CapacityLearned": lambda raw: CapacityLearned(raw["name"], Capacity(**raw["capacity"])),
     "ModelsLearned": lambda raw: ModelsLearned(
         raw["name"], tuple(raw["models"]), tuple(raw.get("adapters", ()))

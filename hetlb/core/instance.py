@@ -217,6 +217,7 @@ class Instance:
         "kv_tokens",
         "latency",
         "leases",
+        "leaves_at",
         "longest_request_tokens",
         "max_num_seqs",
         "name",
@@ -265,6 +266,8 @@ class Instance:
         self.adapters: AdapterSlots | None = None
         self.throttle = Throttle(health.probation)
         self.admin = AdminState.READY
+        #: Time at which it is gone, None without a notice.
+        self.leaves_at: float | None = None
         self.removed = False
         #: Start of its process by its own clock (Unix time, s), None while it has not told.
         self.began: float | None = None

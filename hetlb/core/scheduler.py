@@ -532,6 +532,7 @@ class Scheduler:
             return fleet.health_changed(instance, now) + self._backlog.flush(now)
         if isinstance(change, AdminStateSet):
             instance.admin = change.state
+            instance.leaves_at = None if change.deadline_s is None else now + change.deadline_s
         elif isinstance(change, InstanceUpdated):
             instance.update(change.spec, now)
         elif isinstance(change, ModelsLearned):

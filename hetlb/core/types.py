@@ -495,10 +495,11 @@ class InstanceUpdated(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class AdminStateSet(PickleByFields):
-    """An operator set the administrative state."""
+    """An operator set the administrative state. `deadline_s`: the instance is gone after so many seconds."""
 
     name: str
     state: AdminState
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

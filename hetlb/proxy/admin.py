@@ -30,6 +30,8 @@ from hetlb.proxy.scheduling import DECISIONS_KEPT
 from hetlb.proxy.telemetry.prometheus import CONTENT_TYPE, MetricsPage, usage_document
 
 _MAX_BODY_BYTES = 64 << 10
+#: An instance that leaves later than this has not been given notice yet.
+_MOST_NOTICE_S = 86_400
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -193,6 +195,7 @@ class _AdminApi:
                 web.post("/v1/fleet/instances", self._register),
                 web.delete("/v1/fleet/instances/{name}", self._unregister),
                 web.put("/v1/fleet/instances/{name}/state", self._set_state),
+                web.put("/v1/fleet/instances/{name}/notice", self._set_notice),
                 *self._dashboard.routes,
             ]
         )
@@ -291,6 +294,21 @@ class _AdminApi:
         self._control.roster.change(AdminStateSet(name, AdminState(state)))
         await self._control.settled()
         return _reply({"name": name, "state": state})
+
+    async def _set_notice(self, request: web.Request) -> web.Response:
+        name = self._instance(request)
+        deadline_s = (await _body(request, "deadline_s")).get("deadline_s")
+        state = AdminState.DRAIN
+        if deadline_s is None:
+            state = AdminState.READY
+        elif type(deadline_s) not in (int, float) or not 0 <= deadline_s <= _MOST_NOTICE_S:
+            text = (
+                f"deadline_s: expected seconds from 0 to {_MOST_NOTICE_S}, or null, got {_short(deadline_s)}"
+            )
+            return _refuse(400, text)
+        self._control.roster.change(AdminStateSet(name, state, deadline_s))
+        await self._control.settled()
+        return _reply({"name": name, "state": state, "deadline_s": deadline_s})
 
     async def _register(self, request: web.Request) -> web.Response:
         self._check_registration()

@@ -84,7 +84,7 @@ class Continuation:
         """True if the rest of an answer is known; `unsent`: the client has nothing of it."""
         if self._progress is None:  # of a plain answer that is not whole nothing was sent
             return unsent and answer is not None and answer.whole_only
-        if answer is not None and answer.stream is not None and answer.stream.cut():
+        if answer is not None and answer.stream is not None and answer.stream.part_is_out:
             return False
         self._progress.read()
         return self.ended or self.plan()

@@ -11,6 +11,7 @@ are read.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -69,6 +70,8 @@ SETTLED_AT_ONCE: Final = 64
 #: streams; so many of those beyond are looked at in one sweep, 3 us each.
 MOST_KEPT: Final = 200_000
 _LOOKED_AT: Final = 10_000
+#: Seconds before an instance is gone by which what goes on elsewhere has left it.
+NOTICE_MARGIN_S: Final = 1.5
 #: After a pause of the process this long, what came meanwhile is read before a request times out.
 GAP_S: Final = 1.0
 
@@ -148,7 +151,7 @@ class ExchangeDriver(ABC):
 
     def goes_on(self, rest: Request, lease: Lease, end: End) -> None:
         """The engine of a lease is lost; `rest`, what is missing of its answer, goes on elsewhere."""
-        self._totals.resumed(rest.model, end.name, lease)
+        self._totals.resumed(rest.model, end.name, end.told, lease)
         self._go_on(rest, lease, end)
 
     @abstractmethod
@@ -160,6 +163,11 @@ class ExchangeDriver(ABC):
         """`proxy.resume`: False never, None by token ids alone ("ids"), True also by text."""
         stated = self.table.resume
         return stated if isinstance(stated, bool) else None
+
+    @property
+    @abstractmethod
+    def leaving(self) -> dict[str, float]:
+        """Times at which instances with a notice are gone, by their names."""
 
     @abstractmethod
     def busy(self, lease: Lease, retry_after_s: float) -> None:
@@ -349,13 +357,32 @@ class ExchangeDriver(ABC):
         for exchange in list(self.exchanges.values()) if lag_s <= GAP_S else ():
             if exchange.phase is not Phase.DONE:
                 exchange.sweep(now, table.first_byte_timeout_s, table.idle_timeout_s, table.heartbeat_s)
+        if leaving := self.leaving:
+            self._move_away(leaving, now)
         self._keep_less()
         self.pools.sweep(now)
         self.drop_unused_pools()
         self._totals.keep({target.name for target in self.targets()})
 
+    def _move_away(self, leaving: Mapping[str, float], now: float) -> None:
+        """Move what cannot end before its instance leaves, evenly until then, the shortest first."""
+        for name, gone_at in leaving.items():
+            left_s = gone_at - NOTICE_MARGIN_S - now
+            late = []
+            for each in self.exchanges.values():
+                if each.lease is not None and each.lease.instance == name and each.phase is not Phase.QUEUED:
+                    ends_at = each.lease.dispatched_at + each.expected_s
+                    if ends_at > now + left_s or left_s < SWEEP_S:
+                        late.append((ends_at, each.request.id))
+            late.sort()
+            most = math.ceil(len(late) * SWEEP_S / max(left_s, SWEEP_S))
+            for _, request_id in late:
+                exchange = self.exchanges.get(request_id)
+                if most > 0 and exchange is not None and exchange.move():
+                    most -= 1
+
     def _keep_less(self) -> None:
-        """Where much was kept of streams that may go on elsewhere, keep but text and token ids of some."""
+        """Read some of what is kept of streams that may go on elsewhere, where that is much."""
         rests = [each.rest for each in self.exchanges.values() if each.rest is not None]
         left = min(sum([each.kept for each in rests]) - MOST_KEPT, _LOOKED_AT)
         if left > 0:
@@ -498,6 +525,10 @@ class Driver(ExchangeDriver, SchedulerDriver):
         return only_model(self.scheduler) or several_models()
 
     # --- instances ---
+
+    @property
+    def leaving(self) -> dict[str, float]:
+        return {each.name: each.leaves_at for each in self.scheduler.instances if each.leaves_at is not None}
 
     def targets(self) -> Iterable[Target]:
         return [Target(each.name, each.incarnation, each.spec.url) for each in self.scheduler.instances]

@@ -94,6 +94,12 @@ OTHERWISE: Final = End(
     Outcome.BROKEN_STREAM,
     Outcome.CLIENT_GONE,
 )
+NOTICE: Final = End(
+    "notice",
+    "its instance has been given notice: the answer goes on elsewhere",
+    Outcome.BROKEN_STREAM,
+    Outcome.CLIENT_GONE,
+)
 HELD_UP: Final = End(
     "held-up",
     f"the answer broke off while its client did not read, or after that held it up for {HELD_UP_S:g} s",
@@ -111,7 +117,7 @@ STOPPED: Final = End("stopped", "the proxy shuts down", Outcome.SHUTDOWN)
 ENDS: tuple[End, ...] = (
     ANSWERED, UNSEEN, REFUSED, BUSY, SERVER_ERROR, NOT_ACCEPTED, LOOP, MOVED, DROPPED, UNREAD,
     NOT_HANDED_OVER, JUNK, HEAD_CUT, SILENT, BROKEN, STALLED, ERROR_EVENT, REFUSED_IN_STREAM, LAST_MISSING,
-    OTHERWISE, HELD_UP, IDLE, LEFT,
+    OTHERWISE, NOTICE, HELD_UP, IDLE, LEFT,
     LOCAL, STOPPED,
 )  # fmt: skip
 

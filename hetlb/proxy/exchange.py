@@ -222,17 +222,12 @@ class Exchange(RequestRecord):
         False where it takes a closer look, and nothing was done.
         """
         answer = self.answer
-        if answer is None:
-            return False
-        stream = answer.stream
-        if stream is None:
-            return False
-        if not stream.pass_text(chunks):
+        stream = None if answer is None else answer.stream
+        if stream is None or not stream.pass_text(chunks):
             return False
         self.response.write(chunks)
-        now = self._now()
+        self.since = now = self._now()
         stream.text_came(now)
-        self.since = now
         return True
 
     def _begin(self, answer: EngineAnswer, payload: bytes, *, whole: bool) -> bytes | None:
@@ -350,11 +345,8 @@ class Exchange(RequestRecord):
             # vLLM sends the head of a stream before it has read the prompt: no answer has begun.
             self.try_again(ends.DROPPED)
         elif end is ends.JUNK or end is ends.UNREAD or answer is not None:
-            self.refuse(
-                error_responses.BAD_UPSTREAM,
-                f"The instance gave no valid answer: {detail.removesuffix('.')}.",
-                end=end if end is ends.UNREAD else ends.JUNK,
-            )
+            text = f"The instance gave no valid answer: {detail.removesuffix('.')}."
+            self.refuse(error_responses.BAD_UPSTREAM, text, end=end if end is ends.UNREAD else ends.JUNK)
         else:
             self.try_again(end)
 
@@ -402,8 +394,8 @@ class Exchange(RequestRecord):
             self.stop_engine()
             if response.state is STARTED and self._go_on(ends.STALLED):
                 return
-            text = "The instance did not begin to answer in time."
-            self.refuse(error_responses.FIRST_BYTE_TIMEOUT, text, end=ends.SILENT)
+            answer = error_responses.FIRST_BYTE_TIMEOUT
+            self.refuse(answer, "The instance did not begin to answer in time.", end=ends.SILENT)
         elif phase is Phase.STREAMING and silent_s > idle_s:
             self.stop_engine()
             self._lost(ends.STALLED, "the instance stopped in the middle of its answer")
@@ -415,6 +407,15 @@ class Exchange(RequestRecord):
             self._break(ends.STOPPED, "the proxy is shutting down")
         else:
             self.refuse(error_responses.SHUTTING_DOWN, "The proxy is shutting down.", 1.0, end=ends.STOPPED)
+
+    def move(self) -> bool:
+        """Go on at another instance, since this one is about to leave; False where that cannot be."""
+        if self.transfer is not None or self.request.pinned is not None:
+            return False
+        if self.phase is Phase.STREAMING:
+            return self._go_on(ends.NOTICE)
+        self._driver.goes_on(self.request, self.back_to_queue(RETRIED), ends.NOTICE)
+        return True
 
     # --- on the way ---
 

@@ -21,7 +21,7 @@ _decoder = msgspec.json.Decoder(ChunkFields)
 
 @mypyc_attr(acyclic=True)
 class Progress:
-    """What came of one answer so far, of all its leases.
+    """Text, token ids and end of one answer so far, of all its leases.
 
     `raw` holds reads that were not looked at, as chunks. `texts` holds the text of each event as in its JSON,
     with the quote behind it, `ids` its token ids as a JSON list; b"" in `ids` where not every event has some.

@@ -20,6 +20,7 @@ import msgspec
 from hetlb.addresses import confined_socket
 from hetlb.config.fleet_tables import ScrapeTable
 from hetlb.core.engine_metrics import parse
+from hetlb.core.engine_tables import OTHER_PAGE
 from hetlb.core.types import (
     Capacity,
     CapacityLearned,
@@ -86,6 +87,8 @@ class Scraper:
         self.models: dict[str, list[dict[str, Any]]] = {}
         #: The engines' `/version`, by instance.
         self.versions: dict[str, str] = {}
+        #: Paths of their metrics where that is not `/metrics`.
+        self._pages: dict[str, str] = {}
         self.invalid_samples: dict[str, int] = {}
 
     async def start(self, targets: Iterable[Target], first_round_s: float = 1.0) -> None:
@@ -256,8 +259,11 @@ class Scraper:
     async def _read_metrics(self, target: Target) -> EngineSample | None:
         """Samples of the engine's metrics page. Raises `_TooLargeError`."""
         try:
-            status, body = await self._get(target, "/metrics")
+            status, body = await self._get(target, self._pages.get(target.name, "/metrics"))
         except (_LocalTroubleError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            return None
+        if body[:1] == b"[":
+            self._pages[target.name] = OTHER_PAGE
             return None
         return parse(body.decode("utf-8", "replace")) if status == 200 else None
 

@@ -216,6 +216,7 @@ class InstanceAddress(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """Address of an instance. Another `incarnation` is another server, even under the same name.
 
     `registered` says that it stands in no file; `address` is then the one that its name was resolved to.
+    `leaves_in_s`: it is gone after so many seconds, None without a notice.
     """
 
     name: str
@@ -224,6 +225,7 @@ class InstanceAddress(msgspec.Struct, array_like=True, gc=False, frozen=True):
     model: str
     registered: bool
     address: str | None
+    leaves_in_s: float | None = None
 
 
 class Instances(RelayMessage, tag=38, frozen=True):

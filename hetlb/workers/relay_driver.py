@@ -73,6 +73,7 @@ class RelayDriver(ExchangeDriver):
         self._alone_since = self.now()
         self._targets: dict[str, Target] = {}
         self._incarnations: dict[str, int] = {}
+        self._leaving: dict[str, float] = {}
         self._next_incarnation = 1
         self._held: dict[RequestId, HeldAnswer] = {}
         #: The newest leases, for reports.
@@ -251,6 +252,7 @@ class RelayDriver(ExchangeDriver):
         """These are all instances. Their incarnations are numbered here: they outlive a scheduler process."""
         targets: dict[str, Target] = {}
         incarnations: dict[str, int] = {}
+        leaving: dict[str, float] = {}
         for each in addresses:
             name, known = each.name, self._targets.get(each.name)
             same = self._incarnations.get(name, each.incarnation) == each.incarnation
@@ -259,10 +261,16 @@ class RelayDriver(ExchangeDriver):
                 self._next_incarnation += 1
             targets[name] = known
             incarnations[name] = each.incarnation
+            if each.leaves_in_s is not None:
+                leaving[name] = self.now() + each.leaves_in_s
         for name in self._read.keys() - targets.keys():
             del self._read[name]
-        self._targets, self._incarnations = targets, incarnations
+        self._targets, self._incarnations, self._leaving = targets, incarnations, leaving
         self.drop_unused_pools()
+
+    @property
+    def leaving(self) -> dict[str, float]:
+        return self._leaving
 
     # --- commands ---
 

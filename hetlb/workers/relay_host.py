@@ -18,7 +18,9 @@ from hetlb.core.predicted_duration import expected_s
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     Abort,
+    AdminStateSet,
     Dispatch,
+    InstanceChange,
     Lease,
     Outcome,
     PassOn,
@@ -192,7 +194,7 @@ class RelayHost(SchedulerDriver):
     def connected(self, link: RelayLink) -> None:
         """A channel to a relay is open."""
         self.links.append(link)
-        link.send(instances_message(self.scheduler, self._registered))
+        link.send(instances_message(self.scheduler, self._registered, self.now()))
         link.send(protocol.WaitingMessage(self._waiting))
 
     def disconnected(self, link: RelayLink) -> None:
@@ -416,8 +418,13 @@ class RelayHost(SchedulerDriver):
         since = self._streaming_at.get(name)
         return since is not None and self.now() - since < EMITS_S
 
+    def change(self, change: InstanceChange) -> None:
+        super().change(change)
+        if isinstance(change, AdminStateSet):
+            self._instances_changed()
+
     def _instances_changed(self) -> None:
-        self.broadcast(instances_message(self.scheduler, self._registered))
+        self.broadcast(instances_message(self.scheduler, self._registered, self.now()))
 
     def _view_changed(self) -> None:
         self._on_view()
@@ -494,7 +501,9 @@ def admit(limiters: Limiters, owner: str | None, request: Request, now: float) -
     return limiter.admit(_prompt_tokens(request), (request.max_tokens or 0) * request.sequences, now)
 
 
-def instances_message(scheduler: Scheduler, registered: Mapping[str, str | None]) -> protocol.Instances:
+def instances_message(
+    scheduler: Scheduler, registered: Mapping[str, str | None], now: float
+) -> protocol.Instances:
     """Make the message that names all instances."""
     return protocol.Instances(
         [
@@ -505,6 +514,7 @@ def instances_message(scheduler: Scheduler, registered: Mapping[str, str | None]
                 each.spec.model,
                 each.name in registered,
                 registered.get(each.name),
+                None if each.leaves_at is None else each.leaves_at - now,
             )
             for each in scheduler.instances
         ]

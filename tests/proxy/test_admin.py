@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -177,6 +178,36 @@ async def test_the_state_of_an_unknown_instance(tmp_path: Path) -> None:
     async with Engine() as engine, serving(tmp_path, document(engine)) as running:
         reply = await running.admin("PUT", "/v1/fleet/instances/i9/state", {"state": "drain"})
         assert (reply.status, reply.message) == (404, "there is no instance 'i9'")
+
+
+async def test_a_notice_drains_an_instance_until_it_is_taken_back(tmp_path: Path) -> None:
+    async with Engine() as engine, serving(tmp_path, document(engine)) as running:
+        path = "/v1/fleet/instances/i0/notice"
+        reply = await running.admin("PUT", path, {"deadline_s": 30})
+        assert (reply.status, reply.json) == (200, {"name": "i0", "state": "drain", "deadline_s": 30})
+        assert list(running.service.driver.leaving) == ["i0"]
+        for wrong in (-1, "30", True, 1e9):
+            reply = await running.admin("PUT", path, {"deadline_s": wrong})
+            assert reply.status == 400
+            assert reply.message.startswith("deadline_s: expected seconds from 0 to 86400, or null, got ")
+        reply = await running.admin("PUT", path, {"deadline_s": None})
+        assert reply.json == {"name": "i0", "state": "ready", "deadline_s": None}
+        assert not running.service.driver.leaving
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+async def test_the_example_sends_a_notice(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "configs" / "notices" / "send.sh"
+    async with Engine() as engine, serving(tmp_path, document(engine)) as running:
+        url = f"http://127.0.0.1:{running.service.admin.address[1]}"
+        sender = await asyncio.create_subprocess_exec(
+            script,
+            "i0",
+            "30",
+            env={"PATH": os.environ["PATH"], "HETLB_ADMIN": url},
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert (await sender.wait(), list(running.service.driver.leaving)) == (0, ["i0"])
 
 
 # --- the policy ---

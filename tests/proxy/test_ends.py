@@ -26,7 +26,7 @@ COUNTS = {
     "unread": Verdict.NOTHING, "held-up": Verdict.NOTHING, "idle": Verdict.NOTHING,
     "left": Verdict.NOTHING, "local": Verdict.NOTHING,
     "stopped": Verdict.NOTHING, "last-missing": Verdict.FAILED, "head-cut": Verdict.FAILED,
-    "otherwise": Verdict.NOTHING,
+    "otherwise": Verdict.NOTHING, "notice": Verdict.NOTHING,
 }  # fmt: skip
 
 

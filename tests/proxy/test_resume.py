@@ -7,18 +7,20 @@ import contextlib
 import json
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from emulator.conftest import make_profile
-from helpers import HANG_S
+from helpers import HANG_S, turns_until
 from proxy.cutter import Cut, Cutter
 from proxy.test_proxying import Start
 
-from hetlb.core.types import EngineSample
+from hetlb.core.types import AdminState, AdminStateSet, Capacity, EngineSample, InstanceAdded, Outcome
 from hetlb.emulator import EmulatedEngine
 from hetlb.proxy.continuation import MOST_RESUMED
+from hetlb.proxy.exchange_states import Phase
 
 HOWS = ("fin", "rst")
 #: Bytes of the head of an answer: what ends in it is no answer (502), as before.
@@ -249,6 +251,96 @@ async def test_an_engine_that_hangs_is_left(start: Start, engine: EmulatedEngine
     got, _, proxy = await resumed(start, engine, "chat", asked, [Cut(3000, "hang")], idle_timeout_s=0.3)
     same(got, whole)
     assert dict(proxy.driver.totals.resumptions) == {("m", "stalled"): 1}
+
+
+async def test_where_all_but_one_are_lost_the_last_is_not_overrun(start: Start) -> None:
+    """What went on at three goes on at one, which gets about as many at a time as it has slots."""
+    slots, cuts = 4, [Cut(2500, "hang")] * 12
+    most: list[int] = []
+    async with contextlib.AsyncExitStack() as stack:
+        served = EmulatedEngine(make_profile(max_num_seqs=slots), time_scale=0.01, served_model_names=("m",))
+        engine = await stack.enter_async_context(served)
+        asked = body("chat", True)
+        whole = await ask(engine.url, "chat", asked)
+        last = await stack.enter_async_context(Cutter(engine.port, []))
+        lost = [Cutter(engine.port, cuts) for _ in range(3)]
+        for each in lost:
+            await each.__aenter__()
+        proxy = await proxied(start, *[each.url for each in lost])
+        for instance in proxy.scheduler.instances:
+            instance.learn_capacity(Capacity(max_num_seqs=slots))
+        asking = [
+            asyncio.create_task(ask(f"http://127.0.0.1:{proxy.port}", "chat", asked))
+            for _ in range(3 * slots)
+        ]
+        await turns_until(lambda: sum(each.cut for each in lost) == 3 * slots)
+        spec = replace(proxy.scheduler.instances[0].spec, name="last", url=last.url)
+        proxy.driver.change(InstanceAdded(spec))
+        [instance] = [each for each in proxy.scheduler.instances if each.name == "last"]
+        proxy.driver.sample("last", EngineSample(engine="vllm"))
+        instance.learn_capacity(Capacity(max_num_seqs=slots))
+        for each in lost:
+            await each.__aexit__()
+
+        def over() -> bool:
+            most.append(instance.sequences)
+            return all(each.done() for each in asking)
+
+        await turns_until(over)
+        for each in asking:
+            same(await each, whole)
+    assert 1 < max(most) < 2 * slots  # some may wait at the engine, as at other times
+
+
+@pytest.mark.filterwarnings("default")
+async def test_the_sdk_of_openai_reads_a_resumed_stream_as_one(start: Start, engine: EmulatedEngine) -> None:
+    openai = pytest.importorskip("openai")
+    asked = body("chat", True, stream_options={"include_usage": True})
+    whole = await ask(engine.url, "chat", asked)
+    cuts = [Cut(3000, "rst"), Cut(4000, "fin")]
+    async with contextlib.AsyncExitStack() as stack:
+        cutters = [await stack.enter_async_context(Cutter(engine.port, cuts)) for _ in range(3)]
+        proxy = await proxied(start, *[each.url for each in cutters])
+        url = f"http://127.0.0.1:{proxy.port}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            chunks = [each async for each in await client.chat.completions.create(**asked)]
+    choices = [each.choices[0] for each in chunks if each.choices]
+    assert "".join(each.delta.content or "" for each in choices) == whole.text
+    assert [each.finish_reason for each in choices if each.finish_reason] == whole.finish
+    assert [each.usage.completion_tokens for each in chunks if each.usage] == [40]
+    assert len({(each.id, each.created) for each in chunks}) == 1
+    assert sum(proxy.driver.totals.resumptions.values()) == 2
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+@pytest.mark.parametrize("after", [0, 3000])
+async def test_after_a_notice_what_cannot_end_goes_on_elsewhere(
+    start: Start, engine: EmulatedEngine, kind: str, after: int
+) -> None:
+    asked = body(kind, True)
+    whole = await ask(engine.url, kind, asked)
+    cuts = [Cut(after, "hang")]
+    async with Cutter(engine.port, cuts) as one, Cutter(engine.port, cuts) as two:
+        proxy = await proxied(start, one.url, two.url)
+        asking = asyncio.create_task(ask(f"http://127.0.0.1:{proxy.port}", kind, asked))
+        await turns_until(lambda: one.cut + two.cut == 1)
+        [exchange] = proxy.driver.exchanges.values()
+        await turns_until(lambda: exchange.phase is (Phase.STREAMING if after else Phase.SENT))
+        left = exchange.lease
+        proxy.driver.change(AdminStateSet(left.instance, AdminState.DRAIN, 0.0))
+        same(await asking, whole)
+    assert dict(proxy.driver.totals.resumptions) == {("m", "notice"): 1}
+    assert (left.outcome, exchange.lease.instance != left.instance) == (Outcome.CLIENT_GONE, True)
+
+
+async def test_what_ends_in_time_stays_after_a_notice(start: Start, engine: EmulatedEngine) -> None:
+    asked = body("chat", True)
+    async with Cutter(engine.port, []) as one, Cutter(engine.port, []) as two:
+        proxy = await proxied(start, one.url, two.url)
+        for name in ("i0", "i1"):
+            proxy.driver.change(AdminStateSet(name, AdminState.READY, 3600.0))
+        got = await ask(f"http://127.0.0.1:{proxy.port}", "chat", asked)
+    assert (got.done, proxy.driver.totals.resumptions) == (True, {})
 
 
 @pytest.mark.parametrize("kind", ["completions", "chat"])

@@ -91,6 +91,11 @@ class SseWatcher:
         out = self._events(events, passed) if events else b""
         return out + self._keep() if rest else out
 
+    @property
+    def part_is_out(self) -> bool:
+        """True if a part of an event that is not whole was passed on."""
+        return self._passing > 0
+
     def flush(self) -> bytes:
         """The stream is over: what was held of an unfinished event."""
         rest = bytes(self._tail[self._passing :])
@@ -100,7 +105,7 @@ class SseWatcher:
 
     def cut(self) -> bytes:
         """The stream broke off: what ends the event of which a part is out; what was held is dropped."""
-        part_is_out = self._passing > 0
+        part_is_out = self.part_is_out
         self._tail.clear()
         self._passing = 0
         return b"\n\n" if part_is_out else b""
@@ -196,7 +201,7 @@ _TOKEN_IDS: Final = b'"token_ids":['
 
 @mypyc_attr(acyclic=True)
 class TextShape:
-    """What the events of text of one stream have in common: all but their text, and its token ids.
+    """Shape of the events of text of one stream: all but their text and token ids.
 
     `beginning` ends with the first choice; `ending` says that it goes on, and ends with the event, its chunk
     included, or where token ids begin; behind them comes `after_ids`, b"" where there are none.

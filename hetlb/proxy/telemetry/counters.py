@@ -228,12 +228,12 @@ class Totals:
         self.retries += 1
         self.instance(name).ended(outcome)
 
-    def resumed(self, model: str, reason: str, lease: Lease) -> None:
+    def resumed(self, model: str, reason: str, outcome: Outcome, lease: Lease) -> None:
         """An answer goes on elsewhere: its lease ended, with a part of it."""
         key = (model, reason)
         self.resumptions[key] = self.resumptions.get(key, 0) + 1
         instance = self.instance(lease.instance)
-        instance.ended(Outcome.BROKEN_STREAM)
+        instance.ended(outcome)
         instance.output_tokens += lease.output_tokens
 
     def kv_transferred(self, result: str) -> None:

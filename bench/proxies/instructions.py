@@ -1,0 +1,160 @@
+"""User instructions that a chunk of a stream and a plain request cost `hetlb serve`, counted by valgrind.
+
+Shows: of several trees (`.cache/compile/...` of `bench/compile_modules.py build`, or a checkout) the
+instructions per paced chunk and per plain request, each the difference of two runs of which one carries more;
+with `NAME:KEY=VALUE` a key of the fleet file's `proxy`, such as `new:resume=ids`. Chunks come in reads of
+their own, as vLLM's do, with token ids where they are asked for.
+
+`.venv/bin/python bench/proxies/instructions.py base=.cache/compile/a new=.cache/compile/b new:resume=ids`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+from helpers import free_port
+
+METRICS = (
+    b'vllm:num_requests_running{engine="0"} 0\nvllm:num_requests_waiting{engine="0"} 0\n'
+    b'vllm:kv_cache_usage_perc{engine="0"} 0\n'
+    b'vllm:cache_config_info{engine="0",block_size="16",num_gpu_blocks="100000"} 1\n'
+)
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n%b\r\n\r\n"
+
+
+def event(text: str, finish: str | None, ids: bool) -> bytes:
+    choice = {
+        "index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": finish,
+        "token_ids": [1234] if ids else None,
+    }  # fmt: skip
+    body = {
+        "id": "chatcmpl-3f6c1d0a9be94c47a4c05f2fbe1f6d21", "object": "chat.completion.chunk",
+        "created": 1795262400, "model": "m", "choices": [choice],
+    }  # fmt: skip
+    data = b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """An engine that answers what hetlb asks, and streams of as many chunks as `max_tokens`."""
+    try:
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            found = re.search(rb"(?i)content-length: (\d+)", head)
+            body = await reader.readexactly(int(found[1])) if found else b""
+            path = head.split(b" ", 2)[1]
+            if path == b"/metrics":
+                kind, answer = b"text/plain", METRICS
+            elif body and b'"stream":true' not in body:
+                usage = b'"usage":{"prompt_tokens":3,"total_tokens":9,"completion_tokens":6}'
+                kind, answer = b"application/json", b'{"id":"a","choices":[],%b}' % usage
+            elif body:
+                asked, ids = json.loads(body), b'"return_token_ids":true' in body
+                writer.write(HEAD % (b"text/event-stream", b"transfer-encoding: chunked"))
+                for number in range(asked["max_tokens"]):
+                    writer.write(event(f" t{number:06d}", None, ids))
+                    await asyncio.sleep(0.002)
+                done = b"data: [DONE]\n\n"
+                writer.write(event("", "stop", ids) + b"%x\r\n%b\r\n0\r\n\r\n" % (len(done), done))
+                continue
+            else:
+                kind, answer = b"application/json", b'{"version":"0.32.0","data":[{"id":"m"}]}'
+            writer.write(HEAD % (kind, b"content-length: %d" % len(answer)) + answer)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        writer.close()
+
+
+async def ask(port: int, count: int, tokens: int) -> None:
+    """Send so many requests on one connection, one after the other: streams, or plain ones of no `tokens`."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+    for number in range(count):
+        body = {"model": "m", "messages": [{"role": "user", "content": f"Hello {number}"}]}
+        body |= {"max_tokens": tokens, "stream": True} if tokens else {}
+        sent = json.dumps(body, separators=(",", ":")).encode()
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\n")
+        writer.write(b"content-length: %d\r\n\r\n" % len(sent) + sent)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b" 200 OK" in head, head
+        if tokens:
+            await reader.readuntil(b"\r\n0\r\n\r\n")
+        else:
+            found = re.search(rb"(?i)content-length: (\d+)", head)
+            assert found
+            await reader.readexactly(int(found[1]))
+    writer.close()
+
+
+def serve(tree: Path, fleet: Path, counts: Path) -> subprocess.Popen[bytes]:
+    """Start `hetlb serve` of a tree under valgrind, which writes what it counted at the end."""
+    return subprocess.Popen(
+        ["valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null",
+         f"--log-file={counts}", sys.executable, "-m", "hetlb", "serve", "--config", str(fleet)],
+        cwd=tree, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        env={"PYTHONHASHSEED": "0", "PYTHONPATH": str(tree), "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+
+
+async def instructions(tree: Path, keys: dict[str, object], loads: list[tuple[int, int]]) -> int:
+    """Instructions of a `hetlb serve` that carries these loads: (requests, tokens)."""
+    server = await asyncio.start_server(engine, "127.0.0.1", 0)
+    port, url = free_port(), f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    with tempfile.TemporaryDirectory() as folder:
+        path, counts = Path(folder) / "fleet.json", Path(folder) / "counts"
+        fleet = {
+            "version": 1, "listen": {"port": port}, "admin": {"port": free_port()},
+            "proxy": {"request_log": False, **keys}, "scrape": {"interval_s": 600},
+            "models": [{"name": "m", "instances": [{"name": "i0", "url": url}]}],
+        }  # fmt: skip
+        path.write_text(json.dumps(fleet))
+        process = serve(tree, path, counts)
+        assert process.stdout is not None
+        await asyncio.to_thread(process.stdout.readline)
+        await asyncio.sleep(2.0)
+        await asyncio.gather(*(ask(port, *load) for load in loads))
+        process.terminate()
+        await asyncio.to_thread(process.wait)
+        server.close()
+        found = re.search(r"I\s+refs:\s+([\d,]+)", counts.read_text())
+        assert found, counts.read_text()
+        return int(found[1].replace(",", ""))
+
+
+async def measure(args: argparse.Namespace) -> None:
+    trees: dict[str, Path] = {}
+    for variant in args.variants:
+        name, value = variant.split("=", 1)
+        name, _, key = name.partition(":")
+        if not key:
+            trees[name] = args.root / value
+        keys: dict[str, object] = {key: {"true": True, "false": False}.get(value, value)} if key else {}
+        await instructions(trees[name], keys, [(1, 2)])  # compiles what is not compiled
+        none = await instructions(trees[name], keys, [(8, 2)] * 8)
+        chunks = await instructions(trees[name], keys, [(8, 2), (1, args.chunks)] * 8) - none
+        plain = await instructions(trees[name], keys, [(8, 2), (args.requests, 0)] * 8) - none
+        print(
+            f"{variant}: chunk {chunks / 8 / args.chunks:.0f}, plain {plain / 8 / args.requests:.0f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="User instructions of a chunk and of a plain request.")
+    parser.add_argument("variants", nargs="+", metavar="NAME=TREE or NAME:KEY=VALUE")
+    parser.add_argument("--chunks", type=int, default=1000, help="of each of 8 streams")
+    parser.add_argument("--requests", type=int, default=200, help="of each of 8 connections")
+    args = parser.parse_args()
+    args.root = Path.cwd()
+    asyncio.run(measure(args))
+
+
+if __name__ == "__main__":
+    main()
