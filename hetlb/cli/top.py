@@ -218,9 +218,10 @@ class View:
         snapshot = self.snapshot
         head = f"hetlb {snapshot['version']}  {self._url}  policy {snapshot['fleet']['policy']}"
         summary = _summary(snapshot, width)
+        status = _status(snapshot, width)
         if height is not None and height < _CURVES_FROM:
-            del summary[1:]
-        lines: list[Text | Table] = [_status(snapshot, width), _line(head, state, width), *summary, Text()]
+            del summary[1:], status[1:]
+        lines: list[Text | Table] = [*status, _line(head, state, width), *summary, Text()]
         rows = self._rows(snapshot)
         troubles = _troubles([row for _, row in rows], width)
         decisions = _decisions(snapshot, width) if self._decisions else []
@@ -253,7 +254,7 @@ class View:
         keys: dict[str, Callable[[dict[str, Any]], float]] = {
             "trouble": lambda row: (row["health"] != "up") * 2 + (row["state"] != "ready"),
             "work": lambda row: row["workload"],
-            "KV cache": lambda row: max(_promised(row), row["kv_reported"] or 0.0),
+            "KV cache": lambda row: max(_reserved(row), row["kv_reported"] or 0.0),
             "in flight": lambda row: row["in_flight"],
         }
         key = keys.get(ORDERS[self._order])
@@ -268,13 +269,18 @@ def _line(left: str, right: Text, width: int) -> Text:
     return text.append(" ").append_text(right)
 
 
-def _status(snapshot: dict[str, Any], width: int) -> Text:
-    """Status of the fleet, in its colour; what does not fit is cut at the end."""
+def _status(snapshot: dict[str, Any], width: int) -> list[Text]:
+    """Status of the fleet, in its colour, in one line or, where that is too long, with the advice below."""
     status = snapshot["status"]
     text = Text(f" {status['state']} ", f"bold reverse {_STATE_STYLES[status['state']]}", no_wrap=True)
-    text.append(f" {status['sentence']}. {status['advice']}", "default not reverse not bold")
-    text.truncate(width, overflow="ellipsis")
-    return text
+    plain, advice = "default not reverse not bold", Text(status["advice"], no_wrap=True)
+    text.append(f" {status['sentence']}.", plain)
+    lines = [text, advice]
+    if text.cell_len + 1 + advice.cell_len <= width:
+        lines = [text.append(f" {status['advice']}", plain)]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return lines
 
 
 def _summary(snapshot: dict[str, Any], width: int) -> list[Text]:
@@ -283,7 +289,7 @@ def _summary(snapshot: dict[str, Any], width: int) -> list[Text]:
     up = sum(row["health"] == "up" and row["state"] == "ready" for row in instances)
     queue = fleet["queue"]
     oldest = f" (oldest {seconds(queue['oldest_s'])})" if queue["requests"] else ""
-    promised = sum(row["kv_reserved_tokens"] for row in instances)
+    reserved = sum(row["kv_reserved_tokens"] for row in instances)
     there = sum(row["kv_cache_tokens"] for row in instances)
     counts = Text(no_wrap=True, overflow="ellipsis")
     counts.append(
@@ -291,7 +297,7 @@ def _summary(snapshot: dict[str, Any], width: int) -> list[Text]:
     )
     counts.append(
         f"   {sum(row['in_flight'] for row in instances):,} in flight   queue {queue['requests']:,}{oldest}"
-        f"   KV promised {percent(promised / there if there else None)} of {there:,}"
+        f"   KV reserved {percent(reserved / there if there else None)} of {there:,}"
     )
     lines = [counts]
     bars = width - 46
@@ -299,7 +305,7 @@ def _summary(snapshot: dict[str, Any], width: int) -> list[Text]:
         ("requests/s", "ok_per_s", _rate),
         ("tokens/s", "output_tokens_per_s", _rate),
         ("TTFT median", "ttft_p50_s", seconds),
-        ("whole median", "e2e_p50_s", seconds),
+        ("E2E median", "e2e_p50_s", seconds),
     ):
         values = series[column]
         latest = next((value for value in reversed(values) if value is not None), None)
@@ -320,10 +326,10 @@ def _fleet(rows: Sequence[tuple[str, dict[str, Any]]], width: int) -> Table:
     if several:
         table.add_column("model", no_wrap=True, overflow="ellipsis", max_width=24)
     for name, fixed in (
-        ("health", 7), ("state", 5), ("in", 4), ("run", 4), ("wait", 4), ("KV promised", 11), ("", 4),
+        ("health", 7), ("state", 5), ("in", 4), ("run", 4), ("wait", 4), ("KV reserved", 11), ("", 4),
         ("rep", 5), ("work", 7), ("age", 6),
     ):  # fmt: skip
-        left = name in ("health", "state", "KV promised")
+        left = name in ("health", "state", "KV reserved")
         table.add_column(name, width=fixed, no_wrap=True, justify="left" if left else "right")
     for model, row in rows:
         age = row["signal_age_s"]
@@ -336,8 +342,8 @@ def _fleet(rows: Sequence[tuple[str, dict[str, Any]]], width: int) -> Table:
             _count(row["in_flight"]),
             _count(row["running"]),
             _count(row["waiting"]),
-            _meter(_promised(row), 11),
-            percent(_promised(row)),
+            _meter(_reserved(row), 11),
+            percent(_reserved(row)),
             percent(row["kv_reported"]),
             seconds(row["workload"]),
             Text(seconds(age), "yellow" if stale else ""),
@@ -421,7 +427,7 @@ def _meter(share: float, width: int) -> Text:
     return Text("█" * full, style).append("░" * (width - full), "dim")
 
 
-def _promised(row: dict[str, Any]) -> float:
+def _reserved(row: dict[str, Any]) -> float:
     return float(row["kv_reserved_tokens"] / row["kv_cache_tokens"])
 
 

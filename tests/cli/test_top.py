@@ -127,9 +127,10 @@ def test_every_line_fits(width: int, height: int | None, count: int) -> None:
 def test_the_figures_of_an_instance() -> None:
     lines = frame(viewing(instance(7), instance(3, state="drain"), waiting=4))
     assert lines[0].startswith(" well  load 40 % of about 12 requests/s, limited by slots of node-001")
-    assert lines[1].startswith("hetlb 0.1.0  http://127.0.0.1:8081  policy hetlb")
-    assert lines[1].endswith("live")
-    assert lines[2] == "1 of 2 up   10 in flight   queue 4 (oldest 3.2 s)   KV promised 0% of 20,000"
+    assert lines[1] == "Nothing to do."
+    assert lines[2].startswith("hetlb 0.1.0  http://127.0.0.1:8081  policy hetlb")
+    assert lines[2].endswith("live")
+    assert lines[3] == "1 of 2 up   10 in flight   queue 4 (oldest 3.2 s)   KV reserved 0% of 20,000"
     [row] = [line for line in lines if line.startswith("node-007")]
     assert row.split() == [
         "node-007",
@@ -183,23 +184,23 @@ def test_orders() -> None:
 
 def test_scrolling_stays_within_the_fleet() -> None:
     view = viewing(*(instance(n) for n in range(200)))
-    assert "1 to 14 of 200, as configured" in frame(view)[-1]
+    assert "1 to 13 of 200, as configured" in frame(view)[-1]
     for _ in range(3):
         view.press("down")
-    assert "4 to 17 of 200" in frame(view)[-1]
+    assert "4 to 16 of 200" in frame(view)[-1]
     for _ in range(1000):
         view.press("j")
-    assert "187 to 200 of 200" in frame(view)[-1]
+    assert "188 to 200 of 200" in frame(view)[-1]
     for _ in range(1000):
         view.press("up")
-    assert "1 to 14 of 200" in frame(view)[-1]
+    assert "1 to 13 of 200" in frame(view)[-1]
 
 
 def test_a_connection_that_is_lost_is_said_and_the_last_state_stays() -> None:
     view = viewing(instance(1))
     view.trouble = "no connection: Connection refused"
     lines = frame(view)
-    assert lines[1].endswith("no connection: Connection refused; trying again")
+    assert lines[2].endswith("no connection: Connection refused; trying again")
     assert any(line.startswith("node-001") for line in lines)
     view.trouble = "no connection: " + "because " * 30
     assert len(frame(view)[0]) <= 80

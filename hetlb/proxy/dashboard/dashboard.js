@@ -200,8 +200,8 @@ function status(snapshot) {
 }
 
 const TILES = [
-  ["up", "Taking requests"], ["flight", "In flight"], ["queue", "Queue"], ["requests", "Requests"],
-  ["tokens", "Output"], ["ttft", "TTFT, median"], ["kv", "KV tokens promised"],
+  ["up", "Servers"], ["flight", "In flight"], ["queue", "Queue"], ["requests", "Requests"],
+  ["tokens", "Output"], ["ttft", "TTFT, median"], ["kv", "KV reserved"],
 ];
 const tileValues = new Map(TILES.map(([name, title]) => {
   const value = make("dd");
@@ -227,7 +227,7 @@ function tiles(snapshot) {
   const lately = (column) => series[column].slice(-5);
   const up = instances.filter((instance) => instance.health === "up" && instance.state === "ready").length;
   const stuck = snapshot.status.state === "degraded" || snapshot.status.state === "down";
-  tile("up", String(up), `of ${instances.length}`, up === instances.length ? "" : up && !stuck ? "warn" : "bad");
+  tile("up", String(up), `of ${instances.length} ready`, up === instances.length ? "" : up && !stuck ? "warn" : "bad");
   tile("flight", count(instances.reduce((sum, instance) => sum + instance.in_flight, 0)), "requests");
   tile("queue", count(queue.requests), queue.requests ? `oldest ${age(queue.oldest_s)}` : "none waiting",
     queue.requests ? (stuck ? "bad" : "warn") : "");
@@ -238,9 +238,9 @@ function tiles(snapshot) {
   const usual = snapshot.series.ttft_p50_s.filter((value) => value !== null).sort((a, b) => a - b);
   const ratio = ttft.length && usual.length > 10 ? mean(ttft) / usual[Math.floor(usual.length / 4)] : 1;
   tile("ttft", ttft.length ? seconds(mean(ttft)) : "–", "last 10 s", ratio > 4 ? "bad" : ratio > 2 ? "warn" : "");
-  const promised = instances.reduce((sum, instance) => sum + instance.kv_reserved_tokens, 0);
+  const reserved = instances.reduce((sum, instance) => sum + instance.kv_reserved_tokens, 0);
   const there = instances.reduce((sum, instance) => sum + instance.kv_cache_tokens, 0);
-  tile("kv", percent(there ? promised / there : null), `of ${count(there)}`);
+  tile("kv", percent(there ? reserved / there : null), `of ${count(there)}`);
 }
 
 function policies(snapshot) {
@@ -313,7 +313,7 @@ class FleetTable {
       ["Server", "left"], ["Health", "left"], ["In flight", "", "dispatched and not ended"],
       ["Slots", "left", "sequences that it is believed to run at once, and where that figure is from"],
       ["Runs", "wide", "running, as the engine reports"], ["Waits", "wide", "waiting, as the engine reports"],
-      ["KV cache", "left", "promised and reported share of the tokens there are"],
+      ["KV cache", "left", "reserved and reported share of the tokens there are"],
       ["Work", "wide", "assigned and not completed"],
       ["Share", "", "of the work of the last minute, and of the speed of those that take requests"],
       ["Speed", "left", "where its speed is from; seen against expected by the profile: prefill, mixed and decode steps"],
@@ -374,19 +374,19 @@ class FleetRow {
   #cells;
   #pill = make("span", { class: "pill" });
   #why = make("span", { class: "why" });
-  #promised = make("i");
+  #reserved = make("i");
   #reported = make("i");
   #track;
   #figures = make("span", { class: "number" });
   #slots = make("span");
   #slotsFrom = make("span", { class: "from" });
   #speedFrom = make("span", { class: "from" });
-  #factors = make("span", { class: "soft" });
+  #factors = make("span", { class: "soft factors" });
   #remove;
   #buttons;
 
   constructor(instance, model) {
-    this.#track = make("span", { class: "track", "aria-hidden": "true" }, this.#promised, this.#reported);
+    this.#track = make("span", { class: "track", "aria-hidden": "true" }, this.#reserved, this.#reported);
     this.#remove = make("button", {
       type: "button", class: "remove", hidden: true, text: "Remove", "aria-label": `Remove ${instance.name}`,
       on: { click: () => removeServer(instance.name) },
@@ -406,7 +406,7 @@ class FleetRow {
         instance.gpu ? make("small", { class: "soft", text: ` ${instance.gpu}` }) : ""),
       make("td", { class: "left health" }, this.#pill, this.#why),
       this.#cells[0], this.slots, this.#cells[1], this.#cells[2],
-      make("td", { class: "left kv" }, this.#track, " ", this.#figures),
+      make("td", { class: "left kv", "data-title": "KV" }, this.#track, " ", this.#figures),
       this.workload, this.share, this.model, this.age,
       make("td", { class: "left stay" },
         make("span", { class: "states", role: "group", "aria-label": `State of ${instance.name}` }, ...this.#buttons), " ", this.#remove));
@@ -431,12 +431,12 @@ class FleetRow {
       + `${speed.age_s === null ? "" : `, newest evidence ${age(speed.age_s)} old`}`);
     set(this.#why, "title", why);
     [row.in_flight, row.running, row.waiting].forEach((value, index) => say(this.#cells[index], count(value)));
-    const promised = row.kv_reserved_tokens / row.kv_cache_tokens;
-    this.#promised.style.width = `${Math.min(100, promised * 100).toFixed(1)}%`;
+    const reserved = row.kv_reserved_tokens / row.kv_cache_tokens;
+    this.#reserved.style.width = `${Math.min(100, reserved * 100).toFixed(1)}%`;
     this.#reported.style.width = `${Math.min(100, (row.kv_reported ?? 0) * 100).toFixed(1)}%`;
-    set(this.#track, "data-over", String(promised > 1));
-    say(this.#figures, `${percent(promised)} / ${percent(row.kv_reported)}`);
-    set(this.#figures, "title", `${count(row.kv_reserved_tokens)} of ${count(row.kv_cache_tokens)} tokens promised, `
+    set(this.#track, "data-over", String(reserved > 1));
+    say(this.#figures, `${percent(reserved)} / ${percent(row.kv_reported)}`);
+    set(this.#figures, "title", `${count(row.kv_reserved_tokens)} of ${count(row.kv_cache_tokens)} tokens reserved, `
       + `${row.kv_reported === null ? "none" : percent(row.kv_reported)} reported in use`);
     say(this.workload, seconds(row.workload));
     say(this.share, share === undefined ? "–" : `${percent(share.work_share)} / ${percent(share.speed_share)}`);
@@ -512,7 +512,7 @@ function news(before, snapshot) {
 const SHARES = [
   ["Output tokens per second, by server", rate, "instances"],
   ["In flight, by server", count, "in_flight"],
-  ["KV cache promised, by server", percent, "kv_promised"],
+  ["KV cache reserved, by server", percent, "kv_reserved"],
 ];
 const shares = { names: "", charts: [] };
 
@@ -552,7 +552,7 @@ const CHARTS = [
   new TimeChart("Output tokens per second", [["output_tokens_per_s", "tokens", "k2"]], rate),
   new TimeChart("Time to first token", [["ttft_p50_s", "median", "k0"], ["ttft_p99_s", "p99", "k3 d1"]], seconds),
   new TimeChart("Requests waiting", [["queue", "waiting", "k1"]], count, true),
-  new TimeChart("Whole request", [["e2e_p50_s", "median", "k0"], ["e2e_p99_s", "p99", "k3 d1"]], seconds),
+  new TimeChart("End to end", [["e2e_p50_s", "median", "k0"], ["e2e_p99_s", "p99", "k3 d1"]], seconds),
 ];
 byId("charts").append(...CHARTS.map((chart) => chart.element));
 
@@ -774,7 +774,7 @@ function candidates(decision) {
       (each) => figure(weighted(each, name))]),
     ["Ideal batch", (each) => count(each.ideal_batch)],
     ["Processing s", (each) => figure(each.processing_s)],
-    ["KV promised", (each) => percent(each.kv_utilization)],
+    ["KV reserved", (each) => percent(each.kv_utilization)],
     ["Work booked s", (each) => figure(each.workload)],
   ].filter(([, cell]) => all.some((each) => cell(each) !== "–"));
   const able = all.filter((each) => each.eligible && each.score !== null).length;

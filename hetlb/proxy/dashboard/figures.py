@@ -127,7 +127,7 @@ class Series:
 
 
 class Levels:
-    """Samples every `BIN_S`: requests in flight and KV cache promised by instance, and the queue."""
+    """Samples every `BIN_S`: requests in flight and KV cache reserved by instance, and the queue."""
 
     def __init__(self) -> None:
         #: By number of the stretch: requests that wait; by instance, those in flight and the KV share.
@@ -152,7 +152,7 @@ class Levels:
             del self._samples[old]
 
     def document(self, now: float) -> dict[str, Any]:
-        """Columns `queue`, `in_flight` and `kv_promised` (by instance), aligned with those of `Series`."""
+        """Columns `queue`, `in_flight` and `kv_reserved` (by instance), aligned with those of `Series`."""
         end = math.floor(now / BIN_S)
         shown = [self._samples.get(index) for index in range(end - BINS, end)]
         names = dict.fromkeys(name for each in shown if each is not None for name in each[1])
@@ -163,7 +163,7 @@ class Levels:
         return {
             "queue": [None if each is None else each[0] for each in shown],
             "in_flight": {name: column(name, 0) for name in names},
-            "kv_promised": {name: column(name, 1) for name in names},
+            "kv_reserved": {name: column(name, 1) for name in names},
         }
 
 

@@ -30,7 +30,7 @@ HELP: Final = {
     "hetlb_instance_kv_cache_tokens": "KV cache tokens there are.",
     "hetlb_instance_kv_reported_max_ratio": "KV cache use of the fullest data-parallel engine, 0 to 1.",
     "hetlb_instance_kv_reported_ratio": "KV cache use the engine reports, 0 to 1.",
-    "hetlb_instance_kv_reserved_tokens": "KV cache tokens promised to requests.",
+    "hetlb_instance_kv_reserved_tokens": "KV cache tokens reserved to requests.",
     "hetlb_instance_model_expected_seconds_total": "Times that the profile as it is expects.",
     "hetlb_instance_model_seen_seconds_total": "The same times as they were seen.",
     "hetlb_instance_output_tokens_total": "Tokens generated.",
@@ -55,7 +55,7 @@ HELP: Final = {
     "hetlb_model_free_places": "Sequences that could run at once besides those that do.",
     "hetlb_model_instances": "Instances of the model that take requests.",
     "hetlb_model_saturation_ratio": (
-        "Sequences running and requests waiting, over the places there are; KV cache promised, if more."
+        "Sequences running and requests waiting, over the places there are; KV cache reserved, if more."
     ),
     "hetlb_predicted_output_ratio": "Predicted over actual output tokens.",
     "hetlb_predicted_time_ratio": "Predicted over actual time from dispatch to the end.",

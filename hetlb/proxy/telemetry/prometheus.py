@@ -233,9 +233,9 @@ def _model_load(scheduler: Scheduler) -> list[ModelLoad]:
         places = sum(each.max_num_seqs for each in able)
         running = sum(each.sequences for each in able)
         waiting = queued.get(model, 0)
-        promised = sum(each.kv_tokens for each in able)
+        reserved = sum(each.kv_tokens for each in able)
         cache = sum(each.kv_cache_tokens for each in able)
-        used = max((running + waiting) / places, promised / cache) if able else float(waiting)
+        used = max((running + waiting) / places, reserved / cache) if able else float(waiting)
         assumed = any(slots_source(each) is Source.ASSUMED for each in able)
         loads.append(ModelLoad(model, len(able), waiting, max(0, places - running), used, assumed))
     return loads

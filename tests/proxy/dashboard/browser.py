@@ -86,8 +86,10 @@ class Fleet:
             "--served-model-name", MODEL, *flags,
         )[0]  # fmt: skip
 
-    def serve(self, urls: dict[str, str], *, token: str | None = None, **tables: Any) -> None:
-        """Start the proxy over these engines, with their profiles."""
+    def serve(
+        self, urls: dict[str, str], *, token: str | None = None, profiles: bool = True, **tables: Any
+    ) -> None:
+        """Start the proxy over these engines, with their profiles or without any."""
         document: dict[str, Any] = {
             "version": 1,
             "listen": {"port": 0},
@@ -96,7 +98,12 @@ class Fleet:
                 {
                     "name": MODEL,
                     "instances": [
-                        {"name": name, "url": url, "profile": str(PROFILES / ENGINES.get(name, "fast.yaml"))}
+                        {"name": name, "url": url}
+                        | (
+                            {"profile": str(PROFILES / ENGINES.get(name, "fast.yaml"))}
+                            if profiles
+                            else {"max_num_seqs": 22}
+                        )
                         for name, url in urls.items()
                     ],
                 }

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import free_port
-from proxy.dashboard.browser import ENGINES, Fleet, Look, launched, playwright
+from proxy.dashboard.browser import ENGINES, PROFILES, Fleet, Look, launched, playwright
 
 pytestmark = pytest.mark.slow
 expect = playwright.expect
@@ -48,6 +51,64 @@ def test_two_of_three_die_and_then_the_last(browser: Any, tmp_path: Path) -> Non
         says(look, "Down", "bad", "do not answer (connection refused): start one.")
         fleet.start_engine("a800-0", ENGINES["a800-0"], ports["a800-0"])
         says(look, "Degraded", "bad", "v100-0 and v100-1 are out")
+        look.close()
+        assert look.errors == []
+    finally:
+        fleet.close()
+
+
+@contextlib.contextmanager
+def load(fleet: Fleet, *flags: str) -> Iterator[None]:
+    """Requests of `hetlb bench` until the end of the block."""
+    command = ["bench", "--url", fleet.url, "--trace", str(PROFILES / "trace.csv"), "--num-prompts", "9000"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hetlb", *command, "--disable-tqdm", *flags],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_same_fleet_below_saturation_saturated_and_beyond(browser: Any, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    try:
+        # Ten times slower than their profiles' engines: three requests/s are many for them, on any machine.
+        names = ("v100-0", "v100-1")
+        urls = {name: fleet.start_engine(name, ENGINES[name], 0, "--time-scale", "10") for name in names}
+        fleet.serve(urls, profiles=False)
+        look = Look(browser, f"{fleet.admin}/").live()
+        with load(fleet, "--request-rate", "0.5"):
+            expect(look.page.locator("#status-sentence")).to_contain_text("limited by")
+            says(look, "Well", "good", "")
+        with load(fleet, "--max-concurrency", "50"):  # 44 slots
+            says(look, "Busy", "warn", "All servers are in full use")
+            expect(look.page.locator("#balance .pill")).to_have_attribute("data-state", "good")
+        with load(fleet, "--request-rate", "30"):
+            says(look, "Degraded", "bad", "More comes than can be served")
+        look.close()
+        assert look.errors == []
+    finally:
+        fleet.close()
+
+
+def test_one_server_is_slower_than_its_profile(browser: Any, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    try:
+        slow = {"a800-0": "1", "v100-0": "4"}
+        fleet.serve(
+            {
+                name: fleet.start_engine(name, ENGINES[name], 0, "--time-scale", by)
+                for name, by in slow.items()
+            }
+        )
+        look = Look(browser, f"{fleet.admin}/").live()
+        with load(fleet, "--max-concurrency", "50"):
+            says(look, "Degraded", "bad", "times as long as its profile says: look at its GPU")
+            expect(look.page.locator("#status-advice")).to_contain_text("v100-0")
         look.close()
         assert look.errors == []
     finally:
