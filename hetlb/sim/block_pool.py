@@ -55,8 +55,10 @@ class BlockPool:
 
     def take(self, blocks: int) -> None:
         """Take `blocks` blocks known to be free, for many holders that grow by one each."""
-        taken = self._take(blocks)
-        assert taken, f"expected {blocks} free blocks, got {self.free_blocks}"
+        used = self.used_blocks + blocks
+        assert blocks >= 0, f"expected a number of blocks, got {blocks}"
+        assert used <= self.total_blocks, f"expected {blocks} free blocks, got {self.free_blocks}"
+        self.used_blocks = used
 
     def release(self, tokens: int) -> None:
         """Give back all blocks of a holder of `tokens` tokens."""

@@ -16,7 +16,7 @@ from hetlb.sim.engine_sequence import EngineSequence
 class DecodeBatch:
     """Decoding sequences, in order of admission, and the count of iterations begun."""
 
-    __slots__ = ("_demand", "_finish", "_finish_steps", "_size", "sequences", "step", "tokens")
+    __slots__ = ("_finish", "_finish_steps", "_size", "demand", "sequences", "step", "tokens")
 
     def __init__(self, block_size: int) -> None:
         self.sequences: dict[EngineSequence, None] = {}
@@ -27,7 +27,8 @@ class DecodeBatch:
         self._size = block_size
         self._finish: dict[int, dict[EngineSequence, None]] = {}  # step -> sequences that finish at its end
         self._finish_steps: list[int] = []  # heap over the keys; entries of emptied buckets go stale
-        self._demand = [0] * block_size  # sequences by `offset % block_size`
+        #: Sequences by `offset % block_size`: those at a step's remainder need a block in it.
+        self.demand = [0] * block_size
 
     def cached(self, sequence: EngineSequence) -> int:
         """Return the tokens of a sequence in the cache."""
@@ -42,7 +43,7 @@ class DecodeBatch:
         sequence.offset = offset = self.step - cached
         self.sequences[sequence] = None
         self.tokens += cached
-        self._demand[offset % self._size] += 1
+        self.demand[offset % self._size] += 1
         last = offset + sequence.prompt_tokens + sequence.output_tokens - 1
         bucket = self._finish.get(last)
         if bucket is None:
@@ -73,7 +74,7 @@ class DecodeBatch:
         del self.sequences[sequence]
         cached = self.step - sequence.offset
         self.tokens -= cached
-        self._demand[sequence.offset % self._size] -= 1
+        self.demand[sequence.offset % self._size] -= 1
         return cached
 
     def advance(self, steps: int) -> int:
@@ -91,14 +92,12 @@ class DecodeBatch:
         """Return the blocks that the sequences need in the next `steps` steps."""
         size = self._size
         start = self.step % size
-        if steps == 1:
-            return self._demand[start]
         cycles, rest = divmod(steps, size)
         blocks = cycles * len(self.sequences)
         end = start + rest
         if end <= size:
-            return blocks + sum(self._demand[start:end])
-        return blocks + sum(self._demand[start:]) + sum(self._demand[: end - size])
+            return blocks + sum(self.demand[start:end])
+        return blocks + sum(self.demand[start:]) + sum(self.demand[: end - size])
 
     def steps_to_finish(self) -> int:
         """Return the steps from the one begun, which counts, to the next at whose end a sequence finishes."""
@@ -115,7 +114,7 @@ class DecodeBatch:
         cycles, free = divmod(free, len(self.sequences))
         affordable = cycles * size
         start = self.step % size
-        while (free := free - self._demand[(start + affordable) % size]) >= 0:
+        while (free := free - self.demand[(start + affordable) % size]) >= 0:
             affordable += 1
         return affordable
 
@@ -125,6 +124,6 @@ class DecodeBatch:
         for sequence in self.sequences:
             demand[sequence.offset % self._size] += 1
         assert self.tokens == sum(map(self.cached, self.sequences)), "expected the sum of the cached tokens"
-        assert demand == self._demand, "expected the block demand counted anew"
+        assert demand == self.demand, "expected the block demand counted anew"
         bucketed = {sequence for bucket in self._finish.values() for sequence in bucket}
         assert bucketed == set(self.sequences), "expected every decoding sequence in one finish bucket"

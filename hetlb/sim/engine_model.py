@@ -279,7 +279,7 @@ class EngineModel:
         if stretch.steps > 1:
             more = stretch.steps - 1
             self.kv.take(decodes.blocks_needed(more))
-            self.kv.note_peak()
+            self.kv.peak_blocks = max(self.kv.peak_blocks, self.kv.pool.used_blocks)
             decodes.advance(more)
         if self._delayed.arriving:
             self._delayed.see_arrivals(stretch.steps, self._waiting)
@@ -318,7 +318,8 @@ class EngineModel:
         """Free the place and (unless held) the blocks of a finished sequence: now, or with the next batch."""
         sequence.generated = sequence.output_tokens
         sequence.state = _FINISHED
-        self.adapters.end(sequence.adapter, self.decodes.step)
+        if sequence.adapter:
+            self.adapters.end(sequence.adapter, self.decodes.step)
         if sequence.held:
             self.fetches.held[sequence] = tokens
             tokens = 0
@@ -354,10 +355,11 @@ class EngineModel:
         """Compose the next batch: decodes first, then prompts within the remaining limits."""
         decodes, latency = self.decodes, self.latency
         self._short = False
-        if demand := decodes.blocks_needed(1):
-            if demand > self.kv.pool.free_blocks:
+        kv, pool = self.kv, self.kv.pool
+        if demand := decodes.demand[decodes.step % kv.size]:
+            if demand > pool.total_blocks - pool.used_blocks:
                 demand = self._make_room(demand)
-            self.kv.take(demand)
+            kv.take(demand)
         count = decodes.advance(1)
         tokens, increment_s = decodes.tokens, latency.step_growth_s(count)
         places = self.limits.max_num_seqs - count - len(self._delayed.leaving)
@@ -382,7 +384,8 @@ class EngineModel:
                 uneven_s = latency.uneven_s(count, tokens, longest)
                 first_s += uneven_s
                 increment_s += latency.uneven_s(count, tokens + count, longest + 1) - uneven_s
-        self.kv.note_peak()
+        if pool.used_blocks > kv.peak_blocks:
+            kv.peak_blocks = pool.used_blocks
         return IterationRun(1, first_s if first_s > 0 else 0.0, increment_s, count)
 
     def _make_room(self, demand: int) -> int:
@@ -495,7 +498,8 @@ class EngineModel:
         """Put a sequence into the batch; `last`: this part completes its prompt."""
         sequence.state = _PREFILL
         batch.places -= 1
-        batch.loads += self.adapters.begin(sequence.adapter, self.decodes.step)
+        if sequence.adapter:
+            batch.loads += self.adapters.begin(sequence.adapter, self.decodes.step)
         self._admissions = sequence.admission = self._admissions + 1
         sequence.computed = computed
         if last:
@@ -506,7 +510,8 @@ class EngineModel:
     def _complete(self, sequence: EngineSequence) -> None:
         """Note that the last part of a prompt is in this iteration."""
         self._completing.append(sequence)
-        self.kv.publish(sequence)
+        if sequence.prefix is not None:
+            self.kv.publish(sequence)
 
     def check_integrity(self) -> None:
         """Count everything again, sequence by sequence; assertion where a sum disagrees."""

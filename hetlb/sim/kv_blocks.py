@@ -32,11 +32,6 @@ class KvBlocks:
         self._queued = self.pool.total_blocks
         self._head = 0
 
-    def note_peak(self) -> None:
-        """Note the blocks in use as the most, where they are."""
-        if self.pool.used_blocks > self.peak_blocks:
-            self.peak_blocks = self.pool.used_blocks
-
     def begin(self, sequence: EngineSequence) -> None:
         """Take note of a sequence that has arrived."""
 
@@ -45,7 +40,8 @@ class KvBlocks:
 
         `waiting` are the waiting sequences in their order, the preempted first.
         """
-        if blocks_for(tokens, self.size) > self.pool.free_blocks:
+        pool = self.pool
+        if -(-tokens // self.size) > pool.total_blocks - pool.used_blocks:
             return None
         if not (sequence.kept and self._caching):
             return 0
@@ -63,7 +59,7 @@ class KvBlocks:
             if other.kept_at > sequence.kept_at:
                 other.kept_at -= found
         self.hit_tokens += found * self.size
-        self.pool.extend(0, found * self.size)
+        pool.extend(0, found * self.size)
         return found * self.size
 
     def take(self, blocks: int) -> None:
