@@ -45,10 +45,11 @@ class Costs:
 
     `speed`: sizes per second, its batch full; `batch_s`: how long a full batch takes; `prefill_s`: the mean
     prompt alone, and `token_prefill_s` per token that is computed; `beside_s`: how much longer it takes
-    beside a sequence that decodes; `delay_s`: by how much it delays each of half a batch. In seconds.
+    beside a sequence that decodes; `delay_s` by how much it delays one that decodes alone, and `delay_rise_s`
+    more for each beside that. In seconds.
     """
 
-    __slots__ = ("batch_s", "beside_s", "delay_s", "prefill_s", "speed", "token_prefill_s")
+    __slots__ = ("batch_s", "beside_s", "delay_rise_s", "delay_s", "prefill_s", "speed", "token_prefill_s")
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class Costs:
         token_prefill_s: float,
         beside_s: float,
         delay_s: float,
+        delay_rise_s: float,
     ) -> None:
         self.speed = speed
         self.batch_s = batch_s
@@ -65,6 +67,7 @@ class Costs:
         self.token_prefill_s = token_prefill_s
         self.beside_s = beside_s
         self.delay_s = delay_s
+        self.delay_rise_s = delay_rise_s
 
 
 class Fleet:
@@ -192,15 +195,17 @@ class Mix:
         share_s += output * latency.step_s(batch, batch * context) / batch
         prefill_s = latency.prefill_s(max(1.0, prompt), 1.0, cached)
         beside_s = latency.first_token_s(prompt, cached, 0.0, 1.0, context, instance.token_budget)
+        half, budget = max(2.0, batch / 2.0), instance.token_budget
+        delay_s = latency.read_delay_s(prompt, cached, 1.0, context, budget)
+        delay_half_s = latency.read_delay_s(prompt, cached, half, half * context, budget)
         return Costs(
             speed=engines * max(1.0, PROMPT_WEIGHT * prompt + output) / max(share_s, 1e-9),
             batch_s=share_s * batch,
             prefill_s=prefill_s,
             token_prefill_s=prefill_s / computed,
             beside_s=max(0.0, beside_s - prefill_s),
-            delay_s=latency.read_delay_s(
-                prompt, cached, batch / 2.0, batch / 2.0 * context, instance.token_budget
-            ),
+            delay_s=delay_s,
+            delay_rise_s=(delay_half_s - delay_s) / (half - 1.0),
         )
 
 

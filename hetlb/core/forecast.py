@@ -1,4 +1,4 @@
-"""Forecast of a request on an instance: the one that the score of `hetlb`, objectives and metrics share.
+"""Forecast of a request on an instance: the one that scores, objectives, leases and metrics share.
 
 It is a mean; how far truth lies from it, `forecast_errors` knows.
 """
@@ -10,11 +10,15 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
+from hetlb.core.demand import Costs
 from hetlb.core.instance import EngineLoad, Instance, Occupancy
 from hetlb.core.types import Request
 
 #: Share of its time that an engine is taken to spend on prompts to come, at most.
 _MOST_PREFILL: Final = 0.9
+#: Of prompts that are to be computed, the share that a request finds done. Those that came while the running
+#: iteration was the next one, two thirds, are half done in it; the others came since it began.
+_HALF_DONE: Final = 1.0 / 3.0
 
 
 @mypyc_attr(acyclic=True)
@@ -38,21 +42,18 @@ class Forecast:
         request: Request,
         output: float,
         cached: float,
-        half_grown: float,
-        prompt_delay_s: float,
+        cost: Costs,
         prompts_per_s: float,
     ) -> None:
-        """`output` tokens are predicted, answers that run there have `half_grown` ones in the mean.
-
-        `prompts_per_s` come to each engine, each of which delays those that decode by `prompt_delay_s`.
-        """
+        """`output` tokens are predicted; `prompts_per_s`, each of which costs `cost`, come to each engine."""
         self.seen: Occupancy = instance.occupancy
         self.load: EngineLoad = self.seen.load
         seen, load, sequences = self.seen, self.load, float(request.sequences)
         batch, budget, latency = load.batch, load.budget, load.latency
         prompt = float(request.prompt_tokens)
+        part = budget - batch if budget - batch >= 1.0 else 1.0
         self.cached = cached
-        self.context = context = (seen.prompt_tokens + seen.running * half_grown) * load.context_share
+        self.context = context = seen.context * load.context_share
         self.now_s = now_s = load.step_s + load.token_s * context if batch > 0.0 else 0.0
         own, prompts, mean_context = 1.0, 1.0, prompt + output / 2.0
         if sequences <= load.engines:
@@ -66,17 +67,21 @@ class Forecast:
         self.own = own
         self.prompts = prompts
         self.with_s = with_s
-        prefill_s = latency.first_token_s(prompt, cached, seen.pending, batch, context, budget, prompts)
-        self.first_token_s = first_s = latency.joining_s(now_s, load.asynchronous) + prefill_s
-        share = prompts_per_s * prompt_delay_s
+        pending, joining_s = seen.pending, latency.joining_s(now_s, load.asynchronous)
+        if pending > 0.0:
+            pending -= _HALF_DONE * (pending if pending < part else part)
+            joining_s -= _HALF_DONE * now_s  # two thirds of the time it is no decode step that is half done
+        prefill_s = latency.first_token_s(prompt, cached, pending, batch, context, budget, prompts)
+        self.first_token_s = first_s = joining_s + prefill_s
+        delay_s = cost.delay_s + cost.delay_rise_s * (batch + own - 1.0)
+        share = prompts_per_s * delay_s if delay_s > 0.0 else 0.0
         self.step_s = step_s = with_s / (1.0 - (share if share < _MOST_PREFILL else _MOST_PREFILL))
         self.end_s = first_s + (output - 1.0) * step_s if output > 1.0 else first_s
         self.others_s = 0.0
         if batch > 0.0:
-            if seen.pending > 0.0:
+            if pending > 0.0:
                 prefill_s = latency.first_token_s(prompt, cached, 0.0, batch, context, budget, prompts)
             new = prompt - cached
-            part = budget - batch if budget - batch >= 1.0 else 1.0
             # In the iterations that compute its prompt each of the others makes a step, too.
             delay_s = prefill_s - math.ceil(prompts * (new if new > 1.0 else 1.0) / part) * now_s
             if delay_s < 0.0:

@@ -116,7 +116,7 @@ class ForecastErrors:
 
     def learn(self, lease: Lease, now: float) -> None:
         """Compare the forecast of an answer that ended well with its times."""
-        if lease.forecast_end_s <= 0.0 or lease.first_token_at is None:
+        if lease.expected_first_s <= 0.0 or lease.first_token_at is None:
             return
         first_s, end_s = lease.first_token_at - lease.dispatched_at, now - lease.dispatched_at
         self.end.add(lease.forecast_end_s, end_s)

@@ -124,14 +124,14 @@ class Occupancy:
     """Ledger of an instance until its next change, as scoring reads it. It is never changed.
 
     `running` sequences that have not ended, `empty` if none and no tokens are booked; tokens:
-    `prompt_tokens` and `promised_tokens` as in the ledger, `pending` prompt tokens per engine, `kv_tokens`
-    expected in use, and `kv_excess` more while `sample_at` is not stale. Prompts of `incoming` of them are
-    elsewhere still, since `oldest_at`.
+    `context` of all sequences, each answer half-grown, `pending` prompt tokens per engine, `kv_tokens`
+    expected in use, and `kv_excess` more while `sample_at` is not stale; `kv_utilization` as promised.
+    Prompts of `incoming` of them are elsewhere still, since `oldest_at`.
     """
 
     __slots__ = (
-        "empty", "incoming", "kv_excess", "kv_tokens", "load", "oldest_at", "pending", "promised_tokens",
-        "prompt_tokens", "running", "sample_at",
+        "context", "empty", "incoming", "kv_excess", "kv_tokens", "kv_utilization", "load", "oldest_at",
+        "pending", "running", "sample_at",
     )  # fmt: skip
 
     def __init__(self, instance: Instance) -> None:
@@ -139,8 +139,8 @@ class Occupancy:
         running = instance.unfinished_sequences
         self.running = float(running)
         self.empty = not running and not instance.kv_tokens
-        self.prompt_tokens = float(instance.prompt_tokens)
-        self.promised_tokens = instance.promised_tokens
+        self.context = (instance.promised_tokens + instance.prompt_tokens) / 2.0 - instance.finished_kv_tokens
+        self.kv_utilization = instance.kv_utilization
         self.pending = float(instance.pending_prompt_tokens) / self.load.engines
         self.kv_tokens = (instance.kv_tokens + instance.kv_prompt_tokens) / 2.0 - instance.finished_kv_tokens
         sample_at = instance.sample_at
@@ -158,8 +158,8 @@ class Occupancy:
             and self.load.latency is other.load.latency
             and self.empty == other.empty
             and self.running == other.running
-            and self.prompt_tokens == other.prompt_tokens
-            and self.promised_tokens == other.promised_tokens
+            and self.context == other.context
+            and self.kv_utilization == other.kv_utilization
             and self.pending == other.pending
             and self.kv_tokens == other.kv_tokens
             and self.kv_excess == other.kv_excess

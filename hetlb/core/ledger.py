@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from mypy_extensions import mypyc_attr
 
 from hetlb.core.admission import Queue
+from hetlb.core.forecast import Forecast
 from hetlb.core.instance import Instance
 from hetlb.core.journal import Begun, Change, Ended, Journal, booked
 from hetlb.core.policies.base import SchedulingContext, SplitChoice
@@ -36,10 +37,14 @@ class Ledger:
         #: Readers of what is booked here and given back.
         self.journals: tuple[Journal, ...] = ()
 
-    def book(self, ctx: SchedulingContext, instance: Instance, work_s: float) -> Lease:
+    def book(self, ctx: SchedulingContext, instance: Instance, work_s: float, forecast: Forecast) -> Lease:
         """Lease of a whole request on an instance, for so many seconds of work."""
         predicted, work_ns = ctx.predicted_output, _nearest(work_s * 1e9)
         lease = self.grant(ctx.request, instance, predicted, work_ns, ctx.now)
+        lease.forecast_first_s, lease.forecast_end_s = forecast.first_token_s, forecast.end_s
+        lease.forecast_step_s = forecast.step_s
+        lease.expected_first_s = forecast.first_token_s / instance.speed.factor
+        lease.beside = forecast.load.batch > 0.0
         instance.acquire(lease)
         if self.journals:
             self._tell(booked(lease, ctx.now))
@@ -54,7 +59,7 @@ class Ledger:
         lease.expected_first_s = pair.first_s / source.speed.factor
         decode_ns = _nearest(pair.decode_work_s * 1e9)
         decode = self.grant(request, target, ctx.predicted_output, decode_ns, now, transferred=True)
-        decode.expected_first_s = pair.decode_first_s
+        decode.forecast_first_s, decode.forecast_end_s = pair.decode_first_s, pair.decode_end_s
         source.acquire(lease)
         target.reserve(decode)
         lease.decode = decode

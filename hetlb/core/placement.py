@@ -11,11 +11,11 @@ from hetlb.core.adapters import AdapterLoadTime
 from hetlb.core.admission import Queue
 from hetlb.core.demand import Demand, Mix
 from hetlb.core.fleet_state import FleetState
+from hetlb.core.forecast import Forecast
 from hetlb.core.holds import Holds
 from hetlb.core.instance import Instance
 from hetlb.core.ledger import Ledger
-from hetlb.core.policies.base import Policy, SchedulingContext, SplitChoice, best, forecast, paper_terms
-from hetlb.core.predicted_duration import expected_s
+from hetlb.core.policies.base import Policy, SchedulingContext, SplitChoice, best, paper_terms
 from hetlb.core.predictor import Predictor
 from hetlb.core.prefix_index import Held
 from hetlb.core.ready import ReadyInstances, with_excluded
@@ -30,7 +30,9 @@ _USUAL_REQUEST = (512.0, 256.0)
 class Decision:
     """Decision of a policy for a request, before anything is booked."""
 
-    __slots__ = ("able", "candidates", "ctx", "excluded", "instance", "pair", "ready", "target", "work_s")
+    __slots__ = (
+        "able", "candidates", "ctx", "excluded", "forecast", "instance", "pair", "ready", "target", "work_s",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -41,9 +43,12 @@ class Decision:
         able: Sequence[Instance],
         excluded: dict[str, str],
         instance: Instance,
+        forecast: Forecast | None,
         pair: SplitChoice | None = None,
         target: Instance | None = None,
     ) -> None:
+        #: That of a whole request there; None where it is split.
+        self.forecast = forecast
         #: Instance that decodes the answer, if that is not `instance`, and what that books.
         self.pair = pair
         self.target = target
@@ -66,7 +71,7 @@ class Placement:
 
     __slots__ = (
         "_fleet", "_holds", "_ledger", "_patience_s", "_predictor", "_queue", "_retries", "_usual",
-        "adapter_load", "demands", "elsewhere", "policy", "policy_name", "reads_demand",
+        "adapter_load", "demands", "elsewhere", "policy", "policy_name",
     )  # fmt: skip
 
     def __init__(
@@ -100,8 +105,6 @@ class Placement:
     def use(self, policy: Policy) -> None:
         """Decide by this policy from now on."""
         self.policy = policy
-        #: As the policy says: asked for several times a request.
-        self.reads_demand = policy.reads_demand
         self.policy_name = policy.name
 
     # --- what is asked for ---
@@ -179,7 +182,18 @@ class Placement:
             if choice.prefill >= 0:
                 source, target = parts[choice.prefill], parts[choice.decode]
                 pair = None if source is target else choice
-                return Decision(ctx, choice.work_s, choice.candidates, ready, parts, {}, source, pair, target)
+                return Decision(
+                    ctx,
+                    choice.work_s,
+                    choice.candidates,
+                    ready,
+                    parts,
+                    {},
+                    source,
+                    choice.forecast,
+                    pair,
+                    target,
+                )
         able, excluded, availabilities = self.able(request, ready, now)
         if ceiling is not None:
             below = [ready.class_of(instance) < ceiling for instance in able]
@@ -192,10 +206,11 @@ class Placement:
         if self.elsewhere:
             waiting += self.elsewhere.get(request.model, 0)
         ctx = self.context(request, predicted, waiting, now, availabilities, long, waited_s)
-        index, work_s, candidates = policy.choose(ctx, able)
-        if index is None:
+        found = policy.choose(ctx, able)
+        if found is None:
             return None
-        return Decision(ctx, work_s, candidates, ready, able, excluded, able[index])
+        instance = able[found.index]
+        return Decision(ctx, found.work_s, found.candidates, ready, able, excluded, instance, found.forecast)
 
     def able(
         self, request: Request, ready: ReadyInstances, now: float
@@ -235,15 +250,15 @@ class Placement:
         waited_s: float = 0.0,
     ) -> SchedulingContext:
         """Context of a decision; `long` and `waited_s` as for `choose`."""
-        fleet, reads_demand = self._fleet, self.reads_demand
-        if not request.generates or not reads_demand:
+        fleet = self._fleet
+        if not request.generates:
             long = 0.0
         elif long is None:
             long = self._predictor.long(request)
         demand = self.demands.get(request.model)
         if demand is None:
             demand = self.demand(request.model)
-        if not demand.mix.count and reads_demand:  # to explain one request: it is the mean one
+        if not demand.mix.count:  # to explain one request: it is the mean one
             demand = Demand()
             demand.mix.add(request.prompt_tokens, predicted)
         held: Held | None = None
@@ -273,31 +288,27 @@ class Placement:
         """Book what was decided."""
         ctx, instance, target = found.ctx, found.instance, found.target
         request, now = ctx.request, ctx.now
-        expected = forecast(ctx, target or instance)
         if found.pair is not None and target is not None:
             lease = self._ledger.book_pair(ctx, found.pair, instance, target)
         else:
             slots = instance.adapters if ctx.adapter_load_s > 0.0 else None
             loads = None if slots is None else slots.loads(request.model)
-            lease = self._ledger.book(ctx, instance, found.work_s)
+            assert found.forecast is not None, (
+                f"{request.id}: a choice of {self.policy_name} without a forecast"
+            )
+            lease = self._ledger.book(ctx, instance, found.work_s, found.forecast)
             if loads is not None:
-                _, first_s, _ = expected_s(instance, lease)
-                self.adapter_load.expected[lease.id] = first_s * instance.speed.factor, loads
-        if found.pair is None:
-            lease.forecast_first_s = expected.first_token_s
-            lease.forecast_step_s = expected.step_s
-            lease.forecast_end_s = expected.end_s
+                self.adapter_load.expected[lease.id] = lease.forecast_first_s, loads
         if ctx.availabilities is not None:
             instance.health.probation.dispatched(now)
             for other in found.ready.able:
                 if other is not instance and other.health.probation.held(now):
                     other.health.probation.passed_over()
         policy = self.policy
-        if self.reads_demand:
-            shared = lease.shared
-            used = lease.kv_prompt_tokens if shared is None else lease.kv_prompt_tokens + shared.new_tokens
-            sequences = request.sequences
-            ctx.demand.mix.add_booking(used / sequences, lease.unread_tokens / sequences)
+        shared = lease.shared
+        used = lease.kv_prompt_tokens if shared is None else lease.kv_prompt_tokens + shared.new_tokens
+        sequences = request.sequences
+        ctx.demand.mix.add_booking(used / sequences, lease.unread_tokens / sequences)
         if policy.remembers:
             policy.committed(ctx, instance, found.able)
         considered: Callable[[], Sequence[Candidate]] = found.candidates

@@ -158,22 +158,14 @@ class Scheduler:
             return [rejections.unknown_model(request, fleet.instances.values(), fleet.ready)]
         if request.prompt_exact and least_tokens(request) > ready.longest_prompt:
             return [rejections.too_long(request, ready.instances)]
-        long: float | None = None
-        if placement.reads_demand:
-            demand = placement.demands.get(request.model)
-            if demand is None:
-                demand = placement.demand(request.model)
-            predictor = self._predictor
-            if request.generates:
-                predicted, long = predictor.outlook(request)
-            else:
-                predicted, long = 0.0, predictor.long(request)
-            demand.arrived(size_of(request, predicted), now)
-            demand.mix.add(request.prompt_tokens, predicted)
-            if request.service is not UNSTATED and request.service.stated:
-                demand.protected.arrived(request.service, request.prompt_tokens, predicted, now)
-        else:
-            predicted = self._predictor.predict(request) if request.generates else 0.0
+        demand = placement.demands.get(request.model)
+        if demand is None:
+            demand = placement.demand(request.model)
+        predicted, long = self._predictor.outlook(request) if request.generates else (0.0, 0.0)
+        demand.arrived(size_of(request, predicted), now)
+        demand.mix.add(request.prompt_tokens, predicted)
+        if request.service is not UNSTATED and request.service.stated:
+            demand.protected.arrived(request.service, request.prompt_tokens, predicted, now)
         if self.queue.held and self.queue.ahead(request):
             return self._backlog.push(request, now, predicted) + self._backlog.flush(now)
         found = placement.choose(request, ready, now, predicted, long=long)
@@ -335,7 +327,7 @@ class Scheduler:
                 self._predictor.observe(request, lease.output_tokens / request.sequences)
                 instance.learn_speed(lease, now)
                 instance.errors.learn(lease, now)
-                if self.queue.held and self.placement.reads_demand:
+                if self.queue.held:
                     self._backlog.predict_again()
             if health.on_success(now):
                 commands = self.fleet.health_changed(instance, now)
@@ -474,7 +466,7 @@ class Scheduler:
             instance.first_token(lease, now)
         lease.mark = lease.first_mark = None
         self._ledger.restored(lease, now, own)
-        if arrived and self.placement.reads_demand:
+        if arrived:
             self.placement.demand(request.model).arrived(size_of(request, live.predicted_output), now)
         return lease
 

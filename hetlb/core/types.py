@@ -361,6 +361,7 @@ class Lease:
     reports the end; nothing is called per token."""
 
     __slots__ = (
+        "beside",
         "decode",
         "dispatched_at",
         "ended",
@@ -430,7 +431,8 @@ class Lease:
         self.dispatched_at = dispatched_at
         self.shared = shared
         self.first_token_at: float | None = None
-        #: Forecast at the dispatch, seconds: until the first token, per further token, until the end.
+        #: Forecast at the dispatch, seconds: until the first token, per further token, until the end (of a
+        #: decode leg without the transfer).
         self.forecast_first_s = self.forecast_step_s = self.forecast_end_s = 0.0
         #: Work of the instance when the lease began and when its first token came (see `core.speed`).
         self.mark: Mark | None = None
@@ -447,10 +449,11 @@ class Lease:
         #: Outcome and time of its end, None before.
         self.outcome: Outcome | None = None
         self.ended_at: float | None = None
-        #: Of a prefill leg: the lease of its decode leg, which begins when this one has ended. Of both: the
-        #: seconds until the first token, by the profile as it is (of a decode leg: without the transfer).
+        #: Of a prefill leg: the lease of its decode leg, which begins when this one has ended.
         self.decode: Lease | None = None
+        #: The forecast of the first token by the profile as it is, 0 of a decode leg; `beside` others?
         self.expected_first_s = 0.0
+        self.beside = False
         #: Of a decode leg: `incoming` until it is dispatched, then `hold` is what it fetches.
         self.incoming = False
         self.hold: Hold | None = None

@@ -20,7 +20,6 @@ from time import perf_counter
 from typing import Final
 
 from hetlb.config.fleet_tables import ProxyTable
-from hetlb.core.predicted_duration import expected_s
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     HAND_OVER,
@@ -576,8 +575,14 @@ class Driver(ExchangeDriver, SchedulerDriver):
         if lease.decode is not None:
             target = self.scheduler.holder(lease.decode)
             self.open_pool(target.incarnation, target.name, target.spec.url)
-        total_s, first_s, mixed = expected_s(instance, lease)
-        exchange.dispatched(lease, lease.dispatched_at, total_s, first_s, mixed, instance.gives_ids)
+        exchange.dispatched(
+            lease,
+            lease.dispatched_at,
+            lease.forecast_end_s,
+            lease.expected_first_s,
+            lease.beside,
+            instance.gives_ids,
+        )
 
     def close(self) -> None:
         super().close()

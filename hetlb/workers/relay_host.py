@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 from typing import Final
 
-from hetlb.core.predicted_duration import expected_s
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     Abort,
@@ -448,7 +447,6 @@ class RelayHost(SchedulerDriver):
         self.decisions.add(command)
         lease, found = command.lease, self._open[command.request_id]
         found.lease, found.lease_number = lease, lease.id
-        total_s, first_s, mixed = expected_s(self.scheduler.holder(lease), lease)
         found.link.send(
             protocol.DispatchMessage(
                 command.request_id,
@@ -456,10 +454,10 @@ class RelayHost(SchedulerDriver):
                 lease.instance,
                 lease.work_ns,
                 lease.predicted_output,
-                total_s,
+                lease.forecast_end_s,
                 "" if found.named else found.request.model,
-                first_s,
-                mixed,
+                lease.expected_first_s,
+                lease.beside,
                 None if found.ticket is None else found.ticket.headers(lease.dispatched_at),
                 self.scheduler.holder(lease).gives_ids,
             )

@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final, TypeAlias
+from typing import ClassVar, Final
 
 from mypy_extensions import mypyc_attr
 
@@ -181,9 +181,23 @@ class SchedulingContext:
         self.waited_s = 0.0
 
 
-#: Choice of a policy: the index of the instance (None: none now), the seconds of work to book, and what
-#: makes every instance's terms, in order, from figures kept at the time: most decisions are never looked at.
-Choice: TypeAlias = tuple[int | None, float, Callable[[], list[Candidate]]]
+@mypyc_attr(acyclic=True, free_list_len=1)
+class Choice:
+    """Choice of a policy: the index of the instance, the seconds of work to book, the forecast there.
+
+    `candidates` makes every instance's terms, in order, from figures kept at the time: most decisions are
+    never looked at.
+    """
+
+    __slots__ = ("candidates", "forecast", "index", "work_s")
+
+    def __init__(
+        self, index: int, work_s: float, candidates: Callable[[], list[Candidate]], forecast: Forecast
+    ) -> None:
+        self.index = index
+        self.work_s = work_s
+        self.candidates = candidates
+        self.forecast = forecast
 
 
 #: Prompt tokens beyond its prefix cache that an instance with the role `decode` computes itself, where the
@@ -195,13 +209,16 @@ OWN_PREFILL_TOKENS: Final = 256
 class SplitChoice:
     """Instances of the prefill and of the decode of a request that may be split, by index.
 
-    They are the same where one instance gets all of it, and -1 where the request is not to be split. Works
-    are in seconds, `first_s` until the token of the prefill leg and `decode_first_s` from the dispatch of the
-    decode leg to its first token, without transfer. `candidates` are those of all instances, and of pairs
-    behind them.
+    They are the same where one instance gets all of it, with its forecast, and -1 where the request is not to
+    be split. Works are in seconds, `first_s` until the token of the prefill leg, `decode_first_s` and
+    `decode_end_s` from the dispatch of the decode leg to its first token and its end, without transfer.
+    `candidates` are those of all instances, and of pairs behind them.
     """
 
-    __slots__ = ("candidates", "decode", "decode_first_s", "decode_work_s", "first_s", "prefill", "work_s")
+    __slots__ = (
+        "candidates", "decode", "decode_end_s", "decode_first_s", "decode_work_s", "first_s", "forecast",
+        "prefill", "work_s",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -213,6 +230,8 @@ class SplitChoice:
         decode_work_s: float = 0.0,
         first_s: float = 0.0,
         decode_first_s: float = 0.0,
+        decode_end_s: float = 0.0,
+        forecast: Forecast | None = None,
     ) -> None:
         self.prefill = prefill
         self.decode = decode
@@ -221,6 +240,13 @@ class SplitChoice:
         self.decode_work_s = decode_work_s
         self.first_s = first_s
         self.decode_first_s = decode_first_s
+        self.decode_end_s = decode_end_s
+        self.forecast = forecast
+
+
+def whole_choice(index: int, choice: Choice) -> SplitChoice:
+    """One instance for all of a request."""
+    return SplitChoice(index, index, choice.work_s, choice.candidates, forecast=choice.forecast)
 
 
 def pair_choice(
@@ -232,20 +258,16 @@ def pair_choice(
 ) -> SplitChoice:
     """A pair with what it books: the prefill alone here, the decoding alone there."""
     source, target, prompt = instances[prefill], instances[decode], float(ctx.request.prompt_tokens)
-    batch = float(source.sequences) / source.engines
-    tokens = source.prompt_tokens / source.engines
-    first_s = source.latency.first_token_s(
-        prompt, cached_at(ctx, source), source.pending_prompt_tokens / source.engines, batch, tokens,
-        source.token_budget,
-    )  # fmt: skip
+    there, decode_first_s = forecast(ctx, target), target.join_s(prompt)
     return SplitChoice(
         prefill,
         decode,
         min(source.latency.prefill_s(prompt), MAX_WORKLOAD_S),
         candidates,
         decode_work_s=min(target.latency.answer_s(prompt, ctx.predicted_output, 0.0, 0.0), MAX_WORKLOAD_S),
-        first_s=first_s,
-        decode_first_s=target.join_s(prompt),
+        first_s=forecast(ctx, source).first_token_s,
+        decode_first_s=decode_first_s,
+        decode_end_s=decode_first_s + there.end_s - there.first_token_s,
     )
 
 
@@ -257,8 +279,7 @@ def forecast(ctx: SchedulingContext, instance: Instance) -> Forecast:
         ctx.request,
         ctx.predicted_output,
         float(cached_at(ctx, instance)),
-        mix.output / 2.0,
-        mix.costs(instance).delay_s,
+        mix.costs(instance),
         prompts_per_s(ctx, instance),
     )
 
@@ -280,8 +301,6 @@ class Policy:
     """Base of all policies: binds on arrival and holds nothing back."""
 
     name: ClassVar[str]
-    #: True if it asks what is asked for and how much keeps arriving; the others are spared the book-keeping.
-    reads_demand: ClassVar[bool] = False
     #: True if a request may be left waiting although an instance could take it. The others are asked only
     #: about the instances that stand best.
     holds_back: ClassVar[bool] = False
@@ -292,19 +311,18 @@ class Policy:
         #: True if its choices depend on earlier ones: `committed` is called for each.
         self.remembers: bool = type(self).committed is not Policy.committed
 
-    def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice:
-        """The eligible candidate with the lowest score, the first of several."""
+    def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice | None:
+        """The eligible candidate with the lowest score, the first of several; None for none now."""
         candidates = self.score(ctx, instances)
         index = best(candidates)
-        work_s = 0.0
-        if index is not None:
-            # Booked under every policy: the ledger stays meaningful when the policy is switched.
-            workload = candidates[index].workload
-            if workload is None:
-                request, predicted = ctx.request, ctx.predicted_output
-                workload = paper_terms(instances[index], request, predicted, self.params).workload
-            work_s = workload or 0.0
-        return index, work_s, lambda: candidates
+        if index is None:
+            return None
+        # Booked under every policy: the ledger stays meaningful when the policy is switched.
+        workload = candidates[index].workload
+        if workload is None:
+            request, predicted = ctx.request, ctx.predicted_output
+            workload = paper_terms(instances[index], request, predicted, self.params).workload
+        return Choice(index, workload or 0.0, lambda: candidates, forecast(ctx, instances[index]))
 
     def choose_split(
         self, ctx: SchedulingContext, instances: Sequence[Instance], transfers: TransferTimes, mixed: bool
@@ -315,19 +333,17 @@ class Policy:
         """
         whole = [i for i, instance in enumerate(instances) if instance.spec.role is Role.BOTH]
         if whole:
-            index, work_s, candidates = self.choose(ctx, [instances[i] for i in whole])
-            return None if index is None else SplitChoice(whole[index], whole[index], work_s, candidates)
+            found = self.choose(ctx, [instances[i] for i in whole])
+            return None if found is None else whole_choice(whole[found.index], found)
         chosen: list[int] = []
         made: list[Callable[[], list[Candidate]]] = []
         for role in (Role.PREFILL, Role.DECODE):
             able = [i for i, instance in enumerate(instances) if instance.spec.role is role]
-            index, _, candidates = (
-                self.choose(ctx, [instances[i] for i in able]) if able else (None, 0.0, list)
-            )
-            if index is None:
+            found = self.choose(ctx, [instances[i] for i in able]) if able else None
+            if found is None:
                 return None
-            chosen.append(able[index])
-            made.append(candidates)
+            chosen.append(able[found.index])
+            made.append(found.candidates)
         name = pair_name(instances[chosen[0]].name, instances[chosen[1]].name)
         return pair_choice(
             ctx, instances, chosen[0], chosen[1], lambda: [*made[0](), *made[1](), Candidate(name)]

@@ -164,7 +164,7 @@ class Evaluation:
         ctx, cost, w = self._ctx, self.fleet.costs[index], self.weights
         prompts_s = prompts_per_s(ctx, instance)
         cached = float(cached_at(ctx, instance))
-        each = Rating(instance, ctx.request, self._output, cached, self._half_grown, cost.delay_s, prompts_s)
+        each = Rating(instance, ctx.request, self._output, cached, cost, prompts_s)
         each.index = index
         each.last = False
         each.own_s = each.first_token_s + self._output * each.with_s
@@ -352,7 +352,7 @@ class Evaluation:
             reason=self._reason(each),
             ideal_batch=batch,
             processing_s=t_s,
-            kv_utilization=each.seen.promised_tokens / instance.kv_cache_tokens,
+            kv_utilization=each.seen.kv_utilization,
             workload=workload,
             terms={term.name: float(getattr(each, term.name)) for term in TERMS},
             weights={term.name: weight for term, weight in zip(TERMS, self.weights, strict=True)},
@@ -380,7 +380,6 @@ class Hetlb(Policy):
     """`hetlb`, the default."""
 
     name = "hetlb"
-    reads_demand = True
     holds_back = True
 
     def __init__(self, params: PolicyParams, rng: random.Random) -> None:
@@ -389,33 +388,36 @@ class Hetlb(Policy):
         stated = dict(params.weights)
         self._weights = tuple([stated.get(term.name, term.weight) for term in TERMS])
 
-    def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice:
+    def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice | None:
         if len(instances) > LARGEST_WHOLE and ctx.availabilities is None:
             return self._choose_of_many(ctx, instances)
         evaluation = Evaluation(ctx, instances, self._weights)
         found = evaluation.best()
         if found is None:
-            return None, 0.0, evaluation
+            return None
         if ctx.request.preferred:
             found = _preferred(ctx, evaluation, found)
-        return found.index, paper_work(ctx, evaluation.instances[found.index])[2], evaluation
+        work_s = paper_work(ctx, evaluation.instances[found.index])[2]
+        return Choice(found.index, work_s, evaluation, found)
 
-    def _choose_of_many(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice:
+    def _choose_of_many(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice | None:
         """The best of two groups or three; of the first other one that has room where those have none."""
         groups, looked = self._groups.in_order(instances, ctx.request.id, ctx.held)
         evaluations: list[tuple[Group, Evaluation]] = []
-        index: int | None = None
-        least = math.inf
+        best: Rating | None = None
+        index = 0
         for n, group in enumerate(groups):
-            if n >= looked and index is not None:
+            if n >= looked and best is not None:
                 break
             evaluation = Evaluation(ctx, group.instances, self._weights, share=group.share)
             evaluations.append((group, evaluation))
             found = evaluation.best()
-            if found is not None and found.score < least:
-                index, least = group.indices[found.index], found.score
-        work_s = 0.0 if index is None else paper_work(ctx, instances[index])[2]
-        return index, work_s, lambda: _of_many(instances, evaluations)
+            if found is not None and (best is None or found.score < best.score):
+                index, best = group.indices[found.index], found
+        if best is None:
+            return None
+        work_s = paper_work(ctx, instances[index])[2]
+        return Choice(index, work_s, lambda: _of_many(instances, evaluations), best)
 
     def choose_split(
         self, ctx: SchedulingContext, instances: Sequence[Instance], transfers: TransferTimes, mixed: bool

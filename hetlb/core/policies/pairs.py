@@ -15,11 +15,13 @@ from hetlb.core.instance import JOINING_STEPS
 from hetlb.core.policies.base import (
     MAX_WORKLOAD_S,
     OWN_PREFILL_TOKENS,
+    Choice,
     SchedulingContext,
     SplitChoice,
     cached_at,
     paper_work,
     prompts_per_s,
+    whole_choice,
 )
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import Candidate, Role, pair_name
@@ -79,11 +81,12 @@ def choose_pair(
             decode_work_s=min(decode_s, MAX_WORKLOAD_S),
             first_s=evaluation.ratings[pair.source].first_token_s,
             decode_first_s=pair.start_s,
+            decode_end_s=pair.start_s + pairs.decode_s(evaluation.ratings[pair.target]),
         )
     if whole is None:
         return None if pair is None else SplitChoice(-1, -1, 0.0, lambda: pairs.candidates(None))
     work_s = paper_work(ctx, instances[whole.index])[2]
-    return SplitChoice(whole.index, whole.index, work_s, lambda: pairs.candidates(None))
+    return whole_choice(whole.index, Choice(whole.index, work_s, lambda: pairs.candidates(None), whole))
 
 
 class _Pairs:
@@ -117,7 +120,7 @@ class _Pairs:
             ]
         found = evaluation.best(among)
         if found is not None:
-            self.whole_score = found.score + self._delay_to_come_s(found, self._decode_s(found))
+            self.whole_score = found.score + self._delay_to_come_s(found, self.decode_s(found))
         return found
 
     def best_pair(self, below: float) -> _Pair | None:
@@ -157,13 +160,13 @@ class _Pairs:
 
     def _decode_score(self, each: Rating) -> float:
         """The part of a pair's score that is the target's, without what depends on the source."""
-        decode_s = self._decode_s(each)
+        decode_s = self.decode_s(each)
         first_s = self._first * JOINING_STEPS * each.with_s
         joining_s = each.joining_s(self._ctx.predicted_output)
         return first_s + decode_s + joining_s + self._delay_to_come_s(each, decode_s)
 
     @staticmethod
-    def _decode_s(each: Rating) -> float:
+    def decode_s(each: Rating) -> float:
         """Seconds from the first token on, prompts to come included."""
         return each.end_s - each.first_token_s
 
@@ -196,7 +199,7 @@ class _Pairs:
         start_s += late_s
         score = self._prefill_score(source) + self._decode_score(target)
         score += self._first * (ready_s - source.first_token_s + late_s)
-        whole_s = ready_s + start_s + self._decode_s(target)
+        whole_s = ready_s + start_s + self.decode_s(target)
         return _Pair(i, j, score, start_s, self._in_time(j, whole_s))
 
     def _in_time(self, j: int, whole_s: float) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Final
 
 from hetlb.core.instance import Instance
-from hetlb.core.policies.base import Choice, PlannedShares, PolicyParams, SchedulingContext, best
+from hetlb.core.policies.base import Choice, PlannedShares, Policy, PolicyParams, SchedulingContext
 from hetlb.core.policies.hetlb import FULL, PASSED_OVER, Hetlb
 from hetlb.core.types import Candidate
 
@@ -39,13 +39,9 @@ class Planned(Hetlb):
         self._given: dict[str, dict[str, float]] = {}
         self._means: dict[tuple[str, ...], PlannedShares] = {}
 
-    def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice:
+    def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice | None:
         planned = self._planned(ctx, instances)
-        if planned is None:
-            return super().choose(ctx, instances)
-        candidates = self.score(ctx, instances)
-        index = best(candidates)
-        return index, 0.0 if index is None else candidates[index].workload or 0.0, lambda: candidates
+        return Policy.choose(self, ctx, instances) if planned else super().choose(ctx, instances)
 
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
         planned = self._planned(ctx, instances)
