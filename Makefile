@@ -28,7 +28,7 @@ JOBS ?= $(shell expr $$(nproc) + 1)
 # Folders of which `make test-slow` runs the tests; all of them.
 SLOW ?=
 # Tests of what is compiled. The rest runs interpreted in either build: dashboard, sources of instances.
-COMPILED_TESTS := tests/core tests/proxy tests/workers tests/pick tests/faults tests/test_parity.py \
+COMPILED_TESTS := tests/core tests/proxy tests/workers tests/pick tests/faults tests/test_parity.py tests/cli/test_explain.py \
   tests/sim tests/emulator tests/fuzz/test_growth.py --ignore=tests/proxy/dashboard --ignore=tests/proxy/discovery
 # Seconds for each fuzz target; that for cost takes a minute at least.
 FUZZ_SECONDS ?= 60

@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -20,12 +21,15 @@ from rich.text import Text
 
 from hetlb.cli.adminclient import DEFAULT_URL, add_token_argument, admin_url, get, no_proxy
 from hetlb.config.fleet import Fleet, load_fleet
+from hetlb.core.eventlog import Replay
 from hetlb.core.policies.base import COMBINE_FORMS
 from hetlb.core.policies.registry import POLICIES
+from hetlb.core.ready import least_tokens
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Candidate, Health, Request
-from hetlb.errors import ConfigError, InputError
+from hetlb.core.types import HAND_OVER, Candidate, Dispatch, Health, Request
+from hetlb.errors import ConfigError, InputError, TraceError
+from hetlb.proxy.dashboard.decisions import decision_summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--url",
         metavar="ADMIN",
         help=f"a running proxy's admin address: its last decisions (default {DEFAULT_URL})",
+    )
+    source.add_argument(
+        "--event-log", type=Path, metavar="FILE", help="a recorded event log: the decisions about --request"
+    )
+    parser.add_argument(
+        "--request", metavar="ID", help="one request of a running proxy or a log: number or x-request-id"
     )
     parser.add_argument(
         "--last", type=int, metavar="N", help="decisions of a running proxy, up to 1000 (default 10)"
@@ -72,15 +82,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Explain and print."""
+    if args.event_log is not None:
+        return _explain_log(args.event_log, args)
     if args.config is None:
-        if args.url is None and args.last is None:
+        if args.url is None and args.last is None and args.request is None:
             raise InputError("expected --config FLEET.yaml, or --url ADMIN and --last N for a running proxy")
         return _explain_running(args.url or DEFAULT_URL, 10 if args.last is None else args.last, args)
-    if args.last is not None:
-        raise InputError("--last: expected it with --url, a fleet file has no last decisions")
+    for flag, value in (("--last", args.last), ("--request", args.request)):
+        if value is not None:
+            raise InputError(f"{flag}: expected it with --url, a fleet file has no last decisions")
+    fleet = load_fleet(args.config)
+    policy = args.policy or fleet.file.policy.name
     candidates, chosen = explain_fleet(
-        load_fleet(args.config),
-        policy=args.policy,
+        fleet,
+        policy=policy,
         model=args.model,
         input_tokens=args.input,
         output_tokens=args.output,
@@ -94,7 +109,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(document, allow_nan=False))
     else:
         console = Console()
-        console.print(_shown([c.document() for c in candidates], chosen))
+        title = f"{args.input} prompt tokens, {args.output:g} output tokens predicted; policy {policy}"
+        console.print(_candidates(title, [c.document() for c in candidates], chosen))
         if chosen is None:
             console.print("None now: the request waits at the proxy until one of them can take it.")
     return 0
@@ -103,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 def explain_fleet(
     fleet: Fleet,
     *,
-    policy: str | None,
+    policy: str,
     model: str | None,
     input_tokens: int,
     output_tokens: float,
@@ -123,7 +139,7 @@ def explain_fleet(
     params = replace(params, combine=combine or params.combine, theta=theta or params.theta)
     setup = SchedulerSetup(
         fleet.instances,
-        policy or fleet.file.policy.name,
+        policy,
         params,
         fleet.queue_limits,
         seed=fleet.file.policy.seed,
@@ -157,6 +173,12 @@ def explain_fleet(
         max_tokens=math.ceil(output_tokens) or None,
         prompt_exact=True,
     )
+    longest = scheduler.fleet.ready[model].longest_prompt
+    if least_tokens(request) > longest:
+        raise InputError(
+            f"--input: expected at most {longest - request.generates:.0f} tokens, the most that an instance "
+            f"of {model} holds, got {input_tokens}"
+        )
     return scheduler.explain(request, output_tokens, now=0.0)
 
 
@@ -174,37 +196,15 @@ def _assignments(flag: str, pairs: list[str]) -> dict[str, float]:
     return values
 
 
-def _shown(candidates: list[dict[str, Any]], chosen: str | None) -> Group:
-    """The figures of every candidate, and below why it may not be chosen."""
-    table = Table()
-    for column in ("instance", "batch", "processing s", "KV used", "workload s", "score", ""):
-        table.add_column(column, justify="left" if column in ("instance", "") else "right")
-    for c in candidates:
-        cells = (c["ideal_batch"], c["processing_s"], c["kv_utilization"], c["workload"], c["score"])
-        texts = ["-" if cell is None else f"{cell:.4g}" for cell in cells]
-        mark, style = ("chosen", "bold") if c["instance"] == chosen else ("", "")
-        table.add_row(c["instance"], *texts, mark, style=style)
-    reasons = [Text(f"{c['instance']}: {c['reason']}") for c in candidates if c["reason"]]
-    return Group(table, *reasons)
-
-
 def _explain_running(url: str, last: int, args: argparse.Namespace) -> int:
     if not 1 <= last <= 1000:
         raise InputError(f"--last: expected a number from 1 to 1000, got {last}")
-    document = _ask(admin_url(url), last, args.token_env)
-    if args.json:
-        print(json.dumps(document))
-        return 0
-    console = Console()
-    for decision in document["decisions"]:
-        console.print(_decision(decision, document["clock_s"]))
-    if not document["decisions"]:
-        console.print("no decisions yet")
-    return 0
+    query = f"last={last}" if args.request is None else f"request_id={quote(args.request, safe='')}"
+    return _show(_ask(admin_url(url), query, args.token_env), args)
 
 
-def _ask(url: str, last: int, token_variable: str | None) -> dict[str, Any]:
-    answer = get(url, f"/v1/decisions?last={last}", token_variable)
+def _ask(url: str, query: str, token_variable: str | None) -> dict[str, Any]:
+    answer = get(url, f"/v1/decisions?{query}", token_variable)
     try:
         document = json.loads(answer)
     except (ValueError, RecursionError) as error:
@@ -212,6 +212,59 @@ def _ask(url: str, last: int, token_variable: str | None) -> dict[str, Any]:
     if not isinstance(document, dict) or not {"decisions", "clock_s"} <= document.keys():
         raise InputError(no_proxy(url, "its answer holds no decisions"))
     return document
+
+
+def _explain_log(path: Path, args: argparse.Namespace) -> int:
+    """Replay an event log and show the decisions about one request."""
+    if args.request is None:
+        raise InputError("--event-log: expected --request ID with it")
+    number, now, newest = _number(args.request), 0.0, 0
+    found: list[tuple[Dispatch, list[dict[str, Any]]]] = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for step in Replay(lines):
+                now = step.raw["t"]
+                for command in step.commands:
+                    if isinstance(command, Dispatch):
+                        newest = max(newest, command.request_id)
+                        if command.request_id == number and command.reason != HAND_OVER:
+                            found.append((command, [each.document() for each in command.candidates]))
+    except OSError as error:
+        raise TraceError(f"{path}: expected a readable file: {error.strerror}") from error
+    except ValueError as error:
+        raise TraceError(f"{path}: expected an event log of hetlb: {error}") from error
+    if not found:
+        raise InputError(
+            f"--request: expected one of the requests up to {newest} in {path}, got {args.request}"
+        )
+    documents = [
+        {**decision_summary(dispatch, lambda lease: lease.output_tokens), "candidates": candidates}
+        for dispatch, candidates in found
+    ]
+    return _show({"decisions": documents, "clock_s": now}, args)
+
+
+def _number(request: str) -> int:
+    """The number of a request, of which an `x-request-id` that hetlb made ends in the hexadecimal form."""
+    head, dash, tail = request.rpartition("-")
+    try:
+        return int(tail, 16) if head and dash else int(request)
+    except ValueError:
+        raise InputError(
+            f"--request: expected a number or an x-request-id of hetlb, got {request!r}"
+        ) from None
+
+
+def _show(document: dict[str, Any], args: argparse.Namespace) -> int:
+    if args.json:
+        print(json.dumps(document))
+        return 0
+    console = Console()
+    for decision in document["decisions"]:
+        console.print(_decision(decision, document["clock_s"]))
+    if not document["decisions"]:
+        console.print("no decisions yet" if args.request is None else "no decision about it is kept")
+    return 0
 
 
 def _decision(decision: dict[str, Any], clock_s: float) -> Group:
@@ -224,16 +277,32 @@ def _decision(decision: dict[str, Any], clock_s: float) -> Group:
         f"{f' in each of {sequences} sequences' if sequences > 1 else ''}, "
         f"{decision['predicted_output']:.0f} output tokens predicted, {came}; policy {decision['policy']}"
     )
-    candidates = decision["candidates"]
-    chosen = next(each for each in candidates if each["instance"] == decision["chosen"])
-    terms = [each["terms"] or {} for each in candidates]
+    return _candidates(title, decision["candidates"], decision["chosen"])
+
+
+def _candidates(title: str, candidates: list[dict[str, Any]], chosen: str | None) -> Group:
+    """The terms of the score with their weights, the forecast, and in words why each was chosen or not.
+
+    Terms that are 0 everywhere are left out; where a policy has none, those of the paper stand.
+    """
+    terms = [each.get("terms") or {} for each in candidates]
+    weights: dict[str, float] = next((each["weights"] for each in candidates if each.get("weights")), {})
+    forecasts = [each.get("forecast") or {} for each in candidates]
     columns = [
-        *(
-            (name.replace("_", "\n"), [each.get(name) for each in terms])
-            for name in dict.fromkeys(chain(*terms))
-        ),
+        (_head(name, weights.get(name)), [each.get(name) for each in terms])
+        for name in dict.fromkeys(chain(*terms))
+        if any(each.get(name) for each in terms)
+    ]
+    if not columns:
+        columns = [
+            ("batch", [each["ideal_batch"] for each in candidates]),
+            ("T\ns", [each["processing_s"] for each in candidates]),
+            ("work\ns", [each["workload"] for each in candidates]),
+        ]
+    columns += [
         ("KV\nused", [each["kv_utilization"] for each in candidates]),
-        ("work\ns", [each["workload"] for each in candidates]),
+        ("end\ns", [each.get("end_s") for each in forecasts]),
+        ("90 %\ns", [each.get("end_s_90") for each in forecasts]),
     ]
     shown = [(title, cells) for title, cells in columns if any(cell is not None for cell in cells)]
     table = Table(box=None, pad_edge=False)
@@ -244,29 +313,36 @@ def _decision(decision: dict[str, Any], clock_s: float) -> Group:
         )
     # A sentence has no room in a cell: it stands below.
     sentences = []
+    best = next((each for each in candidates if each["instance"] == chosen), None)
     for index, each in enumerate(candidates):
-        why, _, rest = _why(each, chosen, candidates).partition(": ")
+        why, _, rest = _why(each, best, candidates).partition(": ")
         if rest:
             sentences.append(f"{each['instance']} {why}: {rest}")
         figures = (_figure(cells[index]) for _, cells in shown)
-        style = "bold" if each is chosen else ""
+        style = "bold" if each is best else ""
         table.add_row(each["instance"], _figure(each["score"]), *figures, why, style=style)
     return Group(Text(title), table, *map(Text, sentences), Text())
+
+
+def _head(name: str, weight: float | None) -> str:
+    """Head of a term's column: its weight in the score, its name, its unit."""
+    words = name.removesuffix("_s").replace("_", "\n") + "\ns" * name.endswith("_s")
+    return words if weight is None else f"{weight:g} x\n{words}"
 
 
 def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def _why(candidate: dict[str, Any], chosen: dict[str, Any], candidates: list[dict[str, Any]]) -> str:
+def _why(candidate: dict[str, Any], chosen: dict[str, Any] | None, candidates: list[dict[str, Any]]) -> str:
     """The reason a candidate was chosen, or was not."""
     if candidate is chosen:
         able = sum(each["eligible"] and each["score"] is not None for each in candidates)
         return f"chosen, lowest of {able}" if able > 1 else "chosen, the only one able"
-    if not candidate["eligible"] or candidate["score"] is None or chosen["score"] is None:
+    if chosen is None or not candidate["eligible"] or candidate["score"] is None or chosen["score"] is None:
         return candidate["reason"] or "not able"
     more = candidate["score"] - chosen["score"]
     if more == 0:
-        return "the same, but later in the file"
+        return "equal, listed later"
     share = f" ({100 * more / chosen['score']:+.0f} %)" if chosen["score"] > 0 else ""
     return f"higher by {more:.3g}{share}"

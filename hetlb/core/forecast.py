@@ -11,6 +11,7 @@ from typing import Final
 from mypy_extensions import mypyc_attr
 
 from hetlb.core.demand import Costs
+from hetlb.core.forecast_errors import ForecastErrors
 from hetlb.core.instance import EngineLoad, Instance, Occupancy
 from hetlb.core.types import Request
 
@@ -89,6 +90,16 @@ class Forecast:
             if with_s > now_s:
                 delay_s += output * (with_s - now_s)
             self.others_s = sequences / own * batch * delay_s
+
+    def document(self, errors: ForecastErrors) -> dict[str, float]:
+        """The times by name, and those that nine of ten answers stay within by the `errors` so far."""
+        return {
+            "first_token_s": self.first_token_s,
+            "step_s": self.step_s,
+            "end_s": self.end_s,
+            "first_token_s_90": self.first_token_s * errors.first_token.quantile(0.9),
+            "end_s_90": self.end_s * errors.end.quantile(0.9),
+        }
 
     def joining_s(self, output: float) -> float:
         """Part of `others_s` that longer steps cause for so many tokens of output, prompts aside."""

@@ -190,6 +190,8 @@ class Instance:
     """One incarnation of one vLLM server."""
 
     __slots__ = (
+        "_assumed_ns",
+        "_assumed_tokens",
         "_loads",
         "_occupancy",
         "_waiting_seen",
@@ -312,6 +314,8 @@ class Instance:
         #: Prompts that it has prefilled and keeps until other instances have fetched them.
         self.holds: dict[LeaseId, Hold] = {}
         self.work_ns = 0
+        #: Parts of a nanosecond and of a token that `assume` adds.
+        self._assumed_ns = self._assumed_tokens = 0.0
         #: Tokens of the KV cache that its leases will use (and its holds use), and of them those of prompts;
         #: shared ones once.
         self.kv_tokens = 0
@@ -381,7 +385,7 @@ class Instance:
     @property
     def kv_utilization(self) -> float:
         """Promised fraction of the KV cache: the paper's u. It may exceed 1."""
-        return self.promised_tokens / self.kv_cache_tokens
+        return (self.promised_tokens + self._assumed_tokens) / self.kv_cache_tokens
 
     @property
     def caches_prefixes(self) -> bool:
@@ -512,7 +516,7 @@ class Instance:
     @property
     def work_s(self) -> float:
         """The paper's W_i: assigned and not yet completed work, in seconds."""
-        return self.work_ns / 1e9
+        return (self.work_ns + self._assumed_ns) / 1e9
 
     def acquire(self, lease: Lease) -> None:
         """Book a lease."""
@@ -681,12 +685,15 @@ class Instance:
         self.speed.elapsed(running, tokens, now)
 
     def assume(self, *, work_s: float | None = None, kv_utilization: float | None = None) -> None:
-        """For explanations only: a state without leases behind it, unrounded."""
+        """For explanations only: a state without leases, in units of the ledger and parts of them."""
         self._occupancy = None
         if work_s is not None:
-            self.work_ns = work_s * 1e9  # type: ignore[assignment]
+            self.work_ns = int(work_s * 1e9)
+            self._assumed_ns = work_s * 1e9 - self.work_ns
         if kv_utilization is not None:
-            self.promised_tokens = kv_utilization * self.kv_cache_tokens  # type: ignore[assignment]
+            tokens = kv_utilization * self.kv_cache_tokens
+            self.promised_tokens = int(tokens)
+            self._assumed_tokens = tokens - self.promised_tokens
             self.kv_tokens = self.kv_prompt_tokens = self.prompt_tokens = self.promised_tokens
 
     def check_integrity(self) -> None:

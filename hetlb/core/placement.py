@@ -15,7 +15,7 @@ from hetlb.core.forecast import Forecast
 from hetlb.core.holds import Holds
 from hetlb.core.instance import Instance
 from hetlb.core.ledger import Ledger
-from hetlb.core.policies.base import Policy, SchedulingContext, SplitChoice, best, paper_terms
+from hetlb.core.policies.base import Policy, SchedulingContext, SplitChoice, best, forecast, paper_terms
 from hetlb.core.predictor import Predictor
 from hetlb.core.prefix_index import Held
 from hetlb.core.ready import ReadyInstances, with_excluded
@@ -334,6 +334,8 @@ class Placement:
         scored = self.policy.score(ctx, able) if able else []
         candidates = with_excluded(scored, ready.instances, excluded)
         for instance, candidate in zip(ready.instances, candidates, strict=True):
+            if candidate.forecast is None:
+                candidate.forecast = forecast(ctx, instance).document(instance.errors)
             if candidate.ideal_batch is None:
                 terms = paper_terms(instance, request, predicted, self.policy.params)
                 candidate.ideal_batch, candidate.processing_s = terms.ideal_batch, terms.processing_s

@@ -599,7 +599,7 @@ class Candidate(PickleByFields):
     `workload` is what the request would add to the instance (seconds), `processing_s` its share of the
     ideal batch, `kv_utilization` the promised fraction of the KV cache before this request. Terms a
     policy does not use stay None. `terms` are a policy's own, by name, in seconds; the score is their sum,
-    each times its weight (1 where `weights` has none).
+    each times its weight (1 where `weights` has none). `forecast` is in seconds: see `core.forecast`.
     """
 
     instance: str
@@ -612,6 +612,7 @@ class Candidate(PickleByFields):
     workload: float | None = None
     terms: dict[str, float] | None = None
     weights: dict[str, float] | None = None
+    forecast: dict[str, float] | None = None
 
     def document(self) -> dict[str, object]:
         """As JSON names it, unrounded; a score that is never chosen is null."""
@@ -623,6 +624,7 @@ class Candidate(PickleByFields):
             "workload": self.workload,
             "terms": self.terms,
             "weights": self.weights,
+            "forecast": self.forecast,
             "score": self.score if math.isfinite(self.score) else None,
             "eligible": self.eligible,
             "reason": self.reason,

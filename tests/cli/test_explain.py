@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import hetlb
 from hetlb.cli.main import main
 
 PROFILE = """\
@@ -90,6 +95,22 @@ def test_instances_that_cannot_take_it_are_shown_with_the_reason(
     assert fast["eligible"] is True
 
 
+def test_the_score_is_the_sum_of_the_terms_that_are_shown(
+    fleet: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "--config", str(fleet), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    for each in document["candidates"]:
+        total = sum(each["weights"][name] * seconds for name, seconds in each["terms"].items())
+        assert each["score"] == pytest.approx(total)
+        assert each["forecast"]["end_s"] > each["forecast"]["first_token_s"] == each["terms"]["first_token_s"]
+        assert each["forecast"]["end_s_90"] > each["forecast"]["end_s"]
+    assert main(["explain", "--config", str(fleet)]) == 0
+    out = capsys.readouterr().out
+    assert "20 x" in out
+    assert "slow passed over: one long answer takes" in out
+
+
 def test_the_table_names_the_chosen_one(fleet: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--config", str(fleet), "--policy", "rr"]) == 0
     out = capsys.readouterr().out
@@ -106,6 +127,11 @@ def test_the_table_names_the_chosen_one(fleet: Path, capsys: pytest.CaptureFixtu
         (["--output", "nan"], "--output: expected a number of tokens"),
         (["--model", "x"], "--model: expected one of m, got 'x'"),
         (["--theta", "-1"], "--theta: expected a number above 0"),
+        (
+            ["--input", "999999"],
+            "--input: expected at most 689999 tokens, the most that an instance of m holds",
+        ),
+        (["--request", "1"], "--request: expected it with --url"),
     ],
 )
 def test_wrong_flags(fleet: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
@@ -113,6 +139,23 @@ def test_wrong_flags(fleet: Path, capsys: pytest.CaptureFixture[str], flags: lis
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_compiled_and_interpreted_give_the_same_figures(fleet: Path) -> None:
+    """The command as it is installed, compiled or not, and from a copy of its sources alone."""
+    sources = fleet.parent / "sources"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(Path(hetlb.__file__).parent, sources / "hetlb", ignore=ignored)
+    flags = ["--kv-used", "slow=0.371", "--kv-used", "fast=1.25", "--load", "fast=0.0123", "--json"]
+    answers = []
+    for path in ("", str(sources)):
+        for policy in ("hetlb", "paper", "least-kv"):
+            command = [sys.executable, "-m", "hetlb", "explain", "--config", str(fleet), "--policy", policy]
+            env = {**os.environ, "PYTHONPATH": path} if path else dict(os.environ)
+            done = subprocess.run([*command, *flags], env=env, capture_output=True, text=True, check=True)
+            answers.append(json.loads(done.stdout))
+    assert answers[:3] == answers[3:]
+    assert len({json.dumps(each) for each in answers}) == 3
 
 
 def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:

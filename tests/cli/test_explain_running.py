@@ -46,7 +46,7 @@ async def test_the_last_decisions_in_words_and_as_a_document(
     assert re.search(r" \d output tokens predicted, 2 came; policy paper", text.replace("\n", " "))
     first, second = (rows(lines, f"request {number}") for number in (3, 4))
     assert first["i0"].endswith("chosen, lowest of 2")
-    assert first["i1"].endswith("the same, but later in the file")
+    assert first["i1"].endswith("equal, listed later")
     assert second["i0"].endswith("draining")
     assert second["i1"].endswith("chosen, the only one able")
 

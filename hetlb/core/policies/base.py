@@ -113,7 +113,7 @@ def paper_terms(
     workload = min(workload, MAX_WORKLOAD_S)
     return Candidate(
         instance=instance.name,
-        score=instance.work_ns / 1e9 + workload,
+        score=instance.work_s + workload,
         ideal_batch=batch * engines,
         processing_s=t_s,
         kv_utilization=u,

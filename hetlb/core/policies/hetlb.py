@@ -356,6 +356,7 @@ class Evaluation:
             workload=workload,
             terms={term.name: float(getattr(each, term.name)) for term in TERMS},
             weights={term.name: weight for term, weight in zip(TERMS, self.weights, strict=True)},
+            forecast=each.document(instance.errors),
         )
 
     def _reason(self, each: Rating) -> str:
