@@ -53,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--last", type=int, metavar="N", help="decisions of a running proxy, up to 1000 (default 10)"
     )
     add_token_argument(parser)
-    parser.add_argument("--policy", choices=tuple(POLICIES), help="scheduling policy (default: the file's)")
+    parser.add_argument(
+        "--policy", choices=POLICIES, metavar="NAME", help="scheduling policy (default: the file's)"
+    )
     parser.add_argument("--model", help="model of the file (default: its first)")
     parser.add_argument(
         "--input", type=int, default=512, metavar="TOKENS", help="prompt tokens (default 512)"

@@ -45,7 +45,10 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
         "--admin-port", type=int, metavar="PORT", help="port of the admin listener (default 8081)"
     )
     parser.add_argument(
-        "--policy", choices=tuple(POLICIES), help="scheduling policy (default: the file's, else hetlb)"
+        "--policy",
+        choices=POLICIES,
+        metavar="NAME",
+        help="scheduling policy (default: the file's, else hetlb)",
     )
     parser.add_argument("--check", action="store_true", help="validate the configuration and exit")
     parser.add_argument(

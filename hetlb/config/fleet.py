@@ -274,8 +274,13 @@ def _check_roles(model: ModelTable, key: str) -> None:
 
 def check_policy(table: PolicyTable, where: str) -> None:
     """Raise `ConfigError` unless policy, combine form and predictor are names that exist."""
+    if table.name not in POLICIES:
+        raise ConfigError(f"{where}policy.name: {one_of(table.name, tuple(POLICIES))}")
+    try:
+        POLICIES[table.name]
+    except ConfigError as error:
+        raise ConfigError(f"{where}policy.name: {error}") from error
     for key, value, names in (
-        ("name", table.name, tuple(POLICIES)),
         ("combine", table.combine, tuple(COMBINE_FORMS)),
         ("predictor", table.predictor, PREDICTORS),
     ):

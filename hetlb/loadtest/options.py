@@ -6,7 +6,7 @@ What is wrong raises `InputError` with one line: flag, value and what was expect
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -79,7 +79,7 @@ def read_metadata(pairs: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def read_names(flag: str, text: str, known: Mapping[str, object]) -> list[str]:
+def read_names(flag: str, text: str, known: Collection[str]) -> list[str]:
     """Parse distinct comma-separated names out of `known`."""
     names = text.split(",")
     for name in names:

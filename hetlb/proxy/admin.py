@@ -21,7 +21,7 @@ from hetlb.core.instance import Instance
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, AdminStateSet, Dispatch
-from hetlb.errors import InputError
+from hetlb.errors import ConfigError, InputError
 from hetlb.proxy.beliefs import believed
 from hetlb.proxy.dashboard.decisions import Wanted, decision_document
 from hetlb.proxy.dashboard.routes import Dashboard, Source, pools
@@ -282,7 +282,10 @@ class _AdminApi:
         name = (await _body(request, "name")).get("name")
         if not isinstance(name, str) or name not in POLICIES:
             return _refuse(400, f"name: expected one of {', '.join(POLICIES)}, got {_short(name)}")
-        self._control.set_policy(name)
+        try:
+            self._control.set_policy(name)
+        except ConfigError as error:
+            return _refuse(400, str(error))
         await self._control.settled()
         return _reply({"policy": name})
 

@@ -30,7 +30,7 @@ def shares(policy: str, count: int, *specs: object, seed: int = 0) -> list[str]:
 def test_the_contract_s_names_are_all_there() -> None:
     assert set(POLICIES) == {
         "rr", "wrr", "random", "least-requests", "p2c", "least-kv", "peak-ewma", "single",
-        "prefix", "session", "paper", "paper-memory", "planned", "hetlb",
+        "prefix", "session", "paper", "paper-memory", "lmetric", "lmetric-speed", "planned", "hetlb",
     }  # fmt: skip
 
 
@@ -256,6 +256,25 @@ def test_an_absurd_utilisation_does_not_overflow() -> None:
     for i in range(2000):
         dispatched(scheduler.on_arrival(request(i, exact=False), 0.0))
     scheduler.check_integrity()
+
+
+def test_lmetric_multiplies_tokens_to_compute_by_the_batch() -> None:
+    scheduler = make_scheduler([spec("a", kv=100_000), spec("b", slower=4.0, kv=100_000)], "lmetric")
+    sent = [
+        dispatched(scheduler.on_arrival(request(i, prompt=tokens), 0.0)) for i, tokens in ((1, 100), (2, 900))
+    ]
+    assert [each.instance for each in sent] == ["a", "b"]
+    first, second = (each.score for each in scheduler.explain(request(3, prompt=50), 10.0, 0.0)[0])
+    assert (first, second) == ((100 + 50) * 2, (900 + 50) * 2)
+    scheduler.on_first_token(sent[1], 1.0)
+    assert dispatched(scheduler.on_arrival(request(4, prompt=50), 1.0)).instance == "b"
+
+
+def test_lmetric_by_speed_sends_more_to_the_fast() -> None:
+    fleet = [spec("a", slower=4.0, kv=100_000), spec("b", kv=100_000)]
+    chosen = shares("lmetric-speed", 40, *fleet)
+    assert chosen[0] == "b"
+    assert chosen.count("b") > 1.5 * chosen.count("a") > 0
 
 
 # --- prefix, session ---------------------------------------------------------------------------------

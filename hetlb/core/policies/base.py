@@ -297,6 +297,7 @@ def cached_at(ctx: SchedulingContext, instance: Instance) -> int:
     return ctx.held.tokens.get(instance.tree.cache_id, 0)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Policy:
     """Base of all policies: binds on arrival and holds nothing back."""
 

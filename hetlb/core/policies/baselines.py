@@ -17,6 +17,7 @@ from hetlb.core.policies.base import (
     Policy,
     PolicyParams,
     SchedulingContext,
+    cached_at,
     paper_terms,
 )
 from hetlb.core.types import Candidate, Request
@@ -173,6 +174,35 @@ class PaperMemory(Paper):
 
     name = "paper-memory"
     _fixed_processing_s = 1.0
+
+
+class LMetric(Policy):
+    """`lmetric`: the least product of prompt tokens to be computed there and batch, both with the request.
+
+    Source: Zhang et al., "LMetric: Simple is Better", arXiv 2603.15202, 2026.
+    """
+
+    name = "lmetric"
+
+    def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
+        return [Candidate(each.name, _product(ctx, each)) for each in instances]
+
+
+class LMetricBySpeed(Policy):
+    """`lmetric-speed`: the product of `lmetric` over the speed of the instance at the mean request."""
+
+    name = "lmetric-speed"
+
+    def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
+        mix = ctx.demand.mix
+        return [Candidate(each.name, _product(ctx, each) / mix.speed(each)) for each in instances]
+
+
+def _product(ctx: SchedulingContext, instance: Instance) -> float:
+    """Prompt tokens to be computed, the cached ones left out, times sequences."""
+    sequences = ctx.request.sequences
+    own = sequences * max(1, ctx.request.prompt_tokens - cached_at(ctx, instance))
+    return float(instance.pending_prompt_tokens + own) * (instance.unfinished_sequences + sequences)
 
 
 class PrefixMatch(Policy):

@@ -1,13 +1,18 @@
-"""All policies by the names of the fleet file."""
+"""Registry of policies: by the names of the fleet file, also those of other packages."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, entry_points
+from typing import Final
 
 from hetlb.core.policies.base import Policy, PolicyParams
 from hetlb.core.policies.baselines import (
     LeastKv,
     LeastRequests,
+    LMetric,
+    LMetricBySpeed,
     Paper,
     PaperMemory,
     PeakEwmaChoice,
@@ -21,28 +26,81 @@ from hetlb.core.policies.baselines import (
 )
 from hetlb.core.policies.hetlb import Hetlb
 from hetlb.core.policies.planned import Planned
+from hetlb.errors import ConfigError
 
-POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy
-    for policy in (
-        RoundRobin,
-        SmoothWeightedRoundRobin,
-        Random,
-        LeastRequests,
-        PowerOfTwoChoices,
-        LeastKv,
-        PeakEwmaChoice,
-        Single,
-        PrefixMatch,
-        SessionAffinity,
-        Paper,
-        PaperMemory,
-        Hetlb,
-        Planned,
-    )
-}
+#: Group of entry points by which other packages add policies.
+GROUP: Final = "hetlb.policies"
+
+_OWN: Final = (
+    RoundRobin,
+    SmoothWeightedRoundRobin,
+    Random,
+    LeastRequests,
+    PowerOfTwoChoices,
+    LeastKv,
+    PeakEwmaChoice,
+    Single,
+    PrefixMatch,
+    SessionAffinity,
+    Paper,
+    PaperMemory,
+    LMetric,
+    LMetricBySpeed,
+    Hetlb,
+    Planned,
+)
+
+
+class PolicyRegistry:
+    """Policies by name: those of hetlb, and those of installed packages, which are loaded when used."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, type[Policy]] = {policy.name: policy for policy in _OWN}
+        self._outside: dict[str, EntryPoint] | None = None
+
+    def _others(self) -> dict[str, EntryPoint]:
+        """Entry points by name, looked for once: that takes tens of milliseconds."""
+        if self._outside is None:
+            self._outside = {each.name: each for each in entry_points(group=GROUP) if each.name not in _NAMES}
+        return self._outside
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known or name in self._others()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*_NAMES, *sorted(self._others())])
+
+    def __len__(self) -> int:
+        return len(_NAMES) + len(self._others())
+
+    def __getitem__(self, name: str) -> type[Policy]:
+        """The class of a policy. Raises `KeyError` for an unknown name, `ConfigError` of a broken package."""
+        found = self._known.get(name)
+        if found is None:
+            found = self._known[name] = _load(self._others()[name])
+        return found
+
+
+_NAMES: Final = tuple([policy.name for policy in _OWN])
+POLICIES: Final = PolicyRegistry()
+
+
+def _load(entry: EntryPoint) -> type[Policy]:
+    package = "an unknown package" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+    where = f"policy {entry.name!r} of {package} ({entry.value})"
+    try:
+        found = entry.load()
+    except Exception as error:
+        raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        raise ConfigError(
+            f"{where}: expected a subclass of ViewPolicy (hetlb.core.policies.views), got {found!r}"
+        )
+    if getattr(found, "name", None) != entry.name:
+        raise ConfigError(f"{where}: name: expected {entry.name!r}, got {getattr(found, 'name', None)!r}")
+    return found
 
 
 def make_policy(name: str, params: PolicyParams, rng: random.Random) -> Policy:
-    """The policy called `name`. Raises `KeyError` for an unknown name."""
+    """The policy called `name`. Raises `KeyError` for an unknown name, `ConfigError` for a broken package."""
     return POLICIES[name](params, rng)
