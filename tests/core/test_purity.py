@@ -16,8 +16,8 @@ from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Candidate, Capacity, Command, Dispatch, EngineSample, Lease, Outcome, Request
 
-#: Policies whose score is of an instance among the others: its turn, or a draw.
-AMONG_OTHERS = {"rr", "random", "p2c", "peak-ewma"}
+#: Policies whose score is of an instance among the others: its turn or place, or a draw.
+AMONG_OTHERS = {"rr", "random", "p2c", "peak-ewma", "single"}
 CLASSES = (
     ServiceClass(),
     ServiceClass("fast", ttft_s=0.5, tpot_s=0.03),
