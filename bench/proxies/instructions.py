@@ -44,6 +44,10 @@ def event(text: str, finish: str | None, ids: bool) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
+#: Streams with and without token ids.
+streams = {True: 0, False: 0}
+
+
 async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """An engine that answers what hetlb asks, and streams of as many chunks as `max_tokens`."""
     try:
@@ -59,6 +63,7 @@ async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
                 kind, answer = b"application/json", b'{"id":"a","choices":[],%b}' % usage
             elif body:
                 asked, ids = json.loads(body), b'"return_token_ids":true' in body
+                streams[ids] += 1
                 writer.write(HEAD % (b"text/event-stream", b"transfer-encoding: chunked"))
                 for number in range(asked["max_tokens"]):
                     writer.write(event(f" t{number:06d}", None, ids))
@@ -140,10 +145,10 @@ async def measure(args: argparse.Namespace) -> None:
         none = await instructions(trees[name], keys, [(8, 2)] * 8)
         chunks = await instructions(trees[name], keys, [(8, 2), (1, args.chunks)] * 8) - none
         plain = await instructions(trees[name], keys, [(8, 2), (args.requests, 0)] * 8) - none
-        print(
-            f"{variant}: chunk {chunks / 8 / args.chunks:.0f}, plain {plain / 8 / args.requests:.0f}",
-            flush=True,
-        )
+        each = f"chunk {chunks / 8 / args.chunks:.0f}, plain {plain / 8 / args.requests:.0f}"
+        with_ids = f"{streams[True]} of {sum(streams.values())} streams with token ids"
+        print(f"{variant}: {each}, {with_ids}", flush=True)
+        streams.update({True: 0, False: 0})
 
 
 def main() -> None:

@@ -478,8 +478,6 @@ class Exchange(RequestRecord):
             self.resumed += 1  # it may have been half done
         self._driver.lease_ended(self.back_to_queue(RETRIED), end.told, retry=True)
 
-    # --- an answer that goes on elsewhere ---
-
     def _lost(self, end: End, detail: str, rest: bytes = b"", event: bytes | None = None) -> None:
         """The engine is lost in the middle of its answer, of which `rest` is the last.
 
@@ -513,13 +511,15 @@ class Exchange(RequestRecord):
                 self._take_usage(answer)
             self.finish(ends.LAST_MISSING)
             return True
-        if answer is not None:
-            self.lease.output_tokens = answer.tokens_so_far
-        self.dropped = False
+        generated = 0 if rest.leg is None else rest.leg.seam.generated
+        no_more = generated <= self.resumed_tokens and end is not ends.NOTICE
+        if self.dropped and no_more:
+            return False  # run twice, and no token more: the request itself may be what kills engines
+        self.lease.output_tokens = 0 if answer is None else answer.tokens_so_far
+        self.dropped = no_more
         self.resumed += 1
         lease = self.back_to_queue(RESUMED)
-        if rest.leg is not None:
-            self.resumed_tokens = rest.leg.seam.generated
+        self.resumed_tokens = generated
         self.request = self.request.goes_on(self.resumed_tokens)
         self._driver.goes_on(self.request, lease, ends.HELD_UP if response.held_up else end)
         return True

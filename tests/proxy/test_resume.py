@@ -26,7 +26,7 @@ HOWS = ("fin", "rst")
 #: Bytes of the head of an answer: what ends in it is no answer (502), as before.
 HEAD_BYTES = 260
 #: Bytes until text has come: a request that is dropped twice before that is tried no more.
-TEXT_BYTES = 700
+TEXT_BYTES = 1100
 
 
 @pytest_asyncio.fixture
