@@ -65,7 +65,7 @@ from hetlb.proxy.upstream import Upstream
 SWEEP_S: Final = 0.5
 #: So many ended requests are counted and logged at once; fewer at the next sweep.
 SETTLED_AT_ONCE: Final = 64
-#: Reads of streams that may go on elsewhere are kept as they come up to this number, 290 bytes each, in all
+#: Reads of streams that may go on elsewhere are kept as they come up to this number, 330 bytes each, in all
 #: streams; so many of those beyond are looked at in one sweep, 3 us each.
 MOST_KEPT: Final = 200_000
 _LOOKED_AT: Final = 10_000
