@@ -15,6 +15,7 @@
 #   make docs       the documentation site, into build/site; a dead link is an error
 #   make man        the manual page, into build/hetlb.1
 #   make reference  docs/reference: keys, flags, metrics and events, from the code
+#   make pictures  docs/pictures: the dashboard under load (headless Chromium, three minutes), requests in flight
 #   make schemas    the JSON schemas of configs/schemas, from the tables that read the files
 #   make test-helm  the Helm chart, rendered and linted by Helm's own engine (250 MB)
 #   make test-sdks  openai, anthropic, litellm, langchain-openai and curl against an emulated engine and through hetlb
@@ -35,7 +36,7 @@ FUZZ_SECONDS ?= 60
 # Tests start hundreds of processes: none of them is to compile all modules again (0.3 s each).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: wheel docs man reference schemas test-helm test-sdks demo demo-scaleout test test-compiled test-slow check format bench bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
+.PHONY: wheel docs man pictures reference schemas test-helm test-sdks demo demo-scaleout test test-compiled test-slow check format bench bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -108,6 +109,10 @@ man: .venv/.dev
 	@mkdir -p build
 	$(BIN)/argparse-manpage --module hetlb.cli.main --function build_parser --prog hetlb \
 	  --project-name hetlb --manual-section 1 --manual-title 'User Commands' --output build/hetlb.1
+
+pictures: .venv/.dev
+	PYTHONPATH=tests:. $(BIN)/python tests/proxy/dashboard/pictures.py docs/pictures
+	$(BIN)/python bench/in_flight.py
 
 reference: .venv/.dev
 	PYTHONPATH=. $(BIN)/python configs/site/reference.py

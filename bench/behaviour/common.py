@@ -33,7 +33,7 @@ from hetlb.loadtest.results import platform_document
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parents[0] / "results"
 MODEL = "m"
-BASE: dict[str, Any] = {"version": 1, "listen": {"port": 0}, "admin": {"port": 0}}
+BASE: dict[str, Any] = {"version": 1, "watch": False, "listen": {"port": 0}, "admin": {"port": 0}}
 
 # --- the proxy ---
 

@@ -5,8 +5,8 @@ Hetlb is a process of its own with its ordinary settings but for those that a su
 engines are emulated; results go to bench/results/behaviour-NAME.json with the machine, the command and its
 load average. Exit status 1 where a promise was not kept.
 
-`.venv/bin/python bench/behaviour/run.py leave` (or `overload`, `reload`, `terminate`): 1 to 5 minutes each;
-`attacks` takes 10.
+`.venv/bin/python bench/behaviour/run.py leave` (or `drain`, `overload`, `reload`, `terminate`): 1 to 5
+minutes each; `attacks` takes 10.
 Everything runs on this machine, so other work on it shows in the times.
 """
 
@@ -19,7 +19,7 @@ import sys
 
 import uvloop
 
-SUBCOMMANDS = ("attacks", "leave", "overload", "reload", "terminate")
+SUBCOMMANDS = ("attacks", "drain", "leave", "overload", "reload", "terminate")
 
 
 def main() -> int:
