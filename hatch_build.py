@@ -44,7 +44,7 @@ COMPILED = (
         f"proxy/telemetry/{name}.py"
         for name in ("access_log", "counters", "histograms", "history", "request_record", "trace_context")
     ),
-    *(f"pick/{name}.py" for name in ("driver", "stream")),
+    *(f"pick/{name}.py" for name in ("pick_driver", "stream")),
     *(
         f"sim/{name}.py"
         for name in (

@@ -12,15 +12,12 @@ ROOT = Path(__file__).parents[1] / "hetlb"
 MODULES = sorted(ROOT.rglob("*.py"))
 
 #: Names that two rooms still share.
-CLASSES_SHARED = {
-    "Answer", "Candidate", "Cluster", "Fleet", "Flow", "Form", "Found", "Gaps", "Group", "Instance",
-    "Journal", "Machine", "Measured", "ModelShape", "Node", "Part", "Phase", "Plan", "Planned",
-    "Predictor", "Progress", "Row", "Sample", "Search", "Share", "Simulated", "SloTable", "Solved",
-    "Source", "Stage", "Status", "Target", "Workload", "WorkloadTable",
+CLASSES_SHARED: set[str] = {
+    "Answer", "Fleet", "Form", "Journal", "Measured", "Phase", "Planned", "Predictor", "Progress",
+    "Sample", "Target",
 }  # fmt: skip
-FILES_SHARED = {
-    "balance", "bounds", "driver", "eventlog", "events", "files", "journal", "ledger", "rent",
-    "scheduler", "server", "service",
+FILES_SHARED: set[str] = {
+    "journal",
 }  # fmt: skip
 
 #: What `hetlb serve` imports of hetlb where the fleet file asks for nothing special, and its lines at most.
@@ -29,7 +26,7 @@ SERVE_ROOMS = {
     "proxy", "turns",
     "websocket", "workload",
 }  # fmt: skip
-SERVE_LINES = 29_500
+SERVE_LINES = 30_000
 
 
 def twice(found: dict[str, list[str]]) -> dict[str, list[str]]:

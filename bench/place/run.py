@@ -20,7 +20,7 @@ from typing import Any
 
 from clusters import generated, many
 
-from hetlb.core.paths.scheduler import PathScheduler
+from hetlb.core.paths.path_scheduler import PathScheduler
 from hetlb.core.paths.stages import Edge
 from hetlb.core.predictor import LengthDistribution, MeanPredictor
 from hetlb.plan.check import check_placement

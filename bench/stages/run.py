@@ -30,8 +30,8 @@ sys.path.insert(0, str(ROOT / "tests" / "vllm"))
 
 import stages as real  # noqa: E402
 
-from hetlb.core.paths.eventlog import dispatches  # noqa: E402
-from hetlb.core.paths.scheduler import PathScheduler  # noqa: E402
+from hetlb.core.paths.path_log import dispatches  # noqa: E402
+from hetlb.core.paths.path_scheduler import PathScheduler  # noqa: E402
 from hetlb.core.paths.stages import StageNetwork  # noqa: E402
 from hetlb.core.predictor import EmpiricalPredictor, LengthDistribution  # noqa: E402
 from hetlb.sim.pipelines import FEED_DELAY_S, OfflineLoad, PipelineSimulation  # noqa: E402

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Pick until stopped."""
     try:
-        from hetlb.pick.service import PickService, check_pick
+        from hetlb.pick.pick_service import PickService, check_pick
     except ImportError as error:
         raise InputError(
             f"expected the packages of hetlb[pick]: pip install 'hetlb[pick]' ({error})"

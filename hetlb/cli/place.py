@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hetlb.config.place_file import load_place
-from hetlb.core.paths.scheduler import PATH_POLICIES
+from hetlb.core.paths.path_scheduler import PATH_POLICIES
 from hetlb.errors import ConfigError, InputError, PlanError
 from hetlb.plan.highs import Interrupt, SolveLimits
 from hetlb.plan.placement.place_deploy import write_fleet

@@ -21,7 +21,7 @@ from hetlb.cli.simulate_plot import write_plot
 from hetlb.config.fleet import load_fleet
 from hetlb.core.eventlog import Replay
 from hetlb.core.latency import IterationRule
-from hetlb.core.paths.eventlog import dispatches, is_path_log
+from hetlb.core.paths.path_log import dispatches, is_path_log
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS
 from hetlb.errors import InputError, PlanError, TraceError

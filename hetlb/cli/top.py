@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(snapshot))
         else:
-            view = View(url)
+            view = FleetScreen(url)
             view.snapshot = snapshot
             console = Console()
             console.print(view.render(console.width, None))
@@ -112,7 +112,7 @@ async def _one(url: str, headers: dict[str, str]) -> dict[str, Any]:
 
 async def _watch(url: str, headers: dict[str, str]) -> None:
     """Draw what comes until q is pressed. Raises `InputError` where no retry would help."""
-    view, changed, console = View(url), asyncio.Event(), Console()
+    view, changed, console = FleetScreen(url), asyncio.Event(), Console()
 
     async def listen() -> None:
         async with aiohttp.ClientSession(headers=headers) as session:
@@ -183,7 +183,7 @@ def _keys(press: Callable[[str], None]) -> Iterator[None]:
 # --- the picture ---
 
 
-class View:
+class FleetScreen:
     """State and layout of the screen: made into lines by `render`."""
 
     def __init__(self, url: str) -> None:

@@ -66,7 +66,7 @@ class StageGroup(msgspec.Struct, frozen=True, kw_only=True):
 def resolve_stages(table: StagesTable, model: str, key: str, base: Path) -> StageGroup:
     """Check `stages:` of a model. `key` is how errors name the table. Raises `ConfigError`."""
     # Seldom needed: a fleet without stages does without the scheduler of paths.
-    from hetlb.core.paths.scheduler import PATH_POLICIES
+    from hetlb.core.paths.path_scheduler import PATH_POLICIES
     from hetlb.core.paths.stages import SINK, SOURCE, LinkSpec
     from hetlb.plan.placement.place_files import read_flows, read_links
 

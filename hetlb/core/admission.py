@@ -78,7 +78,7 @@ class Queued:
 Entries = OrderedDict[RequestId, Queued]
 
 
-class Flow:
+class TenantFlow:
     """The waiting requests of one tenant and service class at one level, oldest first, by `fit`."""
 
     __slots__ = ("by_fit", "service", "tenant")
@@ -94,7 +94,7 @@ class Flow:
 
 
 #: Flows of one level, by tenant and service class.
-Flows = dict[tuple[str | None, str], Flow]
+Flows = dict[tuple[str | None, str], TenantFlow]
 
 
 def _level(request: Request) -> int:
@@ -172,7 +172,7 @@ class TenantService:
         return self._served.get(tenant, self._floor)
 
 
-class Share:
+class TenantShare:
     """Part of the queue that one tenant holds."""
 
     __slots__ = ("bytes", "requests")
@@ -207,9 +207,9 @@ class Queue:
         #: to find it.
         self._keys: dict[str, QueueKey] = {}
         #: The waiting requests and their slots. To be read: asked at every event whether it is empty.
-        self.held: dict[RequestId, tuple[QueueKey, int, Flow, Queued]] = {}
+        self.held: dict[RequestId, tuple[QueueKey, int, TenantFlow, Queued]] = {}
         self._sizes: dict[str, int] = {}
-        self._shares: dict[str | None, Share] = {}
+        self._shares: dict[str | None, TenantShare] = {}
         self.bytes = 0
         #: Service that each tenant has had; kept by the ledger.
         self.service = TenantService(limits.tenant_weights)
@@ -391,7 +391,7 @@ class Queue:
         if share is None:
             if request.tenant not in self.service.running:
                 self.service.come(request.tenant, self._shares)
-            share = self._shares[request.tenant] = Share()
+            share = self._shares[request.tenant] = TenantShare()
         share.requests += 1
         share.bytes += request.body_bytes
         self.bytes += request.body_bytes
@@ -411,14 +411,14 @@ class Queue:
         name = (request.tenant, request.service.name)
         flow = flows.get(name)
         if flow is None:
-            flow = flows[name] = Flow(request.tenant, request.service.name)
+            flow = flows[name] = TenantFlow(request.tenant, request.service.name)
         entries = flow.by_fit.get(entry.fit)
         if entries is None:
             entries = flow.by_fit[entry.fit] = OrderedDict()
         entries[request.id] = entry
         self.held[request.id] = (key, level, flow, entry)
 
-    def _withdraw(self, key: QueueKey, level: int, flow: Flow, entry: Queued) -> None:
+    def _withdraw(self, key: QueueKey, level: int, flow: TenantFlow, entry: Queued) -> None:
         """Take an entry out of its flow, and what is empty then out of the line."""
         entries = flow.by_fit[entry.fit]
         del entries[entry.request.id]

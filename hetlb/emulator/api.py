@@ -22,7 +22,7 @@ from hetlb.emulator.data_parallel import EngineGroup
 from hetlb.emulator.generation import Generation, Reader
 from hetlb.emulator.http import Connection, HttpMessage
 from hetlb.emulator.kv_transfer import KvExchange
-from hetlb.emulator.real_time import Choice
+from hetlb.emulator.real_time import EmulatedSequence
 from hetlb.emulator.replies import (
     VERSION,
     ChatReply,
@@ -119,7 +119,9 @@ class Api:
         body = {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
         connection.respond(200, _encode(body))
 
-    def _run(self, connection: Connection, choices: Sequence[Choice], reply: Reply | None = None) -> None:
+    def _run(
+        self, connection: Connection, choices: Sequence[EmulatedSequence], reply: Reply | None = None
+    ) -> None:
         def gone() -> None:
             self._engines.abort(choices)
             if self._kv is not None and reply is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from hetlb.emulator.real_time import Choice, RealTimeEngine
+from hetlb.emulator.real_time import EmulatedSequence, RealTimeEngine
 
 #: A waiting sequence weighs as much as so many running ones.
 _WAITING_WEIGHT = 4
@@ -43,7 +43,7 @@ class EngineGroup:
             total.update(runner.finished)
         return dict(total)
 
-    def submit(self, choices: Sequence[Choice]) -> None:
+    def submit(self, choices: Sequence[EmulatedSequence]) -> None:
         """Give the sequences of one request to engines."""
         if len(self.runners) == 1:
             for choice in choices:
@@ -54,7 +54,7 @@ class EngineGroup:
             choice.runner = self._least_loaded()
             choice.runner.submit((choice,))
 
-    def abort(self, choices: Sequence[Choice]) -> None:
+    def abort(self, choices: Sequence[EmulatedSequence]) -> None:
         """Drop these sequences; those that have ended stay as they are."""
         if len(self.runners) == 1:
             self.runners[0].abort(choices)

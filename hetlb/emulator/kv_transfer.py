@@ -22,7 +22,7 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
-from hetlb.emulator.real_time import Choice
+from hetlb.emulator.real_time import EmulatedSequence
 from hetlb.emulator.replies import Reply, ReplyChoice
 from hetlb.sim.engine_sequence import SequenceState
 
@@ -63,7 +63,7 @@ def _has_source(params: dict[str, Any]) -> bool:
     return addressed and bool(params.get("do_remote_prefill"))
 
 
-def _waits(choice: Choice) -> bool:
+def _waits(choice: EmulatedSequence) -> bool:
     return choice.state is SequenceState.FETCHING
 
 
@@ -207,7 +207,7 @@ class KvExchange:
 
     # --- what is fetched ---
 
-    def fetch(self, choice: Choice) -> None:
+    def fetch(self, choice: EmulatedSequence) -> None:
         """The engine has blocks for a prompt whose KV cache is elsewhere."""
         assert isinstance(choice, ReplyChoice)
         self._start(self._fetch(choice))

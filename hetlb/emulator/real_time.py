@@ -22,7 +22,7 @@ from hetlb.sim.engine_sequence import EngineSequence, SequenceState
 _CATCH_UP_S = 0.005
 
 
-class Choice(EngineSequence):
+class EmulatedSequence(EngineSequence):
     """A sequence with callbacks for its tokens. `finish_reason` is vLLM's term for how it will end."""
 
     __slots__ = ("finish_reason", "runner")
@@ -103,11 +103,13 @@ class RealTimeEngine:
         self.finished = {"stop": 0, "length": 0, "abort": 0}
         self._loop = loop
         self._time_scale = time_scale
-        self._arrivals: deque[tuple[float, Many[Choice]]] = deque()  # later than the iteration in flight
+        self._arrivals: deque[tuple[float, Many[EmulatedSequence]]] = (
+            deque()
+        )  # later than the iteration in flight
         self._pending = 0  # sequences in `_arrivals` that were not aborted
         self._handle: asyncio.Handle | None = None  # None: idle
         #: Told of a sequence whose KV cache is to be fetched.
-        self.on_fetch: Callable[[Choice], None] | None = None
+        self.on_fetch: Callable[[EmulatedSequence], None] | None = None
         self._boundary = 0.0  # when the iteration in flight ends, on the monotonic clock
         self._idle: asyncio.Future[None] | None = None  # a caller waits for the engine to have no work
 
@@ -121,7 +123,7 @@ class RealTimeEngine:
         """Sequences that have arrived and are not admitted."""
         return self.model.waiting + self._pending
 
-    def submit(self, choices: Many[Choice]) -> None:
+    def submit(self, choices: Many[EmulatedSequence]) -> None:
         """These arrive now. The caller has refused what can never fit."""
         now = time.monotonic()
         self._arrivals.append((now, choices))
@@ -129,7 +131,7 @@ class RealTimeEngine:
         if self._handle is None:
             self._begin(now)
 
-    def abort(self, choices: Many[Choice]) -> None:
+    def abort(self, choices: Many[EmulatedSequence]) -> None:
         """Drop these, wherever they are; those that have ended stay as they are."""
         for choice in choices:
             state = choice.state
@@ -141,12 +143,12 @@ class RealTimeEngine:
             self.finished["abort"] += 1
         self._tell_idle()
 
-    def complete_fetch(self, choice: Choice, *, loaded: bool) -> None:
+    def complete_fetch(self, choice: EmulatedSequence, *, loaded: bool) -> None:
         """End a KV fetch, successful (`loaded`) or failed."""
         self.model.complete_fetch(choice, loaded=loaded)
         self._wake_up()
 
-    def release_held(self, choice: Choice) -> None:
+    def release_held(self, choice: EmulatedSequence) -> None:
         """The KV cache of a prompt is no longer kept for another engine."""
         self.model.release_held(choice)
         self._wake_up()

@@ -15,7 +15,7 @@ import msgspec
 
 from hetlb.emulator.counting import GENERATED, token_ids
 from hetlb.emulator.generation import Generation, Prompt
-from hetlb.emulator.real_time import Choice
+from hetlb.emulator.real_time import EmulatedSequence
 from hetlb.emulator.tools import ToolCall
 from hetlb.openai import answers
 from hetlb.openai.requests import ApiError
@@ -157,7 +157,7 @@ class Reply:
         return DONE
 
 
-class ReplyChoice(Choice):
+class ReplyChoice(EmulatedSequence):
     """One of the answers of a reply. `sent` counts its tokens."""
 
     __slots__ = ("index", "prompt", "reasoning_tokens", "reply", "sent")
@@ -522,7 +522,7 @@ class EmbeddingReply:
         self.out.respond(200, _encode(body))
 
 
-class EmbeddingChoice(Choice):
+class EmbeddingChoice(EmulatedSequence):
     """One prompt of an embedding request."""
 
     __slots__ = ("_reply",)

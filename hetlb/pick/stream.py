@@ -17,7 +17,6 @@ from hetlb.config.fleet_tables import PickTable
 from hetlb.core.transition import Transition
 from hetlb.core.types import RejectReason
 from hetlb.pick import messages
-from hetlb.pick.driver import PickDriver
 from hetlb.pick.envoy_fields import (
     ENDPOINT,
     LB_SPACE,
@@ -29,6 +28,7 @@ from hetlb.pick.envoy_fields import (
     served_by,
     subset,
 )
+from hetlb.pick.pick_driver import PickDriver
 from hetlb.pick.stream_states import (
     BODY,
     CLOSING,

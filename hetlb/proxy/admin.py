@@ -24,7 +24,7 @@ from hetlb.core.types import AdminState, AdminStateSet, Dispatch
 from hetlb.errors import ConfigError, InputError
 from hetlb.proxy.beliefs import believed
 from hetlb.proxy.dashboard.decisions import Wanted, decision_document
-from hetlb.proxy.dashboard.routes import Dashboard, Source, pools
+from hetlb.proxy.dashboard.routes import Dashboard, DashboardSource, pools
 from hetlb.proxy.roster import Roster
 from hetlb.proxy.scheduling import DECISIONS_KEPT
 from hetlb.proxy.telemetry.prometheus import CONTENT_TYPE, MetricsPage, usage_document
@@ -35,7 +35,7 @@ _MOST_NOTICE_S = 86_400
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Control(Source, Protocol):
+class Control(DashboardSource, Protocol):
     """Interface of the service for the admin listener."""
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 from hetlb.core.instance import Instance
 
 
-class Source(StrEnum):
+class BeliefSource(StrEnum):
     """Origin of a figure: a person, a profile or the engine, what answers and metrics showed, a default."""
 
     STATED = "stated"
@@ -17,20 +17,20 @@ class Source(StrEnum):
     ASSUMED = "assumed"
 
 
-def slots_source(instance: Instance) -> Source:
+def slots_source(instance: Instance) -> BeliefSource:
     """Origin of the number of sequences that it is believed to run at once."""
     if instance.spec.slots_stated:
-        return Source.STATED
+        return BeliefSource.STATED
     if instance.capacity.max_num_seqs is not None:
-        return Source.MEASURED
-    return Source.ASSUMED if instance.slots_learnt_at is None else Source.LEARNT
+        return BeliefSource.MEASURED
+    return BeliefSource.ASSUMED if instance.slots_learnt_at is None else BeliefSource.LEARNT
 
 
-def speed_source(instance: Instance) -> Source:
+def speed_source(instance: Instance) -> BeliefSource:
     """Origin of its latency model."""
     if instance.speed.factor != 1.0 or (instance.speed.seen and not instance.profiled):
-        return Source.LEARNT
-    return Source.MEASURED if instance.profiled else Source.ASSUMED
+        return BeliefSource.LEARNT
+    return BeliefSource.MEASURED if instance.profiled else BeliefSource.ASSUMED
 
 
 def believed(instance: Instance, tokens_per_s: float, now: float) -> dict[str, Any]:
@@ -41,15 +41,15 @@ def believed(instance: Instance, tokens_per_s: float, now: float) -> dict[str, A
     `confidence` 0 to 1. `host` are seconds of the host for each step, `value`, and for each request.
     """
     speed, latency = instance.speed, instance.latency
-    learnt = speed_source(instance) is Source.LEARNT
+    learnt = speed_source(instance) is BeliefSource.LEARNT
     kv = instance.capacity.kv_cache_tokens is not None
     reported = instance.sample is not None and instance.sample.capacity.kv_cache_tokens is not None
-    host = Source.MEASURED if latency.host_s or latency.request_s else Source.ASSUMED
+    host = BeliefSource.MEASURED if latency.host_s or latency.request_s else BeliefSource.ASSUMED
     return {
         "max_num_seqs": _belief(
             instance.max_num_seqs,
             slots_source(instance),
-            None if slots_source(instance) is not Source.LEARNT else instance.slots_learnt_at,
+            None if slots_source(instance) is not BeliefSource.LEARNT else instance.slots_learnt_at,
             now,
             0.8,
         ),
@@ -61,7 +61,7 @@ def believed(instance: Instance, tokens_per_s: float, now: float) -> dict[str, A
         },
         "kv_cache_tokens": _belief(
             instance.kv_cache_tokens,
-            Source.MEASURED if kv else Source.ASSUMED,
+            BeliefSource.MEASURED if kv else BeliefSource.ASSUMED,
             instance.sample_at if kv and reported else None,
             now,
             1.0,
@@ -70,7 +70,9 @@ def believed(instance: Instance, tokens_per_s: float, now: float) -> dict[str, A
     }
 
 
-def _belief(value: float, source: Source, at: float | None, now: float, learnt: float) -> dict[str, Any]:
-    confidence = {Source.ASSUMED: 0.0, Source.LEARNT: round(learnt, 3)}.get(source, 1.0)
+def _belief(
+    value: float, source: BeliefSource, at: float | None, now: float, learnt: float
+) -> dict[str, Any]:
+    confidence = {BeliefSource.ASSUMED: 0.0, BeliefSource.LEARNT: round(learnt, 3)}.get(source, 1.0)
     age_s = None if at is None else round(max(0.0, now - at), 3)
     return {"value": value, "source": source.value, "age_s": age_s, "confidence": confidence}

@@ -56,7 +56,7 @@ from hetlb.proxy.scheduling import (
     several_models,
 )
 from hetlb.proxy.telemetry.counters import Totals
-from hetlb.proxy.telemetry.histograms import Gaps
+from hetlb.proxy.telemetry.histograms import GapHistogram
 from hetlb.proxy.telemetry.request_record import RequestRecord
 from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.proxy.upstream import Upstream
@@ -285,7 +285,7 @@ class ExchangeDriver(ABC):
         self.settle()
         return self._totals
 
-    def gaps(self, model: str) -> Gaps:
+    def gaps(self, model: str) -> GapHistogram:
         """The counts of times between the tokens of a model's streams."""
         return self._totals.model(model).gaps
 

@@ -16,7 +16,7 @@ from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, EngineSample, Health, InstanceChange, ModelsLearned
 from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.engine_notices import log_absent, log_models, log_other_than_profiled
-from hetlb.proxy.scrape import Scraper, Target, models_learned, read_model_list
+from hetlb.proxy.scrape import Scraper, ScrapeTarget, models_learned, read_model_list
 from hetlb.proxy.telemetry.events import Event, tell
 
 logger = logging.getLogger("hetlb.proxy")
@@ -42,7 +42,7 @@ class EngineWatch:
         """Begin to probe; returns after the first round, after `most_s` at the latest."""
         instances = self._scheduler.instances
         watched = (each for each in instances if each.admin is not AdminState.MAINT)
-        await self.scraper.start((Target(each.name, each.spec.url) for each in watched), most_s)
+        await self.scraper.start((ScrapeTarget(each.name, each.spec.url) for each in watched), most_s)
         for instance in self._scheduler.instances:
             log_absent(instance)
             if (profile := profiles.get(instance.name)) is not None:

@@ -16,7 +16,7 @@ from hetlb.core.demand import PROMPT_WEIGHT
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import CAUSES, AdminState, Health
-from hetlb.proxy.beliefs import Source, slots_source, speed_source
+from hetlb.proxy.beliefs import BeliefSource, slots_source, speed_source
 from hetlb.proxy.telemetry.history import History
 
 #: Requests that ended within so many seconds count.
@@ -199,7 +199,7 @@ def _of_model(
 
 def _capacity(scheduler: Scheduler, model: str, able: Sequence[Instance]) -> float | None:
     """Requests/s that the instances serve of the mean request, None while a speed is a guess."""
-    if any(speed_source(each) is Source.ASSUMED for each in able):
+    if any(speed_source(each) is BeliefSource.ASSUMED for each in able):
         return None
     demand = scheduler.placement.demands.get(model)
     if demand is None or not demand.mix.count:
@@ -292,7 +292,7 @@ def _when_busy(waiting: int, limited_by: str) -> str:
 
 
 def _when_well(able: Sequence[Instance], rate: float, load: float) -> str:
-    guessed = [each.name for each in able if slots_source(each) is Source.ASSUMED]
+    guessed = [each.name for each in able if slots_source(each) is BeliefSource.ASSUMED]
     if guessed:
         it = "its" if len(guessed) == 1 else "their"
         return f"The slots of {_listed(guessed)} are assumed: state {it} max_num_seqs in the fleet file."

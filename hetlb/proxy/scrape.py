@@ -45,7 +45,7 @@ _MODELS_EVERY = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ScrapeTarget:
     """One server to watch."""
 
     name: str
@@ -91,7 +91,7 @@ class Scraper:
         self._pages: dict[str, str] = {}
         self.invalid_samples: dict[str, int] = {}
 
-    async def start(self, targets: Iterable[Target], first_round_s: float = 1.0) -> None:
+    async def start(self, targets: Iterable[ScrapeTarget], first_round_s: float = 1.0) -> None:
         """Watch the targets; returns after every one has answered once, or after `first_round_s`."""
         self._session = self._make_session()
         self._confined = self._make_session(socket_factory=confined_socket)
@@ -108,7 +108,7 @@ class Scraper:
         """True if `start` was called."""
         return self._session is not None
 
-    def add(self, target: Target) -> None:
+    def add(self, target: ScrapeTarget) -> None:
         """Begin to watch one more server."""
         self._first_rounds[target.name] = asyncio.Event()
         self._tasks[target.name] = asyncio.create_task(self._watch(target), name=f"watch {target.name}")
@@ -140,7 +140,7 @@ class Scraper:
         if self._confined is not None:
             await self._confined.close()
 
-    async def _watch(self, target: Target) -> None:
+    async def _watch(self, target: ScrapeTarget) -> None:
         loop = asyncio.get_running_loop()
         rounds_until_models = 0
         metrics_after = 0.0
@@ -198,7 +198,7 @@ class Scraper:
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
-    async def _get(self, target: Target, path: str) -> tuple[int, bytes]:
+    async def _get(self, target: ScrapeTarget, path: str) -> tuple[int, bytes]:
         access = self._access.get(target.name, PLAIN_ACCESS)
         session = self._confined if access.confined else self._session
         assert session is not None, "start() comes first"
@@ -230,7 +230,7 @@ class Scraper:
                 raise _LocalTroubleError from error
             raise
 
-    async def _probe(self, target: Target) -> tuple[ProbeResult | None, str]:
+    async def _probe(self, target: ScrapeTarget) -> tuple[ProbeResult | None, str]:
         """Probe an engine: the result, None where this machine could not try; and how it failed."""
         try:
             status, _ = await self._get(target, "/health")
@@ -256,7 +256,7 @@ class Scraper:
             return ProbeResult.OK, ""
         return ProbeResult.FAILED, f"/health answers {status}"
 
-    async def _read_metrics(self, target: Target) -> EngineSample | None:
+    async def _read_metrics(self, target: ScrapeTarget) -> EngineSample | None:
         """Samples of the engine's metrics page. Raises `_TooLargeError`."""
         try:
             status, body = await self._get(target, self._pages.get(target.name, "/metrics"))
@@ -267,7 +267,7 @@ class Scraper:
             return None
         return parse(body.decode("utf-8", "replace")) if status == 200 else None
 
-    async def _read_models(self, target: Target) -> bool:
+    async def _read_models(self, target: ScrapeTarget) -> bool:
         try:
             status, body = await self._get(target, "/v1/models")
             _, version = await self._get(target, "/version")

@@ -39,7 +39,7 @@ from hetlb.proxy.access import (
 )
 from hetlb.proxy.admin import make_app
 from hetlb.proxy.admin_listener import AdminListener, named
-from hetlb.proxy.discovery.files import FleetFileSource
+from hetlb.proxy.discovery.file_source import FleetFileSource
 from hetlb.proxy.discovery.source import Source, Sources
 from hetlb.proxy.driver import Driver, DriverSetup
 from hetlb.proxy.engine_watch import EngineWatch

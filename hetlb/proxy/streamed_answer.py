@@ -8,7 +8,7 @@ from typing import Final
 from hetlb.proxy.http.sse import MAX_HELD_BYTES, SseWatcher, TextShape, text_events, text_shape
 from hetlb.proxy.progress import Progress
 from hetlb.proxy.resume import Seam
-from hetlb.proxy.telemetry.histograms import FINE_MS, Gaps
+from hetlb.proxy.telemetry.histograms import FINE_MS, GapHistogram
 
 #: The first event has the token ids of the prompt where hetlb asked for them: it is held until it is whole.
 _MAX_FIRST_BYTES: Final = 1 << 20
@@ -46,13 +46,13 @@ class StreamedAnswer(SseWatcher):
             self._max_held = _MAX_FIRST_BYTES
         self._silent = silent
         self._text_at = 0.0
-        self._gaps: Gaps | None = None
+        self._gaps: GapHistogram | None = None
         #: Counts of the times between its tokens, by milliseconds.
         self._fine: list[int] | None = None
         #: Shape of its events of text: those of this shape go on as the engine framed them.
         self._shape: TextShape | None = None
 
-    def count_gaps(self, gaps: Gaps) -> None:
+    def count_gaps(self, gaps: GapHistogram) -> None:
         """Count the times between its tokens here."""
         self._gaps = gaps
         self._fine = gaps.fine

@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from hetlb.core.paths.ledger import PathDispatch, PathLease
-from hetlb.core.paths.scheduler import PathCommand, PathScheduler
+from hetlb.core.paths.path_ledger import PathDispatch, PathLease
+from hetlb.core.paths.path_scheduler import PathCommand, PathScheduler
 from hetlb.core.paths.stages import SINK, SOURCE, Edge, StageNetwork, StageSpec
 from hetlb.core.types import Outcome, Reject, Request
 from hetlb.sim.event_queue import EventQueue

@@ -19,9 +19,9 @@ import aiohttp
 import msgspec
 
 from hetlb.config.stage_group import StageGroup
-from hetlb.core.paths.eventlog import RecordingPathScheduler
-from hetlb.core.paths.ledger import PathDispatch, PathLease
-from hetlb.core.paths.scheduler import PathCommand, PathScheduler
+from hetlb.core.paths.path_ledger import PathDispatch, PathLease
+from hetlb.core.paths.path_log import RecordingPathScheduler
+from hetlb.core.paths.path_scheduler import PathCommand, PathScheduler
 from hetlb.core.paths.stages import (
     SINK,
     SOURCE,

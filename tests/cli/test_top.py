@@ -24,7 +24,7 @@ from proxy.services import Engine, document, serving
 from rich.console import Console
 
 from hetlb.cli.main import main
-from hetlb.cli.top import ORDERS, View, seconds, shortened, sparkline
+from hetlb.cli.top import ORDERS, FleetScreen, seconds, shortened, sparkline
 
 PROFILE = Path(__file__).parents[2] / "hetlb" / "demo" / "fast.yaml"
 ROOM = (24, 80)
@@ -90,7 +90,7 @@ def snapshot(*instances: dict[str, Any], waiting: int = 0, decisions: int = 25) 
     }  # fmt: skip
 
 
-def frame(view: View, width: int = 80, height: int | None = 24) -> list[str]:
+def frame(view: FleetScreen, width: int = 80, height: int | None = 24) -> list[str]:
     """The lines as the terminal shows them."""
     console = Console(width=width, height=height, force_terminal=False, color_system=None)
     with console.capture() as capture:
@@ -98,8 +98,8 @@ def frame(view: View, width: int = 80, height: int | None = 24) -> list[str]:
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
-def viewing(*instances: dict[str, Any], **more: Any) -> View:
-    view = View("http://127.0.0.1:8081")
+def viewing(*instances: dict[str, Any], **more: Any) -> FleetScreen:
+    view = FleetScreen("http://127.0.0.1:8081")
     view.snapshot = snapshot(*instances, **more)
     return view
 

@@ -10,7 +10,7 @@ from helpers import head, request, waiting
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.admission import Flow, Queue, QueueKey, QueueLimits
+from hetlb.core.admission import Queue, QueueKey, QueueLimits, TenantFlow
 from hetlb.core.objective import ServiceClass
 from hetlb.core.types import Request
 
@@ -340,7 +340,7 @@ def test_a_count_that_is_wrong_is_noticed() -> None:
         queue.held[99] = queue.held[1]
 
     def empty_flow(queue: Queue) -> None:
-        flow = queue._lines[LINE][0]["nobody", ""] = Flow("nobody", "")
+        flow = queue._lines[LINE][0]["nobody", ""] = TenantFlow("nobody", "")
         flow.by_fit[0] = OrderedDict()
 
     def empty_line(queue: Queue) -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.core.paths.ledger import PathDispatch, PathLease
-from hetlb.core.paths.scheduler import MOST_REPLAYS, PATH_POLICIES, PathScheduler
+from hetlb.core.paths.path_ledger import PathDispatch, PathLease
+from hetlb.core.paths.path_scheduler import MOST_REPLAYS, PATH_POLICIES, PathScheduler
 from hetlb.core.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec, StageNetwork, StageSpec
 from hetlb.core.predictor import LengthDistribution, MeanPredictor
 from hetlb.core.types import Outcome, Reject, RejectReason, Request

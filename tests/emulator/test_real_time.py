@@ -7,7 +7,7 @@ import time
 
 from helpers import FAST
 
-from hetlb.emulator.real_time import Choice, RealTimeEngine
+from hetlb.emulator.real_time import EmulatedSequence, RealTimeEngine
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.engine_model import EngineModel
 
@@ -16,16 +16,16 @@ async def test_an_engine_that_waits_for_kv_goes_on_at_the_next_arrival() -> None
     """An iteration ends late, what waits has no room until a KV cache has come, another came meanwhile."""
     model = EngineModel(FAST.scaled(0.01), EngineLimits(kv_cache_tokens=128, block_size=16))
     runner = RealTimeEngine(model, asyncio.get_running_loop())
-    fetches: list[Choice] = []
+    fetches: list[EmulatedSequence] = []
     runner.on_fetch = fetches.append
-    waits = Choice(64, 1)
+    waits = EmulatedSequence(64, 1)
     waits.remote_tokens = 64
-    runner.submit((waits, Choice(16, 1), Choice(96, 1)))
+    runner.submit((waits, EmulatedSequence(16, 1), EmulatedSequence(96, 1)))
     assert fetches == [waits]
     ended = time.monotonic() + 0.1  # the iteration takes a millisecond
     while time.monotonic() < ended:
         pass
-    runner.submit((Choice(16, 1),))
+    runner.submit((EmulatedSequence(16, 1),))
     while runner.finished["stop"] < 1:
         await asyncio.sleep(0)
     runner.complete_fetch(waits, loaded=True)

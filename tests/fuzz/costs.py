@@ -27,7 +27,7 @@ from hetlb.core import engine_metrics
 from hetlb.core.health import HealthTracker
 from hetlb.core.throttle import Throttle
 from hetlb.core.types import Health
-from hetlb.proxy.discovery.files import InstanceFile
+from hetlb.proxy.discovery.file_source import InstanceFile
 from hetlb.proxy.http import openai_body as bodies
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import GateError

@@ -15,9 +15,9 @@ from hetlb.core.health import HealthTracker
 from hetlb.core.throttle import Throttle
 from hetlb.core.types import Health
 from hetlb.pick.calls import receive
-from hetlb.pick.driver import PickDriver
 from hetlb.pick.envoy_fields import MalformedMessage
 from hetlb.pick.messages import STREAMED
+from hetlb.pick.pick_driver import PickDriver
 from hetlb.pick.stream import HttpStream, PickerState
 from hetlb.pick.tenant_names import MOST
 from hetlb.proxy.driver import DriverSetup

@@ -10,7 +10,7 @@ from helpers import make_scheduler, spec
 from hetlb.config.fleet_tables import ProxyTable
 from hetlb.core.policies.groups import LARGEST_WHOLE
 from hetlb.core.types import AdminState, AdminStateSet, Capacity, Dispatch, Request
-from hetlb.pick.driver import PickDriver
+from hetlb.pick.pick_driver import PickDriver
 from hetlb.proxy.driver import DriverSetup
 from hetlb.proxy.token_estimator import TokenEstimator
 

@@ -45,9 +45,10 @@ from proxy.discovery.test_kubernetes import pod
 
 from hetlb.config.fleet import load_fleet
 from hetlb.errors import ConfigError
-from hetlb.pick import messages, server
+from hetlb.pick import messages
+from hetlb.pick import pick_server as server
 from hetlb.pick.messages import FULL_DUPLEX
-from hetlb.pick.service import check_pick
+from hetlb.pick.pick_service import check_pick
 
 #: Names that have an address, and that have none (RFC 6761, 6.4).
 NAMES = ("localhost", "none.invalid")

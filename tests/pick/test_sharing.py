@@ -20,7 +20,7 @@ from pick.test_faults import BESIDE, beside
 from hetlb.config.fleet import load_fleet
 from hetlb.core.journal import Begun, Booked, Ended, Waiting
 from hetlb.core.types import Outcome, Request
-from hetlb.pick.service import PickService
+from hetlb.pick.pick_service import PickService
 from hetlb.proxy.lease_wire import WireChange, from_wire, to_wire
 from hetlb.proxy.sharing import Sharing
 

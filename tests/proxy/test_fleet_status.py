@@ -19,7 +19,7 @@ from hetlb.core.types import (
     Probed,
     ProbeResult,
 )
-from hetlb.proxy.beliefs import Source, believed, slots_source, speed_source
+from hetlb.proxy.beliefs import BeliefSource, believed, slots_source, speed_source
 from hetlb.proxy.dashboard.routes import pools
 from hetlb.proxy.fleet_status import QueueMemory, status
 from hetlb.proxy.telemetry.history import History
@@ -177,9 +177,9 @@ def test_each_belief_says_where_it_is_from() -> None:
         fleet.scheduler.on_scrape("a", EngineSample(running=32, waiting=3, kv_usage=0.2), fleet.now)
     slots = believed(instance, 1.0, fleet.now + 2.0)["max_num_seqs"]
     assert (slots["value"], slots["source"], slots["age_s"]) == (32, "learnt", 2.0)
-    assert slots_source(Watched("a").scheduler.instances[0]) is Source.MEASURED
+    assert slots_source(Watched("a").scheduler.instances[0]) is BeliefSource.MEASURED
     stated = make_scheduler([spec("a", capacity=Capacity(max_num_seqs=7), slots_stated=True)], "hetlb")
-    assert slots_source(stated.instances[0]) is Source.STATED
-    assert speed_source(stated.instances[0]) is Source.MEASURED
+    assert slots_source(stated.instances[0]) is BeliefSource.STATED
+    assert speed_source(stated.instances[0]) is BeliefSource.MEASURED
     for each in believed(instance, 1.0, fleet.now).values():
         assert {"value", "source", "age_s", "confidence"} <= each.keys()

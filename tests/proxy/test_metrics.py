@@ -27,7 +27,7 @@ from hetlb.core.types import CAUSES, EngineSample, InstanceRemoved, Outcome
 from hetlb.proxy.driver import SWEEP_S
 from hetlb.proxy.telemetry import prometheus
 from hetlb.proxy.telemetry.counters import ITL_S, MODELS_MAX, Totals
-from hetlb.proxy.telemetry.histograms import FINE_MS, Gaps, Histogram
+from hetlb.proxy.telemetry.histograms import FINE_MS, GapHistogram, Histogram
 from hetlb.proxy.telemetry.prometheus import MetricsPage, MetricsSource, SharedFigures
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
@@ -95,7 +95,7 @@ def test_a_histogram_counts_what_is_at_most_each_bound(values: list[float]) -> N
 
 @given(st.lists(st.integers(0, 50_000)))
 def test_gaps_count_to_the_millisecond_and_beyond(milliseconds: list[int]) -> None:
-    gaps = Gaps(ITL_S)
+    gaps = GapHistogram(ITL_S)
     for ms in milliseconds:
         if ms < FINE_MS:
             gaps.fine[ms] += 1

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hetlb.core.paths.ledger import PathDispatch
-from hetlb.core.paths.scheduler import PathScheduler
+from hetlb.core.paths.path_ledger import PathDispatch
+from hetlb.core.paths.path_scheduler import PathScheduler
 from hetlb.core.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec, StageNetwork, StageSpec
 from hetlb.core.predictor import LengthDistribution, MeanPredictor
 from hetlb.sim.pipelines import OfflineLoad, PipelineSimulation, StageChange

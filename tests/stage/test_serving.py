@@ -13,7 +13,7 @@ import trustme
 from stage.rig import Collector, Rig, rig, until
 from stage.toy import answer
 
-from hetlb.core.paths.eventlog import dispatches
+from hetlb.core.paths.path_log import dispatches
 from hetlb.core.types import RejectReason
 from hetlb.plan.placement.check_path import check_path
 from hetlb.stage.coordinator import Sequence as Asked

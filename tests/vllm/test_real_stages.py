@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import stages as real
 
-from hetlb.core.paths.eventlog import dispatches
+from hetlb.core.paths.path_log import dispatches
 from hetlb.plan.placement.check_path import check_path
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]

@@ -20,7 +20,7 @@ import random
 from collections.abc import Mapping
 from typing import Final
 
-from hetlb.core.paths.ledger import PathLease, StageLedger
+from hetlb.core.paths.path_ledger import PathLease, StageLedger
 from hetlb.core.paths.policies import PathContext, PathPolicy
 from hetlb.core.paths.stages import SINK, SOURCE, Edge, Hop, StageNetwork, StageSpec
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from hetlb.core.paths.ledger import PathLease, StageLedger
+from hetlb.core.paths.path_ledger import PathLease, StageLedger
 from hetlb.core.paths.stages import SINK, SOURCE, Edge, Hop, StageNetwork
 
 #: Links with less than this share of a node's outgoing flow are not used by `iwrr` (Helix's rule).

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetlb.core.paths.scheduler import HIGH_WATER
+from hetlb.core.paths.path_scheduler import HIGH_WATER
 from hetlb.core.paths.stages import SINK, SOURCE, Edge
 from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
 

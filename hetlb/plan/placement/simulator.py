@@ -7,8 +7,8 @@ import math
 import random
 from collections.abc import Iterator
 
-from hetlb.core.paths.ledger import PathDispatch
-from hetlb.core.paths.scheduler import PathScheduler
+from hetlb.core.paths.path_ledger import PathDispatch
+from hetlb.core.paths.path_scheduler import PathScheduler
 from hetlb.core.predictor import EmpiricalPredictor, LengthDistribution
 from hetlb.plan.highs import SolveLimits
 from hetlb.plan.placement.check_path import check_path

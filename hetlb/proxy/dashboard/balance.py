@@ -14,7 +14,7 @@ from hetlb.core.demand import PROMPT_WEIGHT
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, Health
-from hetlb.proxy.telemetry.history import History, Row
+from hetlb.proxy.telemetry.history import History, HistoryRow
 
 #: Requests that ended within so many seconds count.
 WINDOW_S: Final = 60.0
@@ -28,7 +28,7 @@ _BY_SPEED: Final = frozenset({"hetlb", "paper", "paper-memory", "planned"})
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BalancePart:
     """One instance: its share of the work and of the speed (0 to 1), and how full it is.
 
     `out` says why it takes no requests, "" where it does. `tokens_per_s` are output tokens; `busy` is the
@@ -43,7 +43,9 @@ class Part:
     out: str = ""
 
 
-def sentence(parts: Sequence[Part], waiting: int, policy: str, requests: int = 1 << 30) -> tuple[bool, str]:
+def sentence(
+    parts: Sequence[BalancePart], waiting: int, policy: str, requests: int = 1 << 30
+) -> tuple[bool, str]:
     """True if the work is shared as it should be, and a sentence that says so.
 
     Of few `requests` one more or less is a large share.
@@ -74,13 +76,13 @@ def sentence(parts: Sequence[Part], waiting: int, policy: str, requests: int = 1
     return False, f"{begin}the last decisions show why{tail}."
 
 
-def _of(part: Part) -> str:
+def _of(part: BalancePart) -> str:
     return f"{100 * part.work_share:.0f} % of the work, {100 * part.speed_share:.0f} % of the speed"
 
 
 def parts(
-    instances: Sequence[Instance], rows: Iterable[Row], speed: dict[str, float], span_s: float
-) -> list[Part]:
+    instances: Sequence[Instance], rows: Iterable[HistoryRow], speed: dict[str, float], span_s: float
+) -> list[BalancePart]:
     """The figures of the instances of one model, from the requests that ended in `span_s` seconds."""
     work = {instance.name: 0.0 for instance in instances}
     tokens = dict(work)
@@ -91,7 +93,7 @@ def parts(
     whole = sum(work.values())
     fast = sum(speed.get(each.name, 0.0) for each in instances if each.routable)
     return [
-        Part(
+        BalancePart(
             each.name,
             work[each.name] / whole if whole else 0.0,
             speed.get(each.name, 0.0) / fast if fast and each.routable else 0.0,

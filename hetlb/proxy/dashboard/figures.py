@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Outcome
-from hetlb.proxy.telemetry.history import History, Row
+from hetlb.proxy.telemetry.history import History, HistoryRow
 from hetlb.workload.records import percentile
 
 #: The series are this many stretches of this many seconds: five minutes.
@@ -40,7 +40,7 @@ class _Stretch:
     ttft_s: list[float] = field(default_factory=list)
     e2e_s: list[float] = field(default_factory=list)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: HistoryRow) -> None:
         self.outcomes[row.outcome] += 1
         self.output_tokens += row.output_tokens
         if row.instance:

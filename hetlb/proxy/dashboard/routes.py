@@ -22,7 +22,7 @@ from hetlb.core.types import Dispatch, Lease
 from hetlb.pages import asset
 from hetlb.proxy.dashboard import balance
 from hetlb.proxy.dashboard.decisions import decision_document, newest
-from hetlb.proxy.dashboard.events import EventStream
+from hetlb.proxy.dashboard.event_stream import EventStream
 from hetlb.proxy.dashboard.figures import BIN_S, Accuracy, Levels, Series
 from hetlb.proxy.fleet_status import QueueMemory, status
 from hetlb.proxy.telemetry.history import History
@@ -55,7 +55,7 @@ _HEADERS = {
 DECISIONS_SHOWN = 25
 
 
-class Source(MetricsSource, Protocol):
+class DashboardSource(MetricsSource, Protocol):
     """Interface of the service for the page."""
 
     @property
@@ -71,7 +71,7 @@ class Source(MetricsSource, Protocol):
 class Dashboard:
     """The page over `source`; `fleet` gives the body of `GET /v1/fleet`."""
 
-    def __init__(self, source: Source, fleet: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, source: DashboardSource, fleet: Callable[[], dict[str, Any]]) -> None:
         self._source = source
         self._fleet = fleet
         self._series = Series(source.history)

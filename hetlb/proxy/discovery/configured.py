@@ -7,7 +7,7 @@ from pathlib import Path
 from hetlb.config.discovery import DiscoveryTable, KubernetesTable
 from hetlb.config.fleet import Fleet
 from hetlb.proxy.discovery.dns_names import DnsSource
-from hetlb.proxy.discovery.files import FileSource
+from hetlb.proxy.discovery.file_source import FileSource
 from hetlb.proxy.discovery.inference_pool import InferencePoolSource
 from hetlb.proxy.discovery.kubernetes import KubernetesSource
 from hetlb.proxy.discovery.source import Source

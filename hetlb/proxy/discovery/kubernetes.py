@@ -117,7 +117,7 @@ class PodStatus(msgspec.Struct, rename="camel"):
     conditions: list[Condition] = []
 
 
-class Target(msgspec.Struct):
+class PodTarget(msgspec.Struct):
     """The object behind an endpoint."""
 
     name: str = ""
@@ -135,7 +135,7 @@ class Endpoint(msgspec.Struct, rename="camel"):
 
     addresses: list[str] = []
     conditions: Conditions = msgspec.field(default_factory=Conditions)
-    target_ref: Target | None = None
+    target_ref: PodTarget | None = None
 
 
 class SlicePort(msgspec.Struct):
@@ -159,7 +159,7 @@ class WatchEvent(msgspec.Struct):
     object: msgspec.Raw
 
 
-class Status(msgspec.Struct):
+class ResponseStatus(msgspec.Struct):
     """An error of the API server."""
 
     code: int = 0
@@ -330,7 +330,7 @@ class Watch:
     def _take(self, event: WatchEvent) -> None:
         """One change. Raises `ExpiredError`."""
         if event.type == "ERROR":
-            status = msgspec.json.decode(event.object, type=Status)
+            status = msgspec.json.decode(event.object, type=ResponseStatus)
             if status.code == 410:
                 raise ExpiredError
             raise SourceFailedError(f"{self._path}: {status.message or status.code}")
@@ -349,7 +349,7 @@ class Watch:
 
 def _message(body: bytes) -> str:
     with contextlib.suppress(msgspec.DecodeError):
-        return msgspec.json.decode(body, type=Status).message[:200]
+        return msgspec.json.decode(body, type=ResponseStatus).message[:200]
     return "no reason given"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Set
 from typing import Final
 
 from hetlb.core.types import Lease, Outcome
-from hetlb.proxy.telemetry.histograms import Gaps, Histogram
+from hetlb.proxy.telemetry.histograms import GapHistogram, Histogram
 from hetlb.proxy.telemetry.request_record import RequestRecord
 
 #: vLLM's own bounds (0.32), so that its figures and ours can be laid over each other; ITL and E2E have a
@@ -68,7 +68,7 @@ class ModelTotals:
 
     def __init__(self) -> None:
         self.ttft = Histogram(TTFT_S)
-        self.gaps = Gaps(ITL_S)
+        self.gaps = GapHistogram(ITL_S)
         self.e2e = Histogram(E2E_S)
         self.queue = Histogram(QUEUE_S)
         self.session = Histogram(SESSION_S)

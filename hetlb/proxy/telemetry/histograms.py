@@ -62,7 +62,7 @@ def _histogram(bounds: tuple[float, ...], counts: list[int], total: float) -> Hi
     return histogram
 
 
-class Gaps:
+class GapHistogram:
     """Times between the tokens of streams, to the millisecond.
 
     The owner of a stream adds one to `fine[milliseconds]` itself, since it does so for every token; what is
@@ -80,7 +80,7 @@ class Gaps:
         """Count a gap of `FINE_MS` milliseconds or more."""
         self._long.observe(gap_s)
 
-    def add(self, other: Gaps) -> None:
+    def add(self, other: GapHistogram) -> None:
         """Count what another one with the same bounds has counted."""
         self.fine = list(map(add, self.fine, other.fine))
         self._long.add(other._long)
@@ -98,8 +98,8 @@ class Gaps:
         return _gaps, (self._bounds, self._long, self.fine)
 
 
-def _gaps(bounds: tuple[float, ...], long: Histogram, fine: list[int]) -> Gaps:
-    gaps = Gaps(bounds)
+def _gaps(bounds: tuple[float, ...], long: Histogram, fine: list[int]) -> GapHistogram:
+    gaps = GapHistogram(bounds)
     gaps._long = long
     gaps.fine = fine
     return gaps

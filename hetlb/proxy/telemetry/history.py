@@ -20,7 +20,7 @@ _ended_at = itemgetter(0)
 ENDED_KEPT: Final = 100_000
 
 
-class Row(NamedTuple):
+class HistoryRow(NamedTuple):
     """One ended request. Times in seconds on the proxy's clock.
 
     `prompt_tokens_total` and `output_tokens` are of the whole request, `prompt_tokens_per_sequence` and
@@ -119,18 +119,18 @@ class History:
         ended_at: float = self._rows[_index(self._rows, end) - number][0]
         return ended_at
 
-    def between(self, start: float, end: float) -> Iterator[Row]:
+    def between(self, start: float, end: float) -> Iterator[HistoryRow]:
         """The rows that ended from `start` on and before `end`, the oldest first."""
         rows = self._rows
-        return map(Row._make, islice(rows, _index(rows, start), _index(rows, end)))
+        return map(HistoryRow._make, islice(rows, _index(rows, start), _index(rows, end)))
 
-    def newest_first(self) -> Iterator[Row]:
+    def newest_first(self) -> Iterator[HistoryRow]:
         """Every row, the newest first. To be used up in one turn of the event loop."""
-        return map(Row._make, reversed(self._rows))
+        return map(HistoryRow._make, reversed(self._rows))
 
-    def copy(self) -> Iterator[Row]:
+    def copy(self) -> Iterator[HistoryRow]:
         """Every row there is now, the oldest first; for use in another thread."""
-        return map(Row._make, tuple(self._rows))
+        return map(HistoryRow._make, tuple(self._rows))
 
 
 def _index(rows: deque[tuple[Any, ...]], when: float) -> int:

@@ -23,9 +23,9 @@ from hetlb.build import compiled
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import CAUSES, AdminState, Health
-from hetlb.proxy.beliefs import Source, slots_source
+from hetlb.proxy.beliefs import BeliefSource, slots_source
 from hetlb.proxy.telemetry.counters import AccountTotals, InstanceTotals, ModelTotals, Totals
-from hetlb.proxy.telemetry.histograms import Gaps, Histogram
+from hetlb.proxy.telemetry.histograms import GapHistogram, Histogram
 from hetlb.proxy.telemetry.metric_families import head
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -236,12 +236,12 @@ def _model_load(scheduler: Scheduler) -> list[ModelLoad]:
         reserved = sum(each.kv_tokens for each in able)
         cache = sum(each.kv_cache_tokens for each in able)
         used = max((running + waiting) / places, reserved / cache) if able else float(waiting)
-        assumed = any(slots_source(each) is Source.ASSUMED for each in able)
+        assumed = any(slots_source(each) is BeliefSource.ASSUMED for each in able)
         loads.append(ModelLoad(model, len(able), waiting, max(0, places - running), used, assumed))
     return loads
 
 
-_MODEL_HISTOGRAMS: tuple[tuple[str, Callable[[ModelTotals], Histogram | Gaps]], ...] = (
+_MODEL_HISTOGRAMS: tuple[tuple[str, Callable[[ModelTotals], Histogram | GapHistogram]], ...] = (
     ("hetlb_time_to_first_token_seconds", attrgetter("ttft")),
     ("hetlb_inter_token_latency_seconds", attrgetter("gaps")),
     ("hetlb_e2e_request_latency_seconds", attrgetter("e2e")),
@@ -272,7 +272,7 @@ _INSTANCE_GAUGES: tuple[tuple[str, bool, Callable[[Any], Number | None]], ...] =
     ("hetlb_instance_kv_reserved_tokens", False, attrgetter("kv_tokens")),
     ("hetlb_instance_kv_cache_tokens", False, attrgetter("kv_cache_tokens")),
     ("hetlb_instance_slots", False, attrgetter("max_num_seqs")),
-    ("hetlb_instance_slots_assumed", False, lambda each: int(slots_source(each) is Source.ASSUMED)),
+    ("hetlb_instance_slots_assumed", False, lambda each: int(slots_source(each) is BeliefSource.ASSUMED)),
     ("hetlb_instance_kv_reported_ratio", True, attrgetter("kv_usage")),
     ("hetlb_instance_kv_reported_max_ratio", True, attrgetter("kv_usage_max")),
     ("hetlb_instance_engines", False, attrgetter("engines")),
@@ -400,7 +400,7 @@ def _family(name: str, lines: Iterable[str | Number]) -> str:
     return head(name) + rest
 
 
-def _buckets(label: str, histogram: Histogram | Gaps) -> list[str]:
+def _buckets(label: str, histogram: Histogram | GapHistogram) -> list[str]:
     """The lines of one histogram, without the name of its family."""
     bounds, counts, total = histogram.figures()
     comma = "," if label else ""

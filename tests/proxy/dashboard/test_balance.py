@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from proxy.services import Engine, document, serving
 
-from hetlb.proxy.dashboard.balance import Part, parts, sentence
+from hetlb.proxy.dashboard.balance import BalancePart, parts, sentence
 
 
-def part(name: str, work: float, speed: float, busy: float = 1.0, out: str = "") -> Part:
-    return Part(name, work, speed, 0.0, busy, out)
+def part(name: str, work: float, speed: float, busy: float = 1.0, out: str = "") -> BalancePart:
+    return BalancePart(name, work, speed, 0.0, busy, out)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def part(name: str, work: float, speed: float, busy: float = 1.0, out: str = "")
         ),
     ],
 )  # fmt: skip
-def test_the_sentence(found: list[Part], waiting: int, policy: str, balanced: bool, text: str) -> None:
+def test_the_sentence(found: list[BalancePart], waiting: int, policy: str, balanced: bool, text: str) -> None:
     assert sentence(found, waiting, policy) == (balanced, text)
 
 

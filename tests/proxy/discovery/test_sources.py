@@ -17,7 +17,7 @@ from proxy.upstreams import plain
 
 from hetlb.config.discovery import parse_selector, select_profile
 from hetlb.errors import ConfigError
-from hetlb.proxy.discovery import files
+from hetlb.proxy.discovery import file_source as files
 from hetlb.proxy.discovery.source import Found
 
 PROFILE: dict[str, Any] = {

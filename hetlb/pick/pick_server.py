@@ -22,7 +22,7 @@ from hetlb.config.fleet_tables import ProxyTable
 from hetlb.errors import ConfigError
 from hetlb.pick import messages
 from hetlb.pick.calls import MAX_BESIDE_BODY, Calls
-from hetlb.pick.driver import PickDriver
+from hetlb.pick.pick_driver import PickDriver
 from hetlb.pick.stream import PickerState
 from hetlb.pick.tenant_names import FAIRNESS
 from hetlb.proxy.access import Access, server_context

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any, Final
 
-from hetlb.core.paths.ledger import PathDispatch, PathLease
-from hetlb.core.paths.scheduler import PathCommand, PathScheduler
+from hetlb.core.paths.path_ledger import PathDispatch, PathLease
+from hetlb.core.paths.path_scheduler import PathCommand, PathScheduler
 from hetlb.core.paths.stages import BatchLimits, Curve, Hop, LinkSpec, StageNetwork, StageSpec
 from hetlb.core.predictor import Predictor
 from hetlb.core.types import Outcome, Request, RequestId

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from hetlb.core.paths.least_time import LeastTime
-from hetlb.core.paths.ledger import PathDispatch, PathLease, StageLedger, fullest_layer
+from hetlb.core.paths.path_ledger import PathDispatch, PathLease, StageLedger, fullest_layer
 from hetlb.core.paths.policies import (
     FixedPipelines,
     PathContext,

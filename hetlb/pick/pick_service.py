@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 from hetlb.config.fleet import Fleet
 from hetlb.config.fleet_tables import Listen, SharedTable
 from hetlb.core.types import InstanceSpec
-from hetlb.pick.driver import PickDriver
-from hetlb.pick.server import PickServer, gateway_certificates
+from hetlb.pick.pick_driver import PickDriver
+from hetlb.pick.pick_server import PickServer, gateway_certificates
 from hetlb.proxy.discovery.inference_pool import ObjectiveSource
 from hetlb.proxy.discovery.source import Source
 from hetlb.proxy.leader import Leader, LeaseLeader
