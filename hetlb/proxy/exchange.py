@@ -512,11 +512,11 @@ class Exchange(RequestRecord):
             self.finish(ends.LAST_MISSING)
             return True
         generated = 0 if rest.leg is None else rest.leg.seam.generated
-        no_more = generated <= self.resumed_tokens and end is not ends.NOTICE
-        if self.dropped and no_more:
-            return False  # run twice, and no token more: the request itself may be what kills engines
+        unsaid = not generated and end is not ends.NOTICE
+        if self.dropped and unsaid:
+            return False  # run twice, and not a token: the request itself may be what kills engines
         self.lease.output_tokens = 0 if answer is None else answer.tokens_so_far
-        self.dropped = no_more
+        self.dropped = unsaid
         self.resumed += 1
         lease = self.back_to_queue(RESUMED)
         self.resumed_tokens = generated

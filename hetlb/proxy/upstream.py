@@ -279,6 +279,8 @@ class EnginePool(Upstream):
                 )
             if self._confined:
                 connection.refuse_special_peer()
+            if connection.state is _CLOSED:  # before anything was sent
+                end, detail = ends.NOT_ACCEPTED, "the engine closed the connection"
         except asyncio.CancelledError:
             return
         except TimeoutError:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
+from helpers import HANG_S, turns_until
 from proxy.memory import End, Loop
 
 from hetlb.config.fleet_tables import ProxyTable
-from hetlb.proxy.access import EngineAccess
+from hetlb.proxy import ends
+from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
+from hetlb.proxy.connection_states import EngineState
 from hetlb.proxy.ends import End as LeaseEnd
 from hetlb.proxy.engine_pools import EnginePools
 from hetlb.proxy.http.http1 import ResponseHead
 from hetlb.proxy.side_call import SideCall
+from hetlb.proxy.upstream import EnginePool
 
 PORT = 8998
 IDLE_S = 10.0
@@ -79,3 +85,35 @@ def test_an_instance_that_left_takes_the_way_to_its_bootstrap_server_along(loop:
     pools.drop_unused(set())
     access["p"] = gone
     assert pools.bootstrap("p") is not before
+
+
+class ClosedFirst:
+    """A loop whose connections were closed by the engine by the time that they are made."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.time, self.call_soon, self.create_task = loop.time, loop.call_soon, loop.create_task
+
+    async def create_connection(self, make: Any, host: str, port: int) -> Any:
+        transport, connection = await self._loop.create_connection(make, host, port)
+        await turns_until(lambda: connection.state is EngineState.CLOSED)
+        return transport, connection
+
+
+async def test_a_connection_that_was_closed_before_it_was_used_is_not_accepted() -> None:
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    loop = cast(asyncio.AbstractEventLoop, ClosedFirst(asyncio.get_running_loop()))
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    pool = EnginePool(
+        url, loop, PLAIN_ACCESS, connect_timeout_s=HANG_S, idle_s=1.0, on_reconnect=lambda _: None
+    )
+    failed: list[LeaseEnd | None] = []
+    for _ in range(2):  # the second time it would be asked what it serves
+        call = SideCall(
+            pool, b"GET", lambda own, _: own, b"", lambda *_: None, lambda end, _: failed.append(end)
+        )
+        call.send()
+        await turns_until(lambda: bool(failed))
+        assert failed.pop() is ends.NOT_ACCEPTED
+    assert not pool.busy
+    server.close()
