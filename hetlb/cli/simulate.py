@@ -113,6 +113,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against", type=Path, metavar="LOG", help="compare the log of a real server with its profile"
     )
     parser.add_argument("--profile", type=Path, metavar="P.yaml", help="profile of the server (--against)")
+    parser.add_argument(
+        "--tune",
+        metavar="FIGURE",
+        help="find policy.weights of hetlb for mean_ttft_ms, p99_e2el_ms, attainment, ...",
+    )
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the weights found, if they are a gain"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
@@ -135,6 +143,14 @@ def run(args: argparse.Namespace) -> int:
     }
     seeds = read_seeds(args.seed, args.seeds)
     check_numbers(args)
+    if args.tune is not None:
+        from hetlb.cli.simulate_tune import check_tune, run_tune
+
+        check_tune(args, fleet)
+        if len(rates) > 1 or args.policy not in (None, "hetlb"):
+            raise InputError("--tune: expected one --request-rate, and no --policy but hetlb")
+    elif args.write is not None:
+        raise InputError("--write: expected it with --tune")
     cells = [StudyCell(policy, rate, seed) for rate in rates for policy in policies for seed in seeds]
     if args.plot is not None:
         cells = watch(cells)
@@ -151,6 +167,8 @@ def run(args: argparse.Namespace) -> int:
         prefix_cache=args.prefix_cache,
         restarts_s=read_restarts(args.restart_at),
     )
+    if args.tune is not None:
+        return run_tune(args, fleet, study, next(iter(rates)), seeds)
     ran = sweep(study, cells, args.jobs)
     runs = [run_document(study, each, rates[each.cell.rate]) for each in ran]
     medians = [] if len(seeds) == 1 else [median_run(each) for each in by_policy_and_rate(runs).values()]

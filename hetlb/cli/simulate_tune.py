@@ -1,0 +1,65 @@
+"""`hetlb simulate --tune`: weights of the default policy for a fleet, a trace and a figure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from hetlb.config.fleet import Fleet
+from hetlb.core.policies.hetlb import TERMS
+from hetlb.errors import InputError
+from hetlb.files import write_text
+from hetlb.sim.simulation_sweep import Study
+from hetlb.sim.tune import FIGURES, Tuned, loss, search
+
+#: Seeds that measure the gain, beyond those of the search.
+_HELD_BACK = 6
+
+
+def check_tune(args: argparse.Namespace, fleet: Fleet) -> None:
+    """Raise `InputError` unless the figure exists, and the fleet can be written where it is asked for."""
+    if args.tune not in FIGURES:
+        raise InputError(f"--tune: expected one of {', '.join(FIGURES)}, got {args.tune!r}")
+    if args.tune == "attainment" and not any(fleet.service_classes.values()):
+        raise InputError("--tune: expected a fleet with models[].classes for attainment, got none")
+    if args.write is not None and args.write.exists():
+        raise InputError(f"--write: expected a file that is not there yet, got {args.write}")
+
+
+def run_tune(
+    args: argparse.Namespace, fleet: Fleet, study: Study, rate: float | str, seeds: list[int]
+) -> int:
+    """Search, print the gain, write the weights if it is certain."""
+    stated = dict(fleet.policy_params.weights)
+    start = {term.name: stated.get(term.name, term.weight) for term in TERMS}
+    if not any(row.adapter for row in study.load.rows):
+        del start["adapter_s"]
+    if not any(each.stated for each in study.classes.values()):
+        del start["loss_s"]
+    start.pop("own_s")  # only the ratios to one of them matter
+    held_back = [max(seeds) + 1 + i for i in range(_HELD_BACK)]
+    found = search(start, lambda weights, seed: loss(study, rate, args.tune, weights, seed), seeds, held_back)
+    lines = "".join(f"    {name}: {weight:g}\n" for name, weight in found.weights.items())
+    written = found.certain and args.write is not None
+    if written:
+        write_text(args.write, f"policy:\n  weights:\n{lines}")
+    if args.json:
+        print(json.dumps(_document(args.tune, start, found, written)))
+        return 0
+    print(
+        f"{args.tune}: {found.gain:+.1%} better on {_HELD_BACK} seeds that the search did not see "
+        f"(95 % interval {found.low:+.1%} to {found.high:+.1%}; {found.runs} runs)"
+    )
+    if found.certain:
+        print(f"policy:\n  weights:\n{lines}", end="")
+    else:
+        print("The interval holds zero: the weights stay as they are, and nothing is written.")
+    return 0
+
+
+def _document(figure: str, start: dict[str, float], found: Tuned, written: bool) -> dict[str, object]:
+    return {
+        "figure": figure, "start": start, "weights": found.weights if found.certain else start,
+        "gain": found.gain, "interval": [found.low, found.high], "certain": found.certain,
+        "runs": found.runs, "written": written,
+    }  # fmt: skip
