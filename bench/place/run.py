@@ -1,6 +1,6 @@
 """Placements, the simulator of pipelines and path policies on Helix's clusters and on generated ones.
 
-    python bench/place/run.py --data FOLDER [--only flows,published,plans,large,paths,speed] [--out FILE]
+    python bench/place/run.py --data FOLDER [--only SECTION,SECTION,...] [--out FILE]
 
 FOLDER holds Helix's clusters as CSV and JSON (see docs/placement.md); it is not part of the project. Times
 are CPU seconds of this process. What each section shows stands in docs/placement.md.
@@ -339,6 +339,27 @@ def paths(data: Data, planned: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+#: Generated clusters that nothing was tuned on, and seeds of their requests.
+HELD_OUT, REQUEST_SEEDS = (11, 12, 13), (1, 2, 3)
+
+
+def held_out(data: Data) -> list[dict[str, Any]]:
+    """`hetlb` against `iwrr` with the most even flow, offline, on clusters that were kept back."""
+    rows = []
+    base = data.cluster("single24")
+    for number, seed in itertools.product(HELD_OUT, REQUEST_SEEDS):
+        cluster, placement = generated(base, number)
+        links = balanced_flow(cluster, placement).links
+        row: dict[str, Any] = {"cluster": number, "seed": seed}
+        for policy in ("iwrr", "hetlb"):
+            result = simulate(data, cluster, placement, links, policy, seed=seed)
+            row[policy] = result.decode_tokens_per_s
+        row["ratio"] = row["hetlb"] / row["iwrr"]
+        print("held out:", row, flush=True)
+        rows.append(row)
+    return rows
+
+
 def _compare(rows: list[dict[str, Any]]) -> None:
     """Print the means of the ratios of `hetlb` to `iwrr`."""
     keyed = {(r["cluster"], r["placement"], r["load"], r["policy"], r["weights"]): r for r in rows}
@@ -378,7 +399,7 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, required=True, help="the folder with Helix's clusters")
     parser.add_argument(
-        "--only", default="flows,published,plans,large,paths,speed", help="sections, comma-separated"
+        "--only", default="flows,published,plans,large,paths,held_out,speed", help="sections, comma-separated"
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="CPU seconds of each search (60)")
     parser.add_argument("--seeds", type=int, default=2, help="searches per cluster (2)")
@@ -397,6 +418,8 @@ def main() -> None:
             results[section] = large(data)
         elif section == "paths":
             results[section] = paths(data, results.get("plans", []))
+        elif section == "held_out":
+            results[section] = held_out(data)
         elif section == "speed":
             results[section] = speed(data)
         args.out.write_text(json.dumps(results, indent=1) + "\n")

@@ -6,12 +6,16 @@ while the solver runs, a warm start, an end on Ctrl-C with the incumbent kept, a
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -79,6 +83,34 @@ class SolveLimits:
     def within(self, seconds: float) -> SolveLimits:
         """The same limits, with a deadline so many seconds from now at most."""
         return replace(self, deadline=min(self.deadline, self.clock() + seconds))
+
+
+def new_solver() -> Any:
+    """A HiGHS object that prints nothing, on one thread."""
+    _print_banner_nowhere()
+    highs = highspy.Highs()  # type: ignore[no-untyped-call]
+    highs.setOptionValue("output_flag", False)
+    highs.setOptionValue("threads", 1)
+    return highs
+
+
+@cache
+def _print_banner_nowhere() -> None:
+    """The first object of a process prints a banner (1.16), on the stdout where a command's JSON goes."""
+    sys.stdout.flush()
+    try:
+        stdout = os.dup(1)
+    except OSError:  # closed
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        highspy.Highs()  # type: ignore[no-untyped-call]
+        ctypes.CDLL(None).fflush(None)
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(nowhere)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +233,7 @@ class LinearProgram:
 
     def _load(self, limits: SolveLimits) -> Any:
         if self._highs is None:
-            highs = highspy.Highs()  # type: ignore[no-untyped-call]
-            highs.setOptionValue("output_flag", False)
-            highs.setOptionValue("threads", 1)
+            highs = new_solver()
             highs.passModel(self._as_highs())
             self._highs = highs
         highs = self._highs

@@ -181,3 +181,10 @@ def test_place_to_stage_to_serve(walk: Walk, capsys: pytest.CaptureFixture[str])
     document = planned(walk, capsys, "place", "--config", place, "--time-limit", "1")
     assert [0, LAYERS] not in document["placement"].values(), "expected a model that no machine holds"
     assert served(walk, document, "toy")["usage"]["completion_tokens"] == 4
+
+
+def test_stdout_is_the_document_alone(walk: Walk) -> None:
+    """As a process: what the solver's library prints by itself is not caught in this one."""
+    command = "hetlb rent --config market.yaml --no-cache --no-baselines --no-simulate --json"
+    walk.write("market.yaml", MARKET)
+    assert json.loads(walk.start(command))["throughput_req_s"] > 0.0

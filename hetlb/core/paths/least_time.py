@@ -11,7 +11,9 @@ The cost of a path (s) has two parts.
 - The decode passes, times the output predicted: what one more request adds to the time that all requests
   spend on a stage or link, F(n + 1) - F(n) with F(n) = n T(n). T(n) is the time of a pass with n requests in
   flight: the batch, and prompts in between as in an M/G/1 queue. So a request pays for the delay of others
-  too, and traffic is spread as a central planner would (marginal costs; Beckmann et al., 1956).
+  too, and traffic is spread as a central planner would (marginal costs; Beckmann et al., 1956). Requests that
+  take the same link travel as a convoy, and each makes the batches of the others longer: paths that part
+  keep convoys short.
 """
 
 from __future__ import annotations
@@ -31,6 +33,11 @@ _PRIOR_PROMPT: Final = 750.0
 _PRIOR_OUTPUT: Final = 240.0
 #: Utilisations are kept below this, so that an overloaded stage is slow and not undefined.
 _FULL: Final = 0.95
+#: Convoys merge on the way: the weight of the time that a request adds to the batches of those on its link.
+#: Of 0.3, 1, 2, 4 and 10 the one with most output on four placements (bench/place/run.py).
+_CONVOY: Final = 4.0
+#: Decoding requests of a small and of a large batch, between which a request's part in it is taken.
+_SMALL_BATCH, _LARGE_BATCH = 8.0, 64.0
 #: E[t^2] / E[t]^2 of the prompts' times: chat prompts vary about as much as their mean.
 _PROMPT_SPREAD: Final = 1.6
 
@@ -46,7 +53,7 @@ class _Stage:
         #: Predicted time at which the prompts sent here are through.
         self.free_at = 0.0
         #: A pass of one token alone, then with a few others.
-        self.batch_s = spec.layers * (2.0 * spec.decode(1.0) + spec.decode(8.0))
+        self.batch_s = spec.layers * (2.0 * spec.decode(1.0) + spec.decode(_SMALL_BATCH))
 
     def total_s(self, requests: float, prompts_per_s: float, prompt_tokens: float) -> float:
         """Time that so many requests in flight spend here per pass of each, at so many prompts/s."""
@@ -59,11 +66,16 @@ class _Stage:
 class _Link:
     """Times of one link (s)."""
 
-    __slots__ = ("free_at", "latency_s", "requests", "token_s")
+    __slots__ = ("batch_s", "free_at", "latency_s", "requests", "token_s")
 
-    def __init__(self, token_s: float, latency_s: float) -> None:
+    def __init__(self, token_s: float, latency_s: float, receiver: StageSpec | None) -> None:
         self.token_s = token_s
         self.latency_s = latency_s
+        #: What one more request adds to a batch at the receiver.
+        self.batch_s = 0.0
+        if receiver is not None:
+            more = receiver.decode(_LARGE_BATCH) - receiver.decode(_SMALL_BATCH)
+            self.batch_s = receiver.layers * max(0.0, more) / (_LARGE_BATCH - _SMALL_BATCH)
         self.free_at = 0.0
         #: Requests in flight whose path takes it.
         self.requests = 0
@@ -73,7 +85,7 @@ class _Link:
         prompt_s = prompt_tokens * self.token_s
         used = min(_FULL, prompts_per_s * prompt_s)
         blocked = prompts_per_s * _PROMPT_SPREAD * prompt_s * prompt_s / (2.0 * (1.0 - used))
-        return requests * (self.latency_s + blocked)
+        return requests * (self.latency_s + blocked + _CONVOY * self.batch_s * requests)
 
 
 class LeastTime(PathPolicy):
@@ -91,7 +103,9 @@ class LeastTime(PathPolicy):
             for receiver in after:
                 spec = network.links[sender, receiver]
                 size = network.message_bytes(sender, receiver)
-                self._links[sender, receiver] = _Link(size / spec.bytes_per_s, spec.latency_s)
+                self._links[sender, receiver] = _Link(
+                    size / spec.bytes_per_s, spec.latency_s, self._specs.get(receiver)
+                )
         self._order = [SOURCE, *sorted((name for name in self._next if name != SOURCE), key=self._end_of)]
         self._prompt_tokens = _PRIOR_PROMPT
         self._output_tokens = _PRIOR_OUTPUT
@@ -104,7 +118,9 @@ class LeastTime(PathPolicy):
 
     def _prior_pass_s(self) -> float:
         specs = list(self._specs.values())
-        return 3.0 * self._network.layers * sum(spec.decode(8.0) for spec in specs) / max(1, len(specs))
+        return (
+            3.0 * self._network.layers * sum(spec.decode(_SMALL_BATCH) for spec in specs) / max(1, len(specs))
+        )
 
     def choose(self, ctx: PathContext) -> tuple[Hop, ...] | None:
         """The cheapest path now."""

@@ -14,6 +14,7 @@ import highspy
 import numpy as np
 
 from hetlb.core.paths.stages import SINK, SOURCE, Edge
+from hetlb.plan.highs import new_solver
 from hetlb.plan.placement.flow import Flow, max_flow, valid_links
 from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
 
@@ -74,9 +75,7 @@ def _solve(
     caps: list[float], weights: list[float], rows: list[tuple[list[int], list[float], float]], count: int
 ) -> list[float] | None:
     """The optimum or a point near it, None where the solver gives none (once in some thousand networks)."""
-    solver = highspy.Highs()  # type: ignore[no-untyped-call]
-    solver.silent()
-    solver.setOptionValue("threads", 1)
+    solver = new_solver()
     # The active-set method may cycle where much is degenerate; every point on its way is a flow.
     solver.setOptionValue("qp_iteration_limit", _MOST_ITERATIONS)
     solver.setOptionValue("time_limit", _MOST_S)
