@@ -13,7 +13,6 @@ from proxy.memory import End, Loop
 from hetlb.config.fleet_tables import ProxyTable
 from hetlb.proxy import ends
 from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
-from hetlb.proxy.connection_states import EngineState
 from hetlb.proxy.ends import End as LeaseEnd
 from hetlb.proxy.engine_pools import EnginePools
 from hetlb.proxy.http.http1 import ResponseHead
@@ -96,7 +95,7 @@ class ClosedFirst:
 
     async def create_connection(self, make: Any, host: str, port: int) -> Any:
         transport, connection = await self._loop.create_connection(make, host, port)
-        await turns_until(lambda: connection.state is EngineState.CLOSED)
+        await turns_until(lambda: connection._transport is None)
         return transport, connection
 
 
