@@ -45,6 +45,10 @@ SIGNAL_STALE_S: Final = 5.0
 KV_ROOM: Final = 0.8
 #: Loads of an instance are kept for fewer sequences than this.
 _LOADS_KEPT: Final = 1024
+#: Sequences that an instance of unknown speed runs at once; so many times more for each `_UNTRIED_S` without
+#: an answer. A burst that is bound before a speed is known keeps the pace of the slowest instance.
+_UNTRIED_SEQUENCES: Final = 4
+_UNTRIED_S: Final = 10.0
 #: Shorter answers say nothing about speed.
 _LEAST_STEPS: Final = 4.0
 #: A first byte this late in an answer, as a share of its time, came with the whole of it: not a stream.
@@ -243,6 +247,7 @@ class Instance:
         "throttle",
         "token_budget",
         "tree",
+        "tried",
         "work_ns",
     )
 
@@ -276,6 +281,8 @@ class Instance:
         #: True if its engine sleeps (vLLM's sleep mode): it answers probes and takes no request.
         self.asleep = False
         self.profiled = spec.latency is not None
+        #: True once its speed is known: it has a profile, or an answer of it ended well.
+        self.tried = self.profiled
         #: As profiled or, without a profile, the default; and as corrected by what its answers showed.
         self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
         self.latency: LatencyModel = self.nominal
@@ -826,6 +833,14 @@ class Instance:
         if blocks is None or not blocks.live or request.blocks is None or self.engines > 1:
             return None
         return min(blocks.held(request.model, request.blocks), request.prompt_tokens - 1)
+
+    def untried_sequences(self, now: float) -> float:
+        """Sequences that it may run at once until a first token or an answer shows its speed."""
+        if self.speed.seen:
+            return math.inf
+        oldest = next(iter(self.leases.values()), None)
+        waited_s = 0.0 if oldest is None else now - oldest.dispatched_at
+        return _UNTRIED_SEQUENCES * 2.0 ** min(16.0, max(0.0, waited_s) / _UNTRIED_S)
 
     def learn_prefill(self, lease: Lease, now: float) -> None:
         """Correct the speed by a prefill leg: its answer of one token shows how long the prompt took."""

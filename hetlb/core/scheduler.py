@@ -281,6 +281,8 @@ class Scheduler:
         elif lease.hold is not None and not lease.hold.ended:
             self._holds.fetched(lease.hold, lease, instance, now)
         instance.first_token(lease, now)
+        if not instance.tried and lease.request.streamed and lease.decode is None:
+            instance.learn_prefill(lease, now)
         if self._ledger.journals:
             self._ledger.begun(lease)
         adapter_load = self.placement.adapter_load
@@ -323,6 +325,7 @@ class Scheduler:
         health = instance.health
         commands: list[Command] = []
         if outcome is _OK:
+            instance.tried = True
             if request.generates and not request.generated:
                 self._predictor.observe(request, lease.output_tokens / request.sequences)
                 instance.learn_speed(lease, now)

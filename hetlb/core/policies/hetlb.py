@@ -198,6 +198,8 @@ class Evaluation:
         ending = seen.ending(each.now_s * self._half_grown * 2.0, self._ctx.now)
         if seen.running - ending >= load.all_slots:
             return NO_SLOT
+        if not instance.tried and seen.running >= instance.untried_sequences(self._ctx.now):
+            return NO_SLOT
         prompts = float(-(-request.sequences // request.samples))
         own = prompts * (self._prompt - each.cached) + request.sequences * self._output / 2.0
         used = seen.expected_kv_tokens(self._ctx.now) + own
@@ -362,7 +364,8 @@ class Evaluation:
     def _reason(self, each: Rating) -> str:
         state, availabilities = each.state, self._ctx.availabilities
         if state == NO_SLOT:
-            return f"{FULL}: every slot is taken"
+            few = "" if self.instances[each.index].tried else ", few until its speed is known"
+            return f"{FULL}: every slot is taken{few}"
         if state == NO_MEMORY:
             return f"{FULL}: over {_KV_MARK:.2f} of the KV cache expected in use with it"
         if state == KEPT_FREE:
