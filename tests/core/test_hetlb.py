@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from helpers import FAST, MODEL, dispatched, make_scheduler, request, spec
 from hypothesis import given
@@ -179,3 +181,53 @@ def test_no_request_waits_for_ever_and_all_is_given_back(
     assert seen == set(range(len(asked)))
     assert len(scheduler.queue) == 0
     assert all(instance.sequences == 0 for instance in scheduler.instances)
+
+
+# --- no profile ---
+
+
+def placed(commands: list[Any]) -> list[Lease]:
+    return [command.lease for command in commands if isinstance(command, Dispatch)]
+
+
+@pytest.mark.parametrize("shows", ["a first token", "an answer", "time"])
+def test_without_a_profile_few_requests_run_until_something_shows_its_speed(shows: str) -> None:
+    unknown = InstanceSpec("a", MODEL, capacity=capacity(64))
+    scheduler = make_scheduler([unknown], "hetlb")
+    leases = [
+        lease
+        for i in range(20)
+        for lease in placed(scheduler.on_arrival(request(i, streamed=shows == "a first token"), 0.0))
+    ]
+    assert len(leases) == 4
+    if shows == "a first token":
+        scheduler.on_first_token(leases[0], 0.5)
+        more = placed(scheduler.on_tick(0.75))
+        assert len(more) == 16
+    elif shows == "an answer":
+        leases[0].output_tokens = 1
+        scheduler.on_first_token(leases[0], 0.5)
+        more = placed(scheduler.on_lease_ended(leases[0], Outcome.OK, 0.5))
+        assert len(more) == 16
+    else:
+        assert len(placed(scheduler.on_tick(5.0))) == 2
+        assert len(placed(scheduler.on_tick(10.0))) == 2
+
+
+def test_a_burst_without_profiles_goes_mostly_to_the_fast_instance() -> None:
+    """Of 160 at once a server ten times as slow gets few more than it has begun when its speed shows."""
+    engines = {name: InstanceSpec(name, MODEL, capacity=capacity(256)) for name in ("fast", "slow")}
+    scheduler = make_scheduler(engines.values(), "hetlb")
+    leases = [
+        lease
+        for i in range(160)
+        for lease in placed(scheduler.on_arrival(request(i, streamed=True, max_tokens=100), 0.0))
+    ]
+    assert sorted(lease.instance for lease in leases) == ["fast"] * 4 + ["slow"] * 4
+    found = []
+    for lease, at in sorted(
+        ((lease, 0.1 if lease.instance == "fast" else 1.0) for lease in leases), key=lambda pair: pair[1]
+    ):
+        scheduler.on_first_token(lease, at)
+        found += [each.instance for each in placed(scheduler.on_tick(at))]
+    assert found.count("slow") < 0.2 * len(found)
