@@ -10,6 +10,7 @@ from typing import Final
 
 from hetlb.core.journal import Booked
 from hetlb.core.policies.groups import LARGEST_WHOLE
+from hetlb.core.policies.hetlb import PASSED_OVER
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     EngineSample,
@@ -112,7 +113,12 @@ class PickDriver(Driver):
         chosen = decision.lease.instance
         if len(self.scheduler.instances) > LARGEST_WHOLE:
             return self._neighbours(decision.lease, count)
-        others = [each for each in decision.candidates if each.eligible and each.instance != chosen]
+        # One that is passed over has room: only the chosen one, which has failed then, was sooner.
+        others = [
+            each
+            for each in decision.candidates
+            if each.instance != chosen and (each.eligible or each.reason.startswith(PASSED_OVER))
+        ]
         others.sort(key=lambda each: each.score)
         return [each.instance for each in others[:count]]
 
