@@ -34,7 +34,7 @@ _PRIOR_OUTPUT: Final = 240.0
 #: Utilisations are kept below this, so that an overloaded stage is slow and not undefined.
 _FULL: Final = 0.95
 #: Convoys merge on the way: the weight of the time that a request adds to the batches of those on its link.
-#: Of 0.3, 1, 2, 4 and 10 the one with most output on four placements (bench/place/run.py).
+#: 4 served more than 1 on four placements (bench/place/run.py); 0.3, 2 and 10 were tried on one or two.
 _CONVOY: Final = 4.0
 #: Decoding requests of a small and of a large batch, between which a request's part in it is taken.
 _SMALL_BATCH, _LARGE_BATCH = 8.0, 64.0
@@ -71,7 +71,7 @@ class _Link:
     def __init__(self, token_s: float, latency_s: float, receiver: StageSpec | None) -> None:
         self.token_s = token_s
         self.latency_s = latency_s
-        #: What one more request adds to a batch at the receiver.
+        #: Cost of one more request in a batch at the receiver.
         self.batch_s = 0.0
         if receiver is not None:
             more = receiver.decode(_LARGE_BATCH) - receiver.decode(_SMALL_BATCH)
