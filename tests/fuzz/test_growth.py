@@ -281,7 +281,7 @@ def limit(name: str) -> float:
         return 250.0
     if (
         "short frames" in name or "parts" in name
-    ):  # a frame of two bytes is one step of the WebSocket's reader
+    ):  # a frame of two bytes is a step of the reader
         return 80.0
     small = ("chunk", "event", "tokens", "frame")
     return 40.0 if any(each in name for each in small) else 6.0
