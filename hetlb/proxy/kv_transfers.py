@@ -367,6 +367,8 @@ class KvTransfer:
         if now > self._until:
             self._late()
         elif self._exchange.phase is Phase.PREFILLING and silent_s > first_byte_s:
+            if self._call is not None:
+                self._call.abort()
             self._prefill_failed(ends.SILENT, "it did not answer in time")
         else:
             return False
