@@ -147,7 +147,7 @@ def test_predictions_and_series_are_drawn(look: Look, running: Fleet) -> None:
     expect(look.page.locator("#scatters")).to_contain_text(re.compile(r"\d+ % of \d+ answers"))
     assert look.page.locator("#scatters path.dots").count() >= 2
     expect(look.page.locator("#outcomes")).to_contain_text(" ok")
-    expect(look.page.locator("#charts figure")).to_have_count(4)
+    expect(look.page.locator("#charts figure")).to_have_count(5)
 
 
 def test_it_is_used_with_keys_alone(look: Look, running: Fleet) -> None:
