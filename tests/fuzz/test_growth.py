@@ -279,9 +279,7 @@ def limit(name: str) -> float:
         return 250.0
     if name.startswith("blocks"):  # one digest a block, in turns
         return 250.0
-    if (
-        "short frames" in name or "parts" in name
-    ):  # a frame of two bytes is a step of the reader
+    if "short frames" in name or "parts" in name:  # a frame of two bytes is a step of the reader
         return 80.0
     small = ("chunk", "event", "tokens", "frame")
     return 40.0 if any(each in name for each in small) else 6.0

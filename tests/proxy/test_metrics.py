@@ -134,8 +134,8 @@ async def everything(tmp_path: Path) -> dict[str, Metric]:
 async def of_everything(running: Running) -> dict[str, Metric]:
     await stream(running)
     await turns_until(lambda: running.instance("i0").sample is not None)
+    await turns_until(lambda: running.instance("i0").errors.end.samples > 0)
     running.service.stages = STAGES
-    running.service.totals.resumptions["m", "broken_stream"] = 1
     figures = SharedFigures(True, 1, 2, 0.01, 3, 4, True)
     running.service.sharing = cast(Any, SimpleNamespace(figures=figures))
     running.service.driver.totals.resumptions["m", "broken"] = 1
