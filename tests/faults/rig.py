@@ -160,8 +160,10 @@ class Rig:
         return document
 
     def write(self, document: dict[str, Any]) -> None:
-        """Put another fleet in the file."""
-        self.path.write_text(yaml.safe_dump(document))
+        """Put another fleet in the place of the file, which the proxy watches."""
+        written = self.path.with_suffix(".new")
+        written.write_text(yaml.safe_dump(document))
+        written.replace(self.path)
 
 
 def fleet_file(urls: list[str], neighbour: str, tables: dict[str, Any]) -> dict[str, Any]:
