@@ -840,7 +840,7 @@ class Instance:
             return math.inf
         oldest = next(iter(self.leases.values()), None)
         waited_s = 0.0 if oldest is None else now - oldest.dispatched_at
-        return _UNTRIED_SEQUENCES * 2.0 ** min(16.0, max(0.0, waited_s) / _UNTRIED_S)
+        return _UNTRIED_SEQUENCES * math.exp2(min(16.0, max(0.0, waited_s) / _UNTRIED_S))
 
     def learn_prefill(self, lease: Lease, now: float) -> None:
         """Correct the speed by a prefill leg: its answer of one token shows how long the prompt took."""
