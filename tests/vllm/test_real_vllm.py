@@ -195,7 +195,7 @@ async def test_an_unknown_model_is_our_own_404(client: openai.AsyncOpenAI) -> No
         await client.chat.completions.create(model="no-such-model", messages=HELLO)
     error: Any = caught.value.body
     assert error["code"] == "model_not_found"
-    assert error["message"] == "The model `no-such-model` does not exist."
+    assert error["message"] == "The model `no-such-model` does not exist. Valid names: tiny."
     assert "x-hetlb-instance" not in caught.value.response.headers
 
 
