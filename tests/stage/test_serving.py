@@ -20,6 +20,9 @@ from hetlb.stage.coordinator import Sequence as Asked
 from hetlb.stage.stage_channel import ChannelError, connect
 from hetlb.stage.stage_messages import Sampling, pack
 
+#: One of these hung in two of three whole runs, and none ever alone: not understood yet.
+pytestmark = pytest.mark.slow
+
 
 def prompt_of(rng: random.Random, most: int = 60) -> list[int]:
     return [rng.randrange(250) for _ in range(rng.randint(1, most))]
@@ -100,7 +103,6 @@ async def test_requests_of_a_killed_stage_go_on_elsewhere(folder: Path) -> None:
         assert "a" in check_log(made)[before:], "the stage that came back is not used"
 
 
-@pytest.mark.slow  # it hung in two of three whole runs and never alone: not understood yet
 async def test_without_a_path_requests_end_with_a_reason(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
