@@ -112,7 +112,7 @@ async def health_flaps(rig: Rig) -> None:
         assert await rig.health("i0") == "up"
 
 
-@case("M5", "green-but-failing", engines=2, modes=("junk",))
+@case("M5", "green-but-failing", engines=2, policy={"name": "least-requests"}, modes=("junk",))
 async def probes_are_green_and_answers_fail(rig: Rig) -> None:
     loop = asyncio.get_running_loop()
     over = loop.time() + EJECTION_BASE_S * (1.0 - EJECTION_JITTER)  # no ejection ends before
