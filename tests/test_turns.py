@@ -1,4 +1,4 @@
-"""Turns on the event loop: endless readers hold up nobody, and go on in their order."""
+"""Turns on the event loop: endless readers hold up no other, and go on in their order."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ SIGNAL_STALE_S: Final = 5.0
 KV_ROOM: Final = 0.8
 #: Loads of an instance are kept for fewer sequences than this.
 _LOADS_KEPT: Final = 1024
-#: Sequences that an instance of unknown speed runs at once; so many times more for each `_UNTRIED_S` without
-#: an answer. A burst that is bound before a speed is known keeps the pace of the slowest instance.
+#: Sequences that an instance of unknown speed runs at once; twice as many after each `_UNTRIED_S` without an
+#: answer. A burst that is bound before a speed is known keeps the pace of the slowest instance.
 _UNTRIED_SEQUENCES: Final = 4
 _UNTRIED_S: Final = 10.0
 #: Shorter answers say nothing about speed.
