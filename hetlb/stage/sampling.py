@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from hetlb.stage.stage_messages import Sampling
+from hetlb.stage.stage_messages import LEAST_LOGPROB, Sampling
 
 Logits = npt.NDArray[np.float32]
 Scores = npt.NDArray[np.float64]
@@ -109,4 +109,4 @@ def _log_probabilities(logits: Logits, token: int, count: int) -> list[tuple[int
     shifted = logits.astype(np.float64) - float(logits.max())
     total = float(np.log(np.exp(shifted).sum()))
     likely = np.argsort(-shifted, kind="stable")[:count].tolist()
-    return [(each, float(shifted[each]) - total) for each in (token, *likely)]
+    return [(each, max(LEAST_LOGPROB, float(shifted[each]) - total)) for each in (token, *likely)]

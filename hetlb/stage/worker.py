@@ -298,7 +298,9 @@ class StageWorker:
         began = loop.time()
         computing = loop.run_in_executor(self._thread, partial(run_apart, self._runner, works))
         try:
-            results = await asyncio.wait_for(computing, self._deadline(works))
+            # Not `wait_for`: in Python 3.11 it swallows a cancellation that comes with the result.
+            async with asyncio.timeout(self._deadline(works)):
+                results = await computing
         finally:
             self._batcher.done()
         self.counters.batch(works, loop.time() - began)

@@ -49,6 +49,13 @@ def test_messages_come_back(message: object) -> None:
     assert bytes(payload) == b"abcd"
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 0.5])
+def test_a_log_probability_is_a_finite_number(value: float) -> None:
+    frame = encode(Tokens([Token(6, 1, 0, [(0, value)])]))
+    with pytest.raises(StageProtocolError, match=r"\$"):
+        decode(frame)
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_an_error(frame: bytes) -> None:
     with contextlib.suppress(StageProtocolError):

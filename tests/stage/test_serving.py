@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 import trustme
 from stage.rig import Collector, Rig, rig, until
-from stage.toy import answer
+from stage.toy import answer, make_worker
 
 from hetlb.core.paths.path_log import dispatches
 from hetlb.core.types import RejectReason
@@ -20,8 +23,14 @@ from hetlb.stage.coordinator import Sequence as Asked
 from hetlb.stage.stage_channel import ChannelError, connect
 from hetlb.stage.stage_messages import Sampling, pack
 
-#: One of these hung in two of three whole runs, and none ever alone: not understood yet.
-pytestmark = pytest.mark.slow
+
+class Inline(ThreadPoolExecutor):
+    """Runs at once: its results arrive in the next iteration of the loop."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
 
 
 def prompt_of(rng: random.Random, most: int = 60) -> list[int]:
@@ -211,3 +220,15 @@ async def test_a_coordinator_that_falls_silent_is_given_up(
         await until(lambda: made.stages["a"].pool.used == 0)
         made.stages["c"].runner.gate.set()
         assert collector.failure is None
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_worker_can_be_cancelled_when_a_batch_just_ended(folder: Path, turns: int) -> None:
+    worker, _, _ = make_worker(folder, 0, 7)
+    worker._thread = Inline()
+    batch = asyncio.create_task(worker._batch([]))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    cancelled = batch.cancel()
+    await asyncio.gather(batch, return_exceptions=True)
+    assert batch.cancelled() == cancelled
