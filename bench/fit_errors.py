@@ -18,9 +18,9 @@ from hetlb.profiler.fit import (
     DEFAULT_DECODE_GRID,
     DEFAULT_PREFILL_GRID,
     DecodeForm,
-    Form,
-    Phase,
     Point,
+    PrefillForm,
+    StepKind,
     errors_on,
     fit_phase,
     held_out_errors,
@@ -38,14 +38,14 @@ def main() -> None:
             key = (r["system"], r["model"], r["tp"])
             if key in fits:
                 size = (int(r["batch"]), int(r["length"]))
-                points[key].append(Point(Phase(r["phase"]), *size, float(r["latency_ms"]) / 1e3))
+                points[key].append(Point(StepKind(r["phase"]), *size, float(r["latency_ms"]) / 1e3))
     errors: dict[str, list[float]] = defaultdict(list)
     for of_configuration in points.values():
-        for phase, grid in ((Phase.PREFILL, DEFAULT_PREFILL_GRID), (Phase.DECODE, DEFAULT_DECODE_GRID)):
+        for phase, grid in ((StepKind.PREFILL, DEFAULT_PREFILL_GRID), (StepKind.DECODE, DEFAULT_DECODE_GRID)):
             of_phase = [p for p in of_configuration if p.phase is phase]
             train = [p for p in of_phase if (p.batch, p.length) in grid]
             test = [p for p in of_phase if (p.batch, p.length) not in grid]
-            forms = tuple(Form) if phase is Phase.PREFILL else tuple(DecodeForm)
+            forms = tuple(PrefillForm) if phase is StepKind.PREFILL else tuple(DecodeForm)
             unseen = {form: errors_on(fit_phase(train, form), test).mean for form in forms}
             best = min(forms, key=lambda form, train=train: held_out_errors(train, form).median)
             for form in forms:

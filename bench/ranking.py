@@ -25,7 +25,7 @@ from hetlb.config.profile_file import EngineInfo, ProfileSource
 from hetlb.core.latency import LatencyModel
 from hetlb.plan.cluster_layouts import Throughputs
 from hetlb.plan.tp_search import static_estimate
-from hetlb.profiler.fit import DEFAULT_DECODE_GRID, DEFAULT_PREFILL_GRID, Phase, Point, fit, fit_linear
+from hetlb.profiler.fit import DEFAULT_DECODE_GRID, DEFAULT_PREFILL_GRID, Point, StepKind, fit, fit_linear
 from hetlb.profiler.sources import make_profile
 from hetlb.workload.traces import read_trace
 
@@ -60,7 +60,7 @@ def load(folder: Path) -> dict[tuple[str, str], dict[int, tuple[int, list[Point]
             grid = DEFAULT_PREFILL_GRID if r["phase"] == "prefill" else DEFAULT_DECODE_GRID
             if size in grid:
                 key = (r["system"], r["model"], int(r["tp"]))
-                points[key].append(Point(Phase(r["phase"]), *size, float(r["latency_ms"]) / 1e3))
+                points[key].append(Point(StepKind(r["phase"]), *size, float(r["latency_ms"]) / 1e3))
     groups: dict[tuple[str, str], dict[int, tuple[int, list[Point]]]] = defaultdict(dict)
     for (system, model, tp), kv in capacity.items():
         groups[system, model][tp] = (kv, points[system, model, tp])
@@ -80,7 +80,7 @@ def estimates(kv: int, points: list[Point], rows: list[tuple[int, int]]) -> tupl
     )
     simulated = Throughputs(rows, "simulate").of(profile, kv)
     constants = []
-    for phase in Phase:
+    for phase in StepKind:
         of_phase = [p for p in points if p.phase is phase]
         constants += fit_linear(of_phase, relative=False, bounded=False)
     plain = static_estimate(LatencyModel(*constants), rows, kv, MAX_NUM_SEQS)

@@ -27,7 +27,7 @@ from statistics import fmean
 from typing import Any, cast
 
 from hetlb.core.latency import IterationRule, LatencyModel
-from hetlb.profiler.fit import Phase, Point, fit
+from hetlb.profiler.fit import Point, StepKind, fit
 from hetlb.profiler.sources import ASSUMED_TILE, HostTime, complete
 from hetlb.sim.against import Engine, MetricError, compare, errors, replay
 from hetlb.sim.against_logs import read_log
@@ -146,9 +146,9 @@ class Tables:
     def points(self, budget: int) -> list[Point]:
         """The ordinary grid within a budget of tokens."""
         most = min(budget, self._tokens[-1])
-        found = [Point(Phase.PREFILL, b, n, self.prefill_s(b, n)) for b, n in PREFILL if b * n <= most]
-        found += [Point(Phase.DECODE, b, n, self.step_s(b, n)) for b, n in DECODE]
-        return found + [Point(Phase.MIXED, d, c, self.mixed_s(p, d, c), 1, p) for p, d, c in MIXED]
+        found = [Point(StepKind.PREFILL, b, n, self.prefill_s(b, n)) for b, n in PREFILL if b * n <= most]
+        found += [Point(StepKind.DECODE, b, n, self.step_s(b, n)) for b, n in DECODE]
+        return found + [Point(StepKind.MIXED, d, c, self.mixed_s(p, d, c), 1, p) for p, d, c in MIXED]
 
 
 class Exact:
@@ -257,7 +257,7 @@ def main() -> int:
     document: dict[str, Any] = {"mixed_steps": {}, "runs": {}}
     for name, used in (
         ("profile", points),
-        ("assumed mixed steps", [p for p in points if p.phase is not Phase.MIXED]),
+        ("assumed mixed steps", [p for p in points if p.phase is not StepKind.MIXED]),
     ):
         result, _ = complete(fit(used, tile=ASSUMED_TILE), used, host)
         latency = replace(result.latency, host_s=host_s, request_s=request_s)

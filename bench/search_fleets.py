@@ -16,8 +16,8 @@ from typing import Any
 
 from hetlb.config.cluster import Cluster, ClusterFile, ClusterLimits, ClusterModel
 from hetlb.config.profile_file import load_profile
-from hetlb.plan.cluster_layouts import Sample, Throughputs, lay_out
-from hetlb.plan.layouts import LayoutFleet, Target, layout_name
+from hetlb.plan.cluster_layouts import RowSample, Throughputs, lay_out
+from hetlb.plan.layouts import LayoutFleet, LayoutTarget, layout_name
 from hetlb.plan.throughput import SloLimits
 from hetlb.plan.tp_search import Machine, PlanModel, search
 from hetlb.workload.traces import read_trace
@@ -76,8 +76,8 @@ def evaluate(name: str, words: str, load: float) -> dict[str, Any]:
     plans = search(MODEL, machines, throughputs.estimator(profiles))
     most_tok_s = sum(plan.best.throughput_tok_s for plan in plans if plan.best)
     rate = load * most_tok_s / mean(i + o for i, o in rows)
-    target = Target(rate, SloLimits(*SLOS[words]) if words else SloLimits())
-    found = lay_out(cluster, Sample(rows, len(rows), len(rows)), target, plans, throughputs, None)
+    target = LayoutTarget(rate, SloLimits(*SLOS[words]) if words else SloLimits())
+    found = lay_out(cluster, RowSample(rows, len(rows), len(rows)), target, plans, throughputs, None)
     choice = found.choice
     held = [
         [

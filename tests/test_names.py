@@ -11,15 +11,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1] / "hetlb"
 MODULES = sorted(ROOT.rglob("*.py"))
 
-#: Names that two rooms still share.
-CLASSES_SHARED: set[str] = {
-    "Answer", "Fleet", "Form", "Journal", "Measured", "Phase", "Planned", "Predictor", "Progress",
-    "Sample", "Target",
-}  # fmt: skip
-FILES_SHARED: set[str] = {
-    "journal",
-}  # fmt: skip
-
 #: What `hetlb serve` imports of hetlb where the fleet file asks for nothing special, and its lines at most.
 SERVE_ROOMS = {
     "__init__", "addresses", "build", "cli", "config", "core", "errors", "image_tokens", "pages",
@@ -39,8 +30,7 @@ def test_no_two_public_classes_have_one_name() -> None:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].append(str(path.relative_to(ROOT)))
-    shared = twice(found)
-    assert {name: shared[name] for name in shared.keys() - CLASSES_SHARED} == {}
+    assert twice(found) == {}
 
 
 def test_no_two_files_have_one_name() -> None:
@@ -48,8 +38,7 @@ def test_no_two_files_have_one_name() -> None:
     for path in MODULES:
         if path.name != "__init__.py":
             found[path.stem].append(str(path.relative_to(ROOT)))
-    shared = twice(found)
-    assert {name: shared[name] for name in shared.keys() - FILES_SHARED} == {}
+    assert twice(found) == {}
 
 
 def test_a_plain_serve_imports_these_rooms_and_no_more_lines() -> None:

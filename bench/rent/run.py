@@ -30,7 +30,7 @@ from hetlb.plan.configurations import ConfigurationStage, capacity_of, compose, 
 from hetlb.plan.highs import INFINITY, SolveLimits
 from hetlb.plan.market import load_market
 from hetlb.plan.planning import (
-    Planned,
+    SolvedPlan,
     Table,
     baselines,
     make_plan,
@@ -343,7 +343,7 @@ def tables(bench: Bench) -> dict[str, Any]:
             plan = exact(table.problem)
         except PlanError:
             continue
-        found = baselines(table, Planned(table.problem, plan), SolveLimits(1e-3, time.monotonic() + 300))
+        found = baselines(table, SolvedPlan(table.problem, plan), SolveLimits(1e-3, time.monotonic() + 300))
         gains = {
             name.split(" (")[0] + (", any number" if "any number" in name else ""): (
                 plan.throughput / each.throughput - 1,

@@ -22,7 +22,7 @@ from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
-from hetlb.profiler.fit import Phase, Point, fit
+from hetlb.profiler.fit import Point, StepKind, fit
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.workload.arrivals import PlannedRequest, make_plan
@@ -103,7 +103,7 @@ class Lab:
         with (hardware / "aic_vllm.csv").open() as file:
             for r in csv.DictReader(file):
                 point = Point(
-                    Phase(r["phase"]), int(r["batch"]), int(r["length"]), float(r["latency_ms"]) / 1e3
+                    StepKind(r["phase"]), int(r["batch"]), int(r["length"]), float(r["latency_ms"]) / 1e3
                 )
                 self._points[r["system"], r["model"], int(r["tp"])].append(point)
         self.latency = cache(self._fit)

@@ -34,7 +34,7 @@ from hetlb.config.profile_file import (
 )
 from hetlb.errors import InputError, ProfileError
 from hetlb.profiler.aiconfigurator import Layout, query
-from hetlb.profiler.fit import FitResult, Form, Phase, Point, fit, shown_tile
+from hetlb.profiler.fit import FitResult, Point, PrefillForm, StepKind, fit, shown_tile
 from hetlb.profiler.plot import write_plot
 from hetlb.profiler.sources import (
     ASSUMED_TILE,
@@ -48,8 +48,8 @@ from hetlb.profiler.sources import (
 
 #: The sizes at which `show` and `compare` print times.
 _SIZES = {
-    Phase.PREFILL: [(b, n) for b in (1, 4, 16) for n in (128, 1024, 4096)],
-    Phase.DECODE: [(b, n) for b in (1, 16, 128) for n in (256, 1024, 4096)],
+    StepKind.PREFILL: [(b, n) for b in (1, 4, 16) for n in (128, 1024, 4096)],
+    StepKind.DECODE: [(b, n) for b in (1, 16, 128) for n in (256, 1024, 4096)],
 }
 
 #: All-reduces below this say more of a machine's wiring than of its GPUs.
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="model; selects the rows of a CSV, or one of several served")
     parser.add_argument("--tp", metavar="N", help="tensor-parallel degree (aiconfigurator: several, 1,2,4,8)")
     parser.add_argument(
-        "--form", choices=tuple(Form), help="form of prefill (default: the least held-out error)"
+        "--form", choices=tuple(PrefillForm), help="form of prefill (default: the least held-out error)"
     )
     parser.add_argument(
         "--weights",
@@ -216,7 +216,7 @@ def run(args: argparse.Namespace) -> int:
         live = profile_live.measure(args)
         made = _from_live(args, live, degrees[0])
         written.append(_finish(args, args.out, made))
-        live.journal.remove()
+        live.file.remove()
     elif kind == "csv" and file:
         written.append(_finish(args, args.out, _from_csv(args, Path(file), degrees[0])))
     elif kind == "log" and file:
@@ -290,7 +290,7 @@ def _from_live(args: argparse.Namespace, live: profile_live.LiveResult, degree: 
     try:
         result, assumed = _fit(args, live.points, HostTime(), None, tile=None)
     except ProfileError as error:
-        raise ProfileError(f"{live.journal.path}: {error}") from error
+        raise ProfileError(f"{live.file.path}: {error}") from error
     host = HostTime(request_s=live.request_s(result.latency))
     if live.tokens_per_step is not None and args.tokens_per_step is None:
         assumed += (
@@ -487,8 +487,8 @@ def _fit(
     split_blocks: float | None = None,
 ) -> tuple[FitResult, tuple[str, ...]]:
     """The fit, completed by assumptions; `tile` is the one assumed where the points show none."""
-    form = Form(args.form) if args.form is not None else None
-    prefill = [point for point in points if point.phase is Phase.PREFILL]
+    form = PrefillForm(args.form) if args.form is not None else None
+    prefill = [point for point in points if point.phase is StepKind.PREFILL]
     tile = args.tile or (None if shown_tile(prefill) else tile)
     try:
         result = fit(points, form=form, relative=args.weights == "relative", tile=tile)
@@ -552,9 +552,9 @@ def _errors_table(profile: Profile) -> Table:
     return table
 
 
-def _seconds(profile: Profile, phase: Phase, batch: int, length: int) -> float:
+def _seconds(profile: Profile, phase: StepKind, batch: int, length: int) -> float:
     latency = profile.latency
-    if phase is Phase.DECODE:
+    if phase is StepKind.DECODE:
         return latency.step_s(batch, batch * length)
     return latency.prefill_s(length, batch)
 

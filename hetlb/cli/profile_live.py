@@ -28,10 +28,10 @@ from hetlb.core.latency import LatencyModel
 from hetlb.core.types import Capacity
 from hetlb.errors import HetlbError, InputError, ProfileError
 from hetlb.profiler.client import EngineClient, ServerFacts
-from hetlb.profiler.fit import Phase, Point
+from hetlb.profiler.fit import Point, StepKind
 from hetlb.profiler.grid import DEFAULT_GRID, Size, clip
-from hetlb.profiler.journal import Identity, Journal
-from hetlb.profiler.sweep import REPEATS, BusyError, Progress, Sweep, learn_max_num_seqs, settled
+from hetlb.profiler.sample_file import Identity, SampleFile
+from hetlb.profiler.sweep import REPEATS, BusyError, Sweep, SweepProgress, learn_max_num_seqs, settled
 
 _PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 _DEFAULT_BUDGET = "5m"
@@ -50,11 +50,11 @@ class _GridFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class LiveResult:
-    """Measurements of one server, and the journal that still holds them."""
+    """Measurements of one server, and the file that still holds them."""
 
     facts: ServerFacts
     points: tuple[Point, ...]
-    journal: Journal
+    file: SampleFile
     lone: tuple[tuple[int, float], ...]
     #: Tokens of a decode step with speculative decoding, as the sweep's prompts had it accept them.
     tokens_per_step: float | None = None
@@ -117,10 +117,10 @@ def parse_duration(text: str) -> float:
 def read_grid(path: Path) -> tuple[Size, ...]:
     """The points of a grid file. Raises `ProfileError`."""
     table = load_yaml(path, _GridFile, ProfileError)
-    pure = ((Phase.PREFILL, table.prefill), (Phase.DECODE, table.decode))
+    pure = ((StepKind.PREFILL, table.prefill), (StepKind.DECODE, table.decode))
     return (
         *(Size(phase, batch, length) for phase, rows in pure for batch, length in rows),
-        *(Size(Phase.MIXED, batch, length, prompt) for prompt, batch, length in table.mixed),
+        *(Size(StepKind.MIXED, batch, length, prompt) for prompt, batch, length in table.mixed),
     )
 
 
@@ -130,7 +130,7 @@ async def _measure(
     started = time.monotonic()
     rng = random.Random()  # prompts that no earlier sweep left in a prefix cache
     console = Console(stderr=True)
-    journal_path = args.out.with_name(args.out.name + ".samples")
+    samples_path = args.out.with_name(args.out.name + ".samples")
     async with EngineClient(args.url, key) as client:
         facts = await client.facts(args.model)
         if not facts.counts:
@@ -152,14 +152,14 @@ async def _measure(
             capacity.max_model_len,
             capacity.max_num_seqs,
         )
-        journal = Journal(journal_path, identity, fresh=args.fresh)
-        if journal.samples:
-            console.print(f"{journal_path}: going on after {len(journal.samples)} samples", highlight=False)
+        file = SampleFile(samples_path, identity, fresh=args.fresh)
+        if file.samples:
+            console.print(f"{samples_path}: going on after {len(file.samples)} samples", highlight=False)
         sizes = clip(grid, capacity, fill=args.grid is None)
         with _bars(console) as bars:
             task = bars.add_task("warming up", total=None, left="")
 
-            def show(progress: Progress) -> None:
+            def show(progress: SweepProgress) -> None:
                 left = f"about {progress.left_s:.0f} s left"
                 bars.update(
                     task,
@@ -173,7 +173,7 @@ async def _measure(
                 client,
                 facts,
                 sizes,
-                journal,
+                file,
                 budget_s=budget_s - (time.monotonic() - started) - min(_FINISH_S, 0.05 * budget_s),
                 repeats=args.repeats,
                 force=args.force,
@@ -187,8 +187,8 @@ async def _measure(
                 lone = await sweep.lone_requests()
                 after = await client.counters() if facts.counts else None
             except (HetlbError, asyncio.CancelledError) as stopped:
-                kept = f"{len(journal.samples)} samples are kept in {journal_path}; the same command goes on"
-                journal.close()
+                kept = f"{len(file.samples)} samples are kept in {samples_path}; the same command goes on"
+                file.close()
                 if isinstance(stopped, asyncio.CancelledError):
                     print(f"hetlb profile: interrupted; {kept}", file=sys.stderr)
                     raise
@@ -199,12 +199,12 @@ async def _measure(
     capacity = capacity.updated(Capacity(max_num_batched_tokens=batched))
     tokens = None if after is None or before is None else after.tokens_per_step(before)
     points = tuple(_step(point, tokens or 1.0) for point in measured.points)
-    return LiveResult(replace(facts, capacity=capacity), points, journal, tuple(lone), tokens)
+    return LiveResult(replace(facts, capacity=capacity), points, file, tuple(lone), tokens)
 
 
 def _step(point: Point, tokens: float) -> Point:
     """The step of a decode point: streams show the time of a token, `tokens` of which come out of a step."""
-    return replace(point, seconds=tokens * point.seconds) if point.phase is Phase.DECODE else point
+    return replace(point, seconds=tokens * point.seconds) if point.phase is StepKind.DECODE else point
 
 
 def _bars(console: Console) -> Bars:

@@ -25,7 +25,7 @@ from hetlb.plan.highs import INFINITY, Interrupt, SolveLimits
 from hetlb.plan.hours import read_hours, schedule
 from hetlb.plan.market import Market, load_market
 from hetlb.plan.planning import (
-    Planned,
+    SolvedPlan,
     Table,
     baselines,
     make_plan,
@@ -192,7 +192,7 @@ def plan_once(
             cost = MoveCost(args.load_time, args.horizon, args.keep)
             replanned = replan(table.problem, old, cost, limits, show)
             check_rent(table.problem, replanned.plan)
-            planned = Planned(table.problem, replanned.plan)
+            planned = SolvedPlan(table.problem, replanned.plan)
     solve_s = time.monotonic() - began
     stopped = interrupt.requested
     document = document_of(table, planned, solve_s)

@@ -22,7 +22,7 @@ from hetlb.errors import InputError
 from hetlb.plan.check import check
 from hetlb.plan.cluster_layouts import MOST_STAGES, Throughputs, lay_out, sample_rows
 from hetlb.plan.layout_deploy import write_fleet
-from hetlb.plan.layouts import Target
+from hetlb.plan.layouts import LayoutTarget
 from hetlb.plan.search_report import print_result, result_document
 from hetlb.plan.throughput import SloLimits
 from hetlb.plan.tp_search import degrees, search
@@ -110,12 +110,12 @@ def run(args: argparse.Namespace) -> int:
 # --- input ----------------------------------------------------------------------------------------------
 
 
-def read_target(rate: str | None, slo: str | None) -> Target:
+def read_target(rate: str | None, slo: str | None) -> LayoutTarget:
     """`--request-rate` and `--slo`. Raises `InputError`."""
     if rate is None:
         if slo is not None:
             raise InputError("--slo: expected --request-rate with it: latencies depend on the rate")
-        return Target(math.inf, SloLimits())
+        return LayoutTarget(math.inf, SloLimits())
     try:
         requests_s = float(rate)
     except ValueError:
@@ -132,4 +132,4 @@ def read_target(rate: str | None, slo: str | None) -> Target:
         if match is None or not seconds > 0 or match[1] in limits:
             raise InputError(f"--slo: expected ttft=500ms,tpot=50ms or one of them, got {slo!r}")
         limits[match[1]] = seconds
-    return Target(requests_s, SloLimits(limits.get("ttft", math.inf), limits.get("tpot", math.inf)))
+    return LayoutTarget(requests_s, SloLimits(limits.get("ttft", math.inf), limits.get("tpot", math.inf)))

@@ -70,7 +70,7 @@ class Costs:
         self.delay_rise_s = delay_rise_s
 
 
-class Fleet:
+class FleetCosts:
     """Facts about a sequence of instances under one mean request, until any of them changes.
 
     `costs` of each; `order`: their indices, a full batch done soonest first; `prefill_alike`: a prompt token
@@ -114,9 +114,9 @@ class Mix:
         #: By parameters: instances of a large fleet are of few kinds.
         self._measured_at: dict[Parameters, Costs] = {}
         #: By the identity of their instances, which they keep.
-        self._fleets: dict[int, Fleet] = {}
+        self._fleets: dict[int, FleetCosts] = {}
         #: That of the last decision.
-        self._newest: Fleet | None = None
+        self._newest: FleetCosts | None = None
 
     def add(self, prompt: float, output: float) -> None:
         """One more request, as predicted."""
@@ -156,7 +156,7 @@ class Mix:
         """Sizes per second that an instance does of the mean request, its batch full."""
         return self.costs(instance).speed
 
-    def fleet(self, instances: Sequence[Instance]) -> Fleet:
+    def fleet(self, instances: Sequence[Instance]) -> FleetCosts:
         """Facts about all of them together. The sequence is known again by its identity: do not change it."""
         known = self._newest
         if known is None or known.instances is not instances:
@@ -165,7 +165,7 @@ class Mix:
             costs = [self.costs(instance) for instance in instances]
             if len(self._fleets) >= _MOST_FLEETS:
                 self._fleets.clear()
-            known = self._fleets[id(instances)] = Fleet(instances, costs)
+            known = self._fleets[id(instances)] = FleetCosts(instances, costs)
         self._newest = known
         return known
 

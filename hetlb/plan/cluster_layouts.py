@@ -17,8 +17,8 @@ from hetlb.plan.layouts import (
     FleetChoice,
     LayoutFleet,
     LayoutInstance,
+    LayoutTarget,
     Part,
-    Target,
     choose_together,
     instances_of,
 )
@@ -36,7 +36,7 @@ _LEAST_PART = 0.5
 
 
 @dataclass(frozen=True)
-class Sample:
+class RowSample:
     """Rows of a trace that are estimated on; `within` of its `total` rows are within the cluster's limits."""
 
     rows: list[tuple[int, int]]
@@ -49,16 +49,16 @@ class LayoutsFound:
     """All that a search found."""
 
     cluster: Cluster
-    sample: Sample
+    sample: RowSample
     estimate: str
-    target: Target
+    target: LayoutTarget
     plans: list[MachinePlan]
     instances: dict[tuple[object, ...], dict[Part, LayoutInstance]]
     evaluated: dict[str, list[Evaluated]]
     choice: FleetChoice
 
 
-def sample_rows(cluster: Cluster, trace: Path, count: int) -> Sample:
+def sample_rows(cluster: Cluster, trace: Path, count: int) -> RowSample:
     """Rows spread evenly over the trace, in its order, of those within the cluster's limits."""
     model = cluster.model
     rows = [(row.input_tokens, max(1, row.output_tokens)) for row in read_trace(trace)]
@@ -72,7 +72,7 @@ def sample_rows(cluster: Cluster, trace: Path, count: int) -> Sample:
     chosen = within
     if len(within) > count:
         chosen = [within[index * len(within) // count] for index in range(count)]
-    return Sample(chosen, len(within), len(rows))
+    return RowSample(chosen, len(within), len(rows))
 
 
 class Throughputs:
@@ -132,8 +132,8 @@ def simulated_estimate(name: str, latency: LatencyModel, capacity: Capacity, row
 
 def lay_out(
     cluster: Cluster,
-    sample: Sample,
-    target: Target,
+    sample: RowSample,
+    target: LayoutTarget,
     plans: list[MachinePlan],
     throughputs: Throughputs,
     most_stages: int | None,

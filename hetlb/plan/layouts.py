@@ -173,7 +173,7 @@ def layouts_of(gpus: int, parts: Sequence[Part], *, partly: bool) -> list[Layout
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LayoutTarget:
     """Requests per second for the whole fleet, infinite where all wait at the start; latencies to be met."""
 
     request_rate: float
@@ -212,7 +212,7 @@ class LayoutFleet:
     machines: Sequence[Machine]
     instances: Mapping[tuple[object, ...], Mapping[Part, LayoutInstance]]
     rows: Rows
-    target: Target
+    target: LayoutTarget
     seed: int = 0
 
     def running(self, machine: Machine) -> Mapping[Part, LayoutInstance]:

@@ -150,7 +150,7 @@ def make_table(
 
 
 @dataclass(frozen=True)
-class Planned:
+class SolvedPlan:
     """A plan with the problem it solves: the table's, with the mixes that were measured on the way.
 
     `rounds` of them; `disagreement` is the largest relative difference left between plan and measurement.
@@ -164,13 +164,13 @@ class Planned:
 
 def make_plan(
     table: Table, measured: Measured, limits: SolveLimits, on_progress: OnProgress | None = None
-) -> Planned:
+) -> SolvedPlan:
     """The best plan, its mixes corrected by simulation. Raises `PlanError` where there is none."""
     problem = table.problem
     plan = decompose.solve(problem, limits, on_progress)
     check_rent(problem, plan)
     if not table.simulated:
-        return Planned(problem, plan)
+        return SolvedPlan(problem, plan)
     number = 1
     while True:
         corrected, disagreement = correct_mixes(table, measured, problem, plan)
@@ -184,10 +184,10 @@ def make_plan(
     lowered, disagreement = correct_mixes(table, measured, problem, plan, lower_only=True)
     promised = assign(lowered, plan.counts, plan.bound)
     if promised is None:
-        return Planned(problem, plan, number, disagreement)
+        return SolvedPlan(problem, plan, number, disagreement)
     promised = replace(promised, counts=plan.counts, cost_per_hour=plan.cost_per_hour)
     check_rent(lowered, promised)
-    return Planned(lowered, promised, number, disagreement)
+    return SolvedPlan(lowered, promised, number, disagreement)
 
 
 def correct_mixes(
@@ -266,7 +266,7 @@ def simulate_plan(
 # --- baselines ------------------------------------------------------------------------------------------
 
 
-def baselines(table: Table, planned: Planned, limits: SolveLimits) -> dict[str, Baseline]:
+def baselines(table: Table, planned: SolvedPlan, limits: SolveLimits) -> dict[str, Baseline]:
     """The same budget (or target) spent otherwise; what serves nothing is left out."""
     problem = planned.problem
     found: dict[str, Baseline] = {}

@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from hetlb.plan.highs import INFINITY
-from hetlb.plan.planning import Planned, Table, pruned_size, simulate_plan
+from hetlb.plan.planning import SolvedPlan, Table, pruned_size, simulate_plan
 from hetlb.plan.rent_program import RentPlan
 from hetlb.plan.replan import Replanned
 
 
-def document_of(table: Table, planned: Planned, solve_s: float) -> dict[str, Any]:
+def document_of(table: Table, planned: SolvedPlan, solve_s: float) -> dict[str, Any]:
     """The figures of the contract; what they rest on under further keys."""
     plan, problem = planned.plan, planned.problem
     known = {c.name: c for c in problem.configurations}
@@ -129,7 +129,7 @@ def replanning_document(replanned: Replanned) -> dict[str, Any]:
     }
 
 
-def print_plan(table: Table, planned: Planned, document: dict[str, Any]) -> None:
+def print_plan(table: Table, planned: SolvedPlan, document: dict[str, Any]) -> None:
     """The plan for a person: the bill, the instances, who serves what, the others, how far to trust it."""
     plan, console = planned.plan, Console()
     cost, rate = document["cost_per_hour"], document["throughput_req_s"]

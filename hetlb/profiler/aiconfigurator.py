@@ -14,7 +14,7 @@ from importlib.metadata import version
 from typing import Any
 
 from hetlb.errors import InputError, ProfileError
-from hetlb.profiler.fit import Phase, Point
+from hetlb.profiler.fit import Point, StepKind
 
 _DISTRIBUTION = "aiconfigurator-core"
 #: Asking costs nothing here: more points than a live sweep takes.
@@ -128,11 +128,11 @@ def _points(handle: Any, scale: float) -> list[Point]:
     """The default grid, and the corners beyond it for which the tables have data."""
     found = [
         *(
-            Point(Phase.PREFILL, b, n, scale * handle.predict_prefill_latency(b, n) / 1e3)
+            Point(StepKind.PREFILL, b, n, scale * handle.predict_prefill_latency(b, n) / 1e3)
             for b, n in _PREFILL
         ),
         *(
-            Point(Phase.DECODE, b, n, scale * handle.predict_decode_latency(b, n, osl=2) / 1e3)
+            Point(StepKind.DECODE, b, n, scale * handle.predict_decode_latency(b, n, osl=2) / 1e3)
             for b, n in _DECODE
         ),
     ]
@@ -142,7 +142,7 @@ def _points(handle: Any, scale: float) -> list[Point]:
     for batch, length in _LARGE_DECODE:
         with contextlib.suppress(Exception):
             seconds = scale * handle.predict_decode_latency(batch, length, osl=2) / 1e3
-            found.append(Point(Phase.DECODE, batch, length, seconds))
+            found.append(Point(StepKind.DECODE, batch, length, seconds))
     return found
 
 
@@ -151,7 +151,7 @@ def _long_prefill(handle: Any, length: int, scale: float) -> Point:
     step = _MAX_NUM_BATCHED_TOKENS
     starts = range(0, length, step)
     total_ms = sum(handle.predict_prefill_latency(1, start + step, prefix=start) for start in starts)
-    return Point(Phase.PREFILL, 1, length, scale * total_ms / 1e3, passes=len(starts))
+    return Point(StepKind.PREFILL, 1, length, scale * total_ms / 1e3, passes=len(starts))
 
 
 def _all_reduce_bytes_s(handle: Any, hidden: int, tp: int) -> float | None:

@@ -98,7 +98,7 @@ def distinct_prompts(rng: random.Random, batch: int, length: int) -> list[list[i
     return prompts
 
 
-class Answer:
+class CompletionStream:
     """A streamed completion of several prompts; `head_s` is when the server had read the request."""
 
     def __init__(self, response: aiohttp.ClientResponse, prompts: int, max_tokens: int) -> None:
@@ -191,7 +191,7 @@ class EngineClient:
         """Counters until now."""
         return parse_counters((await self._page("/metrics"))[1].decode("utf-8", "replace"))
 
-    async def send(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Answer:
+    async def send(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> CompletionStream:
         """Ask for `max_tokens` tokens of every prompt, in one request; returns once its head has come."""
         assert self._session is not None, "entered before"
         body = msgspec.json.encode(
@@ -223,7 +223,7 @@ class EngineClient:
                 )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ServerFailed(f"the server took no request: {_reason(error)}") from error
-        return Answer(response, len(prompts), max_tokens)
+        return CompletionStream(response, len(prompts), max_tokens)
 
     async def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[TokenTimes]:
         """`send` and `read`."""

@@ -42,7 +42,7 @@ _LEAST_POINTS = 8
 _FOLDS = 12
 
 
-class Phase(StrEnum):
+class StepKind(StrEnum):
     """Kinds of points.
 
     Prefill: one pass over `batch` prompts of `length`; decode: one step of `batch` sequences at `length`
@@ -54,7 +54,7 @@ class Phase(StrEnum):
     MIXED = "mixed"
 
 
-class Form(StrEnum):
+class PrefillForm(StrEnum):
     """Forms of prefill: k1..k4, the p-norm form, or that corrected by the measured grid."""
 
     PAPER = "paper"
@@ -77,7 +77,7 @@ class Point:
     `prefill_tokens` are the prompt tokens of a mixed step.
     """
 
-    phase: Phase
+    phase: StepKind
     batch: int
     length: int
     seconds: float
@@ -103,8 +103,8 @@ class ErrorSummary:
 class PhaseFit:
     """One phase: the chosen form, and the held-out errors of every form that was tried."""
 
-    form: Form | DecodeForm
-    held_out: Mapping[Form | DecodeForm, ErrorSummary]
+    form: PrefillForm | DecodeForm
+    held_out: Mapping[PrefillForm | DecodeForm, ErrorSummary]
 
     @property
     def error(self) -> ErrorSummary:
@@ -117,7 +117,7 @@ class FitResult:
     """A fitted latency model, its times and their errors, and what a reader should be warned of."""
 
     latency: LatencyModel
-    predict: dict[Phase, Predictor]
+    predict: dict[StepKind, FittedTimes]
     prefill: PhaseFit
     decode: PhaseFit
     warnings: tuple[str, ...]
@@ -127,7 +127,7 @@ class FitResult:
     tile: int | None = None
 
 
-class Predictor(Protocol):
+class FittedTimes(Protocol):
     """Seconds that `batch` requests of `length` tokens take in `passes` equal passes."""
 
     def __call__(self, batch: float, length: float, passes: int = 1) -> float:
@@ -136,7 +136,7 @@ class Predictor(Protocol):
 
 def merge_repeats(points: Iterable[Point]) -> list[Point]:
     """One point for each phase and size: the median of its repeats. In sorted order."""
-    repeats: dict[tuple[Phase, int, int, int], list[Point]] = {}
+    repeats: dict[tuple[StepKind, int, int, int], list[Point]] = {}
     for point in points:
         key = (point.phase, point.batch, point.length, point.prefill_tokens)
         repeats.setdefault(key, []).append(point)
@@ -149,7 +149,7 @@ def merge_repeats(points: Iterable[Point]) -> list[Point]:
 def fit(
     points: Iterable[Point],
     *,
-    form: Form | None = None,
+    form: PrefillForm | None = None,
     relative: bool = True,
     tile: int | None = None,
 ) -> FitResult:
@@ -159,16 +159,16 @@ def fit(
     at least `LEAST_MIXED`. Raises `ProfileError` where a phase has too few or unusable points.
     """
     merged = merge_repeats(points)
-    by_phase = {phase: [p for p in merged if p.phase is phase] for phase in Phase}
+    by_phase = {phase: [p for p in merged if p.phase is phase] for phase in StepKind}
     for phase, phase_points in by_phase.items():
         _check_enough(phase, phase_points)
-    prefill, decode, mixed = by_phase[Phase.PREFILL], by_phase[Phase.DECODE], by_phase[Phase.MIXED]
-    shown = None if form is Form.PAPER else shown_tile(prefill)
+    prefill, decode, mixed = by_phase[StepKind.PREFILL], by_phase[StepKind.DECODE], by_phase[StepKind.MIXED]
+    shown = None if form is PrefillForm.PAPER else shown_tile(prefill)
     tile = tile or shown or 1
-    prefill_fit = PhaseFit(*_choose(prefill, tuple(Form), Form.PAPER, form, relative, tile))
+    prefill_fit = PhaseFit(*_choose(prefill, tuple(PrefillForm), PrefillForm.PAPER, form, relative, tile))
     decode_fit = PhaseFit(*_choose(decode, tuple(DecodeForm), DecodeForm.PAPER, None, relative, tile))
-    better = None if prefill_fit.form is Form.PAPER else fit_pnorm(prefill, tile)
-    if better is not None and prefill_fit.form is Form.GRID:
+    better = None if prefill_fit.form is PrefillForm.PAPER else fit_pnorm(prefill, tile)
+    if better is not None and prefill_fit.form is PrefillForm.GRID:
         better = with_grid(better, prefill)
     latency = LatencyModel(
         *fit_linear(_usual(prefill), relative=relative),
@@ -180,12 +180,16 @@ def fit(
     if len(mixed) >= LEAST_MIXED:
         mixed_error = held_out_mixed_errors(latency, mixed)
         latency = replace(latency, mixed=fit_mixed(latency, mixed))
-    errors = {Phase.PREFILL: prefill_fit.error, Phase.DECODE: decode_fit.error, Phase.MIXED: mixed_error}
+    errors = {
+        StepKind.PREFILL: prefill_fit.error,
+        StepKind.DECODE: decode_fit.error,
+        StepKind.MIXED: mixed_error,
+    }
     return FitResult(
         latency,
         {
-            Phase.PREFILL: fit_phase(prefill, prefill_fit.form, relative=relative, tile=tile),
-            Phase.DECODE: fit_phase(decode, decode_fit.form, relative=relative),
+            StepKind.PREFILL: fit_phase(prefill, prefill_fit.form, relative=relative, tile=tile),
+            StepKind.DECODE: fit_phase(decode, decode_fit.form, relative=relative),
         },
         prefill_fit,
         decode_fit,
@@ -195,7 +199,7 @@ def fit(
     )
 
 
-_AnyForm = Form | DecodeForm
+_AnyForm = PrefillForm | DecodeForm
 #: Sizes up to which k1..k8 are fitted: planes through larger ones are wrong where most requests are.
 _USUAL_BATCH, _USUAL_LENGTH = 128, 8192
 
@@ -236,14 +240,14 @@ def _choose(
     return chosen, held_out
 
 
-def _check_enough(phase: Phase, points: Sequence[Point]) -> None:
+def _check_enough(phase: StepKind, points: Sequence[Point]) -> None:
     for point in points:
         if not (math.isfinite(point.seconds) and point.seconds > 0):
             raise ProfileError(
                 f"{phase} at batch {point.batch}, length {point.length}: "
                 f"expected a time above 0, got {point.seconds}"
             )
-    if phase is Phase.MIXED:
+    if phase is StepKind.MIXED:
         return
     batches, lengths = {p.batch for p in points}, {p.length for p in points}
     if len(points) < _LEAST_POINTS or len(batches) < 2 or len(lengths) < 2:
@@ -253,7 +257,7 @@ def _check_enough(phase: Phase, points: Sequence[Point]) -> None:
         )
 
 
-def _warnings(phase: Phase, error: ErrorSummary) -> list[str]:
+def _warnings(phase: StepKind, error: ErrorSummary) -> list[str]:
     lines = []
     if error.mean > MEAN_ERROR_LIMIT:
         lines.append(f"{phase}: the mean held-out error is {error.mean:.1%} (over {MEAN_ERROR_LIMIT:.0%})")
@@ -268,7 +272,7 @@ def _warnings(phase: Phase, error: ErrorSummary) -> list[str]:
 # --- errors ------------------------------------------------------------------------------------------
 
 
-def errors_on(predict: Predictor, points: Sequence[Point]) -> ErrorSummary:
+def errors_on(predict: FittedTimes, points: Sequence[Point]) -> ErrorSummary:
     """Relative errors of `predict(batch, length)` on `points`."""
     return _summary(points, [abs(predict(p.batch, p.length, p.passes) / p.seconds - 1.0) for p in points])
 
@@ -316,7 +320,9 @@ def _summary(points: Sequence[Point], errors: Sequence[float]) -> ErrorSummary:
     )
 
 
-def fit_phase(points: Sequence[Point], form: _AnyForm, *, relative: bool = True, tile: int = 1) -> Predictor:
+def fit_phase(
+    points: Sequence[Point], form: _AnyForm, *, relative: bool = True, tile: int = 1
+) -> FittedTimes:
     """The times of prefill or decode, fitted in one form."""
     if form is DecodeForm.TABLE:
         table = fit_table(points)
@@ -325,7 +331,7 @@ def fit_phase(points: Sequence[Point], form: _AnyForm, *, relative: bool = True,
             return passes * table.step_s(batch, batch * length)
 
         return table_s
-    if form in (Form.PAPER, DecodeForm.PAPER):
+    if form in (PrefillForm.PAPER, DecodeForm.PAPER):
         a, b, c, d = fit_linear(points, relative=relative)
 
         def linear_s(batch: float, length: float, passes: int = 1) -> float:
@@ -334,7 +340,7 @@ def fit_phase(points: Sequence[Point], form: _AnyForm, *, relative: bool = True,
 
         return linear_s
     better = fit_pnorm(points, tile)
-    if form is Form.GRID:
+    if form is PrefillForm.GRID:
         better = with_grid(better, points)
     return partial(_passes_s, better)
 
@@ -436,7 +442,7 @@ def shown_tile(points: Sequence[Point]) -> int | None:
 
     def error(tile: int) -> float:
         try:
-            return held_out_errors(points, Form.PNORM, tile=tile).mean
+            return held_out_errors(points, PrefillForm.PNORM, tile=tile).mean
         except ProfileError:
             return math.inf
 

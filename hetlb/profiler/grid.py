@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hetlb.core.types import Capacity
-from hetlb.profiler.fit import DEFAULT_DECODE_GRID, Phase
+from hetlb.profiler.fit import DEFAULT_DECODE_GRID, StepKind
 
 #: Of the KV cache, what a point may fill.
 _KV_SHARE = 0.9
@@ -32,7 +32,7 @@ class Size:
     A mixed step has `prefill_tokens` of another prompt in it.
     """
 
-    phase: Phase
+    phase: StepKind
     batch: int
     length: int
     prefill_tokens: int = 0
@@ -60,9 +60,13 @@ _LIVE_MIXED = (
 )
 
 DEFAULT_GRID = (
-    *(Size(Phase.PREFILL, batch, length) for batch, lengths in _LIVE_PREFILL.items() for length in lengths),
-    *(Size(Phase.DECODE, batch, length) for batch, length in (*DEFAULT_DECODE_GRID, *_LIVE_CORNERS)),
-    *(Size(Phase.MIXED, decodes, cached, prompt) for prompt, decodes, cached in _LIVE_MIXED),
+    *(
+        Size(StepKind.PREFILL, batch, length)
+        for batch, lengths in _LIVE_PREFILL.items()
+        for length in lengths
+    ),
+    *(Size(StepKind.DECODE, batch, length) for batch, length in (*DEFAULT_DECODE_GRID, *_LIVE_CORNERS)),
+    *(Size(StepKind.MIXED, decodes, cached, prompt) for prompt, decodes, cached in _LIVE_MIXED),
 )
 
 
@@ -73,7 +77,7 @@ def clip(grid: Iterable[Size], capacity: Capacity, *, fill: bool = True) -> list
     """
     sizes = list(grid)
     clipped: list[Size] = []
-    for phase in (Phase.PREFILL, Phase.DECODE):
+    for phase in (StepKind.PREFILL, StepKind.DECODE):
         wanted = [size for size in sizes if size.phase is phase]
         corners = [size for size in wanted if (size.batch, size.length) in _LIVE_CORNERS]
         wanted = [size for size in wanted if size not in corners]
@@ -89,7 +93,7 @@ def clip(grid: Iterable[Size], capacity: Capacity, *, fill: bool = True) -> list
             lengths = more
             fitting = _fit_all([Size(phase, b, n) for b in batches for n in reversed(lengths)], capacity)
         clipped += _fit_all([*fitting, *corners], capacity)
-    return clipped + _clip_mixed([size for size in sizes if size.phase is Phase.MIXED], capacity)
+    return clipped + _clip_mixed([size for size in sizes if size.phase is StepKind.MIXED], capacity)
 
 
 def _clip_mixed(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
@@ -107,9 +111,9 @@ def _clip_mixed(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
         room = capacity
         if capacity.kv_cache_tokens is not None:
             room = capacity.updated(Capacity(kv_cache_tokens=max(1, capacity.kv_cache_tokens - prompt)))
-        length = min(size.length, longest(Phase.DECODE, batch, room))
+        length = min(size.length, longest(StepKind.DECODE, batch, room))
         if length >= _SHORTEST and prompt >= _SHORTEST:
-            kept[Size(Phase.MIXED, batch, length, prompt)] = None
+            kept[Size(StepKind.MIXED, batch, length, prompt)] = None
     return sorted(kept)
 
 
@@ -135,9 +139,9 @@ def _fit_all(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
     return sorted(kept)
 
 
-def longest(phase: Phase, batch: int, capacity: Capacity) -> int:
+def longest(phase: StepKind, batch: int, capacity: Capacity) -> int:
     """The most tokens that each of `batch` requests may have at a point."""
-    room = DECODE_ROOM if phase is Phase.DECODE else 1
+    room = DECODE_ROOM if phase is StepKind.DECODE else 1
     limit = 1 << 20
     if capacity.max_model_len is not None:
         limit = capacity.max_model_len - room

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hetlb.plots import new_figure, save_figure
-from hetlb.profiler.fit import FitResult, Phase, Point
+from hetlb.profiler.fit import FitResult, Point, StepKind
 
 
 def write_plot(
@@ -27,7 +27,7 @@ def write_plot(
     figure = new_figure(11, 7)
     axes = figure.subplots(2, 2, height_ratios=(3, 1.3), sharex="col")
     for column, (phase, phase_fit) in enumerate(
-        ((Phase.PREFILL, result.prefill), (Phase.DECODE, result.decode))
+        ((StepKind.PREFILL, result.prefill), (StepKind.DECODE, result.decode))
     ):
         predict = result.predict[phase]
         top, bottom = axes[0][column], axes[1][column]
@@ -74,7 +74,7 @@ def write_plot(
     save_figure(figure, path)
 
 
-def _passes(phase: Phase, tokens: float, max_num_batched_tokens: int | None) -> int:
-    if phase is Phase.DECODE or max_num_batched_tokens is None:
+def _passes(phase: StepKind, tokens: float, max_num_batched_tokens: int | None) -> int:
+    if phase is StepKind.DECODE or max_num_batched_tokens is None:
         return 1
     return math.ceil(tokens / max_num_batched_tokens)

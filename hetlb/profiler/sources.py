@@ -39,9 +39,9 @@ from hetlb.profiler.fit import (
     DecodeForm,
     ErrorSummary,
     FitResult,
-    Form,
-    Phase,
     Point,
+    PrefillForm,
+    StepKind,
     assumed_mixed,
     merge_repeats,
 )
@@ -128,13 +128,13 @@ def _read_rows(path: Path, file: Any) -> list[tuple[dict[str, str], Point]]:
 
 
 def _point(where: str, row: dict[str, str]) -> Point:
-    if row["phase"] not in tuple(Phase):
+    if row["phase"] not in tuple(StepKind):
         raise ProfileError(f"{where}: phase: expected prefill, decode or mixed, got {row['phase']!r}")
-    phase = Phase(row["phase"])
-    if phase is Phase.MIXED and MIXED_COLUMN not in row:
+    phase = StepKind(row["phase"])
+    if phase is StepKind.MIXED and MIXED_COLUMN not in row:
         raise ProfileError(f"{where}: phase: expected a column {MIXED_COLUMN} for mixed steps, got none")
     sizes = []
-    columns = (*(("tp",) if "tp" in row else ()), *((MIXED_COLUMN,) if phase is Phase.MIXED else ()))
+    columns = (*(("tp",) if "tp" in row else ()), *((MIXED_COLUMN,) if phase is StepKind.MIXED else ()))
     for column in ("batch", "length", *columns):
         text = row[column]
         if not (text.isascii() and text.isdigit() and 1 <= int(text) <= _MAX_SIZE):
@@ -146,7 +146,7 @@ def _point(where: str, row: dict[str, str]) -> Point:
         latency_ms = math.nan
     if not (math.isfinite(latency_ms) and latency_ms > 0):
         raise ProfileError(f"{where}: latency_ms: expected milliseconds above 0, got {row['latency_ms']!r}")
-    tokens = sizes[-1] if phase is Phase.MIXED else 0
+    tokens = sizes[-1] if phase is StepKind.MIXED else 0
     return Point(phase, sizes[0], sizes[1], latency_ms / 1e3, prefill_tokens=tokens)
 
 
@@ -168,9 +168,9 @@ class Roofline:
     bandwidth_efficiency: float = 0.7
     step_overhead_s: float = 0.002
 
-    def seconds(self, phase: Phase, batch: int, length: int) -> float:
+    def seconds(self, phase: StepKind, batch: int, length: int) -> float:
         """The estimate for one point."""
-        tokens = batch * (length if phase is Phase.PREFILL else 1)
+        tokens = batch * (length if phase is StepKind.PREFILL else 1)
         # Two FLOPs a weight; attention's own FLOPs are left out, as a roofline of dense work does.
         flops = 2.0 * self.parameters * tokens
         read = self.parameters * self.bytes_per_parameter + self.kv_bytes_per_token * batch * length
@@ -180,7 +180,7 @@ class Roofline:
 
     def points(self) -> list[Point]:
         """The default sweep."""
-        grids = ((Phase.PREFILL, DEFAULT_PREFILL_GRID), (Phase.DECODE, DEFAULT_DECODE_GRID))
+        grids = ((StepKind.PREFILL, DEFAULT_PREFILL_GRID), (StepKind.DECODE, DEFAULT_DECODE_GRID))
         return [Point(phase, b, n, self.seconds(phase, b, n)) for phase, grid in grids for b, n in grid]
 
 
@@ -214,7 +214,7 @@ def make_profile(
             max_error=max(prefill.max, decode.max),
             points=weight,
             prefill=_report(result.prefill.form, prefill),
-            prefill_paper=_report(Form.PAPER, result.prefill.held_out[Form.PAPER])
+            prefill_paper=_report(PrefillForm.PAPER, result.prefill.held_out[PrefillForm.PAPER])
             if result.latency.better_prefill is not None
             else None,
             decode=_report(result.decode.form, decode),
@@ -225,12 +225,12 @@ def make_profile(
         ),
         source=source,
         grid=RawGrid(
-            prefill=tuple((p.batch, p.length, p.seconds) for p in points if p.phase is Phase.PREFILL),
-            decode=tuple((p.batch, p.length, p.seconds) for p in points if p.phase is Phase.DECODE),
+            prefill=tuple((p.batch, p.length, p.seconds) for p in points if p.phase is StepKind.PREFILL),
+            decode=tuple((p.batch, p.length, p.seconds) for p in points if p.phase is StepKind.DECODE),
             mixed=tuple(
-                (p.prefill_tokens, p.batch, p.length, p.seconds) for p in points if p.phase is Phase.MIXED
+                (p.prefill_tokens, p.batch, p.length, p.seconds) for p in points if p.phase is StepKind.MIXED
             ),
-            prefill_passes=tuple(p.passes for p in points if p.phase is Phase.PREFILL)
+            prefill_passes=tuple(p.passes for p in points if p.phase is StepKind.PREFILL)
             if any(p.passes > 1 for p in points)
             else None,
         ),
@@ -304,7 +304,7 @@ def complete(
             f"sequence in it ({scheduling} scheduling; {_RANGES[asynchronous is not False]}), "
             f"{1e3 * host.request_s:g} ms a request; a live sweep or a log measures it"
         )
-    for phase, what in ((Phase.PREFILL, "prompts"), (Phase.DECODE, "contexts")):
+    for phase, what in ((StepKind.PREFILL, "prompts"), (StepKind.DECODE, "contexts")):
         most = max(p.length for p in points if p.phase is phase)
         if most < _LONG:
             assumed.append(f"{what} beyond {most} tokens: extrapolated; longer points measure them")

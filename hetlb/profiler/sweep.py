@@ -4,7 +4,7 @@ A prefill is timed from the moment the engine is free for it (a short prompt bef
 engine busy while the server reads the request) to the last first token, so that HTTP is left out of it; a
 decode step is timed while all of the batch run, from the stream. The engine's own counters say whether
 other requests ran on it or a sequence was preempted meanwhile: such a sample is not kept. Every sample is in
-the journal before the next begins. No point is measured again while another waits for its first sample.
+the file before the next begins. No point is measured again while another waits for its first sample.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hetlb.profiler.client import (
     TokenTimes,
     distinct_prompts,
 )
-from hetlb.profiler.fit import Phase, Point
+from hetlb.profiler.fit import Point, StepKind
 from hetlb.profiler.grid import DECODE_ROOM, Size, token_budget
-from hetlb.profiler.journal import Journal, Sample
+from hetlb.profiler.sample_file import Sample, SampleFile
 
 #: Repeats of a point; the median counts. Points whose samples differ get up to so many times as many.
 REPEATS, _MORE_REPEATS = 3, 3
@@ -49,7 +49,7 @@ _MOST_SEQS = 1000
 
 
 #: Of each phase, so many points are measured at least.
-_LEAST = {Phase.PREFILL: 8, Phase.DECODE: 8, Phase.MIXED: 0}
+_LEAST = {StepKind.PREFILL: 8, StepKind.DECODE: 8, StepKind.MIXED: 0}
 #: Lone requests that tell what a server adds to one.
 _LONE = 8
 #: Steps that decodes make before a prompt is put beside them.
@@ -63,7 +63,7 @@ class BusyError(HetlbError):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class SweepProgress:
     """Progress of a sweep: samples taken and planned, and the one measured now."""
 
     done: int
@@ -73,7 +73,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class SweepResult:
     """Result of a sweep: points (medians of their samples), and the facts learnt of the engine."""
 
     points: tuple[Point, ...]
@@ -132,19 +132,19 @@ class Sweep:
         client: EngineClient,
         facts: ServerFacts,
         sizes: Sequence[Size],
-        journal: Journal,
+        file: SampleFile,
         *,
         budget_s: float,
         repeats: int = REPEATS,
         force: bool = False,
         max_num_batched_tokens: int | None = None,
         rng: random.Random,
-        on_progress: Callable[[Progress], None] = lambda _: None,
+        on_progress: Callable[[SweepProgress], None] = lambda _: None,
     ) -> None:
         self._client = client
         self._facts = facts
         self._sizes = list(sizes)
-        self._journal = journal
+        self._file = file
         self._budget_s = budget_s
         self._repeats = repeats
         self._force = force
@@ -155,21 +155,21 @@ class Sweep:
         self._token_s = 0.0
         self._first_step_s = 0.0
         self._step_s: dict[Size, float] = {}
-        most = max((size.batch for size in sizes if size.phase is not Phase.PREFILL), default=0)
-        longest = max((size.length for size in sizes if size.phase is not Phase.PREFILL), default=0)
+        most = max((size.batch for size in sizes if size.phase is not StepKind.PREFILL), default=0)
+        longest = max((size.length for size in sizes if size.phase is not StepKind.PREFILL), default=0)
         # Decode points share their prompts, each a beginning of the same: where the engine keeps
         # prefixes, a prompt is read once and not once per point.
         self._decode_prompts = distinct_prompts(rng, most, longest)
 
-    async def run(self) -> Measured:
+    async def run(self) -> SweepResult:
         """Measure. Raises `BusyError`, `InputError` (the budget is too small) or `ServerFailed`."""
         self._deadline = time.monotonic() + self._budget_s
         await self._warm_up()
         given_up: dict[Size, str] = {
-            sample.size: sample.reason for sample in self._journal.samples if sample.reason is not None
+            sample.size: sample.reason for sample in self._file.samples if sample.reason is not None
         }
         taken = {size: 0 for size in self._sizes if size not in given_up}
-        for sample in self._journal.samples:
+        for sample in self._file.samples:
             if sample.size in taken:
                 taken[sample.size] += 1
         self._leave_out(taken, given_up)
@@ -182,7 +182,7 @@ class Sweep:
                     continue
                 self._tell(size, taken, left_s)
                 sample = await self._undisturbed(size)
-                self._journal.add([sample])
+                self._file.add([sample])
                 if sample.reason is None:
                     taken[size] += 1
                 else:
@@ -195,7 +195,7 @@ class Sweep:
         rest_s = sum(self._cost_s(size) * count for size, count in more.items())
         done = sum(taken.values())
         left_s = max(0.0, min(rest_s, left_s))
-        self._on_progress(Progress(done, done + sum(more.values()), now, left_s))
+        self._on_progress(SweepProgress(done, done + sum(more.values()), now, left_s))
 
     # --- planning ---
 
@@ -204,7 +204,7 @@ class Sweep:
         count = taken.get(size, 0)
         if count < self._repeats:
             return self._repeats - count
-        seconds = [s.seconds for s in self._journal.samples if s.size == size and s.seconds is not None]
+        seconds = [s.seconds for s in self._file.samples if s.size == size and s.seconds is not None]
         middle = median(seconds)
         return int(median(abs(each / middle - 1.0) for each in seconds) > _NOISY)
 
@@ -214,7 +214,7 @@ class Sweep:
             cost = {size: self._cost_s(size) for size, count in taken.items() if not count}
             if sum(cost.values()) <= 0.85 * self._budget_s:
                 return
-            by_phase = {phase: [size for size in taken if size.phase is phase] for phase in Phase}
+            by_phase = {phase: [size for size in taken if size.phase is phase] for phase in StepKind}
             droppable = [size for size in cost if len(by_phase[size.phase]) > _LEAST[size.phase]]
             if not droppable:
                 raise InputError(
@@ -227,7 +227,7 @@ class Sweep:
 
     def _cost_s(self, size: Size) -> float:
         """About how long one sample takes."""
-        if size.phase is Phase.PREFILL:
+        if size.phase is StepKind.PREFILL:
             return (size.tokens + self._plug_tokens(size)) * self._token_s + 0.05
         step_s = self._step_s.get(size, self._near_step_s(size.batch))
         # With prefixes kept, prompts are read at the first sample of a point; what longer ones left counts.
@@ -273,10 +273,12 @@ class Sweep:
             if not await settled(self._client, self._facts) and not self._force:
                 break
             before = await self._counters()
-            if size.phase is Phase.PREFILL:
+            if size.phase is StepKind.PREFILL:
                 seconds, expected = await self._prefill(size, _LEAD_S * 2**attempt)
             else:
-                seconds, expected = await (self._decode if size.phase is Phase.DECODE else self._mixed)(size)
+                seconds, expected = await (self._decode if size.phase is StepKind.DECODE else self._mixed)(
+                    size
+                )
             await settled(self._client, self._facts)
             after = await self._counters()
             iterations = None
@@ -284,10 +286,10 @@ class Sweep:
                 if _more(before.preemptions, after.preemptions):
                     return _given_up(size, "the engine preempted requests: its KV cache was full")
                 read = _more(before.prompt_tokens, after.prompt_tokens)
-                cached = size.phase is Phase.PREFILL and _more(before.cached_tokens, after.cached_tokens)
+                cached = size.phase is StepKind.PREFILL and _more(before.cached_tokens, after.cached_tokens)
                 if (read != expected or cached) and not self._force:
                     continue
-                if size.phase is Phase.PREFILL and read == expected:
+                if size.phase is StepKind.PREFILL and read == expected:
                     more = _more(before.iterations, after.iterations)
                     iterations = None if more is None else more - 1  # the prompt ahead has its own
                     if merged := iterations == 0:
@@ -409,32 +411,32 @@ class Sweep:
             return self._max_num_batched_tokens
         return token_budget(
             (sample.batch, sample.length, sample.iterations)
-            for sample in self._journal.samples
-            if sample.phase is Phase.PREFILL and sample.iterations
+            for sample in self._file.samples
+            if sample.phase is StepKind.PREFILL and sample.iterations
         )
 
-    def _result(self, given_up: dict[Size, str]) -> Measured:
+    def _result(self, given_up: dict[Size, str]) -> SweepResult:
         budget = self._budget_tokens()
         rows: dict[Size, list[Sample]] = {}
-        for sample in self._journal.samples:
+        for sample in self._file.samples:
             if sample.seconds is not None and sample.size not in given_up:
                 rows.setdefault(sample.size, []).append(sample)
         points = []
         for size, samples in sorted(rows.items()):
             passes = 1
-            if size.phase is Phase.PREFILL and budget is not None:
+            if size.phase is StepKind.PREFILL and budget is not None:
                 passes = math.ceil(size.tokens / budget)
             seconds = median(sample.seconds for sample in samples if sample.seconds is not None)
             points.append(Point(size.phase, size.batch, size.length, seconds, passes, size.prefill_tokens))
         notes = tuple(f"{size}: left out: {reason}" for size, reason in sorted(given_up.items()))
-        return Measured(tuple(points), budget, notes)
+        return SweepResult(tuple(points), budget, notes)
 
 
 def _order(size: Size) -> tuple[int, int, int, int]:
     """Prefills from the cheapest; decodes from the longest, whose prompts begin with those of the others."""
-    if size.phase is Phase.PREFILL:
+    if size.phase is StepKind.PREFILL:
         return (0, size.tokens, size.batch, 0)
-    return (1 if size.phase is Phase.DECODE else 2, -size.length, size.batch, size.prefill_tokens)
+    return (1 if size.phase is StepKind.DECODE else 2, -size.length, size.batch, size.prefill_tokens)
 
 
 def _more(before: int | None, after: int | None) -> int | None:

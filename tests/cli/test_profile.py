@@ -12,7 +12,7 @@ from hetlb.config.profile_file import ProfileSource, load_profile
 from hetlb.core.latency import SplitKv
 from hetlb.errors import ProfileError
 from hetlb.profiler.aiconfigurator import Layout, query
-from hetlb.profiler.fit import Phase
+from hetlb.profiler.fit import StepKind
 from hetlb.profiler.sources import corrected, write_profile
 
 ROOT = Path(__file__).parents[2]
@@ -217,7 +217,7 @@ def test_a_mixture_of_experts_has_tables_at_every_layout(layout: Layout) -> None
     found = query("Qwen/Qwen3-30B-A3B", "h100_sxm", layout)
     assert found.kv_cache_tokens is not None
     long = [point for point in found.points if point.length >= 32768]
-    assert {point.phase for point in long} == {Phase.PREFILL, Phase.DECODE}
+    assert {point.phase for point in long} == {StepKind.PREFILL, StepKind.DECODE}
 
 
 def test_a_layout_without_tables_is_one_line() -> None:

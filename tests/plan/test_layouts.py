@@ -16,8 +16,8 @@ from hetlb.plan.cluster_layouts import Throughputs
 from hetlb.plan.layouts import (
     Layout,
     LayoutFleet,
+    LayoutTarget,
     Part,
-    Target,
     choose_together,
     gpus_of,
     instances_of,
@@ -49,7 +49,7 @@ def fleet(machines: list[Machine], rate: float, slo: SloLimits | None = None) ->
         return 1.0 / profile.latency.step_s(64, 64 * 500)
 
     instances = {m.kind: instances_of(MODEL, m, profiles, estimate, 1, MIX) for m in machines}
-    return LayoutFleet(machines, instances, ROWS, Target(rate, slo or SloLimits()))
+    return LayoutFleet(machines, instances, ROWS, LayoutTarget(rate, slo or SloLimits()))
 
 
 @settings(max_examples=60)

@@ -19,9 +19,9 @@ from hetlb.errors import ProfileError
 from hetlb.profiler.fit import (
     DEFAULT_DECODE_GRID,
     DEFAULT_PREFILL_GRID,
-    Form,
-    Phase,
     Point,
+    PrefillForm,
+    StepKind,
     errors_on,
     fit,
     fit_linear,
@@ -41,7 +41,7 @@ LENGTHS += [4097, 6000, 8192, 16384, 32768]
 def measured(tp: int = 1) -> list[Point]:
     with DATA.open() as file:
         return [
-            Point(Phase(r["phase"]), int(r["batch"]), int(r["length"]), float(r["latency_ms"]) / 1e3)
+            Point(StepKind(r["phase"]), int(r["batch"]), int(r["length"]), float(r["latency_ms"]) / 1e3)
             for r in csv.DictReader(file)
             if int(r["tp"]) == tp
         ]
@@ -50,8 +50,8 @@ def measured(tp: int = 1) -> list[Point]:
 def synthetic(noise: float = 0.0, repeats: int = 1, seed: int = 0) -> list[Point]:
     rng = random.Random(seed)
     grids = (
-        (Phase.PREFILL, DEFAULT_PREFILL_GRID, TRUE.paper_prefill_s),
-        (Phase.DECODE, DEFAULT_DECODE_GRID, TRUE.paper_step_s),
+        (StepKind.PREFILL, DEFAULT_PREFILL_GRID, TRUE.paper_prefill_s),
+        (StepKind.DECODE, DEFAULT_DECODE_GRID, TRUE.paper_step_s),
     )
     return [
         Point(phase, b, n, truth(b, n) * (1 + rng.gauss(0, noise)))
@@ -71,7 +71,7 @@ def assert_rises(predict: object, least: float = 0.0) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_known_constants_come_back_from_noisy_repeats(seed: int) -> None:
-    latency = fit(synthetic(noise=0.01, repeats=4, seed=seed), form=Form.PAPER).latency
+    latency = fit(synthetic(noise=0.01, repeats=4, seed=seed), form=PrefillForm.PAPER).latency
     for name in ("k1", "k5", "k6", "k8"):
         assert getattr(latency, name) == pytest.approx(getattr(TRUE, name), rel=0.05), name
     for b, n in [(1, 128), (3, 900), (16, 4096), (8, 2000)]:
@@ -81,27 +81,27 @@ def test_known_constants_come_back_from_noisy_repeats(seed: int) -> None:
 
 
 def test_without_noise_the_constants_are_exact() -> None:
-    latency = fit(synthetic(), form=Form.PAPER).latency
+    latency = fit(synthetic(), form=PrefillForm.PAPER).latency
     for index in range(1, 9):
         assert getattr(latency, f"k{index}") == pytest.approx(getattr(TRUE, f"k{index}"), rel=1e-3)
 
 
 @pytest.mark.parametrize("tp", [1, 8])
-@pytest.mark.parametrize("form", list(Form))
-def test_a_measured_prefill_never_falls(form: Form, tp: int) -> None:
-    assert_rises(fit_phase([p for p in measured(tp) if p.phase is Phase.PREFILL], form))
+@pytest.mark.parametrize("form", list(PrefillForm))
+def test_a_measured_prefill_never_falls(form: PrefillForm, tp: int) -> None:
+    assert_rises(fit_phase([p for p in measured(tp) if p.phase is StepKind.PREFILL], form))
 
 
 @pytest.mark.parametrize("tp", [1, 8])
 def test_a_measured_decode_never_falls(tp: int) -> None:
-    assert_rises(fit_phase([p for p in measured(tp) if p.phase is Phase.DECODE], Form.PAPER))
+    assert_rises(fit_phase([p for p in measured(tp) if p.phase is StepKind.DECODE], PrefillForm.PAPER))
 
 
 @settings(max_examples=15)
-@given(off=st.lists(st.floats(0.2, 5.0), min_size=12, max_size=12), form=st.sampled_from(list(Form)))
-def test_nothing_falls_whatever_was_measured(off: list[float], form: Form) -> None:
+@given(off=st.lists(st.floats(0.2, 5.0), min_size=12, max_size=12), form=st.sampled_from(list(PrefillForm)))
+def test_nothing_falls_whatever_was_measured(off: list[float], form: PrefillForm) -> None:
     points = [
-        Point(Phase.PREFILL, b, n, TRUE.paper_prefill_s(b, n) * factor)
+        Point(StepKind.PREFILL, b, n, TRUE.paper_prefill_s(b, n) * factor)
         for (b, n), factor in zip(DEFAULT_PREFILL_GRID, off, strict=True)
     ]
     try:
@@ -114,7 +114,7 @@ def test_nothing_falls_whatever_was_measured(off: list[float], form: Form) -> No
 def test_points_too_odd_for_the_better_forms_leave_the_paper_form() -> None:
     odd = [
         Point(p.phase, p.batch, p.length, 0.015625 if (p.batch, p.length) == (1, 2048) else 1.0)
-        if p.phase is Phase.PREFILL
+        if p.phase is StepKind.PREFILL
         else p
         for p in synthetic()
     ]
@@ -124,22 +124,24 @@ def test_points_too_odd_for_the_better_forms_leave_the_paper_form() -> None:
 
 
 def test_the_grid_form_passes_through_what_rises() -> None:
-    points = [p for p in synthetic() if p.phase is Phase.PREFILL]
+    points = [p for p in synthetic() if p.phase is StepKind.PREFILL]
     better = with_grid(fit_pnorm(points), points)
     for p in points:
         assert better.prefill_s(p.batch, p.length) == pytest.approx(p.seconds, rel=0.02)
 
 
 def test_default_points_predict_the_others() -> None:
-    points = [p for p in measured(1) if p.phase is Phase.PREFILL]
+    points = [p for p in measured(1) if p.phase is StepKind.PREFILL]
     train = [p for p in points if (p.batch, p.length) in DEFAULT_PREFILL_GRID]
     test = [p for p in points if (p.batch, p.length) not in DEFAULT_PREFILL_GRID]
-    assert errors_on(fit_phase(train, Form.PAPER), test).mean < 0.12  # one of the worst of 95 configurations
-    assert errors_on(fit_phase(train, Form.GRID), test).mean < 0.06
+    assert (
+        errors_on(fit_phase(train, PrefillForm.PAPER), test).mean < 0.12
+    )  # one of the worst of 95 configurations
+    assert errors_on(fit_phase(train, PrefillForm.GRID), test).mean < 0.06
 
 
 def test_plain_least_squares_is_worse_where_it_is_small() -> None:
-    points = [p for p in measured(1) if p.phase is Phase.PREFILL]
+    points = [p for p in measured(1) if p.phase is StepKind.PREFILL]
     errors = []
     for relative, bounded in ((True, True), (False, False)):
         a, b, c, d = fit_linear(points, relative=relative, bounded=bounded)
@@ -162,17 +164,17 @@ def test_the_report_names_the_worst_point_and_warns() -> None:
 
 
 def test_repeats_count_by_their_median() -> None:
-    points = [Point(Phase.DECODE, 1, 8, s) for s in (1.0, 9.0, 2.0)]
-    assert merge_repeats(points) == [Point(Phase.DECODE, 1, 8, 2.0)]
+    points = [Point(StepKind.DECODE, 1, 8, s) for s in (1.0, 9.0, 2.0)]
+    assert merge_repeats(points) == [Point(StepKind.DECODE, 1, 8, 2.0)]
 
 
 @pytest.mark.parametrize(
     ("points", "message"),
     [
-        ([p for p in synthetic() if p.phase is Phase.DECODE], "prefill: expected at least 8 points"),
+        ([p for p in synthetic() if p.phase is StepKind.DECODE], "prefill: expected at least 8 points"),
         ([p for p in synthetic() if p.batch == 1], "prefill: expected at least 8 points"),
         (
-            [*synthetic(), Point(Phase.DECODE, 2, 2, 0.0)],
+            [*synthetic(), Point(StepKind.DECODE, 2, 2, 0.0)],
             "decode at batch 2, length 2: expected a time above 0",
         ),
     ],
@@ -218,9 +220,13 @@ def test_long_prompts_are_read_by_their_own_slope() -> None:
     def long_s(length: int) -> float:
         return sum(pass_s(1, 8192, start) for start in range(0, length, 8192))
 
-    points = [Point(Phase.PREFILL, b, n, pass_s(b, n)) for b in (1, 2, 4, 8) for n in (128, 512, 1024, 2048)]
-    points += [Point(Phase.PREFILL, 1, n, long_s(n), n // 8192) for n in (32768, 131072)]
-    points += [Point(Phase.DECODE, b, n, 0.01 + 1e-8 * b * n) for b in (1, 4, 16) for n in (256, 1024, 4096)]
+    points = [
+        Point(StepKind.PREFILL, b, n, pass_s(b, n)) for b in (1, 2, 4, 8) for n in (128, 512, 1024, 2048)
+    ]
+    points += [Point(StepKind.PREFILL, 1, n, long_s(n), n // 8192) for n in (32768, 131072)]
+    points += [
+        Point(StepKind.DECODE, b, n, 0.01 + 1e-8 * b * n) for b in (1, 4, 16) for n in (256, 1024, 4096)
+    ]
     latency = fit(points).latency
     for length in (32768, 65536, 131072):
         assert latency.first_token_s(length, 0, 0, 0, 0, 8192) == pytest.approx(long_s(length), rel=0.1)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.core.types import Capacity
-from hetlb.profiler.fit import Phase
+from hetlb.profiler.fit import StepKind
 from hetlb.profiler.grid import DECODE_ROOM, DEFAULT_GRID, clip, token_budget
 
 
@@ -31,7 +31,7 @@ def test_every_point_fits_the_server(blocks: int, block: int, seqs: int, longest
     sizes = clip(DEFAULT_GRID, capacity)
     assert len(sizes) == len(set(sizes))
     for size in sizes:
-        room = DECODE_ROOM if size.phase is Phase.DECODE else 1
+        room = DECODE_ROOM if size.phase is StepKind.DECODE else 1
         assert 1 <= size.batch <= seqs
         assert size.length + room <= longest
         assert size.batch * math.ceil((size.length + room) / block) <= blocks
@@ -39,16 +39,16 @@ def test_every_point_fits_the_server(blocks: int, block: int, seqs: int, longest
 
 def test_mixed_steps_are_measured_at_the_most_sequences_of_the_server() -> None:
     capacity = Capacity(kv_cache_tokens=400_000, block_size=16, max_num_seqs=200, max_model_len=40_000)
-    mixed = [size for size in clip(DEFAULT_GRID, capacity) if size.phase is Phase.MIXED]
+    mixed = [size for size in clip(DEFAULT_GRID, capacity) if size.phase is StepKind.MIXED]
     assert max(size.batch for size in mixed) == 199  # and one prompt
     assert max(size.length for size in mixed) == 32768
 
 
 def test_a_small_server_still_gets_enough_points() -> None:
     capacity = Capacity(kv_cache_tokens=29056, block_size=128, max_num_seqs=64, max_model_len=2048)
-    for phase in Phase:
+    for phase in StepKind:
         sizes = [size for size in clip(DEFAULT_GRID, capacity) if size.phase is phase]
-        assert len(sizes) >= (8 if phase is Phase.MIXED else 12)
+        assert len(sizes) >= (8 if phase is StepKind.MIXED else 12)
         assert len({size.length for size in sizes}) >= 3
 
 
@@ -73,7 +73,7 @@ def test_the_token_budget_shows_in_the_default_grid(budget: int) -> None:
     observed = [
         (size.batch, size.length, iterations(size.batch, size.length, budget))
         for size in DEFAULT_GRID
-        if size.phase is Phase.PREFILL
+        if size.phase is StepKind.PREFILL
     ]
     assert token_budget(observed) == budget
 

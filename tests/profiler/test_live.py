@@ -20,10 +20,10 @@ from hetlb.config.profile_file import load_profile
 from hetlb.core.types import Capacity
 from hetlb.emulator import EmulatedEngine
 from hetlb.errors import HetlbError, InputError, ProfileError
-from hetlb.profiler.client import Answer, EngineClient, ServerFailed, TokenTimes, distinct_prompts
-from hetlb.profiler.fit import Phase
+from hetlb.profiler.client import CompletionStream, EngineClient, ServerFailed, TokenTimes, distinct_prompts
+from hetlb.profiler.fit import StepKind
 from hetlb.profiler.grid import DEFAULT_GRID, Size, clip
-from hetlb.profiler.journal import Identity, Journal, Sample
+from hetlb.profiler.sample_file import Identity, Sample, SampleFile
 from hetlb.profiler.sweep import BusyError, Sweep, learn_max_num_seqs
 
 Start = Callable[..., Awaitable[EmulatedEngine]]
@@ -86,7 +86,7 @@ async def test_the_time_before_the_engine_has_a_request_is_fitted(
 ) -> None:
     engine, send = await start(time_scale=MEASURED), EngineClient.send
 
-    async def send_late(self: EngineClient, prompts: list[list[int]], max_tokens: int) -> Answer:
+    async def send_late(self: EngineClient, prompts: list[list[int]], max_tokens: int) -> CompletionStream:
         await asyncio.sleep(0.05)
         return await send(self, prompts, max_tokens)
 
@@ -106,17 +106,17 @@ async def test_mixed_steps_are_measured_in_the_corners_of_a_large_engine(
         facts = await client.facts(None)
         seqs = await learn_max_num_seqs(client, facts, random.Random(1))
         capacity = facts.capacity.updated(Capacity(max_num_seqs=seqs, max_num_batched_tokens=8192))
-        corners = [size for size in clip(DEFAULT_GRID, capacity) if size.phase is Phase.MIXED]
+        corners = [size for size in clip(DEFAULT_GRID, capacity) if size.phase is StepKind.MIXED]
         corners = [size for size in corners if size.tokens > 60_000 or size.length > 30_000]
         assert corners == [
-            Size(Phase.MIXED, 1, 32768, 700),
-            Size(Phase.MIXED, 256, 1024, 700),
-            Size(Phase.MIXED, 299, 256, 300),
+            Size(StepKind.MIXED, 1, 32768, 700),
+            Size(StepKind.MIXED, 256, 1024, 700),
+            Size(StepKind.MIXED, 299, 256, 300),
         ]
-        plain = [Size(Phase.PREFILL, 4, 512), Size(Phase.DECODE, 256, 1024)]
-        with Journal(tmp_path / "samples", Identity("tiny", None, None, None, None)) as journal:
+        plain = [Size(StepKind.PREFILL, 4, 512), Size(StepKind.DECODE, 256, 1024)]
+        with SampleFile(tmp_path / "samples", Identity("tiny", None, None, None, None)) as file:
             sizes = [*plain, *corners]
-            sweep = Sweep(client, facts, sizes, journal, budget_s=200, repeats=1, rng=random.Random(0))
+            sweep = Sweep(client, facts, sizes, file, budget_s=200, repeats=1, rng=random.Random(0))
             measured = await sweep.run()
     assert measured.given_up == ()
     points = {Size(p.phase, p.batch, p.length, p.prefill_tokens): p.seconds for p in measured.points}
@@ -135,15 +135,15 @@ async def test_an_interrupted_sweep_goes_on(
     engine = await start(time_scale=MEASURED)
     args = build_parser("profile").parse_args(["profile", "--url", engine.url, *flags])
     samples = tmp_path / "p.yaml.samples"
-    kept = Journal.add
+    kept = SampleFile.add
 
-    def add_and_stop(self: Journal, added: list[Sample]) -> None:
+    def add_and_stop(self: SampleFile, added: list[Sample]) -> None:
         kept(self, added)
         if len(self.samples) == 5:
             raise asyncio.CancelledError
 
     with monkeypatch.context() as patched:
-        patched.setattr(Journal, "add", add_and_stop)
+        patched.setattr(SampleFile, "add", add_and_stop)
         with pytest.raises(asyncio.CancelledError):
             await asyncio.to_thread(profile_live.measure, args)
     lines = samples.read_bytes().splitlines(keepends=True)
@@ -162,7 +162,7 @@ async def test_samples_of_another_server_are_refused(
     start: Start, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = await start(time_scale=MEASURED)
-    Journal(tmp_path / "p.yaml.samples", Identity("tiny", "0.9.1", 65536, 2048, 32)).close()
+    SampleFile(tmp_path / "p.yaml.samples", Identity("tiny", "0.9.1", 65536, 2048, 32)).close()
     assert await profile("--url", engine.url, *flags) == 2
     said = capsys.readouterr().err
     assert "engine_version: expected the server that the sweep was begun on, with 0.9.1, got" in said
@@ -177,9 +177,9 @@ async def test_a_busy_server_is_refused(
     async with EngineClient(engine.url) as client:
         facts = await client.facts(None)
         others = await client.send([[1] * 8], 2000)
-        with Journal(tmp_path / "samples", Identity("tiny", None, None, None, None)) as journal:
+        with SampleFile(tmp_path / "samples", Identity("tiny", None, None, None, None)) as file:
             sweep = Sweep(
-                client, facts, [Size(Phase.PREFILL, 1, 16)], journal, budget_s=60, rng=random.Random(0)
+                client, facts, [Size(StepKind.PREFILL, 1, 16)], file, budget_s=60, rng=random.Random(0)
             )
             with pytest.raises(BusyError, match="busy with the work of others"):
                 await sweep.run()
@@ -190,10 +190,10 @@ async def test_a_batch_that_is_preempted_is_left_out(start: Start, tmp_path: Pat
     engine = await start(kv_cache_tokens=1024, max_model_len=512)
     async with EngineClient(engine.url) as client:
         facts = await client.facts(None)
-        crowd = Size(Phase.DECODE, 16, 60)  # 16 prompts fit, their answers do not
-        sizes = [crowd, Size(Phase.DECODE, 1, 60)]
-        with Journal(tmp_path / "samples", Identity("tiny", None, None, None, None)) as journal:
-            sweep = Sweep(client, facts, sizes, journal, budget_s=60, rng=random.Random(0))
+        crowd = Size(StepKind.DECODE, 16, 60)  # 16 prompts fit, their answers do not
+        sizes = [crowd, Size(StepKind.DECODE, 1, 60)]
+        with SampleFile(tmp_path / "samples", Identity("tiny", None, None, None, None)) as file:
+            sweep = Sweep(client, facts, sizes, file, budget_s=60, rng=random.Random(0))
             measured = await sweep.run()
     assert [(point.batch, point.length) for point in measured.points] == [(1, 60)]
     assert measured.given_up == (
@@ -207,10 +207,10 @@ async def test_decodes_whose_last_blocks_are_read_again_run_before_the_prompt_co
     engine = await start(time_scale=0.4, prefix_caching=True, block_size=128)
     async with EngineClient(engine.url) as client:
         facts = await client.facts(None)
-        mixed = Size(Phase.MIXED, 16, 256, 300)  # 16 times up to 128 tokens: several passes
-        sizes = [Size(Phase.PREFILL, 4, 128), Size(Phase.DECODE, 16, 256), mixed]
-        with Journal(tmp_path / "samples", Identity("tiny", None, None, None, None)) as journal:
-            sweep = Sweep(client, facts, sizes, journal, budget_s=60, rng=random.Random(0))
+        mixed = Size(StepKind.MIXED, 16, 256, 300)  # 16 times up to 128 tokens: several passes
+        sizes = [Size(StepKind.PREFILL, 4, 128), Size(StepKind.DECODE, 16, 256), mixed]
+        with SampleFile(tmp_path / "samples", Identity("tiny", None, None, None, None)) as file:
+            sweep = Sweep(client, facts, sizes, file, budget_s=60, rng=random.Random(0))
             measured = await sweep.run()
     assert mixed in [
         Size(point.phase, point.batch, point.length, point.prefill_tokens) for point in measured.points

@@ -51,7 +51,7 @@ class Simulated:
 
 
 @dataclass(frozen=True)
-class Fleet:
+class SplitFleet:
     """A plan as instances, engines and links."""
 
     specs: tuple[InstanceSpec, ...]
@@ -59,7 +59,7 @@ class Fleet:
     links: KvLinks
 
 
-def make_fleet(cluster: SplitCluster, plan: SplitPlan, cost: ProfileCost) -> Fleet:
+def make_fleet(cluster: SplitCluster, plan: SplitPlan, cost: ProfileCost) -> SplitFleet:
     """Instances of a plan with their engines, and the links between them."""
     network = Network(cluster)
     instances = lay_out(cluster, plan)
@@ -106,7 +106,7 @@ def make_fleet(cluster: SplitCluster, plan: SplitPlan, cost: ProfileCost) -> Fle
                 kv_transfer=transfer if plan.splits else None,
             )
         )
-    return Fleet(tuple(specs), engines, KvLinks(rates, paths))
+    return SplitFleet(tuple(specs), engines, KvLinks(rates, paths))
 
 
 def simulate_plan(

@@ -1,7 +1,7 @@
 """Samples on disk as they are measured, so that an interrupted sweep goes on where it was.
 
 A line is one sample, written and flushed before the next is measured; a half-written last line
-is dropped. A journal of another server, model or version is refused, not mixed in.
+is dropped. A file of another server, model or version is refused, not mixed in.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import BinaryIO
 import msgspec
 
 from hetlb.errors import ProfileError
-from hetlb.profiler.fit import Phase
+from hetlb.profiler.fit import StepKind
 from hetlb.profiler.grid import Size
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Identity of what a journal's samples were measured on: all of it must be the same to go on."""
+    """Identity of what a file's samples were measured on: all of it must be the same to go on."""
 
     model: str
     engine_version: str | None
@@ -35,7 +35,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Without `seconds` the point was given up, for the `reason`.
     """
 
-    phase: Phase
+    phase: StepKind
     batch: int
     length: int
     seconds: float | None = None
@@ -49,7 +49,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Size(self.phase, self.batch, self.length, self.prefill_tokens)
 
 
-class Journal:
+class SampleFile:
     """The samples of one sweep, those read from the file and those added."""
 
     def __init__(self, path: Path, identity: Identity, *, fresh: bool = False) -> None:
@@ -80,7 +80,7 @@ class Journal:
         """Close the file; it stays."""
         self._file.close()
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> SampleFile:
         return self
 
     def __exit__(self, *_: object) -> None:
