@@ -110,7 +110,7 @@ def test_shell_blocks_are_read_as_a_shell_reads_them() -> None:
 _PORTS = ("8000", "8001", "8080", "8081")
 _SMALLER = {
     "hetlb engine --profile": "hetlb engine --time-scale 0.05 --profile",
-    "--num-prompts 240 --request-rate 24": "--num-prompts 24 --request-rate 240",
+    "--num-prompts 180 --request-rate 12": "--num-prompts 24 --request-rate 240",
     "--budget 1m": "--budget 1m --repeats 1",
 }
 

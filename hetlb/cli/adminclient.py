@@ -1,4 +1,4 @@
-"""Client of a running proxy's admin listener: its address and the operator's token.
+"""Client of a running proxy's admin listener: its address, the operator's token, questions, the event stream.
 
 The token comes from an environment variable, is shown nowhere and goes to that address alone;
 whatever is wrong with an address or an answer is one line.
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import json
 import os
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
 from hetlb.errors import InputError
@@ -18,69 +21,119 @@ from hetlb.errors import InputError
 #: Default address of `hetlb serve`'s admin listener.
 DEFAULT_URL = "http://127.0.0.1:8081"
 TOKEN_VARIABLE = "HETLB_ADMIN_TOKEN"
-_TIMEOUT_S = 10.0
+TIMEOUT_S = 10.0
+#: The event stream speaks once a second; one that is silent for this long is dead.
+SILENCE_S = 5.0
+_MOST_EVENT_BYTES = 16 << 20
 
 
-def add_token_argument(parser: argparse.ArgumentParser) -> None:
-    """The flag that names the variable with the token."""
+class NoAnswerError(InputError):
+    """No connection, or one that broke: another attempt may do better. `why` is the reason alone."""
+
+    def __init__(self, text: str, why: str) -> None:
+        super().__init__(text)
+        self.why = why
+
+
+def add_admin_arguments(parser: Any, tokens: argparse.ArgumentParser) -> None:
+    """The flags that say which proxy is meant: its address (`--url` is the former name), and the token."""
     parser.add_argument(
+        "--admin", "--url", metavar="URL", help=f"admin address of the proxy (default {DEFAULT_URL})"
+    )
+    tokens.add_argument(
         "--token-env",
         metavar="NAME",
         help=f"environment variable with the admin token (default {TOKEN_VARIABLE}, which may be unset)",
     )
 
 
-def admin_url(text: str, flag: str = "--url") -> str:
-    """An admin address without its last slash. Raises `InputError` naming the flag."""
-    try:
-        parts = urlsplit(text)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        good = False
-    if not good or parts.username is not None or parts.query or parts.fragment:
-        raise InputError(f"{flag}: expected an admin address like {DEFAULT_URL}, got {text!r}")
-    return text.rstrip("/")
+class AdminClient:
+    """One proxy's admin listener.
 
-
-def authorization(variable: str | None, flag: str = "--token-env") -> dict[str, str]:
-    """The header with the token of a variable, none where there is no token.
-
-    Raises `InputError` where a variable was named (by `flag`) that is not set, or holds what no header can.
+    `text` is its address, None for the default; `variable` the environment variable with the token, None for
+    the usual one, which may be unset. Errors name the flags. Raises `InputError` for an address that is none,
+    and for a variable that is named but not set.
     """
-    name = variable or TOKEN_VARIABLE
-    token = os.environ.get(name, "").strip()
-    if not token and variable is not None:
-        raise InputError(f"{flag}: expected a variable with the admin token, but {name!r} is not set")
-    if not token.isascii() or not token.isprintable():
-        raise InputError(f"{name}: expected an admin token of printable ASCII, got something else")
-    return {"Authorization": f"Bearer {token}"} if token else {}
 
+    def __init__(
+        self, text: str | None, variable: str | None, flag: str = "--admin", token_flag: str = "--token-env"
+    ) -> None:
+        text = text or DEFAULT_URL
+        try:
+            parts = urlsplit(text)
+            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            good = False
+        if not good or parts.username is not None or parts.query or parts.fragment:
+            raise InputError(f"{flag}: expected an admin address like {DEFAULT_URL}, got {text!r}")
+        self.url = text.rstrip("/")
+        self._flag, self._token_flag = flag, token_flag
+        name = variable or TOKEN_VARIABLE
+        self._token = os.environ.get(name, "").strip()
+        if not self._token and variable is not None:
+            raise InputError(
+                f"{token_flag}: expected a variable with the admin token, but {name!r} is not set"
+            )
+        if not self._token.isascii() or not self._token.isprintable():
+            raise InputError(f"{name}: expected an admin token of printable ASCII, got something else")
 
-def refusal(status: int, reason: str | None, flag: str = "--token-env") -> str:
-    """Message for an answer that reports an error, with the remedy for a missing token."""
-    if status == 401:
-        return f"401 Unauthorized: expected the admin token in {TOKEN_VARIABLE}, or where {flag} says"
-    return f"status {status} {reason or ''}".rstrip()
+    def get(self, path: str) -> bytes:
+        """Body of the answer to one GET. Raises `InputError`."""
+        with self._open(path, TIMEOUT_S) as reply:
+            try:
+                body: bytes = reply.read()
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                raise self._no_answer(error) from error
+        return body
 
+    def document(self, path: str, *keys: str) -> dict[str, Any]:
+        """The JSON document at a path, which has these keys. Raises `InputError`."""
+        try:
+            found = json.loads(self.get(path))
+        except (ValueError, RecursionError) as error:
+            raise InputError(self._no_proxy("it does not answer in JSON")) from error
+        if not isinstance(found, dict) or not found.keys() >= set(keys):
+            raise InputError(self._no_proxy(f"its answer holds no {' and '.join(keys)}"))
+        return found
 
-def get(
-    url: str, path: str, variable: str | None, *, flag: str = "--url", token_flag: str = "--token-env"
-) -> bytes:
-    """Body of the answer to one GET; a redirect does not get the token. Raises `InputError` naming `flag`."""
-    request = urllib.request.Request(url + path)
-    for name, value in authorization(variable, token_flag).items():
-        request.add_unredirected_header(name, value)
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
-            body: bytes = reply.read()
-    except urllib.error.HTTPError as error:
-        raise InputError(f"{flag}: {url}: {refusal(error.code, error.reason, token_flag)}") from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
+    def snapshots(self) -> Iterator[dict[str, Any]]:
+        """The proxy's snapshots as they come. Raises `NoAnswerError` when they end, `InputError` where no
+        retry would help.
+        """
+        with self._open("/v1/events", SILENCE_S) as reply:
+            if reply.headers.get_content_type() != "text/event-stream":
+                raise InputError(self._no_proxy("it has no event stream"))
+            try:
+                while line := reply.readline(_MOST_EVENT_BYTES):
+                    if line.startswith(b"data: "):
+                        yield json.loads(line[6:])
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                raise self._no_answer(error) from error
+        raise self._no_answer(OSError("the proxy closed the connection"))
+
+    def _open(self, path: str, timeout_s: float) -> http.client.HTTPResponse:
+        """The answer to one GET; a redirect does not get the token."""
+        request = urllib.request.Request(self.url + path)
+        if self._token:
+            request.add_unredirected_header("Authorization", f"Bearer {self._token}")
+        try:
+            reply: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=timeout_s)
+        except urllib.error.HTTPError as error:
+            told = f"status {error.code} {error.reason or ''}".rstrip()
+            if error.code == 401:
+                told = (
+                    f"401 Unauthorized: expected the admin token in {TOKEN_VARIABLE}, "
+                    f"or where {self._token_flag} says"
+                )
+            raise InputError(f"{self._flag}: {self.url}: {told}") from error
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise self._no_answer(error) from error
+        return reply
+
+    def _no_answer(self, error: Exception) -> NoAnswerError:
         cause = getattr(error, "reason", None) or error
-        raise InputError(no_proxy(url, getattr(cause, "strerror", None) or cause, flag)) from error
-    return body
+        why = str(getattr(cause, "strerror", None) or cause)
+        return NoAnswerError(self._no_proxy(why), why)
 
-
-def no_proxy(url: str, why: object, flag: str = "--url") -> str:
-    """Message for an address where no running proxy answers."""
-    return f"{flag}: expected the admin address of a running proxy, got {url!r}: {why}"
+    def _no_proxy(self, why: object) -> str:
+        return f"{self._flag}: expected the admin address of a running proxy, got {self.url!r}: {why}"

@@ -19,7 +19,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from hetlb.cli.adminclient import DEFAULT_URL, add_token_argument, admin_url, get, no_proxy
+from hetlb.cli.adminclient import AdminClient, add_admin_arguments
 from hetlb.config.fleet import Fleet, load_fleet
 from hetlb.core.eventlog import Replay
 from hetlb.core.policies.base import COMBINE_FORMS
@@ -38,11 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--config", type=Path, metavar="FLEET.yaml", help="fleet file: explain a request on it"
     )
-    source.add_argument(
-        "--url",
-        metavar="ADMIN",
-        help=f"a running proxy's admin address: its last decisions (default {DEFAULT_URL})",
-    )
+    add_admin_arguments(source, parser)
     source.add_argument(
         "--event-log", type=Path, metavar="FILE", help="a recorded event log: the decisions about --request"
     )
@@ -52,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--last", type=int, metavar="N", help="decisions of a running proxy, up to 1000 (default 10)"
     )
-    add_token_argument(parser)
     parser.add_argument(
         "--policy", choices=POLICIES, metavar="NAME", help="scheduling policy (default: the file's)"
     )
@@ -87,12 +82,12 @@ def run(args: argparse.Namespace) -> int:
     if args.event_log is not None:
         return _explain_log(args.event_log, args)
     if args.config is None:
-        if args.url is None and args.last is None and args.request is None:
-            raise InputError("expected --config FLEET.yaml, or --url ADMIN and --last N for a running proxy")
-        return _explain_running(args.url or DEFAULT_URL, 10 if args.last is None else args.last, args)
+        if args.admin is None and args.last is None and args.request is None:
+            raise InputError("expected --config FLEET.yaml, or --admin URL and --last N for a running proxy")
+        return _explain_running(10 if args.last is None else args.last, args)
     for flag, value in (("--last", args.last), ("--request", args.request)):
         if value is not None:
-            raise InputError(f"{flag}: expected it with --url, a fleet file has no last decisions")
+            raise InputError(f"{flag}: expected it with --admin, a fleet file has no last decisions")
     fleet = load_fleet(args.config)
     policy = args.policy or fleet.file.policy.name
     candidates, chosen = explain_fleet(
@@ -198,22 +193,12 @@ def _assignments(flag: str, pairs: list[str]) -> dict[str, float]:
     return values
 
 
-def _explain_running(url: str, last: int, args: argparse.Namespace) -> int:
+def _explain_running(last: int, args: argparse.Namespace) -> int:
     if not 1 <= last <= 1000:
         raise InputError(f"--last: expected a number from 1 to 1000, got {last}")
     query = f"last={last}" if args.request is None else f"request_id={quote(args.request, safe='')}"
-    return _show(_ask(admin_url(url), query, args.token_env), args)
-
-
-def _ask(url: str, query: str, token_variable: str | None) -> dict[str, Any]:
-    answer = get(url, f"/v1/decisions?{query}", token_variable)
-    try:
-        document = json.loads(answer)
-    except (ValueError, RecursionError) as error:
-        raise InputError(no_proxy(url, error)) from error
-    if not isinstance(document, dict) or not {"decisions", "clock_s"} <= document.keys():
-        raise InputError(no_proxy(url, "its answer holds no decisions"))
-    return document
+    client = AdminClient(args.admin, args.token_env)
+    return _show(client.document(f"/v1/decisions?{query}", "decisions", "clock_s"), args)
 
 
 def _explain_log(path: Path, args: argparse.Namespace) -> int:

@@ -78,7 +78,7 @@ COMMANDS = {
         "the fleet in one line, with an exit status for scripts",
         "hetlb status --admin http://127.0.0.1:8081 || notify-the-operator",
     ),
-    "top": Command("the live fleet in a terminal", "hetlb top --url http://127.0.0.1:8081"),
+    "top": Command("the live fleet in a terminal", "hetlb top --admin http://127.0.0.1:8081"),
     "schema": Command("the JSON schema of a kind of file, for editors", "hetlb schema fleet > fleet.json"),
     "completion": Command(
         "the completion script for bash, zsh, fish or tcsh", "hetlb completion bash > hetlb.bash"

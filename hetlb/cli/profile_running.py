@@ -8,7 +8,7 @@ import re
 
 import msgspec
 
-from hetlb.cli.adminclient import admin_url, get
+from hetlb.cli.adminclient import AdminClient
 from hetlb.config.profile_file import ProfileSource, load_profile
 from hetlb.core.latency import corrected as corrected_model
 from hetlb.errors import InputError
@@ -26,8 +26,8 @@ def from_proxy(args: argparse.Namespace, text: str) -> int:
     for flag in ("start", "server"):
         if getattr(args, flag) is None:
             raise InputError(f"--{flag}: expected a value with --from proxy:URL, got none")
-    start, url = load_profile(args.start), admin_url(text, "--from")
-    page = get(url, "/metrics", args.api_key_env, flag="--from", token_flag="--api-key-env")
+    start, client = load_profile(args.start), AdminClient(text, args.api_key_env, "--from", "--api-key-env")
+    page = client.get("/metrics")
     seen = counters(page.decode("utf-8", "replace"), args.server)
     if not seen:
         raise InputError(f"--server: expected an instance that has answered requests, got {args.server!r}")
@@ -38,7 +38,7 @@ def from_proxy(args: argparse.Namespace, text: str) -> int:
     }
     if not factors:
         raise InputError(
-            f"{url}: expected at least {_LEAST_S:.0f} s of some part on {args.server}, got "
+            f"{client.url}: expected at least {_LEAST_S:.0f} s of some part on {args.server}, got "
             + ", ".join(f"{part} {found['expected']:.1f} s" for part, found in seen.items())
         )
     note = f"{start.name} corrected by what was seen: " + ", ".join(

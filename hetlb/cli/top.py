@@ -7,29 +7,27 @@ and its last state stays on the screen until it is back; the terminal is left as
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
+import queue
 import sys
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import aiohttp
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hetlb.cli.adminclient import DEFAULT_URL, add_token_argument, admin_url, authorization, refusal
-from hetlb.errors import HetlbError, InputError, connect_reason
+from hetlb.cli.adminclient import AdminClient, NoAnswerError, add_admin_arguments
+from hetlb.errors import InputError
 
-#: The proxy speaks once a second; a stream that is silent for this long is dead.
-SILENCE_S = 5.0
 RETRY_S = 1.0
 #: An engine's report older than this is not used by the scheduler.
 STALE_S = 5.0
-_MAX_EVENT_BYTES = 16 << 20
 #: Terminals of fewer lines show no curves.
 _CURVES_FROM = 16
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -42,13 +40,7 @@ _HELP = "q quit   o order   ↑↓ scroll   d decisions"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb top`."""
-    parser.add_argument(
-        "--url",
-        default=DEFAULT_URL,
-        metavar="ADMIN",
-        help=f"admin address of the proxy (default {DEFAULT_URL})",
-    )
-    add_token_argument(parser)
+    add_admin_arguments(parser, parser)
     parser.add_argument("--once", action="store_true", help="print one frame and exit")
     parser.add_argument(
         "--json", action="store_true", help="one snapshot as a JSON document on stdout, and exit"
@@ -57,95 +49,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show the fleet until told to stop."""
-    url, headers = admin_url(args.url), authorization(args.token_env)
+    client = AdminClient(args.admin, args.token_env)
+    view, console = FleetScreen(client.url), Console()
     if args.json or args.once or not sys.stdout.isatty():
-        snapshot = asyncio.run(_one(url, headers))
+        view.snapshot = next(client.snapshots())
         if args.json:
-            print(json.dumps(snapshot))
+            print(json.dumps(view.snapshot))
         else:
-            view = FleetScreen(url)
-            view.snapshot = snapshot
-            console = Console()
             console.print(view.render(console.width, None))
         return 0
-    asyncio.run(_watch(url, headers))
+    news: queue.SimpleQueue[dict[str, Any] | str | InputError] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(client, news.put), daemon=True).start()
+    with _keys(news.put), Live(console=console, screen=True, auto_refresh=False) as live:
+        while not view.done:
+            live.update(view.render(console.width, console.height), refresh=True)
+            view.take(news.get())
     return 0
 
 
-# --- the stream ---
-
-
-async def snapshots(session: aiohttp.ClientSession, url: str) -> AsyncGenerator[dict[str, Any]]:
-    """The proxy's snapshots as they come. Raises `HetlbError` when they end, and why."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S)
-    try:
-        async with session.get(f"{url}/v1/events", timeout=timeout, allow_redirects=False) as reply:
-            if reply.status != 200:
-                raise InputError(refusal(reply.status, reply.reason))
-            if reply.content_type != "text/event-stream":
-                raise InputError("there is no hetlb proxy at this address")
-            pending = b""
-            async for piece in reply.content.iter_any():
-                *events, pending = (pending + piece).split(b"\n\n")
-                if len(pending) > _MAX_EVENT_BYTES:
-                    raise InputError("there is no hetlb proxy at this address")
-                for event in events:
-                    _, _, data = event.partition(b"\ndata: ")
-                    yield json.loads(data)
-    except aiohttp.ClientConnectorError as error:
-        raise HetlbError(f"no connection: {connect_reason(error.os_error)}") from error
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-        raise HetlbError(f"the connection broke: {str(error) or 'nothing came'}") from error
-    raise HetlbError("the proxy closed the connection")
-
-
-async def _one(url: str, headers: dict[str, str]) -> dict[str, Any]:
-    async with aiohttp.ClientSession(headers=headers) as session:
-        async with contextlib.aclosing(snapshots(session, url)) as stream:
-            try:
-                return await anext(stream)
-            except InputError as error:
-                raise InputError(f"--url: {url}: {error}") from error
-            except HetlbError as error:
-                raise HetlbError(f"{url}: {error}") from error
-
-
-async def _watch(url: str, headers: dict[str, str]) -> None:
-    """Draw what comes until q is pressed. Raises `InputError` where no retry would help."""
-    view, changed, console = FleetScreen(url), asyncio.Event(), Console()
-
-    async def listen() -> None:
-        async with aiohttp.ClientSession(headers=headers) as session:
-            while True:
-                try:
-                    async for snapshot in snapshots(session, url):
-                        view.snapshot, view.trouble = snapshot, ""
-                        changed.set()
-                except InputError as error:
-                    raise InputError(f"--url: {url}: {error}") from error
-                except HetlbError as error:
-                    view.trouble = str(error)
-                    changed.set()
-                await asyncio.sleep(RETRY_S)
-
-    def press(key: str) -> None:
-        view.press(key)
-        changed.set()
-
-    listening = asyncio.create_task(listen())
-    listening.add_done_callback(lambda _: changed.set())
-    try:
-        with _keys(press), Live(console=console, screen=True, auto_refresh=False) as live:
-            while not view.done and not listening.done():
-                live.update(view.render(console.width, console.height), refresh=True)
-                await changed.wait()
-                changed.clear()
-    finally:
-        if listening.done() and not listening.cancelled():
-            listening.result()
-        listening.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await listening
+def _listen(client: AdminClient, tell: Callable[[dict[str, Any] | str | InputError], None]) -> None:
+    """Tell snapshots as they come, and why none do, until an error that no retry would mend."""
+    while True:
+        try:
+            for snapshot in client.snapshots():
+                tell(snapshot)
+        except InputError as error:
+            tell(error)
+            if not isinstance(error, NoAnswerError):
+                return
+        time.sleep(RETRY_S)
 
 
 @contextlib.contextmanager
@@ -157,26 +89,24 @@ def _keys(press: Callable[[str], None]) -> Iterator[None]:
     import termios
     import tty
 
-    loop, fd = asyncio.get_running_loop(), sys.stdin.fileno()
-    before = termios.tcgetattr(fd)
+    fd = sys.stdin.fileno()
 
     def read() -> None:
-        text = os.read(fd, 1024).decode("utf-8", "replace")
-        for name, code in (("up", "\x1b[A"), ("down", "\x1b[B")):
-            while code in text:
-                text = text.replace(code, "", 1)
-                press(name)
-        for key in text:
-            press(key)
-        if not text and not os.isatty(fd):
-            press("q")
+        while text := os.read(fd, 1024).decode("utf-8", "replace"):
+            for name, code in (("up", "\x1b[A"), ("down", "\x1b[B")):
+                while code in text:
+                    text = text.replace(code, "", 1)
+                    press(name)
+            for key in text:
+                press(key)
+        press("q")
 
+    before = termios.tcgetattr(fd)
     try:
         tty.setcbreak(fd)
-        loop.add_reader(fd, read)
+        threading.Thread(target=read, daemon=True).start()
         yield
     finally:
-        loop.remove_reader(fd)
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
@@ -195,6 +125,17 @@ class FleetScreen:
         self._order = 0
         self._first = 0
         self._decisions = True
+
+    def take(self, news: dict[str, Any] | str | InputError) -> None:
+        """Take a snapshot, a key, or why no snapshot comes; an error that no retry would mend is raised."""
+        if isinstance(news, str):
+            self.press(news)
+        elif isinstance(news, dict):
+            self.snapshot, self.trouble = news, ""
+        elif isinstance(news, NoAnswerError):
+            self.trouble = news.why
+        else:
+            raise news
 
     def press(self, key: str) -> None:
         """A key was pressed."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from proxy.services import Engine, document, serving
 
-from hetlb.cli import explain
+from hetlb.cli import adminclient, explain
 from hetlb.cli.main import main
 
 PROFILE = Path(__file__).parents[2] / "hetlb" / "demo" / "fast.yaml"
@@ -32,12 +32,12 @@ async def test_the_last_decisions_in_words_and_as_a_document(
             await running.settled()
             url = f"http://127.0.0.1:{running.service.admin.address[1]}"
             capfd.readouterr()
-            assert await asyncio.to_thread(main, ["explain", "--url", url, "--last", "2"]) == 0
+            assert await asyncio.to_thread(main, ["explain", "--admin", url, "--last", "2"]) == 0
             text = capfd.readouterr().out
-            assert await asyncio.to_thread(main, ["explain", "--url", url, "--last", "4", "--json"]) == 0
+            assert await asyncio.to_thread(main, ["explain", "--admin", url, "--last", "4", "--json"]) == 0
             shown = json.loads(capfd.readouterr().out)["decisions"]
             assert shown == (await running.admin("GET", "/v1/decisions?last=4")).json["decisions"]
-            assert await asyncio.to_thread(main, ["explain", "--url", url]) == 0
+            assert await asyncio.to_thread(main, ["explain", "--admin", url]) == 0
             assert capfd.readouterr().out.count(" s ago: ") == 4
     assert [each["request_id"] for each in shown] == [1, 2, 3, 4]
     lines = [line.rstrip() for line in text.splitlines()]
@@ -87,15 +87,15 @@ def test_a_sentence_stands_below_the_table(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "expected --config FLEET.yaml, or --url ADMIN and --last N for a running proxy"),
+        ([], "expected --config FLEET.yaml, or --admin URL and --last N for a running proxy"),
         (["--last", "0"], "--last: expected a number from 1 to 1000, got 0"),
         (["--last", "1001"], "--last: expected a number from 1 to 1000, got 1001"),
-        (["--config", "x.yaml", "--last", "3"], "--last: expected it with --url"),
+        (["--config", "x.yaml", "--last", "3"], "--last: expected it with --admin"),
         (
             ["--url", "localhost"],
-            "--url: expected an admin address like http://127.0.0.1:8081, got 'localhost'",
+            "--admin: expected an admin address like http://127.0.0.1:8081, got 'localhost'",
         ),
-        (["--url", "http://127.0.0.1:1"], "--url: expected the admin address of a running proxy, got"),
+        (["--url", "http://127.0.0.1:1"], "--admin: expected the admin address of a running proxy, got"),
     ],
 )
 def test_wrong_flags(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
@@ -108,12 +108,12 @@ def test_wrong_flags(capsys: pytest.CaptureFixture[str], flags: list[str], messa
 def test_the_address_is_that_of_a_proxy_on_this_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(explain, "DEFAULT_URL", "http://127.0.0.1:1")
+    monkeypatch.setattr(adminclient, "DEFAULT_URL", "http://127.0.0.1:1")
     assert main(["explain", "--last", "1"]) == 2
     assert "'http://127.0.0.1:1': Connection refused" in capsys.readouterr().err
 
 
 async def test_an_answer_that_is_no_proxys(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async with Engine() as engine:
-        assert await asyncio.to_thread(main, ["explain", "--url", engine.url]) == 2
-    assert "its answer holds no decisions" in capfd.readouterr().err
+        assert await asyncio.to_thread(main, ["explain", "--admin", engine.url]) == 2
+    assert "expected the admin address of a running proxy" in capfd.readouterr().err

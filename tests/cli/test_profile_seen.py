@@ -127,7 +127,9 @@ def test_a_server_of_another_protocol_is_one_line(
             f"--from: expected the admin address of a running proxy, got '{url}'" in capsys.readouterr().err
         )
         assert main(["explain", "--url", url, "--last", "1"]) == 2
-        assert f"--url: expected the admin address of a running proxy, got '{url}'" in capsys.readouterr().err
+        assert (
+            f"--admin: expected the admin address of a running proxy, got '{url}'" in capsys.readouterr().err
+        )
 
 
 def test_counters_of_a_page() -> None:
