@@ -22,6 +22,8 @@ import uvloop
 from rich.console import Console
 
 from hetlb.cli.signals import cancel_on_signals
+from hetlb.config.fleet import load_fleet
+from hetlb.core.objective import ServiceClass
 from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import HetlbError, InputError, TraceError
 from hetlb.extras import require
@@ -30,6 +32,7 @@ from hetlb.loadtest.bodies import CHAT, COMPLETIONS
 from hetlb.loadtest.campaign import Campaign, CampaignResult
 from hetlb.loadtest.metrics import details
 from hetlb.loadtest.report import (
+    classes_table,
     comparison_table,
     instances_table,
     latency_table,
@@ -70,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     add("--trace", type=Path, metavar="T.csv", help="requests: arrival_s,input_tokens,output_tokens")
+    add("--config", type=Path, metavar="FLEET.yaml", help="fleet file with the classes that the trace names")
     add("--dataset-name", choices=_DATASETS, help="source of requests, instead of a trace")
     add(
         "--dataset-path", type=Path, metavar="FILE", help="file of sharegpt (JSON) or custom (text or .jsonl)"
@@ -278,6 +282,7 @@ class _Bench:
         self._salt = secrets.token_hex(4) if args.prompt_salt is None else args.prompt_salt
         self._rows = self._read_rows()
         self._model = args.model
+        self._fleet = None if args.config is None else load_fleet(args.config)
 
     def _read_rows(self) -> list[Row]:
         """Read the rows of the trace or data set. Raises `InputError`."""
@@ -319,6 +324,19 @@ class _Bench:
                 raise TraceError(f"{where}: sequences: expected 1 with {CHAT}, got {row.sequences}")
             if args.tenant_header and row.tenant and not _HEADER_VALUE.fullmatch(row.tenant):
                 raise TraceError(f"{where}: tenant: expected a word for a header, got {row.tenant!r}")
+            if row.service and not _HEADER_VALUE.fullmatch(row.service):
+                raise TraceError(f"{where}: class: expected a word for a header, got {row.service!r}")
+
+    def _classes(self, model: str) -> dict[str, ServiceClass]:
+        """The classes of the model in `--config`, none without one. Raises `InputError`."""
+        if self._fleet is None:
+            return {}
+        classes = self._fleet.service_classes.get(model, {})
+        for row in self._rows:
+            if row.service not in ("", *classes):
+                known = ", ".join(classes) or f"none, as `{model}` has no classes in {self._args.config}"
+                raise InputError(f"--trace: class: expected one of {known}, got {row.service!r}")
+        return classes
 
     async def run(self, screen: Screen) -> CampaignResult:
         """Every run."""
@@ -349,6 +367,7 @@ class _Bench:
             session_header=args.session_header,
             tenant_header=args.tenant_header,
             waves=self._waves,
+            classes=self._classes(self._model),
         )
         searching = args.sweep and bool(self._slo_s)
         return await Campaign(
@@ -410,6 +429,8 @@ class _Bench:
         console.print(latency_table(runs, self._metrics, self._percentiles))
         if len(runs) == 1 and runs[0]["instances"]:
             console.print(instances_table(runs[0]))
+        if len(runs) == 1 and runs[0].get("classes"):
+            console.print(classes_table(runs[0]))
         for comparison in document["comparison"]:
             console.print(comparison_table(comparison))
         if document["search"]:

@@ -23,6 +23,9 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 EMBEDDINGS = "/v1/embeddings"
 
+#: Names the service class of a request.
+CLASS_HEADER = "x-hetlb-class"
+
 #: The JSON of the prompt, or of the list of prompts.
 Prompt: TypeAlias = Callable[[PlannedRequest], bytes]
 
@@ -99,7 +102,7 @@ def given_texts(rows: Sequence[Row], otherwise: Prompt) -> Prompt:
 def own_headers(
     rows: Sequence[Row], salt: str, session_header: str = "", tenant_header: str = ""
 ) -> Callable[[PlannedRequest], dict[str, str]]:
-    """The headers of a row: its tenant, and its conversation by a digest that the salt decides too."""
+    """The headers of a row: class, tenant, and its conversation by a digest that the salt decides too."""
 
     def headers(planned: PlannedRequest) -> dict[str, str]:
         row, found = rows[planned.index], {}
@@ -108,6 +111,8 @@ def own_headers(
             found[session_header] = digest.hexdigest()
         if row.tenant and tenant_header:
             found[tenant_header] = row.tenant
+        if row.service:
+            found[CLASS_HEADER] = row.service
         return found
 
     return headers

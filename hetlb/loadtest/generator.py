@@ -180,8 +180,8 @@ class _Run:
         closed_loop = turns is not None and all(planned.scheduled_s == 0 for planned in plan)
         allow_open_files(len(plan))
         records = [
-            RequestResult(planned.scheduled_s, planned.input_tokens, sequences=planned.sequences)
-            for planned in plan
+            RequestResult(each.scheduled_s, each.input_tokens, sequences=each.sequences, service=each.service)
+            for each in plan
         ]
         tracing = aiohttp.TraceConfig()
         tracing.on_connection_reuseconn.append(_on_reused)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from hetlb.core.objective import ServiceClass
 from hetlb.loadtest.generator import LoadResult
 from hetlb.workload.records import RequestResult, latency_figures, percentile
 from hetlb.workload.traces import Row
@@ -29,16 +30,22 @@ def run_figures(
     instances: Sequence[str] | None = None,
     preemptions: Mapping[str, int] | None = None,
     kv_peak: Mapping[str, float] | None = None,
+    classes: Mapping[str, ServiceClass] | None = None,
 ) -> dict[str, Any]:
     """The figures of one run.
 
     `slo_s` maps `GOODPUT_METRICS` to limits in seconds; `percentiles` are reported of every latency beside
     those that always are; `instances` names those to report (default: those that answered), `preemptions`
-    and `kv_peak` hold what their engines said of the run. `slo_attainment` is the share of all planned
-    requests that met every limit (null without limits): a request that failed met none.
+    and `kv_peak` hold what their engines said of the run, `classes` are those of the requests.
+    `slo_attainment` is the share of all planned requests that met every limit (null without limits): a
+    request that failed met none.
     """
     figures = result.summary(
-        goodput_slo_s=slo_s, instances=instances, preemptions=preemptions, kv_peak=kv_peak
+        goodput_slo_s=slo_s,
+        instances=instances,
+        preemptions=preemptions,
+        kv_peak=kv_peak,
+        classes=classes,
     )
     records = result.records
     done = [record for record in records if record.ok]

@@ -143,6 +143,31 @@ def instances_table(run: Mapping[str, Any]) -> Table:
     return table
 
 
+def classes_table(run: Mapping[str, Any]) -> Table:
+    """One line per service class of one run."""
+    table = _table(None)
+    for heading in (
+        "class",
+        "requests",
+        "failed",
+        "attainment",
+        "mean TTFT",
+        "p99 TTFT",
+        "mean TPOT",
+        "p99 E2EL",
+    ):
+        table.add_column(heading, justify="left" if heading == "class" else "right")
+    for name, each in run["classes"].items():
+        table.add_row(
+            name,
+            f"{each['requests']:,}",
+            f"{each['refused']:,}",
+            "-" if each["attainment"] is None else percent(each["attainment"]),
+            *(milliseconds(each[f"{key}_ms"]) for key in ("mean_ttft", "p99_ttft", "mean_tpot", "p99_e2el")),
+        )
+    return table
+
+
 def comparison_table(comparison: Mapping[str, Any]) -> Table:
     """One policy against the baseline, at one rate."""
     suspect = f", {SUSPECT}" if comparison["verdict"] == SUSPECT else ""

@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 
+from hetlb.core.objective import ServiceClass
 from hetlb.errors import HetlbError
 from hetlb.loadtest.bodies import CHAT, COMPLETIONS, MadePrompts, RequestBodies, given_texts, own_headers
 from hetlb.loadtest.fleet_admin import FleetAdmin, Reported, why
@@ -53,6 +54,8 @@ class LoadSpec:
     session_header: str = ""
     tenant_header: str = ""
     waves: Waves | None = None
+    #: Objectives of the classes that the rows name, the default first.
+    classes: Mapping[str, ServiceClass] = field(default_factory=dict)
 
     @property
     def as_text(self) -> bool:
@@ -120,6 +123,7 @@ async def measure(
             instances=instances,
             preemptions=reported.preemptions,
             kv_peak=reported.kv_peak,
+            classes=spec.classes,
         ),
         "request_rate": _rate_document(rate),
         "burstiness": "inf" if math.isinf(spec.burstiness) else spec.burstiness,
