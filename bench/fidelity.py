@@ -40,7 +40,7 @@ import pair as real
 from engines import REPO_ROOT, SERVED_MODEL_NAME, TINY_FAST, TINY_SLOW
 
 from hetlb.config.profile_file import Profile, load_profile
-from hetlb.core.eventlog import Replay, decode_setup
+from hetlb.core.eventlog import Replay, decode_setup, read_request
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health, Request
@@ -319,7 +319,7 @@ def read_log(lines: Sequence[str]) -> tuple[SchedulerSetup, list[Observed]]:
         fact = json.loads(line)
         now, kind = fact["t"], fact["kind"]
         if kind == "arrival":
-            request = Request(**fact["request"])
+            request = read_request(fact["request"])
             requests[request.id] = Observed(number, request, now)
         elif kind == "first_token":
             leases[fact["lease"]].first_token_s = now

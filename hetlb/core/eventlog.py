@@ -161,7 +161,7 @@ class RecordingScheduler(Scheduler):
         return self._record("tick", now, super().on_tick(now))
 
 
-def _read_request(raw: dict[str, Any]) -> Request:
+def read_request(raw: dict[str, Any]) -> Request:
     prefix_keys = tuple((str(name), tokens) for name, tokens in raw.pop("prefix_keys", ()))
     blocks = raw.pop("blocks", None)
     if blocks is not None:
@@ -342,7 +342,7 @@ def _feed_hold_end(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], no
 
 def _feed_restored(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: float) -> list[Command]:
     live = raw["live"]
-    request = _read_request(live.pop("request"))
+    request = read_request(live.pop("request"))
     lease = scheduler.restore(Booked(request=request, **live), now, arrived=raw.get("arrived", False))
     if lease is not None:
         leases[lease.id] = lease
@@ -350,7 +350,7 @@ def _feed_restored(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], no
 
 
 def _feed_assumed(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: float) -> list[Command]:
-    lease = scheduler.assume(_read_request(raw["request"]), now)
+    lease = scheduler.assume(read_request(raw["request"]), now)
     if lease is not None:
         leases[lease.id] = lease
     return []
@@ -377,7 +377,7 @@ def _feed_lengths(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now
 
 #: Facts by kind: each feeds its line to a scheduler whose leases are known by number.
 _FACTS: dict[str, Callable[[Scheduler, Leases, dict[str, Any], float], list[Command]]] = {
-    "arrival": lambda it, _, raw, now: it.on_arrival(_read_request(raw["request"]), now),
+    "arrival": lambda it, _, raw, now: it.on_arrival(read_request(raw["request"]), now),
     "first_token": lambda it, leases, raw, now: it.on_first_token(leases[raw["lease"]], now),
     "prefilled": lambda it, leases, raw, now: it.on_prefilled(leases[raw["lease"]], now),
     "unsplit": lambda it, leases, raw, now: it.on_unsplit(leases[raw["lease"]], Outcome(raw["outcome"]), now),

@@ -179,7 +179,7 @@ class _Histogram:
     """
 
     __slots__ = ("_below", "_counts", "_cum_counts", "_cum_totals", "_fresh", "_quantile",
-                 "_totals", "_unit", "_used", "seen")  # fmt: skip
+                 "_totals", "_unit", "_used", "limits", "seen")  # fmt: skip
 
     def __init__(self) -> None:
         size = _bucket(1 << 31) + 1
@@ -195,6 +195,8 @@ class _Histogram:
         self._unit = 1.0
         self._fresh = False
         self.seen = 0
+        #: Not part of `state`: a few answers tell it again.
+        self.limits = _Limits()
 
     def add(self, tokens: int) -> None:
         """Count one length. The growing unit decays what is older without touching it."""
@@ -280,6 +282,43 @@ class _Histogram:
         self._fresh = True
 
 
+#: Squared shares of limits that stand against the first answers.
+_LIMIT_PRIOR: Final = 0.5
+
+
+class _Limits:
+    """How far answers go towards the limits that their clients state, by doubling of the limit.
+
+    A share of 0 says that lengths alone decide, as where one large limit is stated for all; 1 that every answer
+    is as long as its limit. It is the least-squares slope of (output - expected) on (limit - expected), both as
+    shares of the limit, older answers weighing less; `expected` is the mean of the lengths up to the limit.
+    """
+
+    __slots__ = ("_moved", "_room", "_unit")
+
+    def __init__(self) -> None:
+        self._moved = [0.0] * 64
+        self._room = [0.0] * 64
+        self._unit = 1.0
+
+    def add(self, limit: int, expected: float, tokens: float) -> None:
+        """An answer to a request with a limit had so many tokens."""
+        room, doubling = (limit - expected) / limit, min(63, limit.bit_length())
+        self._unit = unit = self._unit * _GROWTH
+        self._moved[doubling] += unit * room * (tokens - expected) / limit
+        self._room[doubling] += unit * room * room
+        if unit > 1e100:
+            self._moved = [each / unit for each in self._moved]
+            self._room = [each / unit for each in self._room]
+            self._unit = 1.0
+
+    def share(self, limit: int, prior: float = 0.0) -> float:
+        """The share for a limit, 0 to 1; `prior` is what holds before any answer."""
+        doubling, weight = min(63, limit.bit_length()), _LIMIT_PRIOR * self._unit
+        share = (self._moved[doubling] + weight * prior) / (self._room[doubling] + weight)
+        return 0.0 if share < 0.0 else min(1.0, share)
+
+
 #: Answers of one tenant weigh as much as the whole model's once so many of them were seen.
 TENANT_WEIGHT: Final = 8.0
 #: Fewer answers than this tell nothing of their spread.
@@ -293,7 +332,8 @@ STATE_VERSION: Final = 1
 
 
 class OnlinePredictor(Predictor):
-    """E[min(O, max_tokens)] per model and tenant, learnt from finished requests.
+    """E[min(O, max_tokens)] per model and tenant, learnt from finished requests; nearer to `max_tokens` by what
+    answers to such limits showed.
 
     Cold start: `PRIOR_OUTPUT_TOKENS`, weighing as `PRIOR_WEIGHT` answers. What is known of a tenant is
     shrunk towards the model's mean: (w * tenant + TENANT_WEIGHT * model) / (w + TENANT_WEIGHT), w being the
@@ -308,23 +348,16 @@ class OnlinePredictor(Predictor):
         return None if tenant is None else self._by_tenant.get((request.model, tenant))
 
     def outlook(self, request: Request) -> tuple[float, float]:
-        own = self._tenant(request)
-        histogram = self._by_model.get(request.model)
-        if histogram is None or histogram.seen < _SPREAD_SEEN:
-            return self.predict(request), self.long(request)
+        own, histogram = self._tenant(request), self._by_model.get(request.model)
         cap = request.max_tokens
-        predicted = self._mean(histogram, own, cap)
-        spread = histogram if own is None or own.seen < _SPREAD_SEEN else own
-        long = spread.quantile(LONG_SHARE)
+        predicted, long = self._mean(histogram, own, cap), self._long(histogram, own)
         if cap is not None:
-            if predicted > cap:
-                predicted = float(cap)
-            if long > cap:
-                long = float(cap)
-        return (
-            predicted if predicted > 1.0 else 1.0,
-            long if long > 1.0 else 1.0,
-        )
+            share = histogram.limits.share(cap) if histogram is not None else 0.0
+            if own is not None:
+                share = own.limits.share(cap, share)
+            predicted += share * (cap - predicted)
+            long = float(cap) if long > cap else long + share * (cap - long)
+        return _cap(request, predicted), long if long > 1.0 else 1.0
 
     def _mean(self, histogram: _Histogram | None, own: _Histogram | None, cap: int | None) -> float:
         prior = PRIOR_OUTPUT_TOKENS if cap is None or cap > PRIOR_OUTPUT_TOKENS else float(cap)
@@ -337,38 +370,41 @@ class OnlinePredictor(Predictor):
             predicted = (TENANT_WEIGHT * predicted + weight * mean) / (TENANT_WEIGHT + weight)
         return predicted
 
+    def _long(self, histogram: _Histogram | None, own: _Histogram | None) -> float:
+        """The quantile of what was seen, at least four times the prior while little was."""
+        if own is not None and own.seen >= _SPREAD_SEEN:
+            return own.quantile(LONG_SHARE)
+        if histogram is None:
+            return 4.0 * PRIOR_OUTPUT_TOKENS
+        seen = histogram.quantile(LONG_SHARE)
+        return seen if histogram.seen >= _SPREAD_SEEN else max(seen, 4.0 * PRIOR_OUTPUT_TOKENS)
+
     def predict(self, request: Request) -> float:
-        histogram = self._by_model.get(request.model)
-        return _cap(request, self._mean(histogram, self._tenant(request), request.max_tokens))
+        return self.outlook(request)[0]
 
     def long(self, request: Request) -> float:
-        """The quantile of what was seen, four times the prior while little was."""
-        histogram, own = self._by_model.get(request.model), self._tenant(request)
-        if own is not None and own.seen >= _SPREAD_SEEN:
-            histogram = own
-        if histogram is None:
-            return _cap(request, 4.0 * PRIOR_OUTPUT_TOKENS)
-        seen = histogram.quantile(LONG_SHARE)
-        if histogram.seen < _SPREAD_SEEN and seen < 4.0 * PRIOR_OUTPUT_TOKENS:
-            seen = 4.0 * PRIOR_OUTPUT_TOKENS
-        return _cap(request, seen)
+        return self.outlook(request)[1]
 
     def observe(self, request: Request, output_tokens: float) -> None:
         tokens = max(1, round(output_tokens))
-        histogram = self._by_model.get(request.model)
+        histogram, own = self._by_model.get(request.model), self._tenant(request)
         if histogram is None:
             histogram = self._by_model[request.model] = _Histogram()
-        histogram.add(tokens)
         if request.tenant is not None:
             key = (request.model, request.tenant)
-            own = self._by_tenant.get(key)
             if own is None:
                 own = self._by_tenant[key] = _Histogram()
                 if len(self._by_tenant) > MOST_TENANTS:
                     self._by_tenant.popitem(last=False)
             else:
                 self._by_tenant.move_to_end(key)
-            own.add(tokens)
+        cap = request.max_tokens
+        expected = self._mean(histogram, own, cap)
+        for each in (histogram, own):
+            if each is not None:
+                if cap is not None:
+                    each.limits.add(cap, expected, tokens)
+                each.add(tokens)
 
     def parts(self) -> Iterator[tuple[str, str | None, list[Any]]]:
         """Learnt lengths of every model (tenant None) and tenant, one by one; they may change meanwhile."""

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 import statistics
+from collections.abc import Callable
 
 import pytest
 from helpers import request
@@ -62,6 +63,43 @@ def test_online_starts_at_its_prior_and_learns() -> None:
     for cap in (None, 300, 100, 20):
         expected = statistics.fmean(length if cap is None else min(length, cap) for length in lengths)
         assert predictor.predict(request(1, max_tokens=cap)) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        pytest.param(lambda length, rng: length, id="the length itself"),
+        pytest.param(lambda length, rng: round(1.3 * length), id="a third more than the length"),
+        pytest.param(lambda length, rng: 4096, id="one for all"),
+        pytest.param(lambda length, rng: max(length, rng.randint(64, 8192)), id="any"),
+        pytest.param(lambda length, rng: rng.choice((length, 4096)), id="two kinds of clients"),
+    ],
+)
+def test_online_learns_how_answers_follow_limits(limits: Callable[[int, random.Random], int]) -> None:
+    predictor, rng = OnlinePredictor(), random.Random(5)
+
+    def answered() -> tuple[int, float, float]:
+        length = max(1, round(rng.lognormvariate(5, 0.8)))
+        asked = request(1, max_tokens=limits(length, rng))
+        predicted, long = predictor.outlook(asked)
+        predictor.observe(asked, length)
+        return length, predicted, long
+
+    for _ in range(100):
+        answered()
+    seen = [answered() for _ in range(1000)]
+    assert sum(predicted for _, predicted, _ in seen) == pytest.approx(
+        sum(length for length, *_ in seen), rel=0.15
+    )
+    assert sum(length <= long for length, _, long in seen) >= 950
+    assert all(predicted <= long for _, predicted, long in seen)
+
+
+def test_an_answer_of_no_limit_tells_nothing_of_limits() -> None:
+    predictor = OnlinePredictor()
+    for _ in range(100):
+        predictor.observe(request(1, max_tokens=None), 200)
+    assert predictor.predict(request(2, max_tokens=400)) == pytest.approx(200, rel=0.05)
 
 
 def test_online_keeps_models_apart_and_forgets_slowly() -> None:
