@@ -289,9 +289,9 @@ _LIMIT_PRIOR: Final = 0.5
 class _Limits:
     """How far answers go towards the limits that their clients state, by doubling of the limit.
 
-    A share of 0 says that lengths alone decide, as where one large limit is stated for all; 1 that every answer
-    is as long as its limit. It is the least-squares slope of (output - expected) on (limit - expected), both as
-    shares of the limit, older answers weighing less; `expected` is the mean of the lengths up to the limit.
+    A share of 0 says that lengths alone decide, as where one large limit is stated for all; 1 that every
+    answer is as long as its limit. It is the least-squares slope of (output - expected) on (limit - expected),
+    both as shares of the limit, older answers weighing less; `expected` is the mean of the lengths up to it.
     """
 
     __slots__ = ("_moved", "_room", "_unit")
@@ -332,8 +332,8 @@ STATE_VERSION: Final = 1
 
 
 class OnlinePredictor(Predictor):
-    """E[min(O, max_tokens)] per model and tenant, learnt from finished requests; nearer to `max_tokens` by what
-    answers to such limits showed.
+    """E[min(O, max_tokens)] per model and tenant, learnt from finished requests; nearer to `max_tokens` by
+    what answers to such limits showed.
 
     Cold start: `PRIOR_OUTPUT_TOKENS`, weighing as `PRIOR_WEIGHT` answers. What is known of a tenant is
     shrunk towards the model's mean: (w * tenant + TENANT_WEIGHT * model) / (w + TENANT_WEIGHT), w being the
