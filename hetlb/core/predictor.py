@@ -290,7 +290,7 @@ class _Limits:
     """How far answers go towards the limits that their clients state, by doubling of the limit.
 
     A share of 0 says that lengths alone decide, as where one large limit is stated for all; 1 that every
-    answer is as long as its limit. It is the least-squares slope of (output - expected) on (limit - expected),
+    answer is as long as its limit. It is the least-squares slope of output - expected on limit - expected,
     both as shares of the limit, older answers weighing less; `expected` is the mean of the lengths up to it.
     """
 
