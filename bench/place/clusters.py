@@ -17,13 +17,19 @@ def generated(base: PlaceCluster, seed: int) -> tuple[PlaceCluster, Intervals]:
     The reference is the placement of the highest flow among 2,000 random chains and the heuristics.
     """
     rng = random.Random(seed)
-    kinds = sorted(base.kinds)
     count = rng.randint(16, 28)
-    regions = [f"r{i}" for i in range(rng.randint(1, 3))]
+    cluster = regional(base, count, rng.randint(1, 3), rng)
+    candidates = [chains(cluster, rng) for _ in range(2000)]
+    candidates += [found for found in (swarm(cluster), separate_pipelines(cluster)) if found is not None]
+    return cluster, max(candidates, key=lambda each: max_flow(cluster, each).tokens_per_s)
+
+
+def regional(base: PlaceCluster, count: int, regions: int, rng: random.Random) -> PlaceCluster:
+    """Machines of all kinds in regions with fast links inside and slow ones between them, at random."""
     most = {node.kind: node.max_layers for node in base.nodes}
     nodes = tuple(
-        PlaceNode(f"n{i}", kind, rng.choice(regions), most[kind], 1e10, 1e10)
-        for i, kind in enumerate(rng.choices(kinds, weights=[1, 2, 3], k=count))
+        PlaceNode(f"n{i}", kind, f"r{rng.randrange(regions)}", most[kind], 1e10, 1e10)
+        for i, kind in enumerate(rng.choices(sorted(base.kinds), weights=[1, 2, 3], k=count))
     )
     links = {}
     for a in nodes:
@@ -34,10 +40,7 @@ def generated(base: PlaceCluster, seed: int) -> tuple[PlaceCluster, Intervals]:
                 links[a.name, b.name] = LinkSpec(rate, 0.001 if near else rng.uniform(0.02, 0.06))
         links[SOURCE, a.name] = LinkSpec(1e9, 0.001)
         links[a.name, SINK] = LinkSpec(1e9, 0.001)
-    cluster = PlaceCluster(base.model, nodes, base.kinds, links)
-    candidates = [chains(cluster, rng) for _ in range(2000)]
-    candidates += [found for found in (swarm(cluster), separate_pipelines(cluster)) if found is not None]
-    return cluster, max(candidates, key=lambda each: max_flow(cluster, each).tokens_per_s)
+    return PlaceCluster(base.model, nodes, base.kinds, links)
 
 
 def many(base: PlaceCluster, counts: dict[str, int]) -> PlaceCluster:

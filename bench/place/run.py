@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from clusters import generated, many
+from clusters import generated, many, regional
 
 from hetlb.core.paths.path_scheduler import PathScheduler
 from hetlb.core.paths.stages import Edge
@@ -260,33 +260,44 @@ def plans(data: Data, seconds: float, seeds: int) -> list[dict[str, Any]]:
     return rows
 
 
-#: Machines of each kind, and CPU seconds, of the section `large`.
-LARGE = (
+#: Machines of each kind in one region, and machines, regions and seed of clusters in several; CPU seconds.
+LARGE: tuple[tuple[dict[str, int] | tuple[int, int, int], float], ...] = (
     ({"A100": 4, "L4": 12, "T4": 26}, 60.0),
     ({"A100": 16, "L4": 33, "T4": 51}, 60.0),
     ({"A100": 40, "L4": 100, "T4": 160}, 180.0),
+    *(((100, 3, seed), 60.0) for seed in (21, 22, 23, 24, 25)),
+    *(((300, 3, seed), 180.0) for seed in (31, 32)),
 )
+#: Shares of the time after which the flow reached is noted.
+MOMENTS = (0.1, 1.0)
 
 
 def large(data: Data) -> list[dict[str, Any]]:
-    """The highest flow of many machines in one region against the bound, and against Swarm's."""
+    """The highest flow of many machines against the bound, and against Swarm's."""
     rows = []
-    for counts, seconds in LARGE:
-        cluster = many(data.cluster("single24"), counts)
+    base = data.cluster("single24")
+    for made, seconds in LARGE:
+        if isinstance(made, dict):
+            cluster = many(base, made)
+        else:
+            cluster = regional(base, *made[:2], random.Random(made[2]))
         bound, placed = flow_bound(cluster), swarm(cluster)
-        began = time.process_time()
-        limits = SolveLimits(deadline=began + seconds, clock=time.process_time)
-        found = PlacementSearch(cluster, Estimator(cluster, data.lengths), None, bound=bound).run(limits)
-        flow = found.highest_flow.flow.tokens_per_s
-        row = {
-            "machines": counts,
-            "seconds": seconds,
-            "cpu_s": time.process_time() - began,
-            "flow": flow,
+        row: dict[str, Any] = {
+            "machines": made,
             "bound": bound,
             "swarm": 0.0 if placed is None else max_flow(cluster, placed).tokens_per_s,
-            "by": found.highest_flow.origin,
+            "flow": {},
         }
+        for share in MOMENTS:
+            began = time.process_time()
+            limits = SolveLimits(deadline=began + share * seconds, clock=time.process_time)
+            found = PlacementSearch(cluster, Estimator(cluster, data.lengths), None, bound=bound).run(limits)
+            row["flow"][f"{share * seconds:g} s"] = {
+                "tokens_per_s": found.highest_flow.flow.tokens_per_s,
+                "over_bound": found.highest_flow.flow.tokens_per_s / bound,
+                "cpu_s": time.process_time() - began,
+                "by": found.highest_flow.origin,
+            }
         print("large:", row, flush=True)
         rows.append(row)
     return rows

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.clusters import helix_cluster, kind, needs_helix, random_cluster, random_placement, small_cluster
 
+from hetlb.core.paths.stages import SINK, SOURCE, Edge, LinkSpec
 from hetlb.plan.highs import Interrupt, SolveLimits
+from hetlb.plan.placement.block_columns import BlockChain
 from hetlb.plan.placement.columns import Pipelines
 from hetlb.plan.placement.estimate import Estimator
 from hetlb.plan.placement.failures import losses
@@ -23,7 +26,6 @@ from hetlb.plan.placement.place_cluster import PlaceCluster
 from hetlb.plan.placement.place_plan import PlacePlan, plan_placement
 from hetlb.plan.placement.place_search import PlacementSearch
 from hetlb.plan.placement.simulator import PlacementSimulator
-from hetlb.plan.placement.stage_columns import StageChain
 
 LENGTHS = [(100, 20), (50, 40)]
 
@@ -117,7 +119,7 @@ def test_constructed_placements_fit_and_keep_their_rate(seed: int) -> None:
     assert fits(cluster, placement)
     if found:
         assert max_flow(cluster, placement).tokens_per_s >= sum(each.rate for each in found) * (1 - 1e-9)
-    chain = StageChain(cluster).highest(0.0, bound, SolveLimits())
+    chain = BlockChain(cluster).highest(0.0, bound, SolveLimits())
     assert chain is None or fits(cluster, chain)
 
 
@@ -131,6 +133,28 @@ def test_many_machines_are_placed_near_the_bound_at_once() -> None:
     bound = flow_bound(cluster)
     found = PlacementSearch(cluster, Estimator(cluster, LENGTHS), None, bound=bound).run(steps(60.0))
     assert found.highest_flow.flow.tokens_per_s >= 0.9 * bound
+
+
+def test_a_chain_through_regions_has_wide_blocks_where_links_are_slow() -> None:
+    kinds = [kind("a", [9000 / j for j in range(1, 13)]), kind("b", [4000 / j for j in range(1, 8)])]
+    cluster = small_cluster(["a"] * 20 + ["b"] * 40, kinds, 80)
+    cluster = replace(
+        cluster, nodes=tuple(replace(node, region=f"r{i % 2}") for i, node in enumerate(cluster.nodes))
+    )
+    region = {node.name: node.region for node in cluster.nodes}
+    bound = flow_bound(cluster)
+
+    def link(edge: Edge, spec: LinkSpec) -> LinkSpec:
+        """Between regions a fifth of the flow."""
+        if region.get(edge[0]) == region.get(edge[1]) or SOURCE in edge or SINK in edge:
+            return spec
+        return replace(spec, bytes_per_s=0.2 * bound * cluster.model.activation_bytes)
+
+    cluster = replace(cluster, links={edge: link(edge, spec) for edge, spec in cluster.links.items()})
+    placement = BlockChain(cluster).highest(0.0, bound, SolveLimits())
+    assert placement is not None
+    assert fits(cluster, placement)
+    assert max_flow(cluster, placement).tokens_per_s >= 0.95 * bound
 
 
 def fits(cluster: PlaceCluster, placement: Intervals) -> bool:

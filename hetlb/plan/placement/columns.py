@@ -14,7 +14,8 @@ shorter ones, which have a lower flow and less latency.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,6 +49,7 @@ class Column:
 
     counts: tuple[int, ...]
     rate: float
+    branches: Branches
 
 
 def groups_of(cluster: PlaceCluster) -> list[MachineGroup]:
@@ -63,40 +65,112 @@ def groups_of(cluster: PlaceCluster) -> list[MachineGroup]:
     return found
 
 
+def rates_between(
+    cluster: PlaceCluster, measure: Callable[[list[float]], float]
+) -> dict[tuple[str, str], float]:
+    """Tokens/s of the links from one region to another, all links of a pair as one `measure` of them."""
+    between: dict[tuple[str, str], list[float]] = {}
+    region = {node.name: node.region for node in cluster.nodes}
+    for edge, link in cluster.links.items():
+        if not _outside(edge):
+            between.setdefault((region[edge[0]], region[edge[1]]), []).append(cluster.link_rate(edge, link))
+    return {key: measure(rates) for key, rates in between.items()}
+
+
+class Branches:
+    """The cheapest machines of some groups that together hold layers, at every rate that a machine has.
+
+    At a rate a machine of a group holds at most so many layers: a knapsack over groups.
+    """
+
+    def __init__(
+        self, groups: Sequence[MachineGroup], scope: Sequence[int], layers: int, most: float = math.inf
+    ) -> None:
+        """`scope`: indices of groups; `layers`: the most of a branch; `most`: its highest rate."""
+        self._groups, self._scope, self._layers = groups, scope, layers
+        self.rates = np.array(sorted({min(most, rate) for g in scope for rate in groups[g].rates[1:]}))
+        #: Most layers of a group's machine at every rate.
+        self._held = np.array([[_most_layers(group.rates, rate) for rate in self.rates] for group in groups])
+
+    def cheapest(self, prices: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[NDArray[np.int16]]]:
+        """Least prices by rate and layers, and the machines taken, for `machines`; `prices` by group."""
+        layers = self._layers
+        at = np.arange(layers + 1)[None, :]
+        cost = np.full((len(self.rates), layers + 1), np.inf)
+        cost[:, 0] = 0.0
+        taken: list[NDArray[np.int16]] = []
+        for g in self._scope:
+            each = self._held[g][:, None]
+            best, count = cost.copy(), np.zeros(cost.shape, dtype=np.int16)
+            least = int(each[each > 0].min(initial=layers))
+            for k in range(1, min(len(self._groups[g].nodes), _MOST_ALIKE, -(-layers // max(1, least))) + 1):
+                before = np.maximum(0, at - k * each)
+                reached = np.take_along_axis(cost, before, axis=1) + k * prices[g]
+                better = (reached < best - 1e-12) & (each > 0)
+                best, count = np.where(better, reached, best), np.where(better, k, count).astype(np.int16)
+            cost = best
+            taken.append(count)
+        return cost, taken
+
+    def machines(self, rate: int, layers: int, taken: list[NDArray[np.int16]]) -> tuple[int, ...]:
+        """Machines of each group in the cheapest branch of the rate with this index."""
+        counts, left = [0] * len(self._groups), layers
+        for g, count in zip(reversed(self._scope), reversed(taken), strict=True):
+            counts[g] = int(count[rate, left])
+            left = max(0, left - counts[g] * int(self._held[g, rate]))
+        return tuple(counts)
+
+    def highest(self, counts: Sequence[int]) -> float:
+        """The highest rate at which so many machines of each group hold all layers of a branch."""
+        return float(self.rates[np.array(counts) @ self._held >= self._layers].max())
+
+    def shares(self, counts: Sequence[int], rate: float, layers: int) -> list[tuple[int, int]]:
+        """Group and layers of each machine of a branch: all that its rate allows, slow ones fewer."""
+        at = int(np.searchsorted(self.rates, rate * (1.0 - 1e-12)))
+        shares = [(g, int(self._held[g, at])) for g, n in enumerate(counts) for _ in range(n)]
+        over = sum(held for _, held in shares) - layers
+        while over > 0:
+            # One layer less where the machine is slowest, of those that keep the rate.
+            i = max(
+                (i for i, (_, held) in enumerate(shares) if held > 1),
+                key=lambda i: (self._keeps(shares[i], rate), 1.0 / self._speed(shares[i])),
+            )
+            shares[i] = shares[i][0], shares[i][1] - 1
+            over -= 1
+        return shares
+
+    def _keeps(self, share: tuple[int, int], rate: float) -> bool:
+        return self._groups[share[0]].rates[share[1] - 1] >= rate * (1.0 - 1e-9)
+
+    def _speed(self, share: tuple[int, int]) -> float:
+        rates = self._groups[share[0]].rates
+        return rates[share[1]] * share[1]
+
+
 class Pipelines:
     """Column generation for one cluster."""
 
     def __init__(self, cluster: PlaceCluster) -> None:
         self._layers = cluster.model.layers
         self.groups = groups_of(cluster)
-        most = min(
-            (cluster.link_rate(e, link) for e, link in cluster.links.items() if _outside(e)), default=0.0
-        )
-        targets = sorted({min(most, rate) for group in self.groups for rate in group.rates[1:]})
-        self._targets = np.array(targets)
-        #: Most layers of a group's machine at every target rate.
-        self._held = np.array(
-            [[_most_layers(group.rates, target) for target in targets] for group in self.groups]
-        )
         self._scopes = list(self._find_scopes(cluster))
         self._columns: dict[tuple[int, ...], Column] = {}
 
-    def _find_scopes(self, cluster: PlaceCluster) -> Iterator[tuple[list[int], float]]:
-        """Groups whose machines may be in one pipeline, and the highest rate of the links between them."""
+    def _find_scopes(self, cluster: PlaceCluster) -> Iterator[Branches]:
+        """Groups whose machines may be in one pipeline, with the highest rate of the links between them."""
+        outside = min(
+            (cluster.link_rate(e, link) for e, link in cluster.links.items() if _outside(e)), default=0.0
+        )
+        between = rates_between(cluster, min)
         regions: dict[str, list[int]] = {}
         for g, group in enumerate(self.groups):
             regions.setdefault(group.nodes[0].region, []).append(g)
-        between: dict[tuple[str, str], float] = {}
-        region = {node.name: node.region for node in cluster.nodes}
-        for (sender, receiver), link in cluster.links.items():
-            if not _outside((sender, receiver)):
-                key = region[sender], region[receiver]
-                rate = cluster.link_rate((sender, receiver), link)
-                between[key] = min(between.get(key, np.inf), rate)
         for name, held in regions.items():
-            yield held, between.get((name, name), np.inf)
+            most = min(outside, between.get((name, name), math.inf))
+            yield Branches(self.groups, held, self._layers, most)
         if len(regions) > 1:
-            yield list(range(len(self.groups))), min(between.values(), default=0.0)
+            most = min(outside, *between.values()) if between else 0.0
+            yield Branches(self.groups, range(len(self.groups)), self._layers, most)
 
     def solve(self, hop_price: float, limits: SolveLimits) -> list[Column]:
         """Pipelines in whole numbers, one entry each; a hop costs `hop_price` tokens/s of the objective."""
@@ -142,57 +216,16 @@ class Pipelines:
     def _price(self, duals: NDArray[np.float64], hop_price: float) -> bool:
         """Add pipelines that are worth more than their machines; False where there is none."""
         added = False
-        for scope, most in self._scopes:
-            usable = self._targets <= most * (1.0 + 1e-9)
-            if not usable.any():
-                continue
-            targets, held = self._targets[usable], self._held[:, usable]
-            cost, taken = self._cheapest(scope, held, duals + hop_price)
-            gain = targets - cost
-            order = np.argsort(-gain)
-            for r in order[:_EACH_ROUND]:
-                if gain[r] > _WORTH * targets[r]:
-                    added |= self._add(self._counts(scope, held[:, r], taken, int(r)), most)
+        for branches in self._scopes:
+            cost, taken = branches.cheapest(duals + hop_price)
+            gain = branches.rates - cost[:, self._layers]
+            for r in np.argsort(-gain)[:_EACH_ROUND]:
+                if gain[r] > _WORTH * branches.rates[r]:
+                    counts = branches.machines(int(r), self._layers, taken)
+                    if counts not in self._columns:
+                        self._columns[counts] = Column(counts, branches.highest(counts), branches)
+                        added = True
         return added
-
-    def _cheapest(
-        self, scope: Sequence[int], held: NDArray[np.int64], prices: NDArray[np.float64]
-    ) -> tuple[NDArray[np.float64], list[NDArray[np.int16]]]:
-        """At every target rate the least price of all layers, and machines of each group by layers."""
-        rates, layers = held.shape[1], self._layers
-        at = np.arange(layers + 1)[None, :]
-        cost = np.full((rates, layers + 1), np.inf)
-        cost[:, 0] = 0.0
-        taken: list[NDArray[np.int16]] = []
-        for g in scope:
-            each = held[g][:, None]
-            best, count = cost.copy(), np.zeros(cost.shape, dtype=np.int16)
-            least = int(each[each > 0].min(initial=layers))
-            for k in range(1, min(len(self.groups[g].nodes), _MOST_ALIKE, -(-layers // max(1, least))) + 1):
-                before = np.maximum(0, at - k * each)
-                reached = np.take_along_axis(cost, before, axis=1) + k * prices[g]
-                better = (reached < best - 1e-12) & (each > 0)
-                best, count = np.where(better, reached, best), np.where(better, k, count).astype(np.int16)
-            cost = best
-            taken.append(count)
-        return cost[:, layers], taken
-
-    def _counts(
-        self, scope: Sequence[int], held: NDArray[np.int64], taken: list[NDArray[np.int16]], r: int
-    ) -> tuple[int, ...]:
-        counts, left = [0] * len(self.groups), self._layers
-        for g, count in zip(reversed(scope), reversed(taken), strict=True):
-            counts[g] = int(count[r, left])
-            left = max(0, left - counts[g] * int(held[g]))
-        return tuple(counts)
-
-    def _add(self, counts: tuple[int, ...], most: float) -> bool:
-        if counts in self._columns:
-            return False
-        reach = np.array(counts) @ self._held >= self._layers
-        rates = self._targets[reach & (self._targets <= most * (1.0 + 1e-9))]
-        self._columns[counts] = Column(counts, float(rates.max()))
-        return True
 
     # --- placements ---
 
@@ -202,32 +235,10 @@ class Pipelines:
         placement: Intervals = {}
         for column in sorted(columns, key=lambda each: each.counts, reverse=True):
             at = 0
-            for g, held in self._shares(column):
+            for g, held in column.branches.shares(column.counts, column.rate, self._layers):
                 placement[free[g].pop(0).name] = (at, at + held)
                 at += held
         return placement
-
-    def _shares(self, column: Column) -> list[tuple[int, int]]:
-        """Group and layers of each machine of a pipeline: all that its rate allows, slow ones fewer."""
-        target = int(np.searchsorted(self._targets, column.rate * (1.0 - 1e-12)))
-        shares = [(g, int(self._held[g, target])) for g, n in enumerate(column.counts) for _ in range(n)]
-        over = sum(held for _, held in shares) - self._layers
-        while over > 0:
-            # One layer less where the machine is slowest, of those that keep the rate.
-            i = max(
-                (i for i, (_, held) in enumerate(shares) if held > 1),
-                key=lambda i: (self._keeps(shares[i], column.rate), 1.0 / self._speed(shares[i])),
-            )
-            shares[i] = shares[i][0], shares[i][1] - 1
-            over -= 1
-        return shares
-
-    def _keeps(self, share: tuple[int, int], rate: float) -> bool:
-        return self.groups[share[0]].rates[share[1] - 1] >= rate * (1.0 - 1e-9)
-
-    def _speed(self, share: tuple[int, int]) -> float:
-        rates = self.groups[share[0]].rates
-        return rates[share[1]] * share[1]
 
 
 def _outside(edge: tuple[str, str]) -> bool:

@@ -19,6 +19,7 @@ from itertools import accumulate
 
 from hetlb.core.paths.stages import SINK, SOURCE
 from hetlb.plan.highs import SolveLimits
+from hetlb.plan.placement.block_columns import BlockChain
 from hetlb.plan.placement.columns import Pipelines
 from hetlb.plan.placement.estimate import Estimator
 from hetlb.plan.placement.even_flow import balanced_flow
@@ -27,7 +28,6 @@ from hetlb.plan.placement.flow_bounds import compute_bound
 from hetlb.plan.placement.heuristics import Intervals, chains, petals, separate_pipelines, swarm
 from hetlb.plan.placement.milp import solve
 from hetlb.plan.placement.place_cluster import PlaceCluster, PlaceNode, subset
-from hetlb.plan.placement.stage_columns import StageChain
 
 #: Simulated output tokens/s of a placement under a flow, None where the limits ended it; the flag asks for
 #: the whole run instead of a short one.
@@ -272,7 +272,7 @@ class PlacementSearch:
             if limits.over or sum(map(part.most_layers, nodes)) < part.model.layers:
                 continue
             most = min(self._bound, compute_bound(part))
-            placement = StageChain(part).highest(_LEAST_SHARE * most, most, limits)
+            placement = BlockChain(part).highest(_LEAST_SHARE * most, most, limits)
             if placement is None:
                 continue
             if len(nodes) == len(cluster.nodes):
