@@ -66,7 +66,7 @@ class Turns:
             self._call_soon(self._run)
 
     def _run(self) -> None:
-        """Have readers go on until one turn is over: all of them together in this iteration of the loop."""
+        """Run readers until one turn is over: all of them together in this iteration of the loop."""
         waiting, end = self._waiting, self.begin()
         self._running = True
         try:

@@ -21,6 +21,7 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
+from hetlb.cli.flags import FINITE, SHARE, add_json, add_load, declare, real, whole
 from hetlb.cli.signals import cancel_on_signals
 from hetlb.config.fleet import load_fleet
 from hetlb.core.objective import ServiceClass
@@ -62,140 +63,63 @@ _HEADER_VALUE = re.compile(r"[\x21-\x7e]{1,256}")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb bench`, named as those of `vllm bench serve` where it has them."""
-    add = parser.add_argument
-    add("--url", required=True, metavar="URL", help="server, http://HOST:PORT")
-    add("--model", help="model to ask for (default: the first of /v1/models)")
-    add(
-        "--endpoint",
-        choices=(COMPLETIONS, CHAT),
-        default=COMPLETIONS,
-        help=f"path of the requests (default {COMPLETIONS})",
-    )
+    parser.add_argument("--url", required=True, metavar="URL", help="server, http://HOST:PORT")
+    add_load(parser)
+    _add_requests(parser)
+    add, switch = declare(parser), parser.add_argument
+    switch("--ramp-up-strategy", choices=("linear", "exponential"), help="growth of the rate during a run")
+    add("--ramp-up-start-rps", "requests/s at the start", "R", FINITE)
+    add("--ramp-up-end-rps", "requests/s at the end", "R", FINITE)
+    add("--max-concurrency", "most requests in flight; with rate inf a closed loop", "N", whole(1))
+    add("--num-warmups", "unmeasured requests before every run", "N", whole(0), 0)
+    add("--seed", "seed of lengths and arrivals (default 0)", "N", int, 0)
+    add("--admin", "admin address of the proxy at --url", "URL")
+    add("--compare", "policies to compare on the same load; the first is the baseline", "A,B,C")
+    add("--rounds", "rounds of a comparison; from 2 on with intervals", "N", whole(1), 1)
+    switch("--sweep", action="store_true", help="with --goodput: search the highest rate that meets it")
+    add("--slo-attainment", "share of requests that must meet the limits (default 0.95)", "S", SHARE, 0.95)
+    switch("--goodput", nargs="+", default=(), metavar="NAME:MS", help="latency limits: ttft, tpot, e2el")
+    add("--percentile-metrics", "latencies in the table", "A,B", default="ttft,tpot,itl,e2el")
+    add("--metric-percentiles", "percentiles of the latencies", "P,Q", default="90,99")
+    _add_results(parser)
 
-    add("--trace", type=Path, metavar="T.csv", help="requests: arrival_s,input_tokens,output_tokens")
-    add("--config", type=Path, metavar="FLEET.yaml", help="fleet file with the classes that the trace names")
-    add("--dataset-name", choices=_DATASETS, help="source of requests, instead of a trace")
-    add(
-        "--dataset-path", type=Path, metavar="FILE", help="file of sharegpt (JSON) or custom (text or .jsonl)"
-    )
-    add(
-        "--random-input-len",
-        type=int,
-        default=1024,
-        metavar="N",
-        help="prompt tokens of random (default 1024)",
-    )
-    add(
-        "--random-output-len",
-        type=int,
-        default=128,
-        metavar="N",
-        help="output tokens of random (default 128)",
-    )
-    add(
-        "--random-range-ratio",
-        type=float,
-        default=0.0,
-        metavar="R",
-        help="spread of random lengths, +-R (0 to 1)",
-    )
-    add(
-        "--sharegpt-output-len",
-        type=int,
-        metavar="N",
-        help="output tokens of sharegpt (default: as recorded)",
-    )
-    add(
-        "--custom-output-len",
-        type=int,
-        default=256,
-        metavar="N",
-        help="output tokens of custom (default 256)",
-    )
-    add(
-        "--prompt-format",
-        choices=("ids", "text"),
-        help="prompts as token ids or text (default: ids of a trace or random lengths)",
-    )
-    add(
-        "--hash-block-size",
-        type=int,
-        default=512,
-        metavar="N",
-        help="tokens of a block of hash_ids (default 512)",
-    )
-    add("--num-prompts", type=int, metavar="N", help="requests (default: every row; random, sharegpt: 1000)")
 
-    add(
-        "--request-rate",
-        default="inf",
-        metavar="R",
-        help="requests/s, inf (all at once) or trace (recorded arrivals); several: 2,4,8",
-    )
-    add(
-        "--burstiness",
-        type=float,
-        default=1.0,
-        help="gamma shape of the gaps (default 1: Poisson; inf: constant)",
-    )
-    add("--waves", metavar="ON:OFF", help="seconds of traffic at the rate, seconds of pause")
-    add("--ramp-up-strategy", choices=("linear", "exponential"), help="growth of the rate during a run")
-    add("--ramp-up-start-rps", type=float, metavar="R", help="requests/s at the start")
-    add("--ramp-up-end-rps", type=float, metavar="R", help="requests/s at the end")
-    add(
-        "--max-concurrency",
-        type=int,
-        metavar="N",
-        help="most requests in flight; with rate inf a closed loop",
-    )
-    add("--num-warmups", type=int, default=0, metavar="N", help="unmeasured requests before every run")
-    add(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="answers of exactly the planned length (default)",
-    )
-    add("--seed", type=int, default=0, help="seed of lengths and arrivals (default 0)")
-    add("--prompt-salt", metavar="TEXT", help="seed of the prompts (default: new ones, in no cache)")
+def _add_requests(parser: argparse.ArgumentParser) -> None:
+    add, switch = declare(parser), parser.add_argument
+    add("--model", "model to ask for (default: the first of /v1/models)")
+    path = f"path of the requests (default {COMPLETIONS})"
+    switch("--endpoint", choices=(COMPLETIONS, CHAT), default=COMPLETIONS, help=path)
+    switch("--dataset-name", choices=_DATASETS, help="source of requests, instead of a trace")
+    add("--config", "fleet file with the classes that the trace names", "FLEET.yaml", Path)
+    add("--dataset-path", "file of sharegpt (JSON) or custom (text or .jsonl)", "FILE", Path)
+    add("--random-input-len", "prompt tokens of random (default 1024)", "N", whole(1), 1024)
+    add("--random-output-len", "output tokens of random (default 128)", "N", whole(1), 128)
+    spread = real("0 to 1", lambda value: 0 <= value <= 1)
+    add("--random-range-ratio", "spread of random lengths, +-R (0 to 1)", "R", spread, 0.0)
+    add("--sharegpt-output-len", "output tokens of sharegpt (default: as recorded)", "N", whole(1))
+    add("--custom-output-len", "output tokens of custom (default 256)", "N", whole(1), 256)
+    formats = "prompts as token ids or text (default: ids of a trace or random lengths)"
+    switch("--prompt-format", choices=("ids", "text"), help=formats)
+    add("--num-prompts", "requests (default: every row; random, sharegpt: 1000)", "N", whole(1))
+    eos = "answers of exactly the planned length (default)"
+    switch("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help=eos)
+    add("--prompt-salt", "seed of the prompts (default: new ones, in no cache)", "TEXT")
+    session = "header that names a conversation (default x-session-id)"
+    add("--session-header", session, "NAME", default="x-session-id")
+    add("--tenant-header", "header that names a tenant, besides `user`", "NAME", default="")
 
-    add(
-        "--session-header",
-        default="x-session-id",
-        metavar="NAME",
-        help="header that names a conversation (default x-session-id)",
-    )
-    add("--tenant-header", default="", metavar="NAME", help="header that names a tenant, besides `user`")
-    add("--admin", metavar="URL", help="admin address of the proxy at --url")
-    add("--compare", metavar="A,B,C", help="policies to compare on the same load; the first is the baseline")
-    add("--rounds", type=int, default=1, metavar="N", help="rounds of a comparison; from 2 on with intervals")
-    add("--sweep", action="store_true", help="with --goodput: search the highest rate that meets it")
-    add(
-        "--slo-attainment",
-        type=float,
-        default=0.95,
-        metavar="S",
-        help="share of requests that must meet the limits (default 0.95)",
-    )
 
-    add("--goodput", nargs="+", default=(), metavar="NAME:MS", help="latency limits: ttft, tpot, e2el")
-    add("--percentile-metrics", default="ttft,tpot,itl,e2el", metavar="A,B", help="latencies in the table")
-    add("--metric-percentiles", default="90,99", metavar="P,Q", help="percentiles of the latencies")
-
-    add("--metadata", nargs="+", default=(), metavar="KEY=VALUE", help="entries of the result's metadata")
-    add("--save-result", action="store_true", help="write the JSON document to a file")
-    add(
-        "--result-dir",
-        type=Path,
-        default=Path(),
-        metavar="DIR",
-        help="folder of the result (default: the working directory)",
-    )
-    add("--result-filename", metavar="NAME", help="name of the result (default: RATEqps-MODEL-DATE.json)")
-    add("--save-detailed", action="store_true", help="add times and lengths of every request")
-    add("--csv", type=Path, metavar="FILE", help="CSV file, a line per run")
-    add("--html", type=Path, metavar="FILE", help="report with charts, in one file")
-    add("--json", action="store_true", help="one JSON document on stdout")
-    add("--disable-tqdm", action="store_true", help="no progress bar")
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    add, switch = declare(parser), parser.add_argument
+    switch("--metadata", nargs="+", default=(), metavar="KEY=VALUE", help="entries of the result's metadata")
+    switch("--save-result", action="store_true", help="write the JSON document to a file")
+    add("--result-dir", "folder of the result (default: the working directory)", "DIR", Path, Path())
+    add("--result-filename", "name of the result (default: RATEqps-MODEL-DATE.json)", "NAME")
+    switch("--save-detailed", action="store_true", help="add times and lengths of every request")
+    add("--csv", "CSV file, a line per run", "FILE", Path)
+    add("--html", "report with charts, in one file", "FILE", Path)
+    add_json(parser)
+    switch("--disable-tqdm", action="store_true", help="no progress bar")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -246,27 +170,11 @@ class _Bench:
             raise InputError("--admin: expected the proxy's admin address to compare policies, got none")
         if args.rounds > 1 and not self._policies:
             raise InputError(f"--rounds: expected --compare to repeat, got {args.rounds}")
-        options.at_least("--rounds", args.rounds, 1)
-        if not 0 < args.slo_attainment <= 1:
-            raise InputError(f"--slo-attainment: expected a share above 0 up to 1, got {args.slo_attainment}")
         if args.sweep and self._slo_s and not all(_is_finite(rate) for rate in self._rates):
             raise InputError(f"--request-rate: expected rates to search from, got {args.request_rate!r}")
         if args.sweep and not self._slo_s and len(self._rates) < 2:
             raise InputError("--sweep: expected several rates in --request-rate, or limits in --goodput")
-        if not args.burstiness > 0:
-            raise InputError(f"--burstiness: expected a number above 0, got {args.burstiness}")
-        if not 0 <= args.random_range_ratio <= 1:
-            raise InputError(f"--random-range-ratio: expected 0 to 1, got {args.random_range_ratio}")
-        for name in (
-            "num_prompts", "random_input_len", "random_output_len", "sharegpt_output_len",
-            "custom_output_len", "hash_block_size", "max_concurrency",
-        ):  # fmt: skip
-            options.at_least(f"--{name.replace('_', '-')}", getattr(args, name), 1)
-        options.at_least("--num-warmups", args.num_warmups, 0)
-        for flag, name in (
-            ("session", args.session_header),
-            ("tenant", args.tenant_header),
-        ):
+        for flag, name in (("session", args.session_header), ("tenant", args.tenant_header)):
             if name and not re.fullmatch(r"[A-Za-z0-9-]+", name):
                 raise InputError(f"--{flag}-header: expected the name of a header, got {name!r}")
         self._waves = options.read_waves(args.waves)

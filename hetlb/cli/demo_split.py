@@ -49,7 +49,7 @@ async def run_split_demo(
     ]
     plan = make_plan(rows, None, RATE, rng)
     allow_open_files(3 * len(plan))
-    _say("starting two emulated engines: one reads prompts fast, one decodes fast")
+    _say("starting two emulated engines: one prefills fast, one decodes fast")
     engines = {
         name: helpers.start(
             f"engine {name}", "engine", "--profile", str(data / f"{name}.yaml"), "--port", "0",

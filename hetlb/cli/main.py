@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from hetlb.build import version_line
 from hetlb.errors import HetlbError, InputError
@@ -89,16 +89,16 @@ _FIRST = ("demo", "init", "doctor", "serve", "status")
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with one-line errors."""
+    """argparse whose errors are an `InputError`."""
 
-    def error(self, message: str) -> None:  # type: ignore[override]
+    def error(self, message: str) -> NoReturn:
         if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             close = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1)
             message += f"; did you mean {close[0]}?" if close else ""
         elif wrong := re.match(r"unrecognized arguments: (--[\w-]+)", message):
             close = difflib.get_close_matches(wrong[1], sorted(set(_options(self))), n=1)
             message += f"; did you mean {close[0]}?" if close else ""
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        raise InputError(f"{message.removeprefix('argument ')} (see {self.prog} --help)")
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except InputError as error:
         for line in error.lines:
-            print(f"hetlb {command}: {line}", file=sys.stderr)
+            print(f"{' '.join(filter(None, ('hetlb', command)))}: {line}", file=sys.stderr)
         return 2
     except HetlbError as error:
         print(f"hetlb {command}: {error}", file=sys.stderr)

@@ -10,17 +10,15 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from hetlb.cli import profile_live
+from hetlb.cli.flags import FINITE, SHARE, add_json, declare, real, whole
 from hetlb.cli.profile_log import from_log
 from hetlb.cli.profile_running import from_proxy
 from hetlb.config.profile_file import (
@@ -36,6 +34,15 @@ from hetlb.errors import InputError, ProfileError
 from hetlb.profiler.aiconfigurator import Layout, query
 from hetlb.profiler.fit import FitResult, Point, PrefillForm, StepKind, fit, shown_tile
 from hetlb.profiler.plot import write_plot
+from hetlb.profiler.shown import (
+    comparison,
+    differences,
+    errors_table,
+    listing,
+    listing_table,
+    print_comparison,
+    print_profile,
+)
 from hetlb.profiler.sources import (
     ASSUMED_TILE,
     Roofline,
@@ -46,197 +53,140 @@ from hetlb.profiler.sources import (
     write_profile,
 )
 
-#: The sizes at which `show` and `compare` print times.
-_SIZES = {
-    StepKind.PREFILL: [(b, n) for b in (1, 4, 16) for n in (128, 1024, 4096)],
-    StepKind.DECODE: [(b, n) for b in (1, 16, 128) for n in (256, 1024, 4096)],
-}
-
+_SOURCES = "csv:FILE, log:FILE, proxy:URL, aiconfigurator or roofline"
 #: All-reduces below this say more of a machine's wiring than of its GPUs.
 _SLOW_ALL_REDUCE_BYTES_S = 8e9
-#: Drafts are shorter than this.
+#: Tokens of a step, at most: drafts are shorter.
 _MOST_TOKENS_PER_STEP = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hetlb profile`, and its verbs `show` and `compare`."""
+    """The flags of `hetlb profile`, and its verbs `show`, `compare` and `list`."""
     parser.usage = (
         "hetlb profile --url URL --out P.yaml [flags]\n"
         "       hetlb profile --from csv:FILE|aiconfigurator|roofline --out P.yaml [flags]\n"
         "       hetlb profile --from log:FILE|proxy:URL --start P.yaml --out P.yaml [flags]\n"
         "       hetlb profile show P.yaml | compare A.yaml B.yaml | list FOLDER"
     )
-    parser.add_argument(
-        "verb", nargs="?", choices=("show", "compare", "list"), help="action on existing profiles"
+    add, switch = declare(parser), parser.add_argument
+    switch("verb", nargs="?", choices=("show", "compare", "list"), help="action on existing profiles")
+    files = "files to show or compare, folder to list"
+    switch("files", nargs="*", type=Path, metavar="P.yaml", help=files)
+    switch("--from", dest="source", metavar="SOURCE", help=_SOURCES)
+    add("--out", "profile to write", "P.yaml", Path)
+    add("--name", "name of the profile (default: system, model and degree)")
+    add("--system", "GPU; selects the rows of a CSV")
+    add("--model", "model; selects the rows of a CSV, or one of several served")
+    add("--tp", "tensor-parallel degree (aiconfigurator: several, 1,2,4,8)", "N")
+    forms = "form of prefill (default: the least held-out error)"
+    switch("--form", choices=tuple(PrefillForm), help=forms)
+    weights = "weights of the fit (default relative)"
+    switch("--weights", choices=("relative", "absolute"), default="relative", help=weights)
+    add("--plot", "picture of measured and fitted times", "P.png", Path)
+    add("--licence", "licence of the data")
+    add("--attribution", "origin of the data")
+    add("--kv-cache-tokens", "tokens that the KV cache holds", "N", whole(1))
+    add("--max-num-seqs", "most sequences of a batch", "N", whole(1))
+    add("--kv-bytes-per-token", "KV cache per token, over all GPUs", "N", whole(1))
+    add("--memory-bytes", "memory of one GPU", "N", whole(1))
+    add("--block-size", "tokens of a KV block", "N", whole(1))
+    add(
+        "--tile", "tokens of a tile of dense kernels (default: what the points show, else 128)", "N", whole(1)
     )
-    parser.add_argument(
-        "files", nargs="*", type=Path, metavar="P.yaml", help="files to show or compare, folder to list"
-    )
-    parser.add_argument(
-        "--from",
-        dest="source",
-        metavar="SOURCE",
-        help="csv:FILE, log:FILE, proxy:URL, aiconfigurator or roofline",
-    )
-    parser.add_argument("--out", type=Path, metavar="P.yaml", help="profile to write")
-    parser.add_argument("--name", help="name of the profile (default: system, model and degree)")
-    parser.add_argument("--system", help="GPU; selects the rows of a CSV")
-    parser.add_argument("--model", help="model; selects the rows of a CSV, or one of several served")
-    parser.add_argument("--tp", metavar="N", help="tensor-parallel degree (aiconfigurator: several, 1,2,4,8)")
-    parser.add_argument(
-        "--form", choices=tuple(PrefillForm), help="form of prefill (default: the least held-out error)"
-    )
-    parser.add_argument(
-        "--weights",
-        choices=("relative", "absolute"),
-        default="relative",
-        help="weights of the fit (default relative)",
-    )
-    parser.add_argument("--plot", type=Path, metavar="P.png", help="picture of measured and fitted times")
-    parser.add_argument("--licence", help="licence of the data")
-    parser.add_argument("--attribution", help="origin of the data")
-    parser.add_argument("--kv-cache-tokens", type=int, metavar="N", help="tokens that the KV cache holds")
-    parser.add_argument("--max-num-seqs", type=int, metavar="N", help="most sequences of a batch")
-    parser.add_argument(
-        "--kv-bytes-per-token", type=int, metavar="N", help="KV cache per token, over all GPUs"
-    )
-    parser.add_argument("--memory-bytes", type=int, metavar="N", help="memory of one GPU")
-    parser.add_argument("--block-size", type=int, metavar="N", help="tokens of a KV block")
-    parser.add_argument(
-        "--tile",
-        type=int,
-        metavar="N",
-        help="tokens of a tile of dense kernels (default: what the points show, else 128)",
-    )
-    parser.add_argument(
-        "--tokens-per-step",
-        type=float,
-        metavar="X",
-        help="tokens of a decode step with speculative decoding (default: by the server's metrics, else 1)",
-    )
-    parser.add_argument(
-        "--async-scheduling",
-        action=argparse.BooleanOptionalAction,
-        help="asynchronous scheduling (default: as vLLM of that version)",
-    )
+    drafts = "tokens of a decode step with speculative decoding (default: by the server's metrics, else 1)"
+    span = real(f"a number from 1 to {_MOST_TOKENS_PER_STEP}", lambda x: 1 <= x <= _MOST_TOKENS_PER_STEP)
+    add("--tokens-per-step", drafts, "X", span)
+    scheduling = "asynchronous scheduling (default: as vLLM of that version)"
+    switch("--async-scheduling", action=argparse.BooleanOptionalAction, help=scheduling)
     profile_live.add_arguments(parser)
-    log = parser.add_argument_group("from a log or a running proxy")
-    log.add_argument("--server", metavar="NAME", help="instance of the proxy (--from proxy:URL)")
-    log.add_argument("--start", type=Path, metavar="P.yaml", help="profile to correct (--from log:, proxy:)")
-    log.add_argument(
-        "--hash-block-size",
-        type=int,
-        default=512,
-        metavar="N",
-        help="tokens of a block of the log's hash_ids (default 512)",
-    )
-    roofline = parser.add_argument_group("roofline (marked unmeasured)")
-    roofline.add_argument("--peak-flops", type=float, metavar="F", help="FLOP/s of one GPU at this precision")
-    roofline.add_argument("--bandwidth", type=float, metavar="B", help="memory bytes/s of one GPU")
-    roofline.add_argument("--parameters", type=float, metavar="P", help="parameters of the model")
-    roofline.add_argument(
-        "--bytes-per-parameter", type=float, default=2.0, metavar="B", help="bytes of a weight (default 2)"
-    )
-    roofline.add_argument(
-        "--flops-efficiency",
-        type=float,
-        default=0.5,
-        metavar="SHARE",
-        help="share of peak FLOP/s reached (default 0.5)",
-    )
-    roofline.add_argument(
-        "--bandwidth-efficiency",
-        type=float,
-        default=0.7,
-        metavar="SHARE",
-        help="share of the bandwidth reached (default 0.7)",
-    )
-    estimated = parser.add_argument_group("without a server")
-    estimated.add_argument(
-        "--overhead-ms",
-        type=float,
-        metavar="MS",
-        help="host time of every iteration; 0 where the points hold it (default: roofline 2, else assumed)",
-    )
-    estimated.add_argument(
-        "--data-parallel",
-        type=int,
-        default=1,
-        metavar="N",
-        help="data-parallel ranks of a server; the profile is of one (aiconfigurator)",
-    )
-    estimated.add_argument(
-        "--expert-parallel", action="store_true", help="whole experts on each GPU (aiconfigurator)"
-    )
-    estimated.add_argument(
-        "--scale", type=float, default=1.0, metavar="X", help="factor on all times (aiconfigurator)"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    add = declare(parser.add_argument_group("from a log or a running proxy"))
+    add("--server", "instance of the proxy (--from proxy:URL)", "NAME")
+    add("--start", "profile to correct (--from log:, proxy:)", "P.yaml", Path)
+    add("--hash-block-size", "tokens of a block of the log's hash_ids (default 512)", "N", whole(1), 512)
+    _add_estimates(parser)
+    add_json(parser)
+
+
+def _add_estimates(parser: argparse.ArgumentParser) -> None:
+    add = declare(parser.add_argument_group("roofline (marked unmeasured)"))
+    add("--peak-flops", "FLOP/s of one GPU at this precision", "F", FINITE)
+    add("--bandwidth", "memory bytes/s of one GPU", "B", FINITE)
+    add("--parameters", "parameters of the model", "P", FINITE)
+    add("--bytes-per-parameter", "bytes of a weight (default 2)", "B", FINITE, 2.0)
+    add("--flops-efficiency", "share of peak FLOP/s reached (default 0.5)", "SHARE", SHARE, 0.5)
+    add("--bandwidth-efficiency", "share of the bandwidth reached (default 0.7)", "SHARE", SHARE, 0.7)
+    group = parser.add_argument_group("without a server")
+    add = declare(group)
+    host = "host time of every iteration; 0 where the points hold it (default: roofline 2, else assumed)"
+    add("--overhead-ms", host, "MS", real("milliseconds from 0", lambda value: 0 <= value < math.inf))
+    ranks = "data-parallel ranks of a server; the profile is of one (aiconfigurator)"
+    add("--data-parallel", ranks, "N", whole(1), 1)
+    experts = "whole experts on each GPU (aiconfigurator)"
+    group.add_argument("--expert-parallel", action="store_true", help=experts)
+    add("--scale", "factor on all times (aiconfigurator)", "X", FINITE, 1.0)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make, show or compare."""
-    if args.verb == "list":
-        if not args.files or args.source or args.url or args.out:
-            raise InputError("list: expected folders or profile files and no --url, --from or --out")
-        return _list(args.files, args.json)
+    """Make, show, compare or list."""
     if args.verb is not None:
-        needed = 1 if args.verb == "show" else 2
-        if len(args.files) != needed or args.source or args.url or args.out:
-            raise InputError(f"{args.verb}: expected {needed} profile file(s) and no --url, --from or --out")
-        profiles = [load_profile(path) for path in args.files]
-        if args.verb == "show":
-            return _show(profiles[0], args.json)
-        return _compare(profiles[0], profiles[1], args.json)
+        return _about_files(args)
     if (args.source is None) == (args.url is None) or args.out is None:
         raise InputError("expected one of --url and --from with --out P.yaml, or show or compare")
-    for flag in (
-        "kv_cache_tokens",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "kv_bytes_per_token",
-        "memory_bytes",
-        "block_size",
-        "tile",
-        "data_parallel",
-    ):
-        value = getattr(args, flag)
-        if value is not None and value < 1:
-            raise InputError(f"--{flag.replace('_', '-')}: expected a whole number from 1, got {value}")
-    if args.tokens_per_step is not None and not 1.0 <= args.tokens_per_step <= _MOST_TOKENS_PER_STEP:
-        most, got = _MOST_TOKENS_PER_STEP, args.tokens_per_step
-        raise InputError(f"--tokens-per-step: expected a number from 1 to {most}, got {got}")
     if (args.data_parallel > 1 or args.expert_parallel) and args.source != "aiconfigurator":
         raise InputError("--data-parallel, --expert-parallel: expected --from aiconfigurator")
     degrees = _degrees(args)
     _make_folder(args.out)
     kind, _, file = (args.source or "").partition(":")
-    written = []
+    if kind == "log" and file:
+        return from_log(args, Path(file))
+    if kind == "proxy" and file:
+        return from_proxy(args, file)
     if args.url is not None:
         live = profile_live.measure(args)
-        made = _from_live(args, live, degrees[0])
-        written.append(_finish(args, args.out, made))
+        written = [_finish(args, args.out, _from_live(args, live, degrees[0]))]
         live.file.remove()
     elif kind == "csv" and file:
-        written.append(_finish(args, args.out, _from_csv(args, Path(file), degrees[0])))
-    elif kind == "log" and file:
-        return from_log(args, Path(file))
-    elif kind == "proxy" and file:
-        return from_proxy(args, file)
-    elif args.source == "aiconfigurator":
-        for degree in degrees:
-            out = args.out
-            if len(degrees) > 1:
-                out = out.with_name(f"{out.stem}-tp{degree}{out.suffix}")
-            written.append(_finish(args, out, _from_aiconfigurator(args, degree or 1)))
+        written = [_finish(args, args.out, _from_csv(args, Path(file), degrees[0]))]
     elif args.source == "roofline":
-        written.append(_finish(args, args.out, _from_roofline(args, degrees[0])))
+        written = [_finish(args, args.out, _from_roofline(args, degrees[0]))]
+    elif args.source == "aiconfigurator":
+        several = len(degrees) > 1
+        outs = [args.out.with_stem(f"{args.out.stem}-tp{n}") if several else args.out for n in degrees]
+        pairs = zip(outs, degrees, strict=True)
+        written = [_finish(args, out, _from_aiconfigurator(args, degree or 1)) for out, degree in pairs]
     else:
-        raise InputError(
-            f"--from: expected csv:FILE, log:FILE, proxy:URL, aiconfigurator or roofline, got {args.source!r}"
-        )
+        raise InputError(f"--from: expected {_SOURCES}, got {args.source!r}")
     if args.json:
         print(json.dumps(written[0] if len(written) == 1 else written))
+    return 0
+
+
+def _about_files(args: argparse.Namespace) -> int:
+    needed = {"show": 1, "compare": 2}.get(args.verb, len(args.files) or 1)
+    if len(args.files) != needed or args.source or args.url or args.out:
+        what = "folders or profile files" if args.verb == "list" else f"{needed} profile file(s)"
+        raise InputError(f"{args.verb}: expected {what} and no --url, --from or --out")
+    if args.verb == "list":
+        rows = listing(args.files)
+        if args.json:
+            print(json.dumps({"profiles": rows}))
+        else:
+            Console().print(listing_table(rows))
+        return 0
+    profiles = [load_profile(path) for path in args.files]
+    if args.verb == "show":
+        if args.json:
+            print(msgspec.json.encode(profiles[0]).decode())
+        else:
+            print_profile(profiles[0])
+        return 0
+    for difference in differences(*profiles):
+        print(f"warning: different {difference}", file=sys.stderr)
+    document = comparison(*profiles)
+    if args.json:
+        print(json.dumps(document))
+    else:
+        print_comparison(document)
     return 0
 
 
@@ -245,9 +195,8 @@ def _make_folder(out: Path) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(
-            f"--out: expected a folder that can be written: {error.filename}: {error.strerror}"
-        ) from error
+        where = f"{error.filename}: {error.strerror}"
+        raise InputError(f"--out: expected a folder that can be written: {where}") from error
 
 
 def _degrees(args: argparse.Namespace) -> list[int | None]:
@@ -272,12 +221,12 @@ def _finish(args: argparse.Namespace, out: Path, made: _Made) -> dict[str, Any]:
     for warning in result.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if args.plot is not None:
-        plot = args.plot if out == args.out else args.plot.with_name(f"{out.stem}{args.plot.suffix}")
+        plot = args.plot if out == args.out else args.plot.with_stem(out.stem)
         write_plot(plot, profile.name, points, result, profile.engine.max_num_batched_tokens)
     write_profile(out, profile)
     if not args.json:
         console = Console()
-        console.print(_errors_table(profile))
+        console.print(errors_table(profile))
         for line in profile.assumed:
             console.print(f"assumed {line}", markup=False, highlight=False)
         console.print(f"written to {out}", highlight=False)
@@ -285,418 +234,184 @@ def _finish(args: argparse.Namespace, out: Path, made: _Made) -> dict[str, Any]:
     return {"out": str(out), "profile": document, "warnings": list(result.warnings)}
 
 
+# --- sources ----------------------------------------------------------------------------------------------
+
+
 def _from_live(args: argparse.Namespace, live: profile_live.LiveResult, degree: int | None) -> _Made:
     facts, capacity = live.facts, live.facts.capacity
-    try:
-        result, assumed = _fit(args, live.points, HostTime(), None, tile=None)
-    except ProfileError as error:
-        raise ProfileError(f"{live.file.path}: {error}") from error
-    host = HostTime(request_s=live.request_s(result.latency))
+    drafts: tuple[str, ...] = ()
     if live.tokens_per_step is not None and args.tokens_per_step is None:
-        assumed += (
+        drafts = (
             f"engine.tokens_per_step: {live.tokens_per_step:.2f}, as with the made prompts of the sweep; "
             "--tokens-per-step states that of your traffic",
         )
-    hardware = Hardware(gpu=args.system, gpus=degree or 1, memory_bytes=args.memory_bytes)
-    profile = make_profile(
-        args.name or _default_name(args.system, facts.model, degree),
-        live.points,
-        result,
-        source=ProfileSource(kind="live", name=args.url),
-        hardware=hardware if args.system else None,
-        model=_model_info(args, facts.model),
-        host=host,
-        assumed=assumed,
-        engine=EngineInfo(
-            name="vllm",
-            version=facts.version,
-            tensor_parallel_size=degree,
-            kv_cache_tokens=capacity.kv_cache_tokens,
-            block_size=capacity.block_size,
-            max_num_seqs=capacity.max_num_seqs,
-            max_num_batched_tokens=capacity.max_num_batched_tokens,
-            max_model_len=capacity.max_model_len,
-            enable_prefix_caching=facts.prefix_cache if facts.counts else None,
-            tokens_per_step=args.tokens_per_step or live.tokens_per_step,
-            async_scheduling=args.async_scheduling,
-        ),
+    engine = _engine(
+        args,
+        degree,
+        version=facts.version,
+        kv_cache_tokens=capacity.kv_cache_tokens,
+        block_size=capacity.block_size,
+        max_num_seqs=capacity.max_num_seqs,
+        max_num_batched_tokens=capacity.max_num_batched_tokens,
+        max_model_len=capacity.max_model_len,
+        enable_prefix_caching=facts.prefix_cache if facts.counts else None,
+        tokens_per_step=live.tokens_per_step,
     )
-    return profile, live.points, result
+    source = ProfileSource(kind="live", name=args.url)
+    profile, points, result = _make(
+        args, live.points, source, engine, args.system, facts.model,
+        host=HostTime(), tile=None, assumed=drafts, where=str(live.file.path),
+    )  # fmt: skip
+    host = HostTime(request_s=live.request_s(result.latency))
+    return msgspec.structs.replace(profile, host=host), points, result
 
 
 def _from_csv(args: argparse.Namespace, path: Path, tp: int | None) -> _Made:
     chosen = read_csv(path, system=args.system, model=args.model, tp=tp)
     degree = chosen.tensor_parallel_size or tp
-    described = _descriptions(
-        args, chosen.system, chosen.model, degree, chosen.backend, chosen.backend_version
+    engine = _engine(args, degree, name=chosen.backend or "vllm", version=chosen.backend_version)
+    words = {"licence": args.licence, "attribution": args.attribution}
+    source = ProfileSource(kind="csv", name=path.name, system=chosen.system, **words)
+    return _make(
+        args, chosen.points, source, engine, chosen.system, chosen.model, where=str(path), name=path.stem
     )
-    asynchronous = described["engine"].schedules_asynchronously(chosen.system)
-    host = _host(args, asynchronous)
-    try:
-        result, assumed = _fit(args, chosen.points, host, asynchronous)
-    except ProfileError as error:
-        raise ProfileError(f"{path}: {error}") from error
-    profile = make_profile(
-        args.name or _default_name(chosen.system, chosen.model, degree) or path.stem,
-        chosen.points,
-        result,
-        source=ProfileSource(
-            kind="csv",
-            name=path.name,
-            system=chosen.system,
-            licence=args.licence,
-            attribution=args.attribution,
-        ),
-        host=host,
-        assumed=assumed,
-        **described,
-    )
-    return profile, chosen.points, result
 
 
 def _from_aiconfigurator(args: argparse.Namespace, degree: int) -> _Made:
     for flag in ("system", "model"):
         if getattr(args, flag) is None:
             raise InputError(f"--{flag}: expected a name with --from aiconfigurator, got none")
-    if not (math.isfinite(args.scale) and args.scale > 0):
-        raise InputError(f"--scale: expected a number above 0, got {args.scale}")
     layout = Layout(degree, args.data_parallel, args.expert_parallel)
     found = query(args.model, args.system, layout, scale=args.scale)
-    engine = EngineInfo(
-        version=found.vllm_version,
-        tensor_parallel_size=degree,
-        data_parallel_size=layout.dp if layout.dp > 1 else None,
-        enable_expert_parallel=True if layout.expert_parallel else None,
-        tokens_per_step=args.tokens_per_step,
-        kv_cache_tokens=args.kv_cache_tokens or found.kv_cache_tokens,
-        max_num_seqs=args.max_num_seqs or found.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens or found.max_num_batched_tokens,
-        async_scheduling=args.async_scheduling,
-    )
-    asynchronous = engine.schedules_asynchronously(args.system)
-    host = _host(args, asynchronous)
-    result, assumed = _fit(args, found.points, host, asynchronous, split_blocks=found.split_blocks)
+    assumed: list[str] = []
     if layout.dp > 1:
-        assumed += (f"data parallel: all {layout.dp} ranks alike busy; a step of one waits for the slowest",)
+        assumed.append(
+            f"data parallel: all {layout.dp} ranks alike busy; a step of one waits for the slowest"
+        )
     if found.all_reduce_bytes_s is not None and found.all_reduce_bytes_s < _SLOW_ALL_REDUCE_BYTES_S:
-        assumed += (
+        assumed.append(
             f"all-reduce: {found.all_reduce_bytes_s / 1e9:.1f} GB/s, of one badly wired machine, not of the "
-            "GPU (PCIe 4.0 x16 gives about 20 GB/s); nccl-tests measures yours",
+            "GPU (PCIe 4.0 x16 gives about 20 GB/s); nccl-tests measures yours"
         )
     if found.kv_cache_tokens is None and args.kv_cache_tokens is None:
         print(f"warning: --tp {degree}: the model does not fit; no KV cache is stated", file=sys.stderr)
     note = "kernel tables measured on the GPU, composed; they hold no host time"
-    if args.scale != 1.0:
-        note += f"; times {args.scale:g}"
-    profile = make_profile(
-        args.name or _default_name(args.system, args.model, degree),
-        found.points,
-        result,
-        source=ProfileSource(
-            kind="aiconfigurator",
-            name=f"aiconfigurator-core {found.version}",
-            system=args.system,
-            licence="Apache-2.0",
-            attribution="NVIDIA",
-            note=note,
-        ),
-        hardware=Hardware(
-            gpu=args.system,
-            gpus=degree * layout.dp,
-            memory_bytes=args.memory_bytes or found.memory_bytes,
-            all_reduce_bytes_s=found.all_reduce_bytes_s,
-        ),
-        model=ModelInfo(
-            name=args.model,
-            kv_bytes_per_token=args.kv_bytes_per_token or found.kv_bytes_per_token,
-        ),
-        engine=engine,
-        host=host,
-        assumed=assumed,
+    engine = _engine(
+        args,
+        degree,
+        version=found.vllm_version,
+        data_parallel_size=layout.dp if layout.dp > 1 else None,
+        enable_expert_parallel=True if layout.expert_parallel else None,
+        kv_cache_tokens=found.kv_cache_tokens,
+        max_num_seqs=found.max_num_seqs,
+        max_num_batched_tokens=found.max_num_batched_tokens,
     )
-    return profile, found.points, result
-
-
-def _host(args: argparse.Namespace, asynchronous: bool | None) -> HostTime:
-    """The host time of points that hold none: as stated, else assumed."""
-    if args.overhead_ms is None:
-        return assumed_host(asynchronous)
-    return HostTime(iteration_s=_overhead_ms(args, 0.0) / 1e3)
-
-
-def _overhead_ms(args: argparse.Namespace, default: float) -> float:
-    overhead_ms: float = default if args.overhead_ms is None else args.overhead_ms
-    if not (math.isfinite(overhead_ms) and overhead_ms >= 0):
-        raise InputError(f"--overhead-ms: expected milliseconds from 0, got {overhead_ms}")
-    return overhead_ms
+    source = ProfileSource(
+        kind="aiconfigurator",
+        name=f"aiconfigurator-core {found.version}",
+        system=args.system,
+        licence="Apache-2.0",
+        attribution="NVIDIA",
+        note=note if args.scale == 1.0 else f"{note}; times {args.scale:g}",
+    )
+    profile, points, result = _make(
+        args, found.points, source, engine, args.system, args.model,
+        split_blocks=found.split_blocks, assumed=tuple(assumed),
+    )  # fmt: skip
+    hardware = Hardware(
+        gpu=args.system,
+        gpus=degree * layout.dp,
+        memory_bytes=args.memory_bytes or found.memory_bytes,
+        all_reduce_bytes_s=found.all_reduce_bytes_s,
+    )
+    kv_bytes = args.kv_bytes_per_token or found.kv_bytes_per_token
+    model = ModelInfo(name=args.model, kv_bytes_per_token=kv_bytes)
+    return msgspec.structs.replace(profile, hardware=hardware, model=model), points, result
 
 
 def _from_roofline(args: argparse.Namespace, tp: int | None) -> _Made:
     for flag in ("peak_flops", "bandwidth", "parameters", "kv_bytes_per_token"):
         if getattr(args, flag) is None:
             raise InputError(f"--{flag.replace('_', '-')}: expected a value with --from roofline, got none")
-    for flag in ("peak_flops", "bandwidth", "parameters", "bytes_per_parameter"):
-        if not (math.isfinite(getattr(args, flag)) and getattr(args, flag) > 0):
-            raise InputError(
-                f"--{flag.replace('_', '-')}: expected a number above 0, got {getattr(args, flag)}"
-            )
-    for flag in ("flops_efficiency", "bandwidth_efficiency"):
-        if not 0 < getattr(args, flag) <= 1:
-            raise InputError(
-                f"--{flag.replace('_', '-')}: expected a share above 0 and up to 1, got {getattr(args, flag)}"
-            )
-    overhead_ms = _overhead_ms(args, 2.0)
-    degree = tp or 1
+    overhead_ms = 2.0 if args.overhead_ms is None else args.overhead_ms
     roofline = Roofline(
         peak_flops=args.peak_flops,
         bandwidth_bytes_s=args.bandwidth,
         parameters=args.parameters,
         bytes_per_parameter=args.bytes_per_parameter,
         kv_bytes_per_token=args.kv_bytes_per_token,
-        tensor_parallel_size=degree,
+        tensor_parallel_size=tp or 1,
         flops_efficiency=args.flops_efficiency,
         bandwidth_efficiency=args.bandwidth_efficiency,
         step_overhead_s=overhead_ms / 1e3,
     )
-    points = tuple(roofline.points())
-    result, assumed = _fit(args, points, HostTime(), None)
     note = (
         f"estimated, not measured: {args.peak_flops:g} FLOP/s at {args.flops_efficiency:g}, "
         f"{args.bandwidth:g} bytes/s at {args.bandwidth_efficiency:g}, {overhead_ms:g} ms a step; "
         "the errors are of the fit to this estimate"
     )
-    profile = make_profile(
-        args.name or _default_name(args.system, args.model, degree) or "roofline",
-        points,
-        result,
-        source=ProfileSource(kind="roofline", measured=False, system=args.system, note=note),
-        host=HostTime(),
-        assumed=assumed,
-        **_descriptions(args, args.system, args.model, degree, None, None),
-    )
-    return profile, points, result
+    source = ProfileSource(kind="roofline", measured=False, system=args.system, note=note)
+    return _make(
+        args, tuple(roofline.points()), source, _engine(args, tp or 1), args.system, args.model,
+        host=HostTime(), name="roofline",
+    )  # fmt: skip
 
 
-def _fit(
+def _engine(args: argparse.Namespace, degree: int | None, **found: Any) -> EngineInfo:
+    """The engine as it was found, but for what flags state."""
+    flags = ("kv_cache_tokens", "max_num_seqs", "max_num_batched_tokens", "block_size", "tokens_per_step")
+    stated = {flag: value for flag in flags if (value := getattr(args, flag)) is not None}
+    return EngineInfo(tensor_parallel_size=degree, async_scheduling=args.async_scheduling, **found | stated)
+
+
+def _make(
     args: argparse.Namespace,
     points: tuple[Point, ...],
-    host: HostTime,
-    asynchronous: bool | None,
+    source: ProfileSource,
+    engine: EngineInfo,
+    system: str | None,
+    model: str | None,
     *,
+    host: HostTime | None = None,
     tile: int | None = ASSUMED_TILE,
     split_blocks: float | None = None,
-) -> tuple[FitResult, tuple[str, ...]]:
-    """The fit, completed by assumptions; `tile` is the one assumed where the points show none."""
-    form = PrefillForm(args.form) if args.form is not None else None
+    assumed: tuple[str, ...] = (),
+    where: str = "",
+    name: str = "",
+) -> _Made:
+    """Fit the points, completed by assumptions. Raises `ProfileError` naming `where` they are from.
+
+    `host` is None where the points hold no host time; `tile` is assumed where they show none; `name` is the
+    profile's where nothing else names it.
+    """
+    asynchronous = engine.schedules_asynchronously(system)
+    if host is None:
+        stated = args.overhead_ms is not None
+        host = HostTime(iteration_s=args.overhead_ms / 1e3) if stated else assumed_host(asynchronous)
     prefill = [point for point in points if point.phase is StepKind.PREFILL]
+    form = PrefillForm(args.form) if args.form is not None else None
     tile = args.tile or (None if shown_tile(prefill) else tile)
     try:
         result = fit(points, form=form, relative=args.weights == "relative", tile=tile)
-    except (RuntimeError, ValueError) as error:
-        raise ProfileError(f"expected points that a model can be fitted to: {error}") from error
+    except (ProfileError, RuntimeError, ValueError) as error:
+        lead = "" if isinstance(error, ProfileError) else "expected points that a model can be fitted to: "
+        raise ProfileError(f"{where}: {lead}{error}" if where else f"{lead}{error}") from error
     if args.tile is not None:
         result = replace(result, tile=args.tile)
-    return complete(result, points, host, asynchronous, split_blocks)
-
-
-def _model_info(args: argparse.Namespace, model: str | None) -> ModelInfo | None:
-    if model is None:
-        return None
-    return ModelInfo(name=model, kv_bytes_per_token=args.kv_bytes_per_token)
-
-
-def _default_name(system: str | None, model: str | None, degree: int | None) -> str:
-    parts = [system, model, None if degree is None else f"tp{degree}"]
-    return "-".join(part for part in parts if part).lower().replace("/", "-")
-
-
-def _descriptions(
-    args: argparse.Namespace,
-    system: str | None,
-    model: str | None,
-    degree: int | None,
-    backend: str | None,
-    version: str | None,
-) -> dict[str, Any]:
-    hardware = Hardware(gpu=system, gpus=degree or 1, memory_bytes=args.memory_bytes) if system else None
-    return {
-        "hardware": hardware,
-        "model": _model_info(args, model),
-        "engine": EngineInfo(
-            name=backend or "vllm",
-            version=version,
-            tensor_parallel_size=degree,
-            kv_cache_tokens=args.kv_cache_tokens,
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            block_size=args.block_size,
-            tokens_per_step=args.tokens_per_step,
-            async_scheduling=args.async_scheduling,
-        ),
-    }
-
-
-def _errors_table(profile: Profile) -> Table:
-    table = Table(title=profile.name, title_justify="left")
-    for column in ("phase", "form", "mean", "p95", "max", "points", "worst at"):
-        table.add_column(column, justify="left" if column in ("phase", "form") else "right")
-    report = profile.fit
-    phases = () if report is None else ("prefill", "prefill_paper", "decode", "decode_paper", "mixed")
-    for phase in phases:
-        error = getattr(report, phase)
-        if error is not None:
-            worst = ", ".join(f"{key} {size}" for key, size in (error.worst or {}).items()) or "-"
-            figures = (f"{x:.1%}" for x in (error.mean_error, error.p95_error, error.max_error))
-            table.add_row(phase.partition("_")[0], error.form, *figures, str(error.points), worst)
-    table.caption = "relative errors on points held out of the fit"
-    return table
-
-
-def _seconds(profile: Profile, phase: StepKind, batch: int, length: int) -> float:
-    latency = profile.latency
-    if phase is StepKind.DECODE:
-        return latency.step_s(batch, batch * length)
-    return latency.prefill_s(length, batch)
-
-
-def _show(profile: Profile, as_json: bool) -> int:
-    if as_json:
-        print(msgspec.json.encode(profile).decode())
-        return 0
-    console = Console(highlight=False)
-    tables = (("hardware", profile.hardware), ("model", profile.model), ("engine", profile.engine))
-    console.print(f"[bold]{profile.name}[/bold]")
-    for key, part in (*tables, ("source", profile.source)):
-        if part is not None:
-            values = {k: v for k, v in msgspec.to_builtins(part).items() if v is not None}
-            console.print(f"{key}: " + ", ".join(f"{k} {v}" for k, v in values.items()), markup=False)
-    if profile.source is not None and not profile.source.measured:
-        console.print("[bold yellow]unmeasured: an estimate that no hardware has confirmed[/bold yellow]")
-    for line in profile.assumed:
-        console.print(f"assumed: {line}", markup=False)
-    for line in profile.lacks:
-        console.print(f"lacks {line}", markup=False)
-    for section in (profile.prefill, profile.decode):
-        values = msgspec.to_builtins(section)
-        console.print("  ".join(f"{k} = {v:.4g}" for k, v in values.items()))
-    if profile.fit is not None and profile.fit.prefill is not None:
-        console.print(_errors_table(profile))
-    elif profile.fit is not None:
-        f = profile.fit
-        console.print(
-            f"errors: mean {f.mean_error:.1%}, p95 {f.p95_error:.1%}, max {f.max_error:.1%}; "
-            f"{f.points} points"
-        )
-    table = Table(title="predicted times", title_justify="left")
-    for column in ("phase", "batch", "length", "ms"):
-        table.add_column(column, justify="left" if column == "phase" else "right")
-    for phase, sizes in _SIZES.items():
-        for batch, length in sizes:
-            ms = _seconds(profile, phase, batch, length) * 1e3
-            table.add_row(phase.value, str(batch), str(length), f"{ms:.4g}")
-    console.print(table)
-    return 0
-
-
-def _origin(profile: Profile) -> str:
-    """Source of a profile in a word or two."""
-    source = profile.source
-    if source is None:
-        return "not stated"
-    return source.kind if source.measured else f"{source.kind}, unmeasured"
-
-
-def _list(paths: Sequence[Path], as_json: bool) -> int:
-    """Profiles of folders with what each rests on."""
-    files = [file for path in paths for file in (sorted(path.glob("*.yaml")) if path.is_dir() else [path])]
-    if not files:
-        raise InputError(f"list: expected profiles in {', '.join(map(str, paths))}, got none")
-    rows = []
-    for file in files:
-        profile = load_profile(file)
-        source, hardware, engine = profile.source, profile.hardware, profile.engine
-        all_reduce = hardware.all_reduce_bytes_s if hardware else None
-        rows.append(
-            {
-                "file": str(file),
-                "gpu": hardware.gpu if hardware else None,
-                "model": profile.model.name if profile.model else None,
-                "tensor_parallel_size": engine.tensor_parallel_size,
-                "origin": _origin(profile),
-                "basis": source.basis if source else None,
-                "all_reduce_bytes_s": all_reduce,
-                "measured": source.measured if source else None,
-                "engine": " ".join(filter(None, (engine.name, engine.version))),
-                "mean_error": profile.fit.mean_error if profile.fit else None,
-                "licence": source.licence if source else None,
-            }
-        )
-    if as_json:
-        print(json.dumps({"profiles": rows}))
-        return 0
-    table = Table()
-    table.add_column("file", no_wrap=True)
-    for column in ("basis", "engine", "mean error", "all-reduce", "licence"):
-        table.add_column(column, justify="right" if column in ("mean error", "all-reduce") else "left")
-    for row in rows:
-        error = row["mean_error"]
-        cells = [Path(str(row["file"])).name, row["basis"], row["engine"]]
-        cells += [None if error is None else f"{error:.1%}"]
-        cells += [
-            None if not (rate := row["all_reduce_bytes_s"]) else f"{float(rate) / 1e9:.1f} GB/s",
-            row["licence"],
-        ]
-        table.add_row(*("-" if cell is None else str(cell) for cell in cells))
-    Console().print(table)
-    return 0
-
-
-def _differences(a: Profile, b: Profile) -> list[str]:
-    """Respects in which two profiles are of different things, where both say."""
-    facts = [
-        ("models", a.model and a.model.name, b.model and b.model.name),
-        ("GPUs", a.hardware and a.hardware.gpu, b.hardware and b.hardware.gpu),
-        ("degrees", a.engine.tensor_parallel_size, b.engine.tensor_parallel_size),
-        ("versions", a.engine.version, b.engine.version),
-    ]
-    return [f"{what}: {one} and {other}" for what, one, other in facts if one and other and one != other]
-
-
-def _compare(a: Profile, b: Profile, as_json: bool) -> int:
-    """Times of two profiles side by side, and what the second takes of the first by phase."""
-    rows = [
-        (phase, batch, length, _seconds(a, phase, batch, length), _seconds(b, phase, batch, length))
-        for phase, sizes in _SIZES.items()
-        for batch, length in sizes
-    ]
-    ratios = {phase.value: [b_s / a_s for each, _, _, a_s, b_s in rows if each is phase] for phase in _SIZES}
-    for difference in _differences(a, b):
-        print(f"warning: different {difference}", file=sys.stderr)
-    summary = {
-        phase: {"mean_ratio": geometric_mean(each), "least_ratio": min(each), "most_ratio": max(each)}
-        for phase, each in ratios.items()
-    }
-    if as_json:
-        points = [
-            {"phase": phase.value, "batch": batch, "length": length, "a_s": a_s, "b_s": b_s}
-            for phase, batch, length, a_s, b_s in rows
-        ]
-        sources = {"a_origin": _origin(a), "b_origin": _origin(b)}
-        print(json.dumps({"a": a.name, "b": b.name, **sources, "points": points, "summary": summary}))
-        return 0
-    table = Table(title=f"A = {a.name} ({_origin(a)}), B = {b.name} ({_origin(b)})", title_justify="left")
-    for column in ("phase", "batch", "length", "A ms", "B ms", "faster"):
-        table.add_column(column, justify="left" if column in ("phase", "faster") else "right")
-    for phase, batch, length, a_s, b_s in rows:
-        faster = f"A {b_s / a_s:.2f}x" if a_s < b_s else f"B {a_s / b_s:.2f}x"
-        sizes = (phase.value, str(batch), str(length))
-        table.add_row(*sizes, f"{a_s * 1e3:.4g}", f"{b_s * 1e3:.4g}", faster if a_s != b_s else "equal")
-    console = Console()
-    console.print(table)
-    for name, each in summary.items():
-        console.print(
-            f"{name}: B takes {each['mean_ratio']:.2f} x the time of A in the mean "
-            f"({each['least_ratio']:.2f} to {each['most_ratio']:.2f})",
-            soft_wrap=True,
-        )
-    return 0
+    result, more = complete(result, points, host, asynchronous, split_blocks)
+    degree = engine.tensor_parallel_size
+    parts = (system, model, None if degree is None else f"tp{degree}")
+    made = "-".join(part for part in parts if part).lower().replace("/", "-")
+    gpus = degree or 1
+    profile = make_profile(
+        args.name or made or name,
+        points,
+        result,
+        source=source,
+        hardware=Hardware(gpu=system, gpus=gpus, memory_bytes=args.memory_bytes) if system else None,
+        model=ModelInfo(name=model, kv_bytes_per_token=args.kv_bytes_per_token) if model else None,
+        engine=engine,
+        host=host,
+        assumed=(*more, *assumed),
+    )
+    return profile, points, result

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bars
 
+from hetlb.cli.flags import declare, whole
 from hetlb.config.yaml_file import load_yaml
 from hetlb.core.latency import LatencyModel
 from hetlb.core.types import Capacity
@@ -67,34 +68,20 @@ class LiveResult:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of a live sweep."""
     live = parser.add_argument_group("a live server")
-    live.add_argument("--url", metavar="URL", help="vLLM server to measure, without other load")
-    live.add_argument(
-        "--budget", default=_DEFAULT_BUDGET, metavar="TIME", help="time for the measurement (default 5m)"
-    )
-    live.add_argument(
-        "--grid", type=Path, metavar="FILE", help="YAML file of points: rows of [batch, length] per phase"
-    )
-    live.add_argument(
-        "--repeats", type=int, default=REPEATS, metavar="N", help="samples of a point (default 3)"
-    )
-    live.add_argument(
-        "--api-key-env", metavar="VARIABLE", help="environment variable with the server's API key"
-    )
+    add = declare(live)
+    add("--url", "vLLM server to measure, without other load", "URL")
+    add("--budget", "time for the measurement (default 5m)", "TIME", default=_DEFAULT_BUDGET)
+    add("--grid", "YAML file of points: rows of [batch, length] per phase", "FILE", Path)
+    add("--repeats", "samples of a point (default 3)", "N", whole(1), REPEATS)
+    add("--api-key-env", "environment variable with the server's API key", "VARIABLE")
     live.add_argument("--force", action="store_true", help="measure a server that has other load")
     live.add_argument("--fresh", action="store_true", help="discard the samples of an interrupted sweep")
-    live.add_argument(
-        "--max-num-batched-tokens",
-        type=int,
-        metavar="N",
-        help="token budget of an iteration (default: learnt)",
-    )
+    add("--max-num-batched-tokens", "token budget of an iteration (default: learnt)", "N", whole(1))
 
 
 def measure(args: argparse.Namespace) -> LiveResult:
     """Run or resume the sweep of the arguments. Raises `InputError`, `HetlbError`."""
     budget_s = parse_duration(args.budget)
-    if args.repeats < 1:
-        raise InputError(f"--repeats: expected at least 1, got {args.repeats}")
     if not re.match(r"https?://[^/]", args.url):
         raise InputError(f"--url: expected http://HOST:PORT or https://HOST:PORT, got {args.url!r}")
     key = None

@@ -20,7 +20,6 @@ from rich.table import Table as Grid
 from hetlb.cli.rent_plot import write_sweep
 from hetlb.errors import ConfigError, InputError, PlanError
 from hetlb.plan.check import check_rent
-from hetlb.plan.common.tables import bar
 from hetlb.plan.highs import INFINITY, Interrupt, SolveLimits
 from hetlb.plan.hours import read_hours, schedule
 from hetlb.plan.market import Market, load_market
@@ -35,6 +34,7 @@ from hetlb.plan.rent_deploy import commands, lay_out, write_fleet
 from hetlb.plan.rent_report import document_of, listed, print_plan, replanning_document, simulated_document
 from hetlb.plan.replan import MoveCost, Replanned, replan, require_known
 from hetlb.plan.throughput import Measured, SloLimits, default_cache
+from hetlb.tables import bar
 from hetlb.workload.traces import read_trace
 
 _MOST_ROWS = 20_000

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from hetlb.cli.flags import add_json, add_load, declare, whole
 from hetlb.cli.simulate_plot import write_plot
 from hetlb.config.fleet import load_fleet
 from hetlb.core.eventlog import Replay
@@ -30,7 +31,7 @@ from hetlb.loadtest.report import percent, runs_table
 from hetlb.plan.placement.check_path import check_path
 from hetlb.sim.simulation_sweep import TRACE, Ran, Study, StudyCell, StudyLoad, run_sweep
 from hetlb.sim.study import by_policy_and_rate, make_study, median_run, run_document, watch
-from hetlb.workload.content import HASH_BLOCK_TOKENS, PromptContent, contents_of
+from hetlb.workload.content import PromptContent, contents_of
 from hetlb.workload.traces import Row, read_trace
 
 #: Fewer requests than this, over all runs, are done before another process has started.
@@ -39,89 +40,32 @@ _REQUESTS_WORTH_A_PROCESS = 4000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb simulate`."""
-    parser.add_argument(
-        "--config", type=Path, metavar="FLEET.yaml", help="fleet file; every instance needs a profile"
-    )
-    parser.add_argument(
-        "--trace", type=Path, metavar="T.csv", help="requests: arrival_s,input_tokens,output_tokens"
-    )
-    parser.add_argument(
-        "--request-rate",
-        default="inf",
-        metavar="R",
-        help="requests/s, inf (all at once) or trace (recorded arrivals); several: 8,16,inf",
-    )
-    parser.add_argument(
-        "--burstiness", type=float, default=1.0, help="gamma shape of the gaps (default 1: Poisson)"
-    )
-    parser.add_argument("--waves", metavar="ON:OFF", help="seconds of traffic at the rate, seconds of pause")
-    parser.add_argument(
-        "--num-prompts",
-        type=int,
-        metavar="N",
-        help="rows of the trace, repeated where there are fewer (default: all)",
-    )
-    parser.add_argument(
-        "--policy", metavar="A,B,C", help="scheduling policies, a run each (default: the file's)"
-    )
-    parser.add_argument(
-        "--predictor",
-        choices=PREDICTORS,
-        default="empirical",
-        help="predictor of output lengths (default empirical)",
-    )
-    parser.add_argument(
-        "--iteration",
-        choices=tuple(IterationRule),
-        default=IterationRule.TOKEN,
-        help="time of a mixed iteration: weights read once (token, default), or both summed (sum)",
-    )
-    parser.add_argument(
-        "--queue-limit",
-        type=int,
-        metavar="N",
-        help="requests that may wait at the proxy (default: any number)",
-    )
-    parser.add_argument(
-        "--prefix-cache",
-        action="store_true",
-        help="engines cache prefixes; the trace needs hash_ids or session_id",
-    )
-    parser.add_argument(
-        "--hash-block-size",
-        type=int,
-        default=HASH_BLOCK_TOKENS,
-        metavar="N",
-        help="tokens of a block of hash_ids (default 512)",
-    )
-    parser.add_argument(
-        "--restart-at",
-        metavar="S",
-        help="seconds at which an empty proxy takes over: 60,120",
-    )
-    parser.add_argument(
-        "--seed", default="0", metavar="S", help="seed of arrivals and random choices; several: 0,1,2"
-    )
-    parser.add_argument("--seeds", type=int, metavar="N", help="number of seeds, from --seed on")
-    parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: one per core)")
-    parser.add_argument("--model", help="model of the file (default: its first)")
-    parser.add_argument(
-        "--plot", type=Path, metavar="P.png", help="picture of throughput, latencies, KV use and queues"
-    )
-    parser.add_argument("--event-log", type=Path, metavar="FILE", help="replay a recorded event log")
-    parser.add_argument(
-        "--against", type=Path, metavar="LOG", help="compare the log of a real server with its profile"
-    )
-    parser.add_argument("--profile", type=Path, metavar="P.yaml", help="profile of the server (--against)")
-    parser.add_argument(
-        "--tune",
-        metavar="FIGURE",
-        help="find policy.weights of hetlb for mean_ttft_ms, p99_e2el_ms, attainment, ...",
-    )
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="write the weights found, if they are a gain"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    add, switch = declare(parser), parser.add_argument
+    add("--config", "fleet file; every instance needs a profile", "FLEET.yaml", Path)
+    add_load(parser)
+    rows = "rows of the trace, repeated where there are fewer (default: all)"
+    add("--num-prompts", rows, "N", whole(1))
+    add("--policy", "scheduling policies, a run each (default: the file's)", "A,B,C")
+    predictor = "predictor of output lengths (default empirical)"
+    switch("--predictor", choices=PREDICTORS, default="empirical", help=predictor)
+    rule = "time of a mixed iteration: weights read once (token, default), or both summed (sum)"
+    switch("--iteration", choices=tuple(IterationRule), default=IterationRule.TOKEN, help=rule)
+    add("--queue-limit", "requests that may wait at the proxy (default: any number)", "N", whole(0))
+    prefixes = "engines cache prefixes; the trace needs hash_ids or session_id"
+    switch("--prefix-cache", action="store_true", help=prefixes)
+    add("--restart-at", "seconds at which an empty proxy takes over: 60,120", "S")
+    add("--seed", "seed of arrivals and random choices; several: 0,1,2", "S", default="0")
+    add("--seeds", "number of seeds, from --seed on", "N", whole(1))
+    add("--jobs", "processes (default: one per core)", "N", whole(1))
+    add("--model", "model of the file (default: its first)")
+    add("--plot", "picture of throughput, latencies, KV use and queues", "P.png", Path)
+    add("--event-log", "replay a recorded event log", "FILE", Path)
+    add("--against", "compare the log of a real server with its profile", "LOG", Path)
+    add("--profile", "profile of the server (--against)", "P.yaml", Path)
+    figures = "find policy.weights of hetlb for mean_ttft_ms, p99_e2el_ms, attainment, ..."
+    add("--tune", figures, "FIGURE")
+    add("--write", "write the weights found, if they are a gain", "FILE", Path)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -142,7 +86,6 @@ def run(args: argparse.Namespace) -> int:
         read_rates(text)[0]: text.strip() for text in args.request_rate.split(",")
     }
     seeds = read_seeds(args.seed, args.seeds)
-    check_numbers(args)
     if args.tune is not None:
         from hetlb.cli.simulate_tune import check_tune, run_tune
 
@@ -203,25 +146,9 @@ def read_seeds(text: str, count: int | None) -> list[int]:
         ) from None
     if count is None:
         return seeds
-    if count < 1:
-        raise InputError(f"--seeds: expected at least 1, got {count}")
     if len(seeds) > 1:
         raise InputError(f"--seeds: expected one --seed to count from, got {text!r}")
     return list(range(seeds[0], seeds[0] + count))
-
-
-def check_numbers(args: argparse.Namespace) -> None:
-    """Raise `InputError` for a number that makes no sense."""
-    if args.num_prompts is not None and args.num_prompts < 1:
-        raise InputError(f"--num-prompts: expected at least 1, got {args.num_prompts}")
-    if not args.burstiness > 0:
-        raise InputError(f"--burstiness: expected a number above 0, got {args.burstiness}")
-    if args.queue_limit is not None and args.queue_limit < 0:
-        raise InputError(f"--queue-limit: expected a number from 0, got {args.queue_limit}")
-    if args.jobs is not None and args.jobs < 1:
-        raise InputError(f"--jobs: expected at least 1, got {args.jobs}")
-    if args.hash_block_size < 1:
-        raise InputError(f"--hash-block-size: expected at least 1, got {args.hash_block_size}")
 
 
 def read_contents(args: argparse.Namespace, rows: Sequence[Row]) -> list[PromptContent] | None:

@@ -2,7 +2,7 @@
 
 Nothing is smoothed. Throughput is that of every run (medians where there are several seeds) beside
 the sum of what the instances reach alone; below it the runs that were watched, all at one rate: the share of
-requests that waited at most so long, and of every instance the KV blocks in use and who waited for it.
+requests that waited at most so long, and of every instance the KV blocks in use and its queue.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _two_and_five(limits: tuple[float, float]) -> Callable[[float, Any], str]:
 
 
 def _draw_fleet(part: Any, band: Sequence[Ran], width: int, when: str) -> None:
-    """A column for each policy: KV use above, who waits below."""
+    """A column for each policy: KV use above, the queue below."""
     part.suptitle(f"The fleet over time, {when}", x=0.01, ha="left", weight="bold")
     upper, lower = part.subplots(2, width, sharex=True, sharey="row", squeeze=False)
     watched = [ran.watched for ran in band if ran.watched is not None]

@@ -18,7 +18,6 @@ from rich.console import Console
 
 from hetlb.errors import ConfigError, InputError
 from hetlb.plan.check import check_split
-from hetlb.plan.common.tables import bar
 from hetlb.plan.disaggregation.cost import CostModel, GroupTable, PaperCost, ProfileCost
 from hetlb.plan.disaggregation.exhaustive import Exhaustive
 from hetlb.plan.disaggregation.split_cluster import Role, SplitCluster, SplitPlan
@@ -35,6 +34,7 @@ from hetlb.plan.disaggregation.split_simulation import (
     simulate_plan,
 )
 from hetlb.plan.highs import Interrupt, SolveLimits
+from hetlb.tables import bar
 from hetlb.workload.traces import read_trace
 
 #: Rows of a trace that a plan is made from; of more, every n-th is taken.

@@ -208,7 +208,7 @@ def _paced(args: argparse.Namespace, loaded: Runner) -> Runner:
 
 
 def _tls(args: argparse.Namespace) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
-    """For this listener, and for connections to other stages."""
+    """TLS contexts of this listener and of connections to other stages."""
     try:
         server = None
         if args.ssl_certfile is not None:

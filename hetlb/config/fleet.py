@@ -72,7 +72,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     """A fleet file resolved: every instance with its profile read, in file order.
 
     `file` is what is in force, flags applied; `written` the file as it stood there, before any flag. Secrets
-    and certificates are named, not read: only who serves the fleet needs them. `engines` has an entry for
+    and certificates are named, not read: only what serves the fleet needs them. `engines` has an entry for
     every instance, `model_keys` for every model with a key, `stages` for every instance made of stages.
     """
 

@@ -79,7 +79,7 @@ class QueueTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """The bounded queue in front of the instances.
 
     `tenant_share` is how much of it one tenant may hold, `tenant_weights` the share of what is served that
-    each gets while several wait, by name, 1 for who is not named.
+    each gets while several wait, by name, 1 for those not named.
     """
 
     max_requests: PositiveInt = 16_384

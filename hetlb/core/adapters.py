@@ -94,7 +94,7 @@ class AdapterSlots:
         self._trim()
 
     def _trim(self) -> None:
-        """Let those go that were used longest ago and run nothing."""
+        """Drop the least recently used that run nothing."""
         over = len(self._used) - self.slots
         if over > 0:
             idle = [name for name in self._used if name not in self._running]

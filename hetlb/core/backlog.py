@@ -48,7 +48,7 @@ class Backlog:
         self.ticked_at = now
 
     def push(self, request: Request, now: float, predicted: float, *, again: bool = False) -> list[Command]:
-        """Have a request wait. `again`: it may run for the second time."""
+        """Queue a request. `again`: it may run for the second time."""
         queue, fleet = self.queue, self._fleet
         if request.model in fleet.down_since and queue.limits.no_instance_timeout_s <= 0:
             return [rejections.no_instance(request)]

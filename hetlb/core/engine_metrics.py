@@ -320,7 +320,7 @@ def _kv_tokens(
 
 @lru_cache(_LABELS_KEPT)
 def _cache_config(text: str) -> tuple[str, int | None, int | None, bool | None]:
-    """Of the labels of a `CACHE_CONFIG`: the engine, block size, KV tokens, and whether prefixes are kept."""
+    """Parse the labels of a `CACHE_CONFIG`: engine, block size, KV tokens, prefix caching."""
     labels = dict(_LABEL.findall(text))
     size = _whole(labels.get("block_size"))
     tokens = _whole(labels.get("kv_cache_size_tokens"))

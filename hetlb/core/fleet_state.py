@@ -54,7 +54,7 @@ class FleetState:
 
     @property
     def ready(self) -> dict[str, ReadyInstances]:
-        """By every name that some instance answers to."""
+        """Ready instances by every name that some instance answers to."""
         if self._changed_at is not None:
             self._rebuild(self._changed_at)
         return self._ready
@@ -125,7 +125,7 @@ class FleetState:
         return any(ended)
 
     def reindex(self, now: float) -> None:
-        """Have what follows from the instances computed anew: while requests wait now, else at its use."""
+        """Recompute what follows from the instances: at once while requests wait, else at its next use."""
         self._changed_at = now
         if self._queue.held:
             self._rebuild(now)
@@ -164,7 +164,7 @@ class FleetState:
     # --- ejection ---
 
     def _pools(self, instance: Instance) -> list[Sequence[Instance]]:
-        """For each name that an instance answers to: all that do."""
+        """Instances by each name that they answer to."""
         return [ready.instances for ready in self.ready.values() if instance in ready.instances]
 
     def has_another(self, instance: Instance) -> bool:

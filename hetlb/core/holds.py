@@ -41,7 +41,7 @@ class Holds:
         source.let_go(hold)
 
     def let_go_expired(self, now: float) -> None:
-        """Let go of the prompts whose instances do not keep them any longer."""
+        """Drop holds whose instances no longer keep the prompt."""
         for hold in self.all():
             if hold.expires_at <= now:
                 self.let_go(hold)

@@ -400,7 +400,7 @@ class Instance:
         return self.capacity.enable_prefix_caching is not False
 
     def join_s(self, prompt_tokens: float) -> float:
-        """Seconds until the first token of a sequence whose prompt was read elsewhere and has come.
+        """Seconds until the first token of a sequence whose prompt was prefilled elsewhere and transferred.
 
         It waits for the running iteration, and for the prompts that are read here before it.
         """
@@ -692,7 +692,7 @@ class Instance:
         self.speed.elapsed(running, tokens, now)
 
     def assume(self, *, work_s: float | None = None, kv_utilization: float | None = None) -> None:
-        """For explanations only: a state without leases, in units of the ledger and parts of them."""
+        """Set a state without leases, for explanations only; units of the ledger and parts of them."""
         self._occupancy = None
         if work_s is not None:
             self.work_ns = int(work_s * 1e9)
@@ -800,7 +800,7 @@ class Instance:
         return unread + running >= self.token_budget * self.engines
 
     def _take_finished(self, sequences: int) -> None:
-        """So many sequences have ended of requests that have not: at most all but one of each."""
+        """Return how many sequences of live requests have ended, at most all but one of each."""
         self._occupancy = None
         groups = self.groups.values()
         most = sum([lease.request.sequences - 1 for lease in groups])

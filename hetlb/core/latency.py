@@ -648,7 +648,7 @@ class LatencyModel(PickleByFields):
         mean_context = prompt_tokens + (output_tokens + 1.0) / 2.0
         return output_tokens * self.step_s(batch + 1.0, kv_tokens + mean_context)
 
-    # --- what one more request costs those who run there (the externality) ---
+    # --- what one more request costs those that run there (the externality) ---
 
     def read_delay_s(
         self,
@@ -659,7 +659,7 @@ class LatencyModel(PickleByFields):
         budget: float,
         sequences: float = 1.0,
     ) -> float:
-        """Seconds by which each of `batch` decoding sequences is delayed while these prompts are read."""
+        """Seconds by which prefilling these prompts delays each of `batch` decoding sequences."""
         if batch <= 0.0:
             return 0.0
         read_s = self.first_token_s(prompt_tokens, cached_tokens, 0.0, batch, kv_tokens, budget, sequences)

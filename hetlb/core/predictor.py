@@ -287,7 +287,7 @@ _LIMIT_PRIOR: Final = 0.5
 
 
 class _Limits:
-    """How far answers go towards the limits that their clients state, by doubling of the limit.
+    """Extent to which answers reach the limits that their clients state, by doubling of the limit.
 
     A share of 0 says that lengths alone decide, as where one large limit is stated for all; 1 that every
     answer is as long as its limit. It is the least-squares slope of output - expected on limit - expected,

@@ -13,7 +13,7 @@ _ADMIN_REASON = {AdminState.DRAIN: "draining", AdminState.MAINT: "in maintenance
 
 
 class ReadyInstances:
-    """Of one model: the instances that take any request but a very long one, and why the others do not.
+    """Instances of one model that take any but very long requests, and reasons against the others.
 
     Computed when something changes and not for every request.
     """

@@ -597,5 +597,5 @@ class Scheduler:
     # --- explaining ---
 
     def explain(self, request: Request, predicted: float, now: float) -> tuple[list[Candidate], str | None]:
-        """As `Placement.explain`."""
+        """See `Placement.explain`."""
         return self.placement.explain(request, predicted, now)

@@ -30,7 +30,7 @@ MOST_PROFILED: Final = 4.0
 MOST_UNPROFILED: Final = 64.0
 #: A factor is put in force when it differs from the one in force by more than this share.
 _CHANGE: Final = 0.05
-#: Steps count as mixed where reading prompts beside them is more than this share of their time.
+#: Steps count as mixed where prefilling beside them is more than this share of their time.
 _MIXED_SHARE: Final = 0.1
 
 
@@ -61,7 +61,7 @@ class _RecentRate:
         self._per_s = 0.0
 
     def add(self, count: float, now: float) -> None:
-        """So many were counted now."""
+        """Add a count of now."""
         self._per_s = self.per_s(now) + count / MEMORY_S
         self._at = now
 
@@ -105,7 +105,7 @@ class SpeedTracker:
         self._observed_s = self._expected_s = PRIOR_S if profiled else 0.0
         #: Factor for the model's durations.
         self.factor = 1.0
-        #: The model's seconds of the last answer's steps, and whether prompts were read beside much of them.
+        #: The model's seconds of the last answer's steps, and whether many were mixed.
         self.last_expected_s = 0.0
         self.last_mixed = False
         #: Engines that share what runs: the model is of one of them.
@@ -127,7 +127,7 @@ class SpeedTracker:
         return self._observed_s / (self._observed_s + PRIOR_S)
 
     def elapsed(self, running: float, tokens: float, now: float) -> None:
-        """Until now `running` sequences ran, with `tokens` in the KV cache; call it before they change."""
+        """Note `running` sequences with `tokens` in the KV cache until now; call it before they change."""
         since = now - self.last
         if since > 0.0:
             self._sequence_s += since * running

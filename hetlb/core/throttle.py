@@ -43,7 +43,7 @@ class Throttle:
         self._ramp_since, self._ramp_s = (now, seconds) if seconds > 0.0 else (None, 0.0)
 
     def end_slow_start(self) -> bool:
-        """Let it run all that it can. True if it was in a slow start."""
+        """End the slow start. True if there was one."""
         ended = self._ramp_since is not None
         self._ramp_since = None
         return ended

@@ -200,7 +200,7 @@ class Request(PickleByFields):
     bytes. `pinned` names the one instance that can answer, `subset` those that a gateway allows (None: all).
     `samples` is how many of the sequences have the same prompt. `prefix_keys` name what each of its prompts
     begins with, shortest first, each with its tokens: None for all that a conversation has had so far.
-    `priority` is vLLM's: of those who wait, the lower value goes first. `tenant` names who is to have a fair
+    `priority` is vLLM's: of those that wait, the lower value goes first. `tenant` names who is to have a fair
     share of what is served while several wait; None is a tenant like any other. `blocks` are digests of a
     prompt of known token ids, for engines that publish KV events. `splittable`: prefill and decode may run
     on different instances; `streamed`: its first token can be seen before the answer is whole. Of the
@@ -438,7 +438,7 @@ class Lease:
         self.mark: Mark | None = None
         self.first_mark: Mark | None = None
         #: Of an answer that showed the speed of its instance: seconds that its profile expects of its
-        #: steps, seconds that they took (0: it showed none), and whether prompts were read beside them.
+        #: steps, seconds that they took (0: it showed none), and whether prompts were prefilled beside them.
         self.expected_s = self.seen_s = 0.0
         self.mixed = False
         self.output_tokens = 0
@@ -615,7 +615,7 @@ class Candidate(PickleByFields):
     forecast: dict[str, float] | None = None
 
     def document(self) -> dict[str, object]:
-        """As JSON names it, unrounded; a score that is never chosen is null."""
+        """JSON of it, unrounded; a score that is never chosen is null."""
         return {
             "instance": self.instance,
             "ideal_batch": self.ideal_batch,

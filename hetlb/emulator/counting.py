@@ -31,7 +31,7 @@ def count_text(text: str) -> int:
 
 
 def token_ids(text: str) -> list[int]:
-    """As many token ids as `count_text` counts, the same ones for the same text."""
+    """Make as many token ids as `count_text` counts, the same ones for the same text."""
     data = text.encode("utf-8", "surrogatepass")
     pieces = [data[at : at + BYTES_PER_TOKEN] for at in range(0, len(data), BYTES_PER_TOKEN)] or [b""]
     return [zlib.crc32(piece) % GENERATED for piece in pieces]

@@ -95,7 +95,7 @@ class KvExchange:
         self.answering = asyncio.Event()
         self.answering.set()
         self._held: dict[str, _Held] = {}
-        #: Keys whose lease has ended, and fetches that came before their prompt was read.
+        #: Keys whose lease has ended, and fetches that came before their prompt was prefilled.
         self._gone: set[str] = set()
         self._early: dict[str, list[asyncio.Future[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()

@@ -77,7 +77,7 @@ class MadePrompts:
         return b"%b%b%b" % (opening, made[: length * self._unit_bytes - 1], closing)
 
     def _block(self, name: bytes, length: int) -> bytes:
-        """So many tokens that the name decides; two names begin differently."""
+        """Make `length` tokens that the name decides; two names begin differently."""
         digest = hashlib.blake2b(b"%b/%b" % (self._salt, name), digest_size=16).digest()
         units, size = self._units, self._unit_bytes
         head = b"".join(

@@ -1,4 +1,4 @@
-"""The admin listener of a running proxy, as a load test needs it: which policy, who is busy.
+"""The admin listener of a running proxy, as a load test needs it: which policy, which instances are busy.
 
 Whatever ends a test, the policy is afterwards what it was before, or a `HetlbError` says that it
 is not. What is read of the engines during a run fails no run: what could not be read is left out.

@@ -110,18 +110,10 @@ def read_ramp(
         if start_rps is not None or end_rps is not None:
             raise InputError("--ramp-up-strategy: expected linear or exponential beside the rates, got none")
         return None
-    for flag, value in (("--ramp-up-start-rps", start_rps), ("--ramp-up-end-rps", end_rps)):
-        if value is None or not 0 < value < math.inf:
-            raise InputError(f"{flag}: expected requests/s above 0, got {value}")
-    assert start_rps is not None
-    assert end_rps is not None
+    if start_rps is None or end_rps is None:
+        flag = "--ramp-up-start-rps" if start_rps is None else "--ramp-up-end-rps"
+        raise InputError(f"{flag}: expected requests/s above 0, got none")
     return Ramp(strategy, start_rps, end_rps)
-
-
-def at_least(flag: str, value: int | None, least: int) -> None:
-    """Check a whole number that may be missing."""
-    if value is not None and value < least:
-        raise InputError(f"{flag}: expected at least {least}, got {value}")
 
 
 def _number(text: str) -> float:

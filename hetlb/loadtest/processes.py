@@ -1,4 +1,4 @@
-"""Helper processes (engines, a proxy) that never outlive who started them.
+"""Helper processes (engines, a proxy) that never outlive the process that started them.
 
 A process is up when it printed its ready line; leaving the context kills every process group,
 whatever happened; and on Linux the kernel kills them if this process is killed (`child.py`).

@@ -74,7 +74,7 @@ class CompletionBodies:
         return "/v1/completions"
 
     def streams(self, planned: PlannedRequest) -> bool:
-        """As all of them do."""
+        """True if answers are streamed."""
         return self.stream
 
     def prompt(self, planned: PlannedRequest) -> bytes:

@@ -140,7 +140,7 @@ async def measure(
 
 
 async def _warm_up(spec: LoadSpec, label: str) -> None:
-    """So many requests at once, not measured: the first ones of a kind compile something in an engine."""
+    """Send unmeasured requests, all at once: the first of a kind compile something in an engine."""
     load = make_load(spec.rows, spec.num_warmups, math.inf, random.Random(spec.seed))
     result = await run_load(
         load.plan,
@@ -183,7 +183,7 @@ def plan_sha256(load: Load) -> str:
 
 
 def _rate_document(rate: Rate | Ramp) -> float | str:
-    """As `vllm bench serve` writes it: a number, or a word where JSON has none."""
+    """The rate as `vllm bench serve` writes it: a number, or a word where JSON has none."""
     if isinstance(rate, Ramp):
         return "ramp"
     return "inf" if rate == math.inf else rate

@@ -1,4 +1,4 @@
-"""Was the client fit to measure? A run is VALID, or SUSPECT with reasons.
+"""Verdict on the client of a load test: a run is VALID, or SUSPECT with reasons.
 
 Every limit is here, and every figure that a verdict rests on is in what it gives. A client that is
 slow, or answers that are not what was asked for, are named instead of being reported as the server's

@@ -105,7 +105,7 @@ class PickServer:
 
     @property
     def descriptors(self) -> list[int]:
-        """Of the listening sockets: none that another process could take over."""
+        """Descriptors of listening sockets: none that another process could take over."""
         return []
 
     def leave(self) -> None:

@@ -410,7 +410,7 @@ class HttpStream(Upstream):
             self._reply(messages.streamed_body("request_body", piece, end=end))
 
     def _release_body(self, body: bytes) -> None:
-        """Let go of the pieces that Envoy keeps; another body goes in the place of the last one."""
+        """Release the pieces that Envoy keeps; another body goes in the place of the last one."""
         if body == self._original:
             for _ in range(self._chunks):
                 self._reply(messages.REQUEST_BODY_GO_ON)
@@ -561,7 +561,7 @@ class HttpStream(Upstream):
         self._answer(int(first.split(b" ", 2)[1]), fields, body)
 
     def _answer(self, status: int, headers: Any, body: bytes) -> None:
-        """Have Envoy answer in place of an engine."""
+        """Answer through Envoy in place of an engine."""
         kept = [(name.decode("ascii"), value) for name, value in headers if name not in _FRAMING]
         if body and not any(name == "content-type" for name, _ in kept):
             kept.append(("content-type", b"application/json"))

@@ -29,7 +29,7 @@ class TenantNames:
         return len(self._seen)
 
     def confine(self, fields: dict[bytes, bytes], now: float) -> None:
-        """Have a request that names one tenant too many be of the tenant `OTHERS`. `now` in seconds."""
+        """Count a request that names one tenant too many as of the tenant `OTHERS`. `now` in seconds."""
         name = fields.get(self._field)
         if name is None:
             return

@@ -69,7 +69,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """As it stands in tables and names of instances."""
+        """Name in tables and of instances."""
         stages = f"pp{self.pipeline_parallel_size}" if self.pipeline_parallel_size > 1 else ""
         return f"tp{self.tensor_parallel_size}{stages}"
 
@@ -283,7 +283,7 @@ class LayoutFleet:
 
 
 def _worth_simulating(found: Sequence[Evaluated]) -> list[Evaluated]:
-    """For every number of GPUs the layouts with the most tokens/s, and the one with the largest instances."""
+    """Layouts with the most tokens/s for every number of GPUs, and the one with the largest instances."""
     by_gpus: dict[int, list[Evaluated]] = {}
     for each in found:
         by_gpus.setdefault(gpus_of(each.layout), []).append(each)

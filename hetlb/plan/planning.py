@@ -1,4 +1,4 @@
-"""From a market to a plan: the throughput table, the program, mixes corrected by simulation, baselines.
+"""Plans from a market: the throughput table, the program, mixes corrected by simulation, baselines.
 
 The table holds requests/s of every configuration on every type alone. An instance of a plan serves several
 types at once, and what it then serves is not what they would by turns (prompts fill the steps in which

@@ -130,7 +130,7 @@ def replanning_document(replanned: Replanned) -> dict[str, Any]:
 
 
 def print_plan(table: Table, planned: SolvedPlan, document: dict[str, Any]) -> None:
-    """The plan for a person: the bill, the instances, who serves what, the others, how far to trust it."""
+    """The plan for a person: the bill, the instances, what each serves, the others, how far to trust it."""
     plan, console = planned.plan, Console()
     cost, rate = document["cost_per_hour"], document["throughput_req_s"]
     console.print(f"{rate:.4g} requests/s for {cost:.2f} per hour", highlight=False, style="bold")

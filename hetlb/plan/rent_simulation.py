@@ -57,7 +57,7 @@ def instance_names(plan: RentPlan) -> dict[str, list[str]]:
 
 
 def planned_shares(plan: RentPlan, kinds: Sequence[RequestType]) -> tuple[PlannedShares, ...]:
-    """Of every type, the share of its requests that each instance gets."""
+    """Share of every type's requests that each instance gets."""
     names = instance_names(plan)
     found = []
     for kind in kinds:

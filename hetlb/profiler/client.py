@@ -1,4 +1,4 @@
-"""One vLLM server as a profiler sees it: who it is, what it has done, and when tokens come.
+"""One vLLM server as a profiler sees it: what it is, what it has done, and when tokens come.
 
 Prompts are token ids of exact length that share no beginning; a stamp is taken when bytes are
 read, before they are parsed; tokens are counted by the server's own running usage, so that events which

@@ -108,7 +108,7 @@ class PhaseFit:
 
     @property
     def error(self) -> ErrorSummary:
-        """Of the chosen form."""
+        """Held-out error of the chosen form."""
         return self.held_out[self.form]
 
 

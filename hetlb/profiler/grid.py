@@ -39,7 +39,7 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """Of all requests together."""
+        """Tokens of all requests together."""
         return self.batch * self.length + self.prefill_tokens
 
     def __str__(self) -> str:
@@ -97,12 +97,12 @@ def clip(grid: Iterable[Size], capacity: Capacity, *, fill: bool = True) -> list
 
 
 def _clip_mixed(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
-    """Mixed points within the limits: a place for the prompt beside the decodes, and one pass for both."""
-    places = (capacity.max_num_seqs or 1 << 20) - 1
+    """Mixed points within the limits: a slot for the prompt beside the decodes, and one pass for both."""
+    slots = (capacity.max_num_seqs or 1 << 20) - 1
     budget = capacity.max_num_batched_tokens or _USUAL_BUDGET
     kept: dict[Size, None] = {}
     for size in sizes:
-        batch = min(size.batch, places)
+        batch = min(size.batch, slots)
         if batch < 1:
             continue
         prompt = min(size.prefill_tokens, budget - batch)

@@ -158,7 +158,7 @@ class Sweep:
         most = max((size.batch for size in sizes if size.phase is not StepKind.PREFILL), default=0)
         longest = max((size.length for size in sizes if size.phase is not StepKind.PREFILL), default=0)
         # Decode points share their prompts, each a beginning of the same: where the engine keeps
-        # prefixes, a prompt is read once and not once per point.
+        # prefixes, a prompt is prefilled once and not once per point.
         self._decode_prompts = distinct_prompts(rng, most, longest)
 
     async def run(self) -> SweepResult:
@@ -226,16 +226,16 @@ class Sweep:
             given_up[dearest] = f"it would take {cost[dearest]:.0f} s of the budget"
 
     def _cost_s(self, size: Size) -> float:
-        """About how long one sample takes."""
+        """Estimated seconds of one sample."""
         if size.phase is StepKind.PREFILL:
             return (size.tokens + self._plug_tokens(size)) * self._token_s + 0.05
         step_s = self._step_s.get(size, self._near_step_s(size.batch))
-        # With prefixes kept, prompts are read at the first sample of a point; what longer ones left counts.
+        # With prefixes kept, a point's first sample prefills its prompts; what longer ones left counts.
         read = 0 if self._facts.prefix_cache and size in self._step_s else size.tokens
         return read * self._token_s + self._steps(size) * step_s + 0.05
 
     def _near_step_s(self, batch: int) -> float:
-        """About how long a step of so many takes, by those of no more."""
+        """Estimated seconds of a step of `batch` sequences, by measured steps of no more."""
         return max((s for each, s in self._step_s.items() if each.batch <= batch), default=self._first_step_s)
 
     def _plug_tokens(self, size: Size, lead_s: float = _LEAD_S) -> int:
@@ -332,8 +332,8 @@ class Sweep:
         """Seconds of one step while all of a batch run, and the prompt tokens that all of it took."""
         steps = self._steps(size)
         length = max(1, size.length - steps // 2)
-        prompts, tokens = await self._read(size, length)
-        # Until the last prompt is read those before it decode already.
+        prompts, tokens = await self._fill(size, length)
+        # Until the last prompt is prefilled those before it decode already.
         behind = self._passes(self._unread_tokens(size.batch, length))
         asked = min(steps + behind + 4, DECODE_ROOM + steps // 2)
         limit = self._facts.capacity.max_model_len
@@ -345,7 +345,7 @@ class Sweep:
             self._step_s[size] = seconds
         return seconds, tokens
 
-    async def _read(self, size: Size, length: int) -> tuple[list[list[int]], int]:
+    async def _fill(self, size: Size, length: int) -> tuple[list[list[int]], int]:
         """The prompts of the decodes of a point, kept where prefixes are; and the tokens it took."""
         prompts = [prompt[:length] for prompt in self._decode_prompts[: size.batch]]
         tokens = size.batch * length
@@ -355,7 +355,7 @@ class Sweep:
         return prompts, tokens
 
     def _unread_tokens(self, batch: int, length: int) -> int:
-        """Prompt tokens that the engine still reads after `_read`: a cache of prefixes keeps whole blocks."""
+        """Prompt tokens left to prefill after `_fill`: a cache of prefixes keeps whole blocks."""
         if not self._facts.prefix_cache or batch == 1:
             return batch * length
         block = self._facts.capacity.block_size or 1
@@ -365,12 +365,12 @@ class Sweep:
         return math.ceil(tokens / (self._budget_tokens() or 2048))
 
     async def _mixed(self, size: Size) -> tuple[float | None, int]:
-        """Seconds of the step that reads a prompt beside decodes, and the prompt tokens of all of it."""
+        """Seconds of the step that prefills a prompt beside decodes, and the prompt tokens of all of it."""
         step_s = self._near_step_s(size.batch)
         # They must still run when the prompt has found its way through the server.
         steps = min(DECODE_ROOM, max(3 * _BEFORE_PROMPT, math.ceil(_MIXED_WINDOW_S / max(step_s, 1e-6))))
         length = max(1, size.length - steps // 2)
-        prompts, tokens = await self._read(size, length)
+        prompts, tokens = await self._fill(size, length)
         read_tokens = self._unread_tokens(size.batch, length)
         behind = self._passes(read_tokens)
         asked = 2 * behind + steps
@@ -380,7 +380,7 @@ class Sweep:
         answer = await self._client.send(prompts, asked)
         reading = asyncio.create_task(answer.read())
         try:
-            # Until the last prompt of the decodes is read, and some steps more.
+            # Until the last prompt of the decodes is prefilled, and some steps more.
             await asyncio.sleep(1.2 * read_tokens * self._token_s + _BEFORE_PROMPT * step_s)
             prompt = distinct_prompts(self._rng, 1, size.prefill_tokens)
             (alone,) = await self._client.complete(prompt, 1)

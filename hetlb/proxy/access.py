@@ -219,7 +219,7 @@ def server_context(table: TlsTable, key: str, base: Path) -> ssl.SSLContext:
 
 
 def show_newest(context: ssl.SSLContext, newest: Callable[[], ssl.SSLContext | None]) -> None:
-    """Have a listener that began with `context` show the newest certificate at every handshake."""
+    """Show the newest certificate at every handshake of a listener that began with `context`."""
 
     def choose(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
         current = newest()

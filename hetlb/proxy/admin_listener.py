@@ -54,7 +54,7 @@ class AdminListener:
 
     @property
     def descriptors(self) -> list[int]:
-        """Of its sockets."""
+        """Descriptors of its sockets."""
         sites = () if self._runner is None else self._runner.sites
         servers = [getattr(site, "_server", None) for site in sites]
         return [each.fileno() for server in servers if server is not None for each in server.sockets]

@@ -155,7 +155,7 @@ class ExchangeDriver(ABC):
 
     @abstractmethod
     def _go_on(self, rest: Request, lease: Lease, end: End) -> None:
-        """Have the scheduler end a lease and place the rest of its answer."""
+        """End a lease and let the scheduler place the rest of its answer."""
 
     @property
     def resume(self) -> bool | None:
@@ -307,7 +307,7 @@ class ExchangeDriver(ABC):
         }
 
     def identify(self, own: str, table: ProxyTable | None = None) -> None:
-        """Be known by this name in `Via`: processes that serve one fleet have one."""
+        """Set the name in `Via`: processes that serve one fleet share one."""
         self.forward_rules = ForwardRules((table or self.table).forward_headers, own)
 
     def tokens_so_far(self, lease: Lease) -> int:
@@ -336,7 +336,7 @@ class ExchangeDriver(ABC):
         return self.pools.of(lease)
 
     def open_pool(self, incarnation: int, name: str, url: str) -> None:
-        """Have a pool for an instance that gets a request."""
+        """Open a pool for an instance that gets a request."""
         self.pools.open(incarnation, name, url)
 
     def drop_unused_pools(self) -> None:

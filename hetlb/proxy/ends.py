@@ -1,4 +1,4 @@
-"""Every way in which a lease ends: the request's outcome, and whom the end counts against.
+"""Every way in which a lease ends: the request's outcome, and what the end counts against.
 
 An exchange ends a lease with one of these rows and nothing else, so that the table in
 docs/behaviour.md, which is made from them, is what the code does. What a client, the operator or this machine

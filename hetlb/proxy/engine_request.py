@@ -35,7 +35,7 @@ class EngineRequest:
         return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
 
     def salt(self) -> None:
-        """Have engines use nothing of it that was cached before, unless it says which caches are its own."""
+        """Salt it so that engines use nothing cached before, unless it says which caches are its own."""
         if b'"cache_salt"' not in self._pieces[0]:
             salt = b'"hetlb-%b"' % secrets.token_hex(8).encode("ascii")
             self._pieces = [with_field(self._pieces[0], b"cache_salt", salt)]

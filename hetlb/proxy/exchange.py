@@ -342,7 +342,7 @@ class Exchange(RequestRecord):
         elif end is ends.LOCAL:
             self.refuse(error_responses.LOCAL_FAULT, "The proxy is out of resources.", 1.0, end=end)
         elif end is not ends.JUNK and answer is not None and answer.is_stream and not begun:
-            # vLLM sends the head of a stream before it has read the prompt: no answer has begun.
+            # vLLM sends the head of a stream before it has prefilled the prompt: no answer has begun.
             self.try_again(ends.DROPPED)
         elif end is ends.JUNK or end is ends.UNREAD or answer is not None:
             text = f"The instance gave no valid answer: {detail.removesuffix('.')}."
@@ -375,7 +375,7 @@ class Exchange(RequestRecord):
     # --- from the clock ---
 
     def sweep(self, now: float, first_byte_s: float, idle_s: float, heartbeat_s: float = 0.0) -> None:
-        """Called about twice a second: end what has waited for too long, comfort who waits for a stream."""
+        """Called about twice a second: end what has waited for too long, send heartbeats where due."""
         response, phase = self.response, self.phase
         if phase is _QUEUED and response.given_up_at(self.since, self.arrived_at) <= now:
             retry_after_s = self._driver.give_up(self.request.id)

@@ -42,9 +42,9 @@ RETRIED: Final = Transition(
     Phase.QUEUED,
 )
 PREFILL_DISPATCHED: Final = Transition(
-    "the scheduler chooses a pair: one reads the prompt", (Phase.QUEUED,), Phase.PREFILLING
+    "the scheduler chooses a pair: one prefills", (Phase.QUEUED,), Phase.PREFILLING
 )
-PREFILLED: Final = Transition("the prompt was read", (Phase.PREFILLING,), Phase.QUEUED)
+PREFILLED: Final = Transition("the prompt is prefilled", (Phase.PREFILLING,), Phase.QUEUED)
 PREFILL_REFUSED: Final = Transition(
     "the first of a pair refuses the request", (Phase.PREFILLING,), Phase.SENT
 )

@@ -382,7 +382,7 @@ class KvTransfer:
         self._unsplit(ends.NOT_HANDED_OVER, "late")
 
     def _unsplit(self, end: End, why: str) -> None:
-        """Have one instance get the whole request. `end` is that of the leg that was going on."""
+        """Send the whole request to one instance. `end` is that of the leg that was going on."""
         self._exchange.stop_engine()
         lease = self._exchange.back_to_queue(RETRIED)
         self._transfers.unsplit(lease, end.told, why)
@@ -466,7 +466,7 @@ class KvTransfers:
         self._carry_out(self._scheduler.on_hold_released(hold, self.now()))
 
     def release(self, hold: Hold, model: str, body: bytes) -> None:
-        """Have a prefill instance keep a prompt no longer, by a request that a decode instance refuses."""
+        """Free a prompt at its prefill instance, by a request that a decode instance refuses."""
         able = [
             each
             for each in self._scheduler.instances

@@ -209,7 +209,7 @@ class Ticket:
         self.reserved = reserved
 
     def used(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
-        """So many tokens were used while it goes on: they count now, and not again at the end."""
+        """Count tokens used so far: now, and not again at the end."""
         assert self.limiter is not None, "expected a limiter in this process"
         tokens = prompt_tokens + output_tokens
         self.limiter.used(tokens, now)

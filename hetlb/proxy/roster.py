@@ -170,7 +170,7 @@ class Roster:
     # --- the fleet file ---
 
     async def replace(self, fleet: Fleet, access: Access) -> str:
-        """Have the instances of another fleet file; what is the same keeps its load. Says what changed.
+        """Take the instances of another fleet file; what is the same keeps its load. Says what changed.
 
         Many instances go and come in turns of the event loop.
         """
@@ -204,7 +204,7 @@ class Roster:
         self.members.refresh()
 
     def adopt(self, spec: InstanceSpec, address: str | None) -> None:
-        """Have an instance of an earlier process; the first source that gives it takes it over."""
+        """Adopt an instance of an earlier process; the first source that gives it takes it over."""
         self.registered[spec.name] = address
         self._engines[spec.name] = self._access.unlisted(spec.url, spec.model, address)
         self._at[origin(spec.url)] = spec.name

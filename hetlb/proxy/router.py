@@ -229,7 +229,7 @@ class Router:
     def _rename(
         self, names: ModelNames, call: Call, pieces: list[bytes], is_form: bool, tenant: Tenant | None
     ) -> list[bytes]:
-        """Have the request ask for the model that serves it. Raises `GateError` (403)."""
+        """Rename the request's model to the one that serves it. Raises `GateError` (403)."""
         self._resolve(names, call, tenant)
         model = call.model
         if not call.renamed or model is None:

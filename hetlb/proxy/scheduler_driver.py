@@ -178,7 +178,7 @@ class SchedulerDriver:
         self._tick_later()
 
     def _tick_later(self) -> None:
-        """Have the scheduler called when it is time."""
+        """Schedule the scheduler's next call."""
         if self._ticker is None and (deadline := self.scheduler.next_deadline()) is not None:
             self._ticker = self.loop.call_at(deadline, self._tick)
 

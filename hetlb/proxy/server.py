@@ -84,7 +84,7 @@ class ProxyServer:
 
     @property
     def descriptors(self) -> list[int]:
-        """Of the listening sockets."""
+        """Descriptors of the listening sockets."""
         return [each.fileno() for server in self._servers for each in server.sockets]
 
     def stop_accepting(self) -> None:

@@ -182,7 +182,7 @@ class FleetService(ABC):
         return None if self.sharing is None else self.sharing.figures
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        """Have something done while this process goes on."""
+        """Run something while this process goes on."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -281,7 +281,7 @@ class FleetService(ABC):
 
     @abstractmethod
     async def refresh(self) -> None:
-        """Have the counters of all processes here."""
+        """Collect the counters of all processes."""
 
     @abstractmethod
     async def settled(self) -> None:
@@ -324,7 +324,7 @@ class FleetService(ABC):
 
     @abstractmethod
     async def _agree(self, fleet: Fleet) -> None:
-        """Have all processes ready for another fleet. Raises `ConfigError` where one cannot be."""
+        """Prepare all processes for another fleet. Raises `ConfigError` where one cannot be."""
 
     async def _swap(self, fleet: Fleet, access: Access) -> str:
         """Serve another fleet from now on; what was kept as it is keeps its load. Says what changed."""
@@ -350,7 +350,7 @@ class FleetService(ABC):
 
     @abstractmethod
     def _configure(self, fleet: Fleet, access: Access) -> None:
-        """Have new limits, keys and certificates where clients are served."""
+        """Apply new limits, keys and certificates where clients are served."""
 
     # --- shutdown ---
 
@@ -571,7 +571,7 @@ def _open_event_log(path: Path) -> EventLog:
 
 
 def tune_gc() -> None:
-    """Of a process that serves: have the garbage collector look at what requests leave behind, and seldom.
+    """Tune the garbage collector of a process that serves: seldom, and only what requests leave behind.
 
     What is there by now stays as long as the process does, and hardly anything of a request is a cycle.
     """
@@ -613,7 +613,7 @@ def _url(address: tuple[str, int], tls: object | None) -> str:
 
 
 def _share(table: SharedTable, key: str, driver: Driver) -> Sharing | None:
-    """Have a driver share its view; None where only a lease is shared. Raises `ConfigError`."""
+    """Let a driver share its view; None where only a lease is shared. Raises `ConfigError`."""
     try:
         from hetlb.proxy.sharing import Sharing, shared_url
     except ImportError as error:

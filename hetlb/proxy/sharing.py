@@ -215,7 +215,7 @@ class Sharing:
                 self._outbox.task_done()
 
     async def _beat(self) -> None:
-        """Be heard of, and find out which peers are not heard of any more."""
+        """Send a heartbeat, and find peers that have gone silent."""
         while True:
             await asyncio.sleep(self._table.silent_s / 4.0)
             now = self._loop.time()

@@ -52,7 +52,7 @@ class SideCall:
         self.pool.send(self)
 
     def abort(self) -> None:
-        """Have the engine stop working for it. No outcome is reported."""
+        """Abort it at the engine. No outcome is reported."""
         self._over = True
         connection, self._connection = self._connection, None
         if connection is not None:

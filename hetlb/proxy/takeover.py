@@ -223,7 +223,7 @@ class Offer:
         return packet if packet is not None and packet.step == step else None
 
     async def _tell(self, channel: _Channel, journal: Journal, news: asyncio.Event) -> None:
-        """Until this process ends: what becomes of its leases, and which it still grants."""
+        """Report, until this process ends, what becomes of its leases and which it still grants."""
         try:
             while True:
                 await news.wait()

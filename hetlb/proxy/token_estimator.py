@@ -72,7 +72,7 @@ class TokensPerImage:
         self.mean = START_TOKENS_PER_IMAGE
 
     def learn(self, images: int, tokens: float) -> None:
-        """So many images had `tokens` tokens together."""
+        """Learn from images that had `tokens` tokens together."""
         if self._images > _MEMORY_IMAGES:
             self._images /= 2.0
             self._tokens /= 2.0

@@ -83,7 +83,7 @@ def local_trouble(error: OSError) -> bool:
 
 
 class Carried(Protocol):
-    """One request as a connection sees it: what to send, and who is told what came back."""
+    """One request as a connection sees it: what to send, and what is told of the answer."""
 
     @property
     def method(self) -> bytes: ...

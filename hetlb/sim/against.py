@@ -32,7 +32,7 @@ PARTS = ("prefill", "mixed", "decode", "host", "request")
 REST = "scheduling"
 #: A mean error up to this share counts as right.
 RIGHT = 0.03
-#: Loads at the arrival of a request: the larger of KV cache and places in use, 1 where requests wait.
+#: Loads at the arrival of a request: the larger of KV cache and slots in use, 1 where requests wait.
 LOADS = (("below 50 % load", 0.0, 0.5), ("at 50 to 80 % load", 0.5, 0.8), ("above 80 % load", 0.8, math.inf))
 _LEAST_OF_A_LOAD = 10
 #: Corrections are fitted to so many requests at most.
@@ -191,7 +191,7 @@ class MetricError:
 
 
 def metric_error(pairs: Sequence[tuple[float, float]]) -> MetricError | None:
-    """Of pairs of a measured and a simulated time; None where nothing was measured."""
+    """Error of pairs of a measured and a simulated time; None where nothing was measured."""
     if not pairs:
         return None
     measured_s, simulated_s = fmean(each[0] for each in pairs), fmean(each[1] for each in pairs)

@@ -1,7 +1,7 @@
 """Delayed view of a simulated engine that schedules asynchronously (`EngineLimits.async_scheduling`).
 
 vLLM fixes the next batch when the running one starts. Seen from the boundary at which that batch begins,
-sequences that arrived while the previous batch ran are not seen, and places and blocks of sequences that
+sequences that arrived while the previous batch ran are not seen, and slots and blocks of sequences that
 finished with it are still taken: both are held back for one iteration.
 """
 
@@ -14,7 +14,7 @@ from hetlb.sim.kv_blocks import KvBlocks
 
 
 class DelayedView:
-    """Sequences that the engine does not see yet, and finished ones whose places it has not back yet."""
+    """Sequences that the engine does not see yet, and finished ones whose slots it has not back yet."""
 
     __slots__ = ("arriving", "leaving")
 

@@ -139,7 +139,7 @@ class EngineModel:
     def admission_blocked(self) -> bool:
         """True if a sequence submitted now cannot start before the iterations in flight end.
 
-        It waits behind a sequence that cannot be admitted until another finishes, or every place is taken;
+        It waits behind a sequence that cannot be admitted until another finishes, or every slot is taken;
         then an arrival needs no `cut`.
         """
         # With adapters a sequence may be admitted before one that waits for a slot.
@@ -315,7 +315,7 @@ class EngineModel:
         self._completing.clear()
 
     def _finish(self, sequence: EngineSequence, tokens: int) -> None:
-        """Free the place and (unless held) the blocks of a finished sequence: now, or with the next batch."""
+        """Free the slot and (unless held) the blocks of a finished sequence: now, or with the next batch."""
         sequence.generated = sequence.output_tokens
         sequence.state = _FINISHED
         if sequence.adapter:
@@ -362,8 +362,8 @@ class EngineModel:
             kv.take(demand)
         count = decodes.advance(1)
         tokens, increment_s = decodes.tokens, latency.step_growth_s(count)
-        places = self.limits.max_num_seqs - count - len(self._delayed.leaving)
-        if self._partial is not None or ((self._waiting or self.fetches.ready) and places > 0):
+        slots = self.limits.max_num_seqs - count - len(self._delayed.leaving)
+        if self._partial is not None or ((self._waiting or self.fetches.ready) and slots > 0):
             batch = self._schedule_prefills(self.limits.max_num_batched_tokens - count)
             self.prefilled_tokens += batch.tokens + batch.joining
             seqs, tokens = count + batch.joining, tokens + batch.joining_tokens
@@ -430,7 +430,7 @@ class EngineModel:
         if self._partial is not None:
             self._continue(self._partial, batch)
         if not self._short:
-            batch.places = self.limits.max_num_seqs - self.running - len(self._delayed.leaving)
+            batch.slots = self.limits.max_num_seqs - self.running - len(self._delayed.leaving)
             if self.fetches.ready:
                 self._admit_ready(batch)
             self._admit_waiting(batch)
@@ -456,7 +456,7 @@ class EngineModel:
     def _admit_ready(self, batch: Prefills) -> None:
         """Admit sequences whose KV cache was transferred."""
         ready = self.fetches.ready
-        while ready and batch.budget > 0 and batch.places > 0:
+        while ready and batch.budget > 0 and batch.slots > 0:
             head = next(iter(ready))
             del ready[head]
             whole = head.prompt_tokens
@@ -474,7 +474,7 @@ class EngineModel:
     def _admit_waiting(self, batch: Prefills) -> None:
         """Admit waiting sequences in their order, until one finds no room."""
         waiting, kv, adapters = self._waiting, self.kv, self.adapters
-        while waiting and batch.budget > 0 and batch.places > 0:
+        while waiting and batch.budget > 0 and batch.slots > 0:
             head = next(iter(waiting)) if not adapters.used else adapters.first_admitted(waiting)
             if head is None:
                 return
@@ -497,7 +497,7 @@ class EngineModel:
     def _admit(self, sequence: EngineSequence, computed: int, batch: Prefills, *, last: bool) -> None:
         """Put a sequence into the batch; `last`: this part completes its prompt."""
         sequence.state = _PREFILL
-        batch.places -= 1
+        batch.slots -= 1
         if sequence.adapter:
             batch.loads += self.adapters.begin(sequence.adapter, self.decodes.step)
         self._admissions = sequence.admission = self._admissions + 1

@@ -245,7 +245,7 @@ class FleetSimulation:
         self._list_adapters(self.scheduler)
 
     def _list_adapters(self, scheduler: Scheduler) -> None:
-        """Have a scheduler read what the engines list, as the proxy does from `/v1/models`."""
+        """Show a scheduler what the engines list, as the proxy does from `/v1/models`."""
         if self._adapters:
             names = (self._model, *self._adapters)
             for spec in self._setup.specs:

@@ -104,15 +104,15 @@ class Prefills:
         "joining_tokens",
         "loads",
         "longest",
-        "places",
         "prompts",
+        "slots",
         "tokens",
     )
 
     def __init__(self, budget: int) -> None:
         #: Tokens that the iteration may still compute, sequences that may still be admitted.
         self.budget = budget
-        self.places = 0
+        self.slots = 0
         #: Prompt tokens, in how many prompts, the longest part, and what they attend to
         #: (`LatencyModel.mixed_step_s`): a later part of a prompt attends to those before.
         self.tokens = self.prompts = self.longest = self.attended = 0
@@ -145,7 +145,7 @@ class IterationEnd:
     In each of its steps `stretch.decodes` sequences got a token by decoding, and after the last one
     every sequence in `EngineModel.decodes` and every one in `finished` (with output) has got one.
     `first` got their very first token, `resumed` their next one after a preemption: both by the prefill
-    that ended here, at the end. `finished` are complete. `preempted` lost their place when it began.
+    that ended here, at the end. `finished` are complete. `preempted` lost their slot when it began.
     """
 
     __slots__ = ("finished", "first", "preempted", "resumed", "stretch")

@@ -14,7 +14,7 @@ The model, after Helix's simulator (Mei et al., ASPLOS 2025):
 - Requests are messages of their own, or (`frames`) those of a batch to one receiver are one message.
 - A message passes the sender's NIC, the link and the receiver's NIC, each first in, first out and passing
   data on as it comes (cut-through), then the link's latency. Prompts are whole: no chunks.
-- The first pass of a request reads its prompt and gives its first token; every further token is one pass from
+- The first pass of a request is its prefill and gives its first token; every further token is one pass from
   the source to the sink.
 """
 
@@ -212,7 +212,7 @@ class PassTimes:
         return sum(self.seconds) / len(self.seconds) if self.seconds else 0.0
 
     def document(self) -> dict[str, float]:
-        """As JSON names it."""
+        """JSON of it."""
         if not self.seconds:
             return {}
         ordered = sorted(self.seconds)
@@ -250,7 +250,7 @@ class PipelineResult:
         return (self.output_tokens + self.prompt_tokens) / self.window_s
 
     def document(self) -> dict[str, Any]:
-        """As JSON names it, unrounded."""
+        """JSON of it, unrounded."""
         return {
             "decode_tokens_per_s": self.decode_tokens_per_s,
             "total_tokens_per_s": self.total_tokens_per_s,
@@ -267,7 +267,7 @@ class PipelineResult:
 
 @dataclass(frozen=True, slots=True)
 class OfflineLoad:
-    """As many queries as the cluster holds: `initial` at first, 0.1 s apart, and one more whenever a prompt
+    """Load that fills the cluster: `initial` queries at first, 0.1 s apart, and one more whenever a prompt
     or a query is done while the booked KV of the fullest layer is at most `high_water`, or, with `constant`,
     whenever a query is.
     """

@@ -16,7 +16,7 @@ Written from vLLM 0.32, `v1/core/sched/scheduler.py`, `v1/core/block_pool.py` an
   queue; new ones are taken from its front and forget what they held. A sequence frees its blocks from its
   end on: full ones to the end of the queue, partly filled ones to its front.
 * Asynchronous scheduling: batch k+1 is fixed when batch k starts. It sees the arrivals until then; sequences
-  that finish with batch k are not in it, but hold their place and blocks. If nothing can be fixed, the next
+  that finish with batch k are not in it, but hold their slot and blocks. If nothing can be fixed, the next
   batch is scheduled when batch k has ended.
 * Disaggregated prefill (`_connector_finished`, `WAITING_FOR_REMOTE_KVS`): blocks of a finished prefill stay
   allocated until they were fetched. A sequence whose KV cache comes from another engine gets the blocks of
@@ -329,7 +329,7 @@ class PlainEngine:
         return batch
 
     def _load(self, adapters: set[str]) -> int:
-        """Have the adapters of a batch in slots; the number of those that were in none."""
+        """Load the adapters of a batch into slots; returns how many were in none."""
         self.batches += 1
         new = len(adapters - self.loaded.keys())
         self.loads += new

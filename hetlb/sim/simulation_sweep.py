@@ -1,6 +1,6 @@
 """Many simulations of one fleet: every policy at every rate for every seed, on as many processes as asked.
 
-The results depend on what is asked for alone, not on the number of processes nor on who is ready
+The results depend on what is asked for alone, not on the number of processes nor on which is ready
 first. Yardsticks (`bound`, `split`) are made once for all runs that share them. However a sweep ends, also
 by Ctrl-C or because its own process is killed, none of its processes is left.
 """
@@ -309,7 +309,7 @@ class _Workers:
         return future
 
     def wait(self, futures: Iterable[Future[Any]]) -> None:
-        """Until all of these are done. Raises what the first that fails raises."""
+        """Wait until all of these are done. Raises what the first that fails raises."""
         pending = set(futures)
         while pending:
             done, pending = wait(pending, timeout=_LOOK_S, return_when=FIRST_COMPLETED)

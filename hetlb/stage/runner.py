@@ -90,7 +90,7 @@ class PacedRunner:
         return self._runner.row_bytes
 
     def run(self, works: Sequence[Work]) -> list[Result]:
-        """As the runner inside, and then the rest of the time."""
+        """Run as the runner inside does, then wait out the rest of the time."""
         until = time.monotonic() + self._seconds(works)
         results = self._runner.run(works)
         time.sleep(max(0.0, until - time.monotonic()))

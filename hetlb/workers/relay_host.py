@@ -185,7 +185,7 @@ class RelayHost(SchedulerDriver):
     # --- relays ---
 
     def expect(self, lives: Iterable[int]) -> None:
-        """Have arrivals wait for the live leases of these relays, for a moment."""
+        """Hold arrivals for a moment until these relays have told their live leases."""
         self._awaited.update(lives)
         if self._awaited:
             self.loop.call_later(RESTORE_S, self._restored)

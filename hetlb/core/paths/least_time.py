@@ -1,4 +1,4 @@
-"""hetlb's own choice of paths: the least predicted time of a request and of those whom it delays.
+"""hetlb's own choice of paths: the least predicted time of a request and of those that it delays.
 
 A decision depends on the ledgers and on what was dispatched before; nothing is random. Dynamic
 programming over the layers: the stages form a graph without cycles, ordered by their last layer, and the
@@ -81,7 +81,7 @@ class _Link:
         self.requests = 0
 
     def total_s(self, requests: float, prompts_per_s: float, prompt_tokens: float) -> float:
-        """As for a stage."""
+        """Total of the path, as for a stage."""
         prompt_s = prompt_tokens * self.token_s
         used = min(_FULL, prompts_per_s * prompt_s)
         blocked = prompts_per_s * _PROMPT_SPREAD * prompt_s * prompt_s / (2.0 * (1.0 - used))

@@ -157,7 +157,7 @@ class PathScheduler:
         """A lease ended; what it booked is given back, and a waiting request may be placed.
 
         `lease.output_tokens` holds what was produced. After a broken path the request goes first in the
-        queue: its next path reads the prompt and the tokens so far.
+        queue: its next path prefills the prompt and the tokens so far.
         """
         request, done = lease.request, self._release(lease, now)
         if outcome in _REPLAYED:
@@ -265,7 +265,7 @@ class PathScheduler:
         return self._network.layers in reached
 
     def _flush(self, now: float) -> list[PathCommand]:
-        """Give paths to those who wait, in order, until the first that finds none."""
+        """Give paths to waiting requests, in order, until the first that finds none."""
         commands: list[PathCommand] = []
         while self._queue and (lease := self._place(self._queue[0], now)) is not None:
             self._queue.popleft()

@@ -26,7 +26,7 @@ _MOST_KNOWN: Final = 64
 
 @mypyc_attr(acyclic=True)
 class Group:
-    """Some of a fleet: its instances, their indices in the fleet, and their share of it."""
+    """Part of a fleet: its instances, their indices in the fleet, and their share of it."""
 
     __slots__ = ("indices", "instances", "share")
 

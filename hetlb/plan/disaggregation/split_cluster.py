@@ -170,7 +170,7 @@ class SplitCluster:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Of every machine, the first one that has the same GPUs (their number apart)."""
+        """First machine with the same GPUs (their number apart), for every machine."""
         first: dict[tuple[object, ...], int] = {}
         return tuple(
             first.setdefault(

@@ -297,7 +297,7 @@ class SplitSearch:
         return parts
 
     def _transfer(self, state: _State) -> list[Part] | None:
-        """Some GPUs of one machine from a group with capacity to spare to one that limits the flow."""
+        """Move GPUs of one machine from a group with spare capacity to one that limits the flow."""
         rng, parts = self._rng, state.parts
         if len(parts) < 2:
             return None

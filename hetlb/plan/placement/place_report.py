@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hetlb.plan.common.tables import table
+from hetlb.tables import table
 
 
 def print_placement(document: dict[str, Any], console: Console) -> None:

@@ -1,4 +1,4 @@
-"""Decisions as documents: what was asked, who was considered, who was chosen, and what came of it.
+"""Decisions as documents: what was asked, the instances considered, the one chosen, and what came of it.
 
 A summary costs no candidate; the candidates of a decision, with every term of its score, are made
 only when it is opened.

@@ -117,7 +117,7 @@ class Members:
         self._expiries.clear()
 
     def _look(self, source: str, names: Iterable[str]) -> None:
-        """Have these servers of a source in the roster as it gives them."""
+        """Put these servers of a source into the roster as it gives them."""
         goes_on = bool(self._changed)
         self._changed.update(((source, name), None) for name in names)
         if not goes_on:
@@ -156,7 +156,7 @@ class Members:
             self._roster.leave(there)
 
     def _place(self, source: str, servers: Sequence[Found]) -> None:
-        """Have servers in the roster as their source gives them; one that cannot be there waits."""
+        """Bring the roster to what the sources give; a server that cannot be added waits."""
         coming: dict[Origin, InstanceSpec] = {}
         moved: list[str] = []
         for found in servers:

@@ -36,7 +36,7 @@ class RequestFields(msgspec.Struct):
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """Of the prompt tokens, those read from the prefix cache (`--enable-prompt-tokens-details`)."""
+    """Prompt tokens found in the prefix cache (`--enable-prompt-tokens-details`)."""
 
     cached_tokens: int | None = None
 

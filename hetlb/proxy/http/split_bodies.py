@@ -16,7 +16,7 @@ _NOT_PREFILLED: Final = (
     "stream", "stream_options", "min_tokens", "stop", "stop_token_ids", "logprobs", "top_logprobs",
     "max_completion_tokens",
 )  # fmt: skip
-#: Fields that a body may not hold: a decode instance that did not read the prompt cannot answer it.
+#: Fields that a body may not hold: a decode instance that did not prefill the prompt cannot answer it.
 _WHOLE_ONLY: Final = (
     b'"prompt_logprobs"', b'"echo"', b'"use_beam_search"', b'"prompt_embeds"', b'"return_token_ids"',
     b'"prompt_token_ids"',

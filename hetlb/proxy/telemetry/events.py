@@ -92,7 +92,7 @@ class Rarely:
         self._left_out = 0
 
     def tell(self, logger: logging.Logger, event: Event, message: str, *args: object) -> None:
-        """As `tell`, or count it."""
+        """Tell, or count it."""
         now = time.monotonic()
         if now - self._told_at < self._every_s:
             self._left_out += 1

@@ -86,7 +86,7 @@ class GapHistogram:
         self._long.add(other._long)
 
     def figures(self) -> tuple[Sequence[float], list[int], float]:
-        """As `Histogram.figures`."""
+        """See `Histogram.figures`."""
         _, counts, total_s = self._long.figures()
         sums = list(accumulate(self.fine))
         for index, bound in enumerate(self._bounds):

@@ -92,7 +92,7 @@ _STDERR = 2
 
 
 class LogHandler(logging.Handler):
-    """Python's own log through a `LogWriter`: who has something to say does not wait for who reads it."""
+    """Python's own log through a `LogWriter`: writers do not wait for readers."""
 
     def __init__(self, writer: LogWriter) -> None:
         super().__init__()

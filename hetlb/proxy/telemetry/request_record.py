@@ -65,7 +65,7 @@ class RequestRecord:
         self.ended_in = _QUEUED
         self.outcome: Outcome | None = None
         self.lease: Lease | None = None
-        #: Instance that read the prompt, where another one decodes the answer.
+        #: Instance that prefilled the prompt, where another one decodes the answer.
         self.prefill_instance: str | None = None
         self.status = self.retries = 0
         #: Times that its answer went on at another instance, and its tokens from before the last one.

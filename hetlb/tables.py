@@ -1,4 +1,4 @@
-"""Tables of plans for a terminal, and the bar that says how far one is."""
+"""Tables for a terminal, and the bar that says how far a search is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A table; a column whose name begins with `>` is of numbers and stands to the right."""
     found = Table(title=title, title_justify="left")
     for column in columns:
