@@ -15,7 +15,7 @@
 #   make docs       the documentation site, into build/site; a dead link is an error
 #   make man        the manual page, into build/hetlb.1
 #   make reference  docs/reference: keys, flags, metrics and events, from the code
-#   make pictures  docs/pictures: the dashboard under load (headless Chromium, three minutes), requests in flight
+#   make pictures  docs/pictures: the dashboard and top under load (headless Chromium), diagrams, requests in flight (five minutes)
 #   make schemas    the JSON schemas of configs/schemas, from the tables that read the files
 #   make test-helm  the Helm chart, rendered and linted by Helm's own engine (250 MB)
 #   make test-sdks  openai, anthropic, litellm, langchain-openai and curl against an emulated engine and through hetlb
@@ -112,6 +112,7 @@ man: .venv/.dev
 
 pictures: .venv/.dev
 	PYTHONPATH=tests:. $(BIN)/python tests/proxy/dashboard/pictures.py docs/pictures
+	$(BIN)/python configs/site/diagrams.py docs/pictures
 	$(BIN)/python bench/in_flight.py
 
 reference: .venv/.dev

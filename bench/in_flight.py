@@ -12,14 +12,12 @@ import asyncio
 import json
 import random
 import statistics
-import tempfile
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import uvloop
-import yaml
 
 from hetlb.loadtest.fleet_admin import FleetAdmin
 from hetlb.loadtest.generator import allow_open_files, run_load
@@ -51,28 +49,13 @@ async def watch(session: aiohttp.ClientSession, admin: str, seen: list[list[floa
         await asyncio.sleep(EVERY_S)
 
 
-async def measure(data: Path, scratch: Path, helpers: Helpers) -> dict[str, Any]:
+async def measure(data: Path, helpers: Helpers) -> dict[str, Any]:
     """Samples and figures of each policy."""
     plan = make_plan(read_trace(data / "trace.csv"), REQUESTS, RATE, random.Random(0))
     allow_open_files(3 * len(plan))
-    engines = {
-        name: helpers.start(
-            f"engine {name}", "engine", "--profile", str(data / f"{name}.yaml"), "--port", "0",
-            "--served-model-name", "m",
-        )
-        for name in ENGINES
-    }  # fmt: skip
-    for engine in engines.values():
-        await engine.ready()
-    instances = [{"name": name, "url": engine.urls[0]} for name, engine in engines.items()]
-    fleet_file = scratch / "fleet.yaml"
-    ports = {"listen": {"port": 0}, "admin": {"port": 0}}
-    fleet_file.write_text(
-        yaml.safe_dump({"version": 1, **ports, "models": [{"name": "m", "instances": instances}]})
-    )
-    proxy = helpers.start("the proxy", "serve", "--config", str(fleet_file))
-    await proxy.ready()
-    url, admin = proxy.urls
+    urls = await helpers.engines({name: data / f"{name}.yaml" for name in ENGINES}, "m")
+    instances = [{"name": name, "url": url} for name, url in urls.items()]
+    url, admin = await helpers.proxy({"name": "m", "instances": instances})
     found: dict[str, Any] = {"rate": RATE, "requests": REQUESTS, "engines": ENGINES, "runs": {}}
     async with aiohttp.ClientSession() as session:
         fleet = FleetAdmin(session, admin)
@@ -186,11 +169,10 @@ def main() -> None:
     if not parser.parse_args().draw:
         with (
             resources.as_file(resources.files("hetlb.demo")) as data,
-            tempfile.TemporaryDirectory() as scratch,
             helper_processes() as helpers,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            found = runner.run(measure(data, Path(scratch), helpers))
+            found = runner.run(measure(data, helpers))
         SAMPLES.write_text(json.dumps(found) + "\n")
     PICTURE.write_text(picture(json.loads(SAMPLES.read_text())))
 

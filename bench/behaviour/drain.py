@@ -10,13 +10,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import tempfile
 from importlib import resources
-from pathlib import Path
-from typing import Any
 
 import aiohttp
-import yaml
 from common import MODEL, Promise, report
 
 from hetlb.loadtest.generator import run_load
@@ -39,28 +35,15 @@ async def run(args: argparse.Namespace) -> int:
     """Measure and report."""
     with (
         resources.as_file(resources.files("hetlb.demo")) as data,
-        tempfile.TemporaryDirectory() as scratch,
         helper_processes() as helpers,
     ):
-        engines = {
-            name: helpers.start(
-                name, "engine", "--profile", str(data / file), "--port", "0", "--served-model-name", MODEL
-            )
-            for name, file in ENGINES.items()
-        }
-        for engine in engines.values():
-            await engine.ready()
-        instances = [{"name": name, "url": engine.urls[0]} for name, engine in engines.items()]
-        ports: dict[str, Any] = {"listen": {"port": 0}, "admin": {"port": 0}}
-        file = Path(scratch) / "fleet.yaml"
-        models = [{"name": MODEL, "instances": instances}]
-        file.write_text(yaml.safe_dump({"version": 1, **ports, "models": models}))
-        proxy = helpers.start("the proxy", "serve", "--config", str(file))
-        await proxy.ready()
+        urls = await helpers.engines({name: data / file for name, file in ENGINES.items()}, MODEL)
+        instances = [{"name": name, "url": url} for name, url in urls.items()]
+        url, admin = await helpers.proxy({"name": MODEL, "instances": instances})
         rng = random.Random(0)
         plan = make_plan(read_trace(data / "trace.csv"), round(args.rate * END_S), args.rate, rng)
-        switching = asyncio.create_task(switch(proxy.urls[1]))
-        result = await run_load(plan, CompletionBodies(MODEL, plan, rng, eos_max_tokens=256), proxy.urls[0])
+        switching = asyncio.create_task(switch(admin))
+        result = await run_load(plan, CompletionBodies(MODEL, plan, rng, eos_max_tokens=256), url)
         await switching
     records = [each for each in result.records if each.ok]
 

@@ -11,7 +11,6 @@ import asyncio
 import json
 import math
 import random
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -20,7 +19,6 @@ from typing import Any
 
 import aiohttp
 import uvloop
-import yaml
 from rich.console import Console
 
 from hetlb.cli.demo_split import print_split_demo, run_split_demo
@@ -63,15 +61,14 @@ def run(args: argparse.Namespace) -> int:
         # The processes outlast the event loop, so that nothing the loop does can keep them from being killed.
         with (
             resources.as_file(resources.files("hetlb.demo")) as data,
-            tempfile.TemporaryDirectory(prefix="hetlb-demo-") as scratch,
             helper_processes() as helpers,
             Screen() as screen,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
             if args.split:
-                result = runner.run(run_split_demo(data, Path(scratch), helpers, args.num_prompts, args.seed))
+                result = runner.run(run_split_demo(data, helpers, args.num_prompts, args.seed))
             else:
-                demo = _Demo(data, Path(scratch), helpers, screen, args.num_prompts, args.seed)
+                demo = _Demo(data, helpers, screen, args.num_prompts, args.seed)
                 result = runner.run(demo.run())
     except asyncio.CancelledError:
         return 1  # told to stop; Ctrl-C comes as a KeyboardInterrupt
@@ -95,15 +92,13 @@ class _Demo:
     def __init__(
         self,
         data: Path,
-        scratch: Path,
         helpers: Helpers,
         screen: Screen,
         num_prompts: int | None,
         seed: int,
     ) -> None:
-        self._timings = {name: data / f"{name}.yaml" for name in ENGINES}
+        self._profiles = {name: data / f"{name}.yaml" for name in ENGINES}
         self._plan = make_plan(read_trace(data / "trace.csv"), num_prompts, math.inf, random.Random(seed))
-        self._scratch = scratch
         self._helpers = helpers
         self._screen = screen
         self._seed = seed
@@ -121,13 +116,14 @@ class _Demo:
         say = self._say
 
         say(f"starting {len(ENGINES)} emulated engines of unequal speed: {', '.join(ENGINES)}")
-        urls = await self._start_engines()
+        urls = await self._helpers.engines(self._profiles, MODEL)
         say(f"each engine alone, both at the same time: all {len(self._plan)} requests at once")
         alone = await asyncio.gather(
             *(self._load(f"{name} alone", url, [name], direct=True) for name, url in urls.items())
         )
         say("starting the proxy: it is told the addresses and learns the speeds")
-        url, admin = await self._start_proxy(urls)
+        instances = [{"name": name, "url": url} for name, url in urls.items()]
+        url, admin = await self._helpers.proxy({"name": MODEL, "instances": instances})
         runs = []
         async with aiohttp.ClientSession() as session:
             fleet = FleetAdmin(session, admin)
@@ -145,36 +141,6 @@ class _Demo:
                 "total_token_throughput": sum(each["total_token_throughput"] for each in alone),
             },
         }
-
-    async def _start_engines(self) -> dict[str, str]:
-        engines = {
-            name: self._helpers.start(
-                f"engine {name}", "engine", "--profile", str(profile), "--port", "0",
-                "--served-model-name", MODEL,
-            )
-            for name, profile in self._timings.items()
-        }  # fmt: skip
-        for engine in engines.values():
-            await engine.ready()
-        return {name: engine.urls[0] for name, engine in engines.items()}
-
-    async def _start_proxy(self, urls: Mapping[str, str]) -> tuple[str, str]:
-        """The proxy's address and its admin address."""
-        instances = [{"name": name, "url": url} for name, url in urls.items()]
-        file = self._scratch / "fleet.yaml"
-        file.write_text(
-            yaml.safe_dump(
-                {
-                    "version": 1,
-                    "listen": {"port": 0},
-                    "admin": {"port": 0},
-                    "models": [{"name": MODEL, "instances": instances}],
-                }
-            )
-        )
-        proxy = self._helpers.start("the proxy", "serve", "--config", str(file))
-        await proxy.ready()
-        return proxy.urls[0], proxy.urls[1]
 
     async def _load(
         self, label: str, url: str, names: Sequence[str], *, direct: bool = False

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -33,9 +32,7 @@ RATE = 7.0
 BANDWIDTH = 6e9
 
 
-async def run_split_demo(
-    data: Path, scratch: Path, helpers: Helpers, num_prompts: int | None, seed: int
-) -> dict[str, Any]:
+async def run_split_demo(data: Path, helpers: Helpers, num_prompts: int | None, seed: int) -> dict[str, Any]:
     """Run the same load with and without splits. The document that `--json` prints."""
     cancel_on_signals()
     rng = random.Random(seed)
@@ -50,36 +47,22 @@ async def run_split_demo(
     plan = make_plan(rows, None, RATE, rng)
     allow_open_files(3 * len(plan))
     _say("starting two emulated engines: one prefills fast, one decodes fast")
-    engines = {
-        name: helpers.start(
-            f"engine {name}", "engine", "--profile", str(data / f"{name}.yaml"), "--port", "0",
-            "--served-model-name", MODEL, "--kv-transfer", "nixl", "--kv-bandwidth", str(BANDWIDTH),
-        )
-        for name in ENGINES
-    }  # fmt: skip
-    for engine in engines.values():
-        await engine.ready()
+    profiles = {name: data / f"{name}.yaml" for name in ENGINES}
+    urls = await helpers.engines(profiles, MODEL, "--kv-transfer", "nixl", "--kv-bandwidth", str(BANDWIDTH))
+    instances = [{"name": name, "url": urls[name], "profile": str(profiles[name])} for name in ENGINES]
+    transfer = {"kv_transfer": {"connector": "nixl", "bandwidth_bytes_per_s": BANDWIDTH}}
     runs = []
-    for label in ("whole", "split"):
-        instances = [
-            {"name": name, "url": engine.urls[0], "profile": str(data / f"{name}.yaml")}
-            for name, engine in engines.items()
-        ]
-        model: dict[str, Any] = {"name": MODEL, "instances": instances}
-        if label == "split":
-            model["kv_transfer"] = {"connector": "nixl", "bandwidth_bytes_per_s": BANDWIDTH}
-        file = scratch / f"{label}.yaml"
-        document = {"version": 1, "listen": {"port": 0}, "admin": {"port": 0}, "models": [model]}
-        file.write_text(yaml.safe_dump(document))
-        proxy = helpers.start(f"the proxy ({label})", "serve", "--config", str(file))
-        await proxy.ready()
+    for label, more in (("whole", {}), ("split", transfer)):
+        url, admin = await helpers.proxy(
+            {"name": MODEL, "instances": instances, **more}, name=f"the proxy ({label})"
+        )
         _say(f"{len(plan)} requests, {RATE:g} a second: {_MEANING[label]}")
         async with aiohttp.ClientSession() as session:
-            await FleetAdmin(session, proxy.urls[1]).idle()
+            await FleetAdmin(session, admin).idle()
             bodies = CompletionBodies(MODEL, plan, random.Random(f"{seed}/{label}"))
-            result = await run_load(plan, bodies, proxy.urls[0])
+            result = await run_load(plan, bodies, url)
             helpers.check()
-            async with session.get(proxy.urls[1] + "/metrics") as reply:
+            async with session.get(admin + "/metrics") as reply:
                 handed = _handed_over(await reply.text())
         runs.append({"run": label, "handed_over": handed, **result.summary(instances=ENGINES)})
     return {"runs": runs}

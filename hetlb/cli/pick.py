@@ -6,11 +6,9 @@ import argparse
 import asyncio
 import signal
 
-import msgspec
 import uvloop
 
-from hetlb.cli.serve import add_fleet_arguments, allow_many_connections, fleet_of
-from hetlb.config.fleet import Fleet
+from hetlb.cli.serve import add_fleet_arguments, allow_many_connections, changed, fleet_of
 from hetlb.errors import InputError
 from hetlb.proxy.service import require_urls, tune_gc
 from hetlb.proxy.telemetry.events import Event, plain_line
@@ -40,7 +38,10 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(
             f"expected the packages of hetlb[pick]: pip install 'hetlb[pick]' ({error})"
         ) from error
-    fleet = _fleet_of(args)
+    if args.grpc_port is not None and not 0 <= args.grpc_port <= 65535:
+        raise InputError(f"--grpc-port: expected a port from 0 to 65535, got {args.grpc_port}")
+    fleet = fleet_of(args)
+    fleet = fleet.with_tables(pick=changed(fleet.file.pick, host=args.grpc_host, port=args.grpc_port))
     require_urls(fleet)
     check_pick(fleet)
     if args.check:
@@ -66,14 +67,3 @@ def run(args: argparse.Namespace) -> int:
     with logging_to_stderr(style):
         uvloop.run(pick())
     return 0
-
-
-def _fleet_of(args: argparse.Namespace) -> Fleet:
-    """The fleet with the flags applied. Raises `InputError`."""
-    port = args.grpc_port
-    if port is not None and not 0 <= port <= 65535:
-        raise InputError(f"--grpc-port: expected a port from 0 to 65535, got {port}")
-    fleet = fleet_of(args)
-    given = {"host": args.grpc_host, "port": port}
-    changed = {key: value for key, value in given.items() if value is not None}
-    return fleet.with_tables(pick=msgspec.structs.replace(fleet.file.pick, **changed))

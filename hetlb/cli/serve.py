@@ -85,15 +85,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(
             f"{fleet.where}admin.port: expected another than listen.port, got {admin.port} for both"
         )
-    if fleet.stages and fleet.file.proxy.workers > 1:
-        raise InputError(
-            f"{fleet.where}proxy.workers: expected 1 with stages:, got {fleet.file.proxy.workers}"
-        )
-    if fleet.file.proxy.workers > 1 and any(spec.kv_transfer is not None for spec in fleet.instances):
-        raise InputError(
-            f"{fleet.where}proxy.workers: expected 1 with kv_transfer, got {fleet.file.proxy.workers}"
-        )
-    _check_shared(fleet, replace=args.replace)
+    _check_alone(fleet, replace=args.replace)
     _warn_of_descriptors(fleet)
     if args.check:
         check_filled_in(fleet)
@@ -115,18 +107,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_shared(fleet: Fleet, *, replace: bool) -> None:
-    """Raise `InputError` where proxies cannot share what they know as the file says."""
-    if fleet.file.shared is None:
+def _check_alone(fleet: Fleet, *, replace: bool) -> None:
+    """Raise `InputError` where the file asks for several processes of what only one can do."""
+    where, shared, workers = fleet.where, fleet.file.shared, fleet.file.proxy.workers
+    hands_over = any(spec.kv_transfer is not None for spec in fleet.instances)
+    for key, there in (("stages:", fleet.stages), ("kv_transfer", hands_over), ("shared:", shared)):
+        if there and workers > 1:
+            raise InputError(f"{where}proxy.workers: expected 1 with {key}, got {workers}")
+    if shared is None:
         return
-    where = fleet.where
-    if fleet.file.proxy.workers > 1:
-        raise InputError(f"{where}proxy.workers: expected 1 with shared:, got {fleet.file.proxy.workers}")
-    if fleet.file.shared.mode != "active-active":
-        raise InputError(
-            f"{where}shared.mode: expected active-active for proxies, got {fleet.file.shared.mode}"
-        )
-    if any(spec.kv_transfer is not None for spec in fleet.instances):
+    if shared.mode != "active-active":
+        raise InputError(f"{where}shared.mode: expected active-active for proxies, got {shared.mode}")
+    if hands_over:
         raise InputError(f"{where}shared: expected no instance with kv_transfer beside it")
     if replace:
         raise InputError("--replace: expected a fleet without shared:, whose other proxies serve meanwhile")
@@ -200,6 +192,13 @@ def _announce(service: Service) -> None:
     tell(logger, Event.STARTED, "%s", version_line())
 
 
+def changed(table: Any, **values: Any) -> Any:
+    """A table of a fleet file with the values of flags; one that is None stays as it is."""
+    return msgspec.structs.replace(
+        table, **{key: value for key, value in values.items() if value is not None}
+    )
+
+
 def fleet_of(args: argparse.Namespace) -> Fleet:
     """The fleet of the file or the addresses, with the flags applied. Raises `InputError`."""
     if (args.config is None) == (not args.instance):
@@ -210,10 +209,6 @@ def fleet_of(args: argparse.Namespace) -> Fleet:
     for flag, port in (("--port", args.port), ("--admin-port", args.admin_port)):
         if port is not None and not 0 <= port <= 65535:
             raise InputError(f"{flag}: expected a port from 0 to 65535, got {port}")
-
-    def changed(table: Any, **values: Any) -> Any:
-        given = {key: value for key, value in values.items() if value is not None}
-        return msgspec.structs.replace(table, **given)
 
     fleet = fleet.with_tables(
         listen=changed(fleet.file.listen, host=args.host, port=args.port),

@@ -33,8 +33,14 @@ _CURVES_FROM = 16
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _HEALTH_STYLES = {"up": "green", "suspect": "yellow", "ejected": "bold red"}
 _STATE_STYLES = {"well": "green", "busy": "yellow", "degraded": "red", "down": "red"}
-#: Orders of the rows; `o` takes the next one.
-ORDERS = ("as configured", "trouble", "work", "KV cache", "in flight")
+#: Orders of the rows, what is most first; `o` takes the next one.
+ORDERS: dict[str, Callable[[dict[str, Any]], float]] = {
+    "as configured": lambda row: 0,
+    "trouble": lambda row: (row["health"] != "up") * 2 + (row["state"] != "ready"),
+    "work": lambda row: row["workload"],
+    "KV cache": lambda row: max(_reserved(row), row["kv_reported"] or 0.0),
+    "in flight": lambda row: row["in_flight"],
+}
 _HELP = "q quit   o order   ↑↓ scroll   d decisions"
 
 
@@ -163,9 +169,11 @@ class FleetScreen:
         if height is not None and height < _CURVES_FROM:
             del summary[1:], status[1:]
         lines: list[Text | Table] = [*status, _line(head, state, width), *summary, Text()]
-        rows = self._rows(snapshot)
-        troubles = _troubles([row for _, row in rows], width)
-        decisions = _decisions(snapshot, width) if self._decisions else []
+        models, order = snapshot["fleet"]["models"], list(ORDERS)[self._order]
+        rows = [(model["name"], row) for model in models for row in model["instances"]]
+        rows.sort(key=lambda pair: -ORDERS[order](pair[1]))
+        troubles = _troubles([row for _, row in rows])
+        decisions = _decisions(snapshot) if self._decisions else []
         if height is None:
             lines += [_fleet(rows, width), *troubles, *decisions]
             return Group(*lines)
@@ -179,7 +187,7 @@ class FleetScreen:
         lines += [_fleet(rows[self._first : self._first + room], width), *troubles[:3], *decisions]
         used = len(lines) + room
         lines += [Text()] * max(0, height - used - 1)
-        shown = f"{self._first + 1} to {self._first + room} of {len(rows)}, {ORDERS[self._order]}"
+        shown = f"{self._first + 1} to {self._first + room} of {len(rows)}, {order}"
         lines.append(_line(_HELP, Text(shown, "dim"), width))
         return Group(*lines)
 
@@ -188,18 +196,10 @@ class FleetScreen:
             return Text(f"{self.trouble}; trying again", "bold red")
         return Text("waiting", "yellow") if self.snapshot is None else Text("live", "bold green")
 
-    def _rows(self, snapshot: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-        """Model and instance, in the order asked for."""
-        models = snapshot["fleet"]["models"]
-        rows = [(model["name"], instance) for model in models for instance in model["instances"]]
-        keys: dict[str, Callable[[dict[str, Any]], float]] = {
-            "trouble": lambda row: (row["health"] != "up") * 2 + (row["state"] != "ready"),
-            "work": lambda row: row["workload"],
-            "KV cache": lambda row: max(_reserved(row), row["kv_reported"] or 0.0),
-            "in flight": lambda row: row["in_flight"],
-        }
-        key = keys.get(ORDERS[self._order])
-        return rows if key is None else sorted(rows, key=lambda pair: -key(pair[1]))
+
+def _text(words: str = "", style: str = "") -> Text:
+    """One line; what does not fit is cut."""
+    return Text(words, style, no_wrap=True, overflow="ellipsis")
 
 
 def _line(left: str, right: Text, width: int) -> Text:
@@ -213,15 +213,12 @@ def _line(left: str, right: Text, width: int) -> Text:
 def _status(snapshot: dict[str, Any], width: int) -> list[Text]:
     """Status of the fleet, in its colour, in one line or, where that is too long, with the advice below."""
     status = snapshot["status"]
-    text = Text(f" {status['state']} ", f"bold reverse {_STATE_STYLES[status['state']]}", no_wrap=True)
-    plain, advice = "default not reverse not bold", Text(status["advice"], no_wrap=True)
+    text = _text(f" {status['state']} ", f"bold reverse {_STATE_STYLES[status['state']]}")
+    plain, advice = "default not reverse not bold", status["advice"]
     text.append(f" {status['sentence']}.", plain)
-    lines = [text, advice]
-    if text.cell_len + 1 + advice.cell_len <= width:
-        lines = [text.append(f" {status['advice']}", plain)]
-    for line in lines:
-        line.truncate(width, overflow="ellipsis")
-    return lines
+    if text.cell_len + 1 + len(advice) <= width:
+        return [text.append(f" {advice}", plain)]
+    return [text, _text(advice)]
 
 
 def _summary(snapshot: dict[str, Any], width: int) -> list[Text]:
@@ -232,7 +229,7 @@ def _summary(snapshot: dict[str, Any], width: int) -> list[Text]:
     oldest = f" (oldest {seconds(queue['oldest_s'])})" if queue["requests"] else ""
     reserved = sum(row["kv_reserved_tokens"] for row in instances)
     there = sum(row["kv_cache_tokens"] for row in instances)
-    counts = Text(no_wrap=True, overflow="ellipsis")
+    counts = _text()
     counts.append(
         f"{up} of {len(instances)} up", "" if up == len(instances) else "bold red" if not up else "yellow"
     )
@@ -241,7 +238,6 @@ def _summary(snapshot: dict[str, Any], width: int) -> list[Text]:
         f"   KV reserved {percent(reserved / there if there else None)} of {there:,}"
     )
     lines = [counts]
-    bars = width - 46
     for title, column, text in (
         ("requests/s", "ok_per_s", _rate),
         ("tokens/s", "output_tokens_per_s", _rate),
@@ -251,11 +247,8 @@ def _summary(snapshot: dict[str, Any], width: int) -> list[Text]:
         values = series[column]
         latest = next((value for value in reversed(values) if value is not None), None)
         top = max((value for value in values if value is not None), default=0.0)
-        line = Text(f"{title:<13}{text(latest):>9}  ", no_wrap=True)
-        line.append(sparkline(values, bars), "cyan")
-        line.append(f"  5 min, top {text(top)}", "dim")
-        line.truncate(width, overflow="ellipsis")
-        lines.append(line)
+        line = _text(f"{title:<13}{text(latest):>9}  ").append(sparkline(values, width - 46), "cyan")
+        lines.append(line.append(f"  5 min, top {text(top)}", "dim"))
     return lines
 
 
@@ -307,37 +300,30 @@ def shortened(names: Sequence[str], most: int) -> dict[str, str]:
     return short
 
 
-def _troubles(rows: Sequence[dict[str, Any]], width: int) -> list[Text]:
+def _troubles(rows: Sequence[dict[str, Any]]) -> list[Text]:
     """Reasons of the instances that are not up."""
-    lines = [
-        Text(f"{row['name']} is {row['health']}: {row['health_reason']}", "red", no_wrap=True)
+    return [
+        _text(f"{row['name']} is {row['health']}: {row['health_reason']}", "red")
         for row in rows
         if row["health"] != "up"
     ]
-    for line in lines:
-        line.truncate(width, overflow="ellipsis")
-    return lines
 
 
-def _decisions(snapshot: dict[str, Any], width: int) -> list[Text]:
+def _decisions(snapshot: dict[str, Any]) -> list[Text]:
     """The last decisions, a line each, under a heading."""
     last = snapshot["decisions"]["last"]
     if not last:
         return []
     head = f"{'placed':>7} {'request':>9} {'prompt':>7} {'predicted':>9} {'actual':>9}  chosen (policy)"
-    lines = [Text(), Text(head, "dim", no_wrap=True)]
+    lines = [_text(), _text(head, "dim")]
     for each in last:
         actual = f"{each['output_tokens'] / each['sequences']:.0f}{'' if each['ended'] else '…'}"
         age = max(0.0, snapshot["clock_s"] - each["dispatched_at_s"])
-        lines.append(
-            Text(
-                f"{seconds(age):>7} {each['request_id']:>9} {each['prompt_tokens_per_sequence']:>7,} "
-                f"{each['predicted_output']:>9,.0f} {actual:>9}  {each['chosen']} ({each['policy']})",
-                no_wrap=True,
-            )
+        words = (
+            f"{seconds(age):>7} {each['request_id']:>9} {each['prompt_tokens_per_sequence']:>7,} "
+            f"{each['predicted_output']:>9,.0f} {actual:>9}  {each['chosen']} ({each['policy']})"
         )
-    for line in lines:
-        line.truncate(width, overflow="ellipsis")
+        lines.append(_text(words))
     return lines
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from hetlb.config.mistakes import short
-from hetlb.config.profile_file import Profile, load_profile
+from hetlb.config.profile_file import Profile, load_named
 from hetlb.config.quantities import Quantity, read_bytes, read_memory, read_parameters
 from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml, read_text
 from hetlb.errors import ConfigError
-from hetlb.plan.model_shape import ModelShape, read_shape
+from hetlb.plan.model_shape import ModelShape, read_shape, text_config
 from hetlb.plan.tp_search import Machine, PlanModel
 
 
@@ -72,13 +73,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     profiles: dict[str, Profile]
 
 
-def kv_bytes_per_token(raw: dict[str, Any], bytes_per_value: float) -> int:
+def kv_bytes_per_token(config: Mapping[str, Any], bytes_per_value: float) -> int:
     """KV bytes of one token from a model's `config.json`: 2 * layers * kv_heads * head_dim * bytes.
 
     Grouped-query attention counts its KV heads, not its query heads. Raises `ConfigError`.
     """
-    config = raw.get("text_config") if isinstance(raw.get("text_config"), dict) else raw
-    assert isinstance(config, dict)
 
     def whole(key: str) -> int:
         value = config.get(key)
@@ -113,7 +112,7 @@ def model_kv_bytes(
         )
     config_path = path.parent / config
     try:
-        return kv_bytes_per_token(_model_config(config_path), bytes_per_value)
+        return kv_bytes_per_token(text_config(_model_config(config_path)), bytes_per_value)
     except ConfigError as caught:
         raise ConfigError(f"{config_path}: {caught}") from caught
 
@@ -127,6 +126,14 @@ def _model_config(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"the file: expected a mapping of keys, got {short(raw)}")
     return raw
+
+
+def read_architecture(path: Path) -> Mapping[str, Any]:
+    """The part of a `config.json` that describes the language model. Raises `ConfigError`."""
+    try:
+        return text_config(_model_config(path))
+    except ConfigError as caught:
+        raise ConfigError(f"{path}: {caught}") from caught
 
 
 def model_shape(path: Path, config: str | None) -> ModelShape | None:
@@ -153,11 +160,7 @@ def _read_profiles(
         if degree > table.gpus:
             raise ConfigError(f"{where}: expected a degree of at most the {table.gpus} GPUs, got {degree}")
         if written not in profiles:
-            if not (base / written).is_file():
-                raise ConfigError(
-                    f"{where}: expected the path of a latency profile, got {written!r}: no such file"
-                )
-            profiles[written] = load_profile(base / written)
+            profiles[written] = load_named(base, written, where)
         measured = profiles[written].engine.tensor_parallel_size
         if measured is not None and measured != degree:
             raise ConfigError(f"{where}: expected a profile of degree {degree}, got one of degree {measured}")

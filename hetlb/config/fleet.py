@@ -26,7 +26,7 @@ from hetlb.config.fleet_tables import (
     PolicyTable,
 )
 from hetlb.config.mistakes import Mistakes, did_you_mean, listed, one_of, short
-from hetlb.config.profile_file import Profile, load_profile
+from hetlb.config.profile_file import Profile, load_named
 from hetlb.config.stage_group import StageGroup, StagesTable, resolve_stages
 from hetlb.config.urls import Origin, bracketed, check_collector, check_publisher, check_url, origin
 from hetlb.config.yaml_file import load_yaml, with_lines
@@ -343,11 +343,7 @@ def resolve_instance(
     if named is not None:
         path = base / named
         if path not in cache:
-            if not path.is_file():
-                raise ConfigError(
-                    f"{key}profile: expected the path of a latency profile, got {named!r}: no such file"
-                )
-            cache[path] = load_profile(path)
+            cache[path] = load_named(base, named, f"{key}profile")
         profile = cache[path]
     capacity = profile.capacity if profile else Capacity()
     spec = InstanceSpec(
@@ -393,7 +389,8 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
                     f"{where}profiles.{text}: expected the path of a latency profile, got {profile!r}: "
                     "no such file"
                 )
-    resolved = _Resolved(base, mistakes, file)
+    fleet = Fleet(path=path, file=file, written=file, instances=())
+    resolved = _Resolved(fleet, mistakes)
     for m, model in enumerate(file.models):
         resolved.add_model(model, f"{where}models[{m}]")
     with mistakes.here():
@@ -401,24 +398,11 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
     for s, shares in enumerate(file.policy.shares):
         for name in shares.instances:
             with mistakes.here():
-                if name not in resolved.engines:
-                    raise ConfigError(
-                        f"{where}policy.shares[{s}].instances: {one_of(name, resolved.engines)}"
-                    )
+                if name not in fleet.engines:
+                    raise ConfigError(f"{where}policy.shares[{s}].instances: {one_of(name, fleet.engines)}")
     if mistakes.found:
         raise with_lines(path, mistakes.found) if path else mistakes.found[0]
-    return Fleet(
-        path=path,
-        file=file,
-        written=file,
-        instances=tuple(resolved.specs),
-        profiles=resolved.profiles,
-        tokenizers=resolved.tokenizers,
-        image_rules=resolved.image_rules,
-        stages=resolved.stages,
-        engines=resolved.engines,
-        model_keys=resolved.model_keys,
-    )
+    return msgspec.structs.replace(fleet, instances=tuple(resolved.specs))
 
 
 def _check_names(file: FleetFile, where: str) -> None:
@@ -442,42 +426,34 @@ def _check_names(file: FleetFile, where: str) -> None:
 
 
 class _Resolved:
-    """The models of a file, resolved one after the other."""
+    """The models of a file, resolved one after the other into the tables of `fleet`."""
 
-    def __init__(self, base: Path, mistakes: Mistakes, file: FleetFile) -> None:
-        self._base = base
-        self._file = file
+    def __init__(self, fleet: Fleet, mistakes: Mistakes) -> None:
+        self._fleet = fleet
         self._mistakes = mistakes
         self._models: set[str] = set()
-        self._names: set[str] = set()
         #: Names of the instances at each address.
         self._origins: dict[Origin, str] = {}
         self._cache: dict[Path, Profile] = {}
         self.specs: list[InstanceSpec] = []
-        self.profiles: dict[str, Profile] = {}
-        self.tokenizers: dict[str, Path] = {}
-        self.image_rules: dict[str, ImageRule] = {}
-        self.stages: dict[str, StageGroup] = {}
-        self.engines: dict[str, EngineSource] = {}
-        self.model_keys: dict[str, SecretSource] = {}
 
     def add_model(self, model: ModelTable, key: str) -> None:
         """Resolve one model and its instances; `key` is how errors name it."""
-        mistakes, base = self._mistakes, self._base
+        mistakes, fleet, base = self._mistakes, self._fleet, self._fleet.base
         with mistakes.here():
             if model.name in self._models:
                 raise ConfigError(f"{key}.name: expected a name used once, got {model.name!r} again")
             self._models.add(model.name)
-            if not model.instances and model.stages is None and self._file.discovery is None:
+            if not model.instances and model.stages is None and fleet.file.discovery is None:
                 raise ConfigError(f"{key}.instances: expected at least one instance, got none")
         if model.tokenizer is not None:
-            self.tokenizers[model.name] = base / model.tokenizer
+            fleet.tokenizers[model.name] = base / model.tokenizer
         with mistakes.here():
             if model.image_tokens is not None:
-                self.image_rules[model.name] = image_rule(model.image_tokens, f"{key}.image_tokens")
+                fleet.image_rules[model.name] = image_rule(model.image_tokens, f"{key}.image_tokens")
         with mistakes.here():
             if model_key := secret_source(model.api_key_file, model.api_key_env, f"{key}.api_key", base):
-                self.model_keys[model.name] = model_key
+                fleet.model_keys[model.name] = model_key
         with mistakes.here():
             _check_roles(model, key)
         with mistakes.here():
@@ -490,34 +466,36 @@ class _Resolved:
                 self._add_stages(model.stages, model.name, f"{key}.stages")
 
     def _add_stages(self, table: StagesTable, model: str, key: str) -> None:
-        group = resolve_stages(table, model, key, self._base)
+        group = resolve_stages(table, model, key, self._fleet.base)
         instance = InstanceTable(name=table.name, url=STAGES_URL)
-        spec, _ = resolve_instance(instance, model, f"{key}.", self._base, self._cache)
-        self._take_name(spec.name, key)
-        self.specs.append(spec)
-        self.engines[spec.name] = EngineSource(key=key)
-        self.stages[spec.name] = group
-
-    def _take_name(self, name: str, key: str) -> None:
-        if name in self._names:
-            raise ConfigError(f"{key}.name: expected a name used once in the fleet, got {name!r} again")
-        self._names.add(name)
+        spec, _ = resolve_instance(instance, model, f"{key}.", self._fleet.base, self._cache)
+        self._add(spec, EngineSource(key=key), key)
+        self._fleet.stages[spec.name] = group
 
     def _add_instance(self, instance: InstanceTable, model: ModelTable, key: str) -> None:
+        fleet = self._fleet
         spec, profile = resolve_instance(
-            instance, model.name, f"{key}.", self._base, self._cache, self._file.profiles
+            instance, model.name, f"{key}.", fleet.base, self._cache, fleet.file.profiles
         )
         stated = model.kv_transfer if isinstance(model.kv_transfer, KvTransferTable) else None
         spec = _with_kv_transfer(spec, instance.role, _kv_transfer(model.kv_transfer), stated, profile)
-        self._take_name(spec.name, key)
-        if spec.url and (taken := self._origins.setdefault(origin(spec.url), spec.name)) != spec.name:
+        self._add(spec, _engine_source(instance, spec.url, key, fleet.base), key)
+        if profile is not None:
+            fleet.profiles[spec.name] = profile
+
+    def _add(self, spec: InstanceSpec, source: EngineSource, key: str) -> None:
+        engines = self._fleet.engines
+        if spec.name in engines:
+            raise ConfigError(f"{key}.name: expected a name used once in the fleet, got {spec.name!r} again")
+        if (
+            spec.url not in ("", STAGES_URL)
+            and (taken := self._origins.setdefault(origin(spec.url), spec.name)) != spec.name
+        ):
             raise ConfigError(
                 f"{key}.url: expected an address used once in the fleet, got that of {taken} again"
             )
-        if profile is not None:
-            self.profiles[spec.name] = profile
         self.specs.append(spec)
-        self.engines[spec.name] = _engine_source(instance, spec.url, key, self._base)
+        engines[spec.name] = source
 
 
 def load_fleet(path: Path) -> Fleet:

@@ -62,8 +62,7 @@ def mistakes_in(raw: Any, kind: Any) -> list[str]:
         try:
             msgspec.convert(raw, kind)
         except msgspec.ValidationError as caught:
-            invalid = list(islice(_invalid(raw, kind, ""), _LISTED))
-            found = [_explained(*each, raw, kind) for each in invalid or [_parts(caught)]]
+            found = list(islice(_invalid(raw, kind, ""), _LISTED)) or [_told(caught, raw, kind, "")]
     return [each if len(each) <= _MOST_CHARACTERS else f"{each[:_MOST_CHARACTERS]}..." for each in found]
 
 
@@ -137,87 +136,49 @@ def _shape(kind: Any) -> _Shape:
     return _Shape(table, items, values)
 
 
-def _invalid(raw: Any, kind: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Every value of `raw` that is no `kind`: msgspec's message, and where, `.models[0].name`."""
+def _invalid(raw: Any, kind: Any, path: str) -> Iterator[str]:
+    """`key: expected …, got …` for every value of `raw`, at a path like `models[0]`, that is no `kind`."""
     table, items, values = _shape(kind)
+    before = f"{path}." if path else ""
     if table is not None and isinstance(raw, dict):
+        known = table.__struct_fields__
         for key in raw:
-            if key not in table.__struct_fields__:
-                yield f"Object contains unknown field `{key}`", path
+            if key not in known:
+                given = key if len(key) <= 60 else f"{key[:57]}..."
+                expected = f"unknown key, expected one of {', '.join(known)}{did_you_mean(given, known)}"
+                yield f"{before}{given}: {expected}"
         for field in msgspec.structs.fields(table):
             if field.name in raw:
-                yield from _invalid(raw[field.name], _hints(table)[field.name], f"{path}.{field.name}")
+                yield from _invalid(raw[field.name], _hints(table)[field.name], f"{before}{field.name}")
             elif field.required:
-                yield f"Object missing required field `{field.name}`", path
+                yield f"{before}{field.name}: expected a value, but the key is missing"
     elif items is not None and isinstance(raw, list):
         for index, item in enumerate(raw):
             yield from _invalid(item, items, f"{path}[{index}]")
     elif values is not None and isinstance(raw, dict):
         for key, item in raw.items():
-            yield from _invalid(item, values, f"{path}.{key}")
+            yield from _invalid(item, values, f"{before}{key}")
     else:
         try:
             msgspec.convert(raw, kind)
         except msgspec.ValidationError as caught:
-            message, inner = _parts(caught)
-            yield message, path + inner
+            yield _told(caught, raw, kind, path)
 
 
-def _parts(error: msgspec.ValidationError) -> tuple[str, str]:
-    """An error's message, and the path that it names: `.models[0].name`, or nothing."""
-    message, _, path = str(error).partition(" - at `$")
-    return message, path.rstrip("`")
-
-
-def _explained(message: str, at: str, raw: Any, kind: Any) -> str:
-    """One `key: expected …, got …` from msgspec's message and the data it complains about."""
-    path = at.lstrip(".")
-    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", message, re.DOTALL):
-        given = unknown[1] if len(unknown[1]) <= 60 else unknown[1][:57] + "..."
-        key = f"{path}.{given}" if path else given
-        keys = _keys_at(kind, at)
-        return f"{key}: unknown key, expected one of {', '.join(keys)}{did_you_mean(given, keys)}"
-    if missing := re.fullmatch(r"Object missing required field `(.*)`", message):
-        key = f"{path}.{missing[1]}" if path else missing[1]
-        return f"{key}: expected a value, but the key is missing"
-    value = _value_at(raw, at)
-    if message.startswith("Invalid enum value"):
-        options = _options_at(kind, path)
-        return f"{path}: expected {options}, got {short(value)}{did_you_mean(value, options.split(' or '))}"
-    expected = re.sub(r", got `.*`$", "", message)
-    expected = re.sub(r"`(\w+)( \| \w+)*`", lambda m: _PLAIN_WORDS.get(m[1], m[1]), expected)
-    expected = expected[:1].lower() + expected[1:]
-    got = "" if value is ... else f", got {short(value)}"
-    return f"{path or 'the file'}: {expected}{got}"
-
-
-def _value_at(raw: Any, path: str) -> Any:
-    """The value that msgspec's `.a[0].b` points at, or a marker where it cannot be followed."""
-    for name, index in _STEP.findall(path):
+def _told(error: msgspec.ValidationError, raw: Any, kind: Any, path: str) -> str:
+    """`key: expected …, got …` of what msgspec says about the value at a path, or one inside it."""
+    message, _, inner = str(error).partition(" - at `$")
+    for name, index in _STEP.findall(inner):
         try:
             raw = raw[name] if name else raw[int(index)]
         except (KeyError, IndexError, TypeError, ValueError):
-            return ...
-    return raw
-
-
-def _kind_at(kind: Any, path: str) -> Any:
-    """The kind of the value at `path` of a `kind`."""
-    for name, _ in _STEP.findall(path):
-        table, items, values = _shape(kind)
-        kind = _hints(table).get(name) if name and table is not None else values if name else items
-    return kind
-
-
-def _keys_at(kind: Any, path: str) -> tuple[str, ...]:
-    """The keys that the table at `path` of a `kind` may have."""
-    table = _shape(_kind_at(kind, path)).table
-    return () if table is None else tuple(table.__struct_fields__)
-
-
-def _options_at(kind: Any, path: str) -> str:
-    """The values that the `Literal` at `path` of a `kind` lists, in words."""
-    options = [str(each) for each in get_args(_kind_at(kind, f".{path}"))]
-    if options == ["1"] and path == "version":
-        return "1, the only version there is"
-    return " or ".join(options)
+            raw = ...
+    path = (path + inner.rstrip("`")).lstrip(".") or "the file"
+    if message.startswith("Invalid enum value"):
+        options = [str(each) for each in get_args(kind)]
+        only = ", the only version there is" if options == ["1"] and path == "version" else ""
+        return f"{path}: expected {' or '.join(options)}{only}, got {short(raw)}{did_you_mean(raw, options)}"
+    expected = re.sub(r", got `.*`$", "", message)
+    expected = re.sub(r"`(\w+)( \| \w+)*`", lambda m: _PLAIN_WORDS.get(m[1], m[1]), expected)
+    got = "" if raw is ... else f", got {short(raw)}"
+    return f"{path}: {expected[:1].lower()}{expected[1:]}{got}"

@@ -16,7 +16,7 @@ import msgspec
 
 from hetlb.config.mistakes import short
 from hetlb.config.plan_tables import LinkTable, PlanModelTable, read_model
-from hetlb.config.profile_file import Profile, load_profile
+from hetlb.config.profile_file import Profile, load_named
 from hetlb.config.yaml_file import Positive, PositiveInt, Share, load_yaml
 from hetlb.core.paths.stages import SINK, SOURCE, Edge, LinkSpec
 from hetlb.errors import ConfigError
@@ -148,9 +148,7 @@ def _profile(path: Path, key: str, machine: PlaceMachine) -> Profile:
         raise ConfigError(
             f"{key}.profiles.1: expected a latency profile of one GPU (a stage is one), got none"
         )
-    if not (path.parent / named).is_file():
-        raise ConfigError(f"{key}.profiles.1: expected the path of a latency profile, got {short(named)}")
-    return load_profile(path.parent / named)
+    return load_named(path.parent, named, f"{key}.profiles.1")
 
 
 def _links(

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from hetlb.config.cluster import model_kv_bytes
+from hetlb.config.cluster import model_kv_bytes, read_architecture
 from hetlb.config.quantities import Quantity, read_bytes, read_parameters, read_rate
-from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, read_text
+from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share
 from hetlb.errors import ConfigError
 
 #: Bytes/s between GPUs of one machine and between machines where the file does not say: PCIe 4 x16, 5 Gbit/s.
@@ -112,7 +112,7 @@ def read_model(table: PlanModelTable, path: Path, where: str, needed: tuple[str,
         kv_bytes = read_bytes(kv_bytes, f"{path}: {where}.kv_bytes_per_token")
     if table.config is not None:
         kv_bytes = model_kv_bytes(path, f"{where}.", kv_bytes, table.config, table.kv_bytes_per_value)
-    raw = {} if table.config is None else _architecture(path.parent / table.config)
+    raw = {} if table.config is None else read_architecture(path.parent / table.config)
     shape = {
         key: getattr(table, key) if getattr(table, key) is not None else raw.get(theirs)
         for key, theirs in _THEIRS.items()
@@ -129,14 +129,3 @@ def read_model(table: PlanModelTable, path: Path, where: str, needed: tuple[str,
         if getattr(model, key) is None:
             raise ConfigError(f"{path}: {where}.{key}: expected a value or {where}.config, got neither")
     return model
-
-
-def _architecture(path: Path) -> dict[str, object]:
-    """`config.json`, or its `text_config`."""
-    try:
-        raw = msgspec.json.decode(read_text(path, ConfigError))
-    except msgspec.DecodeError as caught:
-        raise ConfigError(f"{path}: expected valid JSON: {caught}") from caught
-    text = raw.get("text_config") if isinstance(raw, dict) else None
-    found = text if isinstance(text, dict) else raw
-    return found if isinstance(found, dict) else {}

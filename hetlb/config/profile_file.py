@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from hetlb.config.mistakes import short
 from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, load_yaml
 from hetlb.core.latency import DecodeTable, LatencyModel, MixedTerm, PnormPrefill, PrefillGrid, SplitKv
 from hetlb.core.types import Capacity
-from hetlb.errors import ProfileError
+from hetlb.errors import ConfigError, ProfileError
 
 
 class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -350,6 +351,15 @@ def with_latency(profile: Profile, latency: LatencyModel) -> Profile:
 
 #: Corners at which a profile must predict positive times: both formulas are bilinear, so these suffice.
 _CORNERS = ((1, 1), (256, 1), (1, 32768), (256, 32768))
+
+
+def load_named(base: Path, named: str, where: str) -> Profile:
+    """Read the profile that a file names at `where`. Raises `ConfigError` or `ProfileError`."""
+    if not (base / named).is_file():
+        raise ConfigError(
+            f"{where}: expected the path of a latency profile, got {short(named)}: no such file"
+        )
+    return load_profile(base / named)
 
 
 def load_profile(path: Path) -> Profile:

@@ -14,8 +14,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from hetlb.errors import HetlbError
 
@@ -93,6 +96,26 @@ class Helpers:
         process = HelperProcess(name, arguments, log)
         self._processes.append(process)
         return process
+
+    async def engines(self, profiles: Mapping[str, Path], model: str, *flags: str) -> dict[str, str]:
+        """Start an emulated engine of each profile at a free port; their addresses, once all are up."""
+        serves = ("--port", "0", "--served-model-name", model, *flags)
+        started = {
+            name: self.start(f"engine {name}", "engine", "--profile", str(profile), *serves)
+            for name, profile in profiles.items()
+        }
+        for engine in started.values():
+            await engine.ready()
+        return {name: engine.urls[0] for name, engine in started.items()}
+
+    async def proxy(self, *models: Mapping[str, Any], name: str = "the proxy") -> tuple[str, str]:
+        """Start a proxy of models (tables of a fleet file) at free ports; its address and admin address."""
+        ports = {"listen": {"port": 0}, "admin": {"port": 0}}
+        file = self._folder / f"{len(self._processes)}.yaml"
+        file.write_text(yaml.safe_dump({"version": 1, **ports, "models": list(models)}))
+        proxy = self.start(name, "serve", "--config", str(file))
+        await proxy.ready()
+        return proxy.urls[0], proxy.urls[1]
 
     async def run(self, name: str, *arguments: str) -> None:
         """Start one and wait for its end. Raises `HetlbError` unless it ended well."""

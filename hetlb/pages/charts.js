@@ -114,6 +114,13 @@ function grid(x, y, labels) {
   return items;
 }
 
+/** The width that a picture has on the page (`width` while it has none): drawn at it, all text is of one size. */
+function fitted(svg, width, height) {
+  const wide = svg.clientWidth || width;
+  if (wide !== width) set(svg, "viewBox", `0 0 ${wide} ${height}`);
+  return wide;
+}
+
 /** Sample of a line, for a legend. */
 function sample(kind) {
   return draw("svg", { viewBox: "0 0 22 6", class: "sample", "aria-hidden": "true" }, draw("path", { class: `line ${kind}`, d: SAMPLE }));
@@ -169,6 +176,7 @@ export class LineChart {
 
   /** Draw `points`: `[x, y]` in order of x for each line; a y of null is a gap. */
   update(points, bounds = {}) {
+    this.#options.width = fitted(this.#svg, this.#options.width, this.#options.height);
     const { width, height, left, bottom, labelled, dots } = this.#options;
     this.#points = points;
     this.#stops = [...new Set(points.flat().map(([x]) => x))].sort((a, b) => a - b);
@@ -182,7 +190,7 @@ export class LineChart {
       set(path, "visibility", text ? "visible" : "hidden");
       if (dots.length) set(dots[line], "d", dotsOf(points[line], x, y) || "M0 0");
     });
-    const state = JSON.stringify([x.ticks, x.low, x.high, y.ticks]);
+    const state = JSON.stringify([width, x.ticks, x.low, x.high, y.ticks]);
     if (this.#axes.dataset.state !== state) {
       this.#axes.dataset.state = state;
       this.#axes.replaceChildren(...grid(x, y, labelled ? [this.#x.label, this.#y.label] : null));
@@ -318,6 +326,7 @@ export class Scatter {
   #svg;
   #title;
   #format;
+  #wide = WIDE;
 
   constructor(title, format) {
     this.#title = title;
@@ -329,10 +338,11 @@ export class Scatter {
 
   /** `points` are `[colour, predicted, actual]`. */
   update(points) {
+    this.#wide = fitted(this.#svg, this.#wide, SIDE);
     const good = points.filter(([, predicted, actual]) => predicted > 0 && actual > 0);
     if (!good.length) {
       this.#dots.replaceChildren();
-      this.#axes.replaceChildren(draw("text", { x: WIDE / 2, y: SIDE / 2, "text-anchor": "middle", text: "nothing to compare yet" }));
+      this.#axes.replaceChildren(draw("text", { x: this.#wide / 2, y: SIDE / 2, "text-anchor": "middle", text: "nothing to compare yet" }));
       say(this.#words, "");
       set(this.#svg, "aria-label", `${this.#title}: nothing to compare yet`);
       return;
@@ -344,7 +354,7 @@ export class Scatter {
     const ticks = [];
     for (let power = Math.ceil(low); power <= high; power += 1) ticks.push(10 ** power);
     const axis = { log: true, least: 10 ** low, most: 10 ** high, ticks, format: this.#format };
-    const x = scaleOf(axis, [], EDGE, WIDE - 18);
+    const x = scaleOf(axis, [], EDGE, this.#wide - 18);
     const y = scaleOf(axis, [], SIDE - 40, 10);
     const colours = new Map();
     for (const [colour, predicted, actual] of good) {

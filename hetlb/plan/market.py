@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from hetlb.config.plan_tables import LinkRates, Model, PlanModelTable, RooflineTable, read_model
-from hetlb.config.profile_file import Profile, load_profile
+from hetlb.config.profile_file import Profile, load_named
 from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml
 from hetlb.errors import ConfigError
 from hetlb.plan.highs import INFINITY
@@ -204,9 +204,5 @@ def _profiles(file: MarketFile, path: Path, models: dict[str, Model]) -> dict[st
     loaded: dict[str, Profile] = {}
     for where, written in named:
         if written not in loaded:
-            if not (path.parent / written).is_file():
-                raise ConfigError(
-                    f"{path}: {where}: expected the path of a latency profile, got {written!r}: no such file"
-                )
-            loaded[written] = load_profile(path.parent / written)
+            loaded[written] = load_named(path.parent, written, f"{path}: {where}")
     return loaded

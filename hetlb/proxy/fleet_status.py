@@ -85,7 +85,8 @@ class ModelStatus:
             return f"none of {self.instances} servers takes requests"
         parts = [f"load {100 * self.load:.0f} %"]
         if self.capacity_req_s is not None:
-            parts[0] += f" of about {_rate(self.capacity_req_s)} requests/s"
+            joint = " of" if self.load <= 1.0 else " with what waits, capacity"
+            parts[0] += f"{joint} about {_rate(self.capacity_req_s)} requests/s"
         if self.able < self.instances:
             parts.insert(0, f"{self.able} of {self.instances} servers")
         if self.request_rate or self.load:

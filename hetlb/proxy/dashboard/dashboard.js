@@ -440,7 +440,8 @@ class FleetRow {
       + `${row.kv_reported === null ? "none" : percent(row.kv_reported)} reported in use`);
     say(this.workload, seconds(row.workload));
     say(this.share, share === undefined ? "–" : `${percent(share.work_share)} / ${percent(share.speed_share)}`);
-    say(this.#factors, modelFactors(row.model_factors));
+    // Without a profile there is nothing to compare with: what is learnt goes by what is seen.
+    say(this.#factors, row.believes.speed.source === "measured" ? modelFactors(row.model_factors) : "");
     say(this.age, seconds(row.signal_age_s));
     this.age.classList.toggle("stale", row.signal_age_s === null || row.signal_age_s > STALE_S);
     for (const button of this.#buttons) set(button, "aria-pressed", String(button.dataset.state === row.state));
