@@ -20,6 +20,7 @@
 #   make test-helm  the Helm chart, rendered and linted by Helm's own engine (250 MB)
 #   make test-sdks  openai, anthropic, litellm, langchain-openai and curl against an emulated engine and through hetlb
 #   make bench      the recorded benches against real vLLM on CPU
+#   make bench-head-to-head  hetlb and today's routers on the same load, and the tables of docs/head-to-head.md (90 minutes)
 #   make bench-proxies  what hetlb and other proxies cost, and the tables of docs/proxies.md (an hour)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -31,12 +32,14 @@ SLOW ?=
 # Tests of what is compiled. The rest runs interpreted in either build: dashboard, sources of instances.
 COMPILED_TESTS := tests/core tests/proxy tests/workers tests/pick tests/faults tests/test_parity.py tests/cli/test_explain.py \
   tests/sim tests/emulator tests/fuzz/test_growth.py --ignore=tests/proxy/dashboard --ignore=tests/proxy/discovery
+# More options of `make bench-head-to-head`, as `--minutes 30`. It goes on with its record; without that it begins.
+HEAD_TO_HEAD ?=
 # Seconds for each fuzz target; that for cost takes a minute at least.
 FUZZ_SECONDS ?= 60
 # Tests start hundreds of processes: none of them is to compile all modules again (0.3 s each).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: wheel docs man pictures reference schemas test-helm test-sdks demo demo-scaleout test test-compiled test-slow check format bench bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
+.PHONY: wheel docs man pictures reference schemas test-helm test-sdks demo demo-scaleout test test-compiled test-slow check format bench bench-head-to-head bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -139,6 +142,9 @@ mutation: .venv/.dev
 
 bench: .venv/.dev install-vllm
 	$(BIN)/python bench/vllm_pair.py
+
+bench-head-to-head: .venv-compiled/.done install-vllm
+	PYTHONSAFEPATH=1 .venv-compiled/bin/python bench/head_to_head/run.py --page --resume $(HEAD_TO_HEAD)
 
 bench-proxies: .venv/.run
 	$(BIN)/python bench/proxies/run.py --instances 2,8 --page \

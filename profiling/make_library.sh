@@ -21,6 +21,8 @@ CONFIG
 here="$PWD"
 (cd "$work" && hetlb="$here/$hetlb" && "$hetlb" profile --from aiconfigurator --system a100_sxm --model Qwen3-14B \
   --tp 1 --name a100_sxm-qwen3-14b-tp1 --out "$here/a100_sxm-qwen3-14b-tp1.yaml" > /dev/null)
+composed a100_sxm meta-llama/Meta-Llama-3.1-70B llama-3.1-70b 4
+composed b200_sxm meta-llama/Meta-Llama-3.1-8B llama-3.1-8b 1
 for tp in 1 2 4 8; do
   composed l40s meta-llama/Meta-Llama-3.1-70B llama-3.1-70b "$tp"
   for system in a100_sxm h100_sxm l40s; do

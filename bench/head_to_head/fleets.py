@@ -1,85 +1,152 @@
-"""The engines behind the routers: two emulated fleets of unequal engines, and two vLLM servers on CPU."""
+"""The engines behind the routers: emulated ones with the step times of GPUs, and two vLLM servers on CPU."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import random
 import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-import yaml
+import msgspec
 from cpu import measured, prefer
-from peers import MODEL, ROOT
+from peers import INSTALLED, MODEL, ROOT
 
-HERE = Path(__file__).resolve().parent
+from hetlb.config.profile_file import Profile, load_profile, with_latency
+from hetlb.core.latency import IterationRule
+from hetlb.profiler.sources import write_profile
+from hetlb.sim.alone import full_tokens_per_s
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.fleet_engine import EngineSpec
+from hetlb.workload.arrivals import make_plan
+from hetlb.workload.content import contents_of
+from hetlb.workload.traces import Row
+
 #: Columns of an engine, by the series of vLLM's metrics page.
 OUTPUT_TOKENS, PREEMPTIONS = "vllm:generation_tokens_total", "vllm:num_preemptions_total"
 _BUSY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-
-
-@dataclass(frozen=True)
-class Engine:
-    """One emulated engine: its profile, and so many requests at once that fill it for some seconds."""
-
-    name: str
-    profile: Path
-    requests: int
-
-    @property
-    def slots(self) -> int:
-        """Sequences that it runs at once."""
-        return int(yaml.safe_load(self.profile.read_text())["engine"]["max_num_seqs"])
+#: Step times of wrong profiles over the true ones: of the first engine, the second, the first again ...
+WRONG = (1.3, 0.7)
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Engines of one model. `time_scale` slows the emulated ones, so that no proxy's CPU is what limits."""
+    """Engines of one model, by name and profile, the fastest first, each with `slots` sequences at most.
+
+    `lengths` names its requests (`traffic.LENGTHS`), `loads` its loads (`traffic.TRAFFIC`). Times of emulated
+    engines are multiplied by `time_scale`, so that no router's CPU is what limits; figures are divided by it.
+    `slo_ms` are the operator's limits in the engines' own time.
+    """
 
     name: str
     title: str
-    engines: tuple[Engine, ...]
-    time_scale: float
+    lengths: str
+    engines: tuple[tuple[str, str], ...]
+    slo_ms: Mapping[str, float]
+    loads: tuple[str, ...] = ("first", "80", "once", "95", "waves", "50")
+    time_scale: float = 1.0
+    slots: int = 64
+    #: Seconds of traffic of a run.
+    seconds: float = 30.0
+
+    @property
+    def real(self) -> bool:
+        """True for vLLM servers."""
+        return not self.engines
+
+    @cached_property
+    def profiles(self) -> list[Profile]:
+        """A profile for each engine, as fast as its GPU."""
+        found = []
+        for _, path in self.engines:
+            known = load_profile(ROOT / path)
+            engine = msgspec.structs.replace(known.engine, max_num_seqs=self.slots)
+            found.append(msgspec.structs.replace(known, engine=engine))
+        return found
+
+    def requests_per_s(self, rows: Sequence[Row]) -> float:
+        """Requests per second of the slowed engines while all of them are full, by the engine model."""
+        mean = sum(row.input_tokens + row.output_tokens for row in rows) / len(rows)
+        plan = make_plan(rows, 2000, math.inf, random.Random(0), contents=contents_of(rows))
+        specs = [
+            EngineSpec(each.latency, EngineLimits.from_capacity(each.capacity), prefix_cache=True)
+            for each in self.profiles
+        ]
+        tokens_per_s = sum(full_tokens_per_s(spec, plan, IterationRule.TOKEN) for spec in specs)
+        return tokens_per_s / mean / self.time_scale
 
 
-_DEMO, _OWN = ROOT / "hetlb" / "demo", HERE / "engines"
-FLEETS = {
-    "pair": Fleet(
-        "pair",
-        "two engines, 3 to 1 (those of `hetlb demo`)",
-        (Engine("fast", _DEMO / "fast.yaml", 300), Engine("slow", _DEMO / "slow.yaml", 100)),
-        2.0,
-    ),
-    "four": Fleet(
-        "four",
-        "four engines with the step times of an H100, an A100, an L40S and a V100",
-        (
-            Engine("h100", _OWN / "h100.yaml", 240),
-            Engine("a100", _OWN / "a100.yaml", 90),
-            Engine("l40s", _OWN / "l40s.yaml", 40),
-            Engine("v100", _OWN / "v100.yaml", 30),
-        ),
-        2.0,
-    ),
+_L8 = {
+    kind: f"profiling/{kind}-llama-3.1-8b-tp1.yaml" for kind in ("b200_sxm", "h100_sxm", "a100_sxm", "l40s")
 }
-#: Real vLLM on CPU (`tests/vllm`): the servers take both cores, so a router's own CPU is in every figure.
-VLLM = Fleet("vllm", "two real vLLM servers on CPU, about 9 to 1", (), 1.0)
+FLEETS = {
+    each.name: each
+    for each in (
+        Fleet(
+            "kinds",
+            "H100, A100 and L40S, Llama 3.1 8B",
+            "sharegpt",
+            tuple((kind, _L8[kind]) for kind in ("h100_sxm", "a100_sxm", "l40s")),
+            {"ttft": 1000.0, "tpot": 50.0},
+            time_scale=4.0,
+        ),
+        Fleet(
+            "pair",
+            "four A100 and four L40S, Llama 3.1 70B, 7 to 1",
+            "azure",
+            (
+                ("a100_sxm-tp4", "profiling/a100_sxm-llama-3.1-70b-tp4.yaml"),
+                ("l40s-tp4", "profiling/l40s-llama-3.1-70b-tp4.yaml"),
+            ),
+            {"ttft": 2000.0, "tpot": 100.0},
+            time_scale=0.5,
+        ),
+        Fleet(
+            "eight",
+            "two each of B200, H100, A100 and L40S, Llama 3.1 8B",
+            "mooncake",
+            tuple((f"{kind}-{i}", path) for kind, path in _L8.items() for i in range(2)),
+            {"ttft": 5000.0, "tpot": 75.0},
+            ("80", "once"),
+            time_scale=6.0,
+        ),
+        Fleet(
+            "tenfold",
+            "the two servers on CPU, emulated, 10 to 1",
+            "short",
+            tuple((name, f"tests/vllm/profiles/{name}.yaml") for name in ("tiny-fast", "tiny-slow")),
+            {"ttft": 1000.0},
+            ("first", "80", "once"),
+            time_scale=4.0,
+        ),
+    )
+}
+#: Real vLLM on CPU (`tests/vllm`). The servers share cores, caches and memory with each other and all else.
+VLLM = Fleet(
+    "vllm",
+    "two real vLLM servers on CPU, one thread each, 10 to 1",
+    "short",
+    (),
+    {"ttft": 1000.0},
+    ("first", "once"),
+)
 
 
 @dataclass(frozen=True)
 class Serving:
-    """A fleet that serves: names, ports and, for hetlb, a profile of each engine."""
+    """A fleet that serves: names, ports, a profile of each engine, one that is wrong, its processes."""
 
     names: tuple[str, ...]
     ports: tuple[int, ...]
     profiles: tuple[Path, ...]
-    #: Requests at once that fill each engine.
-    requests: tuple[int, ...]
-    #: Their processes.
+    wrong: tuple[Path, ...]
     pids: tuple[int, ...] = ()
 
     def counters(self, series: str) -> list[float]:
@@ -93,75 +160,56 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(fleet: Fleet, folder: Path, cores: Sequence[int]) -> Iterator[Serving]:
-    """Start the engines of a fleet; the emulated ones are profiled over HTTP as any server is."""
-    if fleet.name == VLLM.name:
+    """Start the engines of a fleet; their profiles are in the time of the slowed engines."""
+    if fleet.real:
         with _real(folder) as served:
             yield served
         return
     with contextlib.ExitStack() as stack:
-        started = [_start(engine, fleet.time_scale, cores, stack) for engine in fleet.engines]
-        ports, pids = (tuple(each) for each in zip(*started, strict=True))
-        profiles = _profiled(fleet.engines, ports, folder)
-        names = tuple(engine.name for engine in fleet.engines)
-        yield Serving(names, ports, profiles, tuple(engine.requests for engine in fleet.engines), pids)
+        names = tuple(name for name, _ in fleet.engines)
+        started, profiles, wrong = [], [], []
+        for i, (name, known) in enumerate(zip(names, fleet.profiles, strict=True)):
+            made = [
+                _scaled(folder / f"{name}-{factor}.yaml", known, factor)
+                for factor in (1.0, fleet.time_scale, fleet.time_scale * WRONG[i % 2])
+            ]
+            profiles.append(made[1])
+            wrong.append(made[2])
+            started.append(_start(name, made[0], fleet.time_scale, cores, stack))
+        ports, pids = (tuple(each) for each in zip(*map(_ready, started), strict=True))
+        yield Serving(names, ports, tuple(profiles), tuple(wrong), pids)
 
 
-def hetlb_command(*arguments: str) -> list[str]:
-    """The command line of this checkout's `hetlb`."""
-    return [sys.executable, "-m", "hetlb", *arguments]
+def _scaled(path: Path, profile: Profile, factor: float) -> Path:
+    """Write a profile with all times multiplied."""
+    write_profile(path, with_latency(profile, profile.latency.scaled(factor)))
+    return path
 
 
 def _start(
-    engine: Engine, time_scale: float, cores: Sequence[int], stack: contextlib.ExitStack
-) -> tuple[int, int]:
-    """Port and process."""
-    command = hetlb_command(
-        "engine", "--profile", str(engine.profile), "--time-scale", str(time_scale),
+    name: str, profile: Path, time_scale: float, cores: Sequence[int], stack: contextlib.ExitStack
+) -> subprocess.Popen[str]:
+    command = [
+        sys.executable, "-m", "hetlb", "engine", "--profile", str(profile), "--time-scale", str(time_scale),
         "--served-model-name", MODEL, "--port", "0", "--enable-prefix-caching",
-    )  # fmt: skip
+    ]  # fmt: skip
     process = subprocess.Popen(
-        measured(command, cores),
-        stdout=subprocess.PIPE,
-        text=True,
-        env=_environment(),
-        start_new_session=True,
-    )
+        measured(command, cores), stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, **dict(INSTALLED)},
+    )  # fmt: skip
     prefer(process.pid)
     stack.callback(process.wait)
     stack.callback(process.kill)
+    return process
+
+
+def _ready(process: subprocess.Popen[str]) -> tuple[int, int]:
+    """Port and process id of an engine, once it serves."""
     assert process.stdout is not None
     line = process.stdout.readline()
     if "ready on" not in line:
-        raise RuntimeError(f"{engine.name} did not start")
+        raise RuntimeError(f"{process.args} did not start")
     return int(line.strip().rpartition(":")[2]), process.pid
-
-
-def _profiled(engines: Sequence[Engine], ports: Sequence[int], folder: Path) -> tuple[Path, ...]:
-    """The profile that `hetlb profile` measures of each engine, all at the same time."""
-    profiling = []
-    for engine, port in zip(engines, ports, strict=True):
-        grid, out = folder / f"{engine.name}-grid.yaml", folder / f"{engine.name}.yaml"
-        sizes = {"prefill": [[batch, tokens] for batch in (1, 4) for tokens in (64, 128, 192, 320)]}
-        batches = sorted({1, engine.slots // 4, engine.slots // 2, engine.slots})
-        sizes["decode"] = [[batch, tokens] for batch in batches for tokens in (32, 96, 160)]
-        grid.write_text(yaml.safe_dump(sizes))
-        command = hetlb_command(
-            "profile", "--url", f"http://127.0.0.1:{port}", "--out", str(out), "--name", engine.name,
-            "--grid", str(grid), "--repeats", "1",
-        )  # fmt: skip
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=_environment()
-        )
-        profiling.append((engine, out, process))
-    for engine, _, process in profiling:
-        _, said = process.communicate()
-        if process.returncode:
-            raise RuntimeError(f"profiling {engine.name}: {said.decode()[-300:]}")
-    return tuple(out for _, out, _ in profiling)
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 @contextlib.contextmanager
@@ -171,12 +219,13 @@ def _real(folder: Path) -> Iterator[Serving]:
     from pair import pair
 
     with tempfile.TemporaryDirectory(dir=folder) as logs, pair(Path(logs)) as servers:
-        yield Serving(
-            tuple(server.name for server in servers),
-            tuple(server.port for server in servers),
-            tuple(tests / "profiles" / f"{server.name}.yaml" for server in servers),
-            (60, 10),
+        profiles = tuple(tests / "profiles" / f"{server.name}.yaml" for server in servers)
+        wrong = tuple(
+            _scaled(folder / f"{path.stem}-wrong.yaml", load_profile(path), WRONG[i % 2])
+            for i, path in enumerate(profiles)
         )
+        names = tuple(server.name for server in servers)
+        yield Serving(names, tuple(server.port for server in servers), profiles, wrong)
 
 
 def _page(port: int) -> str:

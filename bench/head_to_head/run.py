@@ -1,17 +1,18 @@
 """Routing head to head: the same load through hetlb and its peers in front of the same unequal engines.
 
-`python bench/head_to_head/run.py --page` starts the engines of each fleet, measures them alone, starts all
-routers in front of them and sends every load through each in turn, in another order each round. The engines
-are emulated and slowed: the routers' choices are compared, not their own CPU. The record says how full the
-machine was. `--resume` goes on with a record; `--minutes` begins no run after so many.
+`make bench-head-to-head` runs every router in front of every fleet, for so many rounds, each in a job of its
+own with engines of its own, some jobs at a time, and sends it every load in turn. The engines are emulated,
+with the step times of GPUs, and slowed: the routers' choices are compared, not their own CPU; a run in which
+a router may have lacked CPU is marked. `--resume` goes on with a record; `--minutes` begins no job after so
+many.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import functools
-import itertools
 import json
 import math
 import multiprocessing
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,60 +34,71 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "proxies"))
 import cpu
 from document import about, save
 from fleets import FLEETS, OUTPUT_TOKENS, PREEMPTIONS, VLLM, Fleet, Serving, serving
-from peers import PEERS, ROOT, RUN, Peer, Running, hetlb
+from peers import INSTALLED, PEERS, ROOT, RUN, Peer, Running, hetlb
 from rig import cores, free_ports, one_at_a_time
 from tables import show, write_pages
-from traffic import TRAFFIC, Spec, Traffic
+from traffic import TRAFFIC, Spec, Traffic, rows_of, some_rows
 
 from hetlb.loadtest.runs import measure
 
 OUT = ROOT / "bench" / "results" / "head-to-head.json"
-#: hetlb's own two: with a measured profile of each engine, and with none.
-HETLB = {"hetlb": "measured profiles", "hetlb-no-profiles": "no profiles: speeds are learnt from answers"}
+#: hetlb's own: policy, and which profiles the fleet file names.
+HETLB = {
+    "hetlb": ("hetlb", "the true profiles"),
+    "hetlb-wrong": ("hetlb", "profiles 30 % too slow and 30 % too fast in turn"),
+    "hetlb-none": ("hetlb", "no profiles: speeds are learnt from answers"),
+    "hetlb-lmetric": ("lmetric", "the true profiles; policy lmetric"),
+}
+#: The first engine without a router, for what it gives alone.
+ALONE = "fast-alone"
 ROUTERS = (
-    *HETLB, "vllm-router", "vllm-router-rr", "vllm-router-p2c", "sglang-router", "sglang-router-p2c",
-    "envoy", "haproxy", "nginx", "litellm",
+    *HETLB, "smg-cache", "smg-least", "smg-p2c", "dynamo", "lodestar", "vllm-router-p2c", "sglang-router",
+    "envoy", "haproxy", "nginx", "litellm", ALONE,
 )  # fmt: skip
-#: Requests before the first run of a round, at half load, not measured: speeds and lengths are learnt.
+#: Requests before the first load but the fresh one, at half load, not measured: what is learnt is learnt.
 WARM_UP = 60
-#: A run of real servers has fewer requests.
-AT_ONCE, AT_ONCE_REAL = 300, 100
+#: A router that used more of a core than this may have been the limit.
+MOST_CPU = 0.5
 _KEPT = (
     "completed", "failed", "duration", "output_throughput", "total_token_throughput", "mean_ttft_ms",
-    "p99_ttft_ms", "mean_e2el_ms", "p99_e2el_ms", "request_rate", "num_prompts", "plan_sha256",
+    "p99_ttft_ms", "mean_e2el_ms", "p99_e2el_ms", "time_to_99_percent_s", "slo_attainment", "request_rate",
+    "num_prompts", "plan_sha256",
 )  # fmt: skip
 
 
 def router(name: str, serving: Serving | None = None) -> Peer:
-    """The router of this name in front of a fleet. hetlb is this checkout, interpreted: CPU is no matter."""
+    """The router of this name in front of a fleet. hetlb is that of the Python that runs this."""
     if name not in HETLB:
         return PEERS[name]
+    policy, known = HETLB[name]
     profiles: Sequence[Path | None] = ()
     if serving is not None:
-        profiles = serving.profiles if name == "hetlb" else [None] * len(serving.ports)
-    command = hetlb(Path(sys.executable), "hetlb", profiles=profiles)
-    return replace(PEERS["hetlb-interpreted"], name=name, command=command, log=HETLB[name])
+        none = [None] * len(serving.ports)
+        profiles = {"hetlb-wrong": serving.wrong, "hetlb-none": none}.get(name, serving.profiles)
+    command = hetlb(Path(sys.executable), policy, profiles=profiles)
+    peer = PEERS["hetlb-interpreted"]
+    return replace(peer, name=name, command=command, log=known, environment=INSTALLED)
 
 
 def main() -> int:
     """Run what is asked for and not recorded yet; print and record."""
     args = _arguments()
-    if args.page_only:
-        write_pages(json.loads(args.out.read_text()))
-        return 0
-    document: dict[str, Any] = {"about": {}, "alone": [], "runs": []}
-    if args.resume and args.out.is_file():
+    document: dict[str, Any] = {"about": {}, "runs": []}
+    if (args.resume or args.page_only) and args.out.is_file():
         document = json.loads(args.out.read_text())
-    for name in args.routers:
-        router(name).install()
-    document["about"] = about("bench/head_to_head/run.py", map(router, args.routers))
-    document["about"]["lanes"] = len(args.fleets) * args.rounds
-    deadline = time.monotonic() + 60 * args.minutes
+    if args.page_only:
+        write_pages(document)
+        return 0
+    peers = [router(name) for name in args.routers if name != ALONE]
+    for each in peers:
+        each.install()
+    document["about"] = about("bench/head_to_head/run.py", peers) | {"most_cpu": MOST_CPU, "jobs": args.jobs}
+    jobs = _jobs(args, {(r["fleet"], r["traffic"], r["router"], r["round"]) for r in document["runs"]})
     with one_at_a_time():
-        for kind, row in _lanes(args, document, deadline):
-            document[kind].append(row)
+        for row in _carried_out(jobs, args.jobs, time.monotonic() + 60 * args.minutes):
+            document["runs"].append(row)
             save(document, args.out)
-            print(_line(kind, row), flush=True)
+            print(_line(row), flush=True)
     print(show(document))
     if args.page:
         write_pages(document)
@@ -98,22 +110,23 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     known = {**FLEETS, VLLM.name: VLLM}
-    listed = functools.partial(_listed, parser)
-    parser.add_argument("--fleets", default="pair,four", help=f"of {', '.join(known)}")
+    routers = dict.fromkeys((*ROUTERS, *PEERS))
+    parser.add_argument("--fleets", default=",".join(known), help=f"of {', '.join(known)}")
     parser.add_argument("--traffic", default=",".join(TRAFFIC), help=f"of {', '.join(TRAFFIC)}")
-    parser.add_argument("--routers", default=",".join(ROUTERS), help=f"of {', '.join([*HETLB, *PEERS])}")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
-    parser.add_argument("--wait-while", type=Path, metavar="FILE", help="begin no run while it exists")
+    parser.add_argument("--routers", default=",".join(ROUTERS), help=f"of {', '.join(routers)}")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=14, help="routers measured at the same time")
+    parser.add_argument("--minutes", type=float, default=85.0, help="begin no job after so many")
     parser.add_argument("--resume", action="store_true", help="keep the runs in --out, do the others")
     parser.add_argument("--cores", type=cores, default=sorted(os.sched_getaffinity(0)), metavar="CORES")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--page", action="store_true", help="renew the tables of docs and README")
     parser.add_argument("--page-only", action="store_true", help="renew them from the recorded result")
     args = parser.parse_args()
+    listed = functools.partial(_listed, parser)
     args.fleets = [known[name] for name in listed("--fleets", args.fleets, known)]
     args.traffic = [TRAFFIC[name] for name in listed("--traffic", args.traffic, TRAFFIC)]
-    args.routers = listed("--routers", args.routers, {**HETLB, **PEERS})
+    args.routers = listed("--routers", args.routers, routers)
     return args
 
 
@@ -125,142 +138,172 @@ def _listed(parser: argparse.ArgumentParser, flag: str, text: str, known: Any) -
     return names
 
 
-# --- lanes: one process for each fleet and round ------------------------------------------------------------
+# --- jobs: one process for each router, fleet and round -----------------------------------------------------
 
 
-def _lanes(
-    args: argparse.Namespace, document: dict[str, Any], deadline: float
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of all fleets as they come; the real servers need the machine for themselves."""
-    recorded = {(run["fleet"], run["traffic"], run["router"], run["round"]) for run in document["runs"]}
-    emulated, real = [], []
-    alone: dict[tuple[str, int, str], float] = {}
-    for row in document["alone"]:
-        for traffic in row["traffic"]:
-            key = (row["fleet"], row["round"], traffic)
-            alone[key] = alone.get(key, 0.0) + row["request_throughput"]
-    for fleet, number in itertools.product(args.fleets, range(args.rounds)):
-        lane = _Lane(fleet, number, args, recorded, alone, deadline)
-        (real if fleet.name == VLLM.name else emulated).append(lane)
-    for lanes in (emulated, *([lane] for lane in real)):
-        yield from _side_by_side(lanes)
+@dataclass(frozen=True)
+class Job:
+    """Loads that routers have to serve in front of one fleet in one round, one router after the other."""
+
+    fleet: Fleet
+    number: int
+    routers: tuple[tuple[str, tuple[Traffic, ...]], ...]
+    cores: tuple[int, ...]
 
 
-def _side_by_side(lanes: Sequence[_Lane]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of lanes that run at the same time, each in a process of its own."""
+def _jobs(args: argparse.Namespace, recorded: set[tuple[str, str, str, int]]) -> list[Job]:
+    """What is not recorded: a job for each router, in another order each round, then the real servers.
+
+    These take a minute to start, so that one job has all routers.
+    """
+    emulated: list[Job] = []
+    real: list[Job] = []
+    for number in range(args.rounds):
+        begun, rng = len(emulated), random.Random(number)
+        for fleet in args.fleets:
+            wanted = []
+            for name in rng.sample(args.routers, len(args.routers)):
+                missing = tuple(
+                    each
+                    for each in args.traffic
+                    if each.name in fleet.loads
+                    and (fleet.name, each.name, name, number) not in recorded
+                    and _of_use(name, each)
+                )
+                wanted += [(name, missing)] if missing else []
+            if fleet.real:
+                real += [Job(fleet, number, tuple(wanted), tuple(args.cores))] if wanted else []
+            else:
+                emulated += [Job(fleet, number, (each,), tuple(args.cores)) for each in wanted]
+        emulated[begun:] = rng.sample(emulated[begun:], len(emulated) - begun)
+    return [*emulated, *real]
+
+
+def _of_use(name: str, traffic: Traffic) -> bool:
+    """True unless it takes long and shows little: slow routers at other loads, the engine alone at a rate."""
+    if name == ALONE:
+        return traffic.load is None
+    return traffic.name == "80" or name in HETLB or not PEERS[name].slow
+
+
+def _carried_out(jobs: Sequence[Job], at_once: int, deadline: float) -> Iterator[dict[str, Any]]:
+    """The rows of all jobs as they come; a job on real servers has the machine for itself."""
     context = multiprocessing.get_context("spawn")
-    receivers = []
-    for lane in lanes:
-        receiver, sender = context.Pipe(duplex=False)
-        context.Process(target=lane.run, args=(sender,), daemon=True).start()
-        sender.close()
-        receivers.append(receiver)
-    while receivers:
-        for receiver in multiprocessing.connection.wait(receivers):
+    running: dict[multiprocessing.connection.Connection, Job] = {}
+    waiting = list(jobs)
+    while waiting or running:
+        while waiting and time.monotonic() < deadline:
+            alone = waiting[0].fleet.real or any(job.fleet.real for job in running.values())
+            if len(running) >= (1 if alone else at_once):
+                break
+            job = waiting.pop(0)
+            receiver, sender = context.Pipe(duplex=False)
+            context.Process(target=_work, args=(job, sender), daemon=True).start()
+            sender.close()
+            running[receiver] = job
+        if not running:
+            return
+        for receiver in multiprocessing.connection.wait(list(running)):
             assert isinstance(receiver, multiprocessing.connection.Connection)
             try:
                 yield receiver.recv()
             except EOFError:
-                receivers.remove(receiver)
+                del running[receiver]
 
 
-class _Lane:
-    """All runs of one fleet in one round, with engines and routers of its own."""
+def _work(job: Job, sender: multiprocessing.connection.Connection) -> None:
+    """Carry out one job; rows go to `sender`."""
+    os.setsid()
+    cpu.become_measured(os.getppid(), job.cores)
+    cpu.prefer(os.getpid())
+    RUN.mkdir(parents=True, exist_ok=True)
+    with (
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        tempfile.TemporaryDirectory(prefix=f"head-{job.fleet.name}-", dir=RUN) as scratch,
+        serving(job.fleet, Path(scratch), job.cores) as engines,
+    ):
+        for name, loads in job.routers:
+            with _placed(name, engines, job.cores, Path(scratch)) as (url, pids):
+                work = _Work(job, name, engines, url, pids, runner)
+                for each in loads:
+                    sender.send(work.one(each))
+
+
+@contextlib.contextmanager
+def _placed(
+    name: str, engines: Serving, cores: Sequence[int], folder: Path
+) -> Iterator[tuple[str, list[int]]]:
+    """Address and processes of a router in front of the engines; the first engine's for `ALONE`."""
+    if name == ALONE:
+        yield f"http://127.0.0.1:{engines.ports[0]}", []
+        return
+    port, admin_port = free_ports(2)
+    started = Running(router(name, engines), port, admin_port, engines.ports, cores, folder)
+    try:
+        started.wait_ready()
+        yield f"http://127.0.0.1:{port}", started.pids
+    finally:
+        started.stop()
+
+
+class _Work:
+    """The loads of one router, one after the other."""
 
     def __init__(
-        self,
-        fleet: Fleet,
-        number: int,
-        args: argparse.Namespace,
-        recorded: set[tuple[str, str, str, int]],
-        alone: dict[tuple[str, int, str], float],
-        deadline: float,
+        self, job: Job, name: str, engines: Serving, url: str, pids: list[int], runner: asyncio.Runner
     ) -> None:
-        self._fleet, self._number = fleet, number
-        self._traffic, self._routers, self._cores = args.traffic, args.routers, args.cores
-        self._wait_while, self._deadline = args.wait_while, deadline
-        self._recorded, self._recorded_alone = recorded, alone
+        self._job, self._name, self._engines, self._runner = job, name, engines, runner
+        self._url, self._pids = url, pids
+        self._full_rps = 0.0 if job.fleet.real else job.fleet.requests_per_s(rows_of(job.fleet.lengths))
+        self._warm = False
 
-    def run(self, sender: multiprocessing.connection.Connection) -> None:
-        """All that is not recorded; rows go to `sender`."""
-        os.setsid()
-        cpu.become_measured(os.getppid(), self._cores)
-        cpu.prefer(os.getpid())
-        self._sender = sender
-        wanted = [
-            name for name in self._routers if any(name in self._missing(each) for each in self._traffic)
+    def one(self, traffic: Traffic) -> dict[str, Any]:
+        """The row of one load."""
+        if not traffic.fresh and not self._warm:
+            self._warm = True
+            self._send("warm-up", WARM_UP, self._full_rps / 2 or math.inf)
+            self._settle()
+        fleet, engines, scale = self._job.fleet, self._engines, self._job.fleet.time_scale
+        rate, count = traffic.rate_and_count(fleet, self._full_rps)
+        before = [engines.counters(series) for series in (OUTPUT_TOKENS, PREEMPTIONS)]
+        processes = ([os.getpid()], self._pids, engines.pids)
+        began, used = time.monotonic(), [cpu.cpu_ns(each) for each in processes]
+        run = self._send(traffic.name, count, rate, traffic)
+        wall_s = time.monotonic() - began
+        busy = [
+            (cpu.cpu_ns(each) - before_ns) / 1e9 / wall_s
+            for each, before_ns in zip(processes, used, strict=True)
         ]
-        if not wanted:
-            return
-        RUN.mkdir(parents=True, exist_ok=True)
-        with (
-            asyncio.Runner(loop_factory=uvloop.new_event_loop) as self._runner,
-            tempfile.TemporaryDirectory(prefix=f"head-{self._fleet.name}-", dir=RUN) as scratch,
-            serving(self._fleet, Path(scratch), self._cores) as self._engines,
-        ):
-            capacity = {}
-            for each in {traffic.rows: traffic for traffic in self._traffic}.values():
-                # A round that goes on has the rates that it began with.
-                known = self._recorded_alone.get((self._fleet.name, self._number, each.name))
-                capacity[each.rows] = self._alone(each) if known is None else known
-            with _Placed(wanted, self._engines, Path(scratch), self._cores) as placed:
-                for each in self._traffic:
-                    for name in self._missing(each):
-                        if not self._go_on():
-                            return
-                        self._warm_up(placed, name, capacity[each.rows])
-                        self._sender.send(("runs", self._one(placed[name], name, each, capacity[each.rows])))
-
-    def _go_on(self) -> bool:
-        """True when another run may begin, False if none may any more."""
-        while self._wait_while is not None and self._wait_while.exists():
-            time.sleep(0.2)
-        return time.monotonic() < self._deadline
-
-    def _missing(self, traffic: Traffic) -> list[str]:
-        """The routers whose run is not recorded, in the order of this round and load."""
-        turn = list(TRAFFIC).index(traffic.name) + 5 * self._number + 3 * len(self._fleet.engines)
-        first = turn % len(self._routers)
-        order = [*self._routers[first:], *self._routers[:first]]
-        case = (self._fleet.name, traffic.name)
-        return [name for name in order if (*case, name, self._number) not in self._recorded]
-
-    def _alone(self, traffic: Traffic) -> float:
-        """Requests per second that all engines reach alone, each with as many at once as fill it."""
-        specs, number = [], self._number
-        for name, port, count in zip(
-            self._engines.names, self._engines.ports, self._engines.requests, strict=True
-        ):
-            rows = traffic.rows(count, random.Random(number))
-            specs.append((name, self._spec(f"http://127.0.0.1:{port}", rows, f"alone/{name}/{number}")))
-
-        async def all_at_once() -> list[dict[str, Any]]:
-            done = await asyncio.gather(*(measure(spec, math.inf) for _, spec in specs))
-            return [each.run for each in done]
-
-        runs = self._runner.run(all_at_once())
-        kinds = [each.name for each in TRAFFIC.values() if each.rows is traffic.rows]
-        for (name, _), run in zip(specs, runs, strict=True):
-            row = {"fleet": self._fleet.name, "engine": name, "round": number, "traffic": kinds}
-            row |= {key: run[key] for key in ("completed", "failed", "total_token_throughput")}
-            row["request_throughput"] = run["request_throughput"]
-            self._sender.send(("alone", row))
-        return float(sum(run["request_throughput"] for run in runs))
-
-    def _spec(self, url: str, rows: Any, salt: str, **more: Any) -> Spec:
-        return Spec(
-            url=url, model="tiny", rows=rows, num_prompts=len(rows), salt=f"{time.time_ns()}/{salt}",
-            text=True, real=self._fleet.name == VLLM.name, **more,
-        )  # fmt: skip
-
-    def _warm_up(self, placed: _Placed, name: str, capacity_rps: float) -> None:
-        if name in placed.warm:
-            return
-        placed.warm.add(name)
-        rows = TRAFFIC["half"].rows(WARM_UP, random.Random(f"warm-up/{self._number}"))
-        spec = self._spec(placed[name].url, rows, f"{name}/warm-up")
-        self._runner.run(measure(spec, capacity_rps / 2))
         self._settle()
+        after = [engines.counters(series) for series in (OUTPUT_TOKENS, PREEMPTIONS)]
+        tokens, preemptions = (
+            [new - old for old, new in zip(*pair, strict=True)] for pair in zip(before, after, strict=True)
+        )
+        row: dict[str, Any] = {
+            "fleet": fleet.name, "traffic": traffic.name,
+            "router": self._name, "round": self._job.number,
+        }  # fmt: skip
+        row |= {key: _in_engine_time(key, run[key], scale) for key in _KEPT}
+        shares = zip(engines.names, tokens, strict=True)
+        row["shares"] = {each: got / (sum(tokens) or 1) for each, got in shares}
+        row["preemptions"] = sum(preemptions)
+        row["cores"] = dict(zip(("client", "router", "engines"), busy, strict=True))
+        row["client_lag_ms"] = run["client"]["p99_loop_lag_ms"]
+        row["client"] = run["client"]["reasons"]
+        row["errors"] = run["error_examples"]
+        return row
+
+    def _send(self, label: str, count: int, rate: float, traffic: Traffic | None = None) -> dict[str, Any]:
+        """Same arrivals and lengths for every router of a round, prompts of its own for each run."""
+        fleet, number = self._job.fleet, self._job.number
+        rows = some_rows(fleet.lengths, count, random.Random(f"{fleet.name}/{label}/{number}"))
+        spec = Spec(
+            url=self._url, model="tiny", rows=rows, num_prompts=len(rows), seed=number, text=True,
+            salt=f"{time.time_ns()}/{self._name}/{label}", real=fleet.real,
+            waves=None if traffic is None else traffic.waves,
+            slo_s={each: ms * fleet.time_scale / 1e3 for each, ms in fleet.slo_ms.items()},
+        )  # fmt: skip
+        return self._runner.run(measure(spec, rate)).run
 
     def _settle(self) -> None:
         """Wait until the engines have nothing to do, and a second more: every view of them is fresh then."""
@@ -268,98 +311,23 @@ class _Lane:
             time.sleep(0.1)
         time.sleep(1.0)
 
-    def _one(self, running: _Router, name: str, traffic: Traffic, capacity_rps: float) -> dict[str, Any]:
-        """One load through one router."""
-        number = self._number
-        at_once = AT_ONCE_REAL if self._fleet.name == VLLM.name else AT_ONCE
-        rate, count = traffic.rate_and_count(capacity_rps, at_once)
-        rows = traffic.rows(count, random.Random(f"{traffic.name}/{number}"))
-        # The same arrivals and lengths for every router of a round, prompts of its own for each run.
-        spec = self._spec(running.url, rows, f"{name}/{traffic.name}", waves=traffic.waves, seed=number)
-        engines = self._engines
-        before = [engines.counters(series) for series in (OUTPUT_TOKENS, PREEMPTIONS)]
-        pids = ([os.getpid()], running.pids, engines.pids)
-        began, used = time.monotonic(), [cpu.cpu_ns(each) for each in pids]
-        run = self._runner.run(measure(spec, rate)).run
-        wall_s = time.monotonic() - began
-        client, router, all_engines = (
-            (cpu.cpu_ns(each) - before_ns) / 1e9 / wall_s for each, before_ns in zip(pids, used, strict=True)
-        )
-        self._settle()
-        after = [engines.counters(series) for series in (OUTPUT_TOKENS, PREEMPTIONS)]
-        tokens, preemptions = (
-            [new - old for old, new in zip(*pair, strict=True)] for pair in zip(before, after, strict=True)
-        )
-        row: dict[str, Any] = {
-            "fleet": self._fleet.name,
-            "traffic": traffic.name,
-            "router": name,
-            "round": number,
-        }
-        row |= {key: run[key] for key in _KEPT}
-        row["shares"] = {
-            each: got / (sum(tokens) or 1) for each, got in zip(engines.names, tokens, strict=True)
-        }
-        row["preemptions"] = sum(preemptions)
-        row["cores"] = {"client": client, "router": router, "engines": all_engines}
-        row["client_lag_ms"] = run["client"]["p99_loop_lag_ms"]
-        row["client"] = run["client"]["reasons"]
-        row["errors"] = run["error_examples"]
-        return row
+
+def _in_engine_time(key: str, value: Any, scale: float) -> Any:
+    """A figure of the slowed engines as it is at their own speed."""
+    if value is None or scale == 1.0 or value == "inf":
+        return value
+    if key.endswith(("_ms", "_s")) or key == "duration":
+        return value / scale
+    return value * scale if key.endswith("throughput") or key == "request_rate" else value
 
 
-class _Router:
-    """A started router."""
-
-    def __init__(self, running: Running) -> None:
-        self._running = running
-        self.url = f"http://127.0.0.1:{running.port}"
-
-    @property
-    def pids(self) -> list[int]:
-        """Its processes."""
-        return self._running.pids
-
-
-class _Placed(dict[str, _Router]):
-    """Routers in front of one fleet, started one after the other; `warm` are those that were used."""
-
-    def __init__(self, names: Sequence[str], engines: Serving, folder: Path, cores: Sequence[int]) -> None:
-        super().__init__()
-        self.warm: set[str] = set()
-        self._started: list[Running] = []
-        try:
-            for name in names:
-                port, admin_port = free_ports(2)
-                running = Running(router(name, engines), port, admin_port, engines.ports, cores, folder)
-                self._started.append(running)
-                self[name] = _Router(running)
-            for running in self._started:
-                running.wait_ready()
-        except BaseException:
-            self.stop()
-            raise
-
-    def stop(self) -> None:
-        """End all of them."""
-        for running in self._started:
-            running.stop()
-
-    def __enter__(self) -> _Placed:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-
-def _line(kind: str, row: dict[str, Any]) -> str:
-    if kind == "alone":
-        return f"{row['fleet']} {row['engine']} alone: {row['total_token_throughput']:,.0f} tokens/s"
+def _line(row: dict[str, Any]) -> str:
     shares = " ".join(f"{share:.0%}" for share in row["shares"].values())
     return (
-        f"{row['fleet']:5s} {row['traffic']:7s} {row['round']} {row['router']:18s} "
-        f"{row['total_token_throughput']:7,.0f} tokens/s  TTFT {row['mean_ttft_ms'] / 1e3:6.2f} "
-        f"p99 {row['p99_ttft_ms'] / 1e3:6.2f}  E2E p99 {row['p99_e2el_ms'] / 1e3:6.2f} s  {shares}  "
+        f"{row['fleet']:5s} {row['traffic']:6s} {row['round']} {row['router']:16s} "
+        f"{row['total_token_throughput']:7,.0f} tokens/s  TTFT {row['mean_ttft_ms']:6.0f} "
+        f"p99 {row['p99_ttft_ms']:6.0f} ms  E2E {row['mean_e2el_ms'] / 1e3:5.1f} "
+        f"p99 {row['p99_e2el_ms'] / 1e3:5.1f} s  SLO {row['slo_attainment'] or 0:.0%}  {shares}  "
         f"failed {row['failed']}  cores {sum(row['cores'].values()):.2f} router {row['cores']['router']:.2f} "
         f"{' '.join(row['client'])}"
     )

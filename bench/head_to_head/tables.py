@@ -1,41 +1,54 @@
-"""Tables of the record: medians over the rounds and their spread, for docs and README."""
+"""Tables of the record: medians over the rounds with half their range, for docs and README."""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from document import number_text, replace_sections, table
-from fleets import FLEETS, VLLM
+from fleets import FLEETS, VLLM, Fleet
 from peers import ROOT
 from traffic import TRAFFIC, Traffic
 
 PAGE, README = ROOT / "docs" / "head-to-head.md", ROOT / "README.md"
-#: Routers of the README's table: each product as it comes.
-SHOWN = ("hetlb", "hetlb-no-profiles", "vllm-router", "sglang-router", "envoy", "haproxy", "nginx", "litellm")
 #: Figure, heading, factor, digits, and whether more is better.
-FIGURES = (
-    ("total_token_throughput", "tokens/s", 1.0, 0, True),
-    ("mean_ttft_ms", "mean TTFT (s)", 1e-3, 2, False),
-    ("p99_ttft_ms", "p99 TTFT (s)", 1e-3, 2, False),
-    ("p99_e2el_ms", "p99 E2E (s)", 1e-3, 2, False),
+FIGURES = {
+    "mean_ttft_ms": ("mean TTFT (ms)", 1.0, 0, False),
+    "p99_ttft_ms": ("p99 TTFT (ms)", 1.0, 0, False),
+    "mean_e2el_ms": ("mean E2E (s)", 1e-3, 1, False),
+    "p99_e2el_ms": ("p99 E2E (s)", 1e-3, 1, False),
+    "slo_attainment": ("within the SLO (%)", 100.0, 0, True),
+    "time_to_99_percent_s": ("time to 99 % (s)", 1.0, 1, False),
+}
+_STEADY, _AT_ONCE = (
+    ("mean_ttft_ms", "mean_e2el_ms", "p99_e2el_ms", "slo_attainment"),
+    ("time_to_99_percent_s",),
 )
 TITLES = {
-    "hetlb": "**hetlb**, profiles measured",
-    "hetlb-no-profiles": "**hetlb**, no profiles",
+    "hetlb": "**hetlb**, true profiles",
+    "hetlb-wrong": "**hetlb**, profiles 30 % wrong",
+    "hetlb-none": "**hetlb**, no profiles",
+    "hetlb-lmetric": "lmetric (policy of hetlb)",
+    "smg-cache": "SMG, cache_aware",
+    "smg-least": "SMG, least_load",
+    "smg-p2c": "SMG, power_of_two",
+    "dynamo": "Dynamo's selector",
+    "lodestar": "in the manner of Lodestar",
     "vllm-router": "vllm-router, cache_aware",
-    "vllm-router-rr": "vllm-router, round_robin",
     "vllm-router-p2c": "vllm-router, power_of_two",
     "sglang-router": "sglang-router, cache_aware",
-    "sglang-router-rr": "sglang-router, round_robin",
-    "sglang-router-p2c": "sglang-router, power_of_two",
     "envoy": "Envoy, LEAST_REQUEST",
     "haproxy": "HAProxy, leastconn",
     "nginx": "nginx, least_conn",
     "litellm": "LiteLLM, least-busy",
+    "fast-alone": "the fastest engine alone, no router",
 }
-Runs = Sequence[dict[str, Any]]
+#: hetlb's own, as users run it.
+OWN = ("hetlb", "hetlb-wrong", "hetlb-none")
+#: A figure this much worse than another router's is a loss.
+CLOSE = 0.03
 
 
 class Record:
@@ -45,218 +58,171 @@ class Record:
         self._runs: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
         for run in document["runs"]:
             self._runs.setdefault((run["fleet"], run["traffic"], run["router"]), []).append(run)
-        self._alone = document["alone"]
-        known = [*TITLES, *(run["router"] for run in document["runs"])]
+        known = [*TITLES, *(key[2] for key in self._runs)]
         self.routers = [name for name in dict.fromkeys(known) if any(key[2] == name for key in self._runs)]
-        self.fleets = [
-            each for each in (*FLEETS.values(), VLLM) if any(key[0] == each.name for key in self._runs)
+        every = (*FLEETS.values(), VLLM)
+        self.fleets = [each for each in every if any(key[0] == each.name for key in self._runs)]
+        self.most_cpu = float(document["about"].get("most_cpu", math.inf))
+
+    def loads(self, fleet: Fleet) -> list[Traffic]:
+        """The loads of a fleet."""
+        return [
+            each for each in TRAFFIC.values() if any(k[:2] == (fleet.name, each.name) for k in self._runs)
         ]
 
-    def runs(self, fleet: str, traffic: str, router: str) -> Runs:
+    def runs(self, fleet: Fleet, traffic: Traffic, router: str) -> list[dict[str, Any]]:
         """Every round of one case."""
-        return self._runs.get((fleet, traffic, router), [])
+        return self._runs.get((fleet.name, traffic.name, router), [])
 
-    def rounds(self, fleet: str, traffic: str) -> int:
-        """The most rounds that a router has of one load."""
-        return max(len(self.runs(fleet, traffic, name)) for name in self.routers)
-
-    def median(self, fleet: str, traffic: str, router: str, figure: str) -> float | None:
+    def median(self, fleet: Fleet, traffic: Traffic, router: str, figure: str) -> float | None:
         """The median over the rounds."""
-        runs = self.runs(fleet, traffic, router)
-        return statistics.median(run[figure] for run in runs) if runs else None
+        found = [run[figure] for run in self.runs(fleet, traffic, router) if run[figure] is not None]
+        return statistics.median(found) if found else None
 
-    def alone(self, fleet: str, traffic: str) -> float:
-        """Tokens per second of all engines, each alone."""
-        by_round: dict[int, float] = {}
-        for row in self._alone:
-            if row["fleet"] == fleet and traffic in row["traffic"]:
-                by_round[row["round"]] = by_round.get(row["round"], 0.0) + row["total_token_throughput"]
-        return statistics.median(by_round.values()) if by_round else 0.0
+    def notes(self, fleet: Fleet, traffic: Traffic, router: str) -> str:
+        """Marks of doubt: failed requests, a router or client that was the limit."""
+        runs = self.runs(fleet, traffic, router)
+        failed = sum(run["failed"] for run in runs)
+        busy = any(run["cores"]["router"] > self.most_cpu for run in runs)
+        kinds = sorted(
+            {reason.partition(":")[0] for run in runs for reason in run["client"]} - {"late", "lag"}
+        )
+        said = [*([f"{failed} failed"] if failed else []), *(["its CPU"] if busy else []), *kinds]
+        return f" ({', '.join(said)})" if said else ""
+
+    def best_other(self, fleet: Fleet, traffic: Traffic, figure: str) -> tuple[str, float] | None:
+        """The best router but hetlb, and its median."""
+        more = FIGURES[figure][3]
+        medians = {
+            name: median
+            for name in self.routers
+            if name not in (*OWN, "fast-alone")
+            and (median := self.median(fleet, traffic, name, figure)) is not None
+        }
+        return (max if more else min)(medians.items(), key=lambda each: each[1]) if medians else None
+
+
+def _shown(traffic: Traffic) -> Sequence[str]:
+    return _AT_ONCE if traffic.load is None else _STEADY
 
 
 def show(document: dict[str, Any]) -> str:
     """A table for each fleet: a row for each router, a column for each load."""
     record, parts = Record(document), []
     for fleet in record.fleets:
-        loads = [each for each in TRAFFIC.values() if record.rounds(fleet.name, each.name)]
+        loads = record.loads(fleet)
         headings = ["", *(_heading(each) for each in loads)]
         rows = [
-            [TITLES.get(name, name), *(_cell(record, fleet.name, each, name) for each in loads)]
+            [TITLES.get(name, name), *(_cell(record, fleet, each, name) for each in loads)]
             for name in record.routers
-            if any(record.runs(fleet.name, each.name, name) for each in loads)
+            if any(record.runs(fleet, each, name) for each in loads)
         ]
-        parts += [
-            f"### {fleet.title[0].upper()}{fleet.title[1:]}\n",
-            table(headings, rows) + "\n",
-            _about(record, fleet.name, loads) + "\n",
-        ]
+        parts += [f"### {fleet.title[0].upper()}{fleet.title[1:]}\n", table(headings, rows) + "\n"]
     return "\n".join(parts)
 
 
-def _shown(traffic: Traffic) -> Sequence[tuple[str, str, float, int, bool]]:
-    """Figures of a load that have a place in the table: throughput where all is sent at once."""
-    return (FIGURES[0] if traffic.load is None else FIGURES[1], FIGURES[3])
-
-
 def _heading(traffic: Traffic) -> str:
-    return f"{traffic.title.partition(':')[0]}: {', '.join(heading for _, heading, *_ in _shown(traffic))}"
+    return f"{traffic.title.partition(':')[0]}: {' / '.join(FIGURES[each][0] for each in _shown(traffic))}"
 
 
-def _cell(record: Record, fleet: str, traffic: Traffic, name: str) -> str:
-    runs = record.runs(fleet, traffic.name, name)
-    if not runs:
+def _cell(record: Record, fleet: Fleet, traffic: Traffic, name: str) -> str:
+    if not record.runs(fleet, traffic, name):
         return "-"
-    medians = ((record.median(fleet, traffic.name, name, each[0]), each) for each in _shown(traffic))
-    texts = (
-        number_text(None if median is None else median * factor, digits)
-        for median, (_, _, factor, digits, _) in medians
-    )
-    return " / ".join(texts) + _notes(runs)
+    texts = []
+    for figure in _shown(traffic):
+        _, factor, digits, _ = FIGURES[figure]
+        median = record.median(fleet, traffic, name, figure)
+        values = [run[figure] for run in record.runs(fleet, traffic, name) if run[figure] is not None]
+        spread = (max(values) - min(values)) / 2 if len(values) > 1 else 0.0
+        text = number_text(None if median is None else median * factor, digits)
+        texts.append(f"{text} ±{spread * factor:,.{digits}f}" if len(values) > 1 else text)
+    return " / ".join(texts) + record.notes(fleet, traffic, name)
 
 
-def compared(document: dict[str, Any]) -> str:
-    """A row for each fleet and load: hetlb beside the best of the others, each figure by itself.
-
-    Half load is left out: nearly everything fits on the fast engine.
-    """
-    record = Record(document)
-    rows, notes = [], []
-    for fleet in record.fleets:
-        loads = [each for each in TRAFFIC.values() if record.rounds(fleet.name, each.name)]
-        rows += [[fleet.name, *_cells(record, fleet.name, each)] for each in loads if each.name != "half"]
-        notes.append(f"- `{fleet.name}`: {fleet.title}. {_about(record, fleet.name, loads)}")
-    headings = [
-        "engines", "load", "hetlb", "no profiles", "best other",
-        "p99 E2E (s): hetlb", "no profiles", "best other",
-    ]  # fmt: skip
-    return table(headings, rows) + "\n\n" + "\n".join(notes) + "\n"
-
-
-def _cells(record: Record, fleet: str, traffic: Traffic) -> list[str]:
-    shown = _shown(traffic)
-    cells = [f"{traffic.title.partition(':')[0]}: {shown[0][1]}"]
-    for figure, _, factor, digits, more in shown:
-        medians = {name: record.median(fleet, traffic.name, name, figure) for name in record.routers}
-        for name in ("hetlb", "hetlb-no-profiles", _best(medians, more)):
-            median = medians.get(name)
-            text = number_text(None if median is None else median * factor, digits)
-            doubts = _notes(record.runs(fleet, traffic.name, name))
-            cells.append(f"{text}{doubts}" if name.startswith("hetlb") else f"{text} {name}{doubts}")
-    return cells
-
-
-def _best(medians: dict[str, float | None], more: bool) -> str:
-    """The best router but hetlb."""
-    others = {name: median for name, median in medians.items() if median and not name.startswith("hetlb")}
-    return (max if more else min)(others, key=lambda each: others[each]) if others else "-"
-
-
-def _about(record: Record, fleet: str, loads: Sequence[Traffic]) -> str:
-    """Sum of the engines alone, spread of the rounds, and where hetlb is behind."""
-    alone: dict[str, str] = {}
-    for each in loads:
-        alone.setdefault(f"{record.alone(fleet, each.name):,.0f}", each.title.partition(":")[0])
-    sums = ", ".join(f"{figure} ({load})" for figure, load in alone.items())
-    spread = max(_spread(record, fleet, each.name) for each in loads)
-    single = all(record.rounds(fleet, each.name) == 1 for each in loads)
-    rounds = "one round" if single else f"spread of the rounds ±{spread:.0%} at most"
-    return f"Engines alone, summed: {sums} tokens/s; {rounds}.{_unfavourable(record, fleet, loads)}"
-
-
-def _notes(runs: Runs) -> str:
-    """Marks of a doubtful row: failed requests, a wrong rate or length; lateness is in `setup`."""
-    failed = sum(run["failed"] for run in runs)
-    kinds = sorted({reason.partition(":")[0] for run in runs for reason in run["client"]} - {"late", "lag"})
-    said = [*([f"{failed} failed"] if failed else []), *kinds]
-    return f" ({', '.join(said)})" if said else ""
-
-
-def _spread(record: Record, fleet: str, traffic: str) -> float:
-    """Largest half range over the median, of all routers and figures."""
-    return max(
-        _half_range([run[figure] for run in record.runs(fleet, traffic, name)])
-        for name in record.routers
-        for figure, *_ in FIGURES
-    )
-
-
-def _half_range(values: Sequence[float]) -> float:
-    middle = statistics.median(values) if values else 0.0
-    return (max(values) - min(values)) / 2 / middle if middle else 0.0
-
-
-def _unfavourable(record: Record, fleet: str, loads: Sequence[Traffic]) -> str:
-    """Figures in which another router is ahead of hetlb with profiles, beyond 2 %."""
-    found = [text for each in loads for text in _behind(record, fleet, each)]
-    return f" hetlb is behind in {'; '.join(found)}." if found else ""
-
-
-def _behind(record: Record, fleet: str, traffic: Traffic) -> list[str]:
-    behind = []
-    for figure, heading, _, _, more in FIGURES:
-        medians = {name: record.median(fleet, traffic.name, name, figure) for name in record.routers}
-        own = medians.get("hetlb")
-        name = _best(medians, more)
-        best = medians.get(name)
-        if own is None or best is None:
-            continue
-        ratio = own / best
-        if ratio < 0.98 if more else ratio > 1.02:
-            behind.append(
-                f"{heading.partition(' (')[0]} at {traffic.title.partition(':')[0]} "
-                f"({ratio:.2f} x {TITLES.get(name, name)})"
+def behind(document: dict[str, Any]) -> str:
+    """Where hetlb with or without profiles is behind the best other router, the worst first."""
+    found = []
+    for own, fleet, traffic, figure, ratio, other in _ratios(Record(document)):
+        if ratio < 1.0 - CLOSE:
+            where = f"`{fleet.name}`, {traffic.title.partition(':')[0]}"
+            found.append(
+                (ratio, f"- {TITLES[own]}: {FIGURES[figure][0]} at {where}: {1 / ratio:.2f} x {other}")
             )
-    return behind
+    lines = [line for _, line in sorted(found)]
+    return "\n".join(lines) + "\n" if lines else f"Nowhere by more than {CLOSE:.0%}.\n"
+
+
+def means(document: dict[str, Any]) -> str:
+    """Geometric means over the fleets of the best other router's figure over hetlb's, by load."""
+    logs: dict[tuple[str, str, str], list[float]] = {}
+    for own, fleet, traffic, figure, ratio, _ in _ratios(Record(document)):
+        if not fleet.real:
+            logs.setdefault((own, traffic.name, figure), []).append(math.log(ratio))
+    rows = [
+        [
+            TITLES[own],
+            TRAFFIC[load].title.partition(":")[0],
+            FIGURES[figure][0],
+            f"{math.exp(statistics.fmean(x)):.2f}",
+        ]
+        for (own, load, figure), x in logs.items()
+    ]
+    return table(["", "load", "figure", "times better than the best other"], rows) + "\n"
+
+
+def _ratios(record: Record) -> Iterator[tuple[str, Fleet, Traffic, str, float, str]]:
+    """Own router, fleet, load, figure, how many times better than the best other, and that one's title."""
+    for fleet in record.fleets:
+        for traffic in record.loads(fleet):
+            for figure in (*FIGURES,) if traffic.load is not None else _AT_ONCE:
+                best = record.best_other(fleet, traffic, figure)
+                for own in OWN:
+                    median = record.median(fleet, traffic, own, figure)
+                    if best and median and best[1]:
+                        ratio = median / best[1] if FIGURES[figure][3] else best[1] / median
+                        yield own, fleet, traffic, figure, ratio, TITLES.get(best[0], best[0])
 
 
 def summary(document: dict[str, Any]) -> str:
-    """The table of the README: the pair."""
-    record, fleet = Record(document), "pair"
-
-    def cell(traffic: str, router: str, figure: str, factor: float, digits: int) -> str:
-        median = record.median(fleet, traffic, router, figure)
-        return number_text(None if median is None else median * factor, digits)
-
-    columns = (
-        ("once", "total_token_throughput", 1.0, 0),
-        ("80", "mean_ttft_ms", 1e-3, 2),
-        ("80", "p99_e2el_ms", 1e-3, 2),
-        ("shared", "p99_e2el_ms", 1e-3, 2),
-    )
-    headings = [
-        "", "at once, tokens/s", "80 % load, mean TTFT (s)", "p99 E2E (s)", "shared prompts, p99 E2E (s)",
-    ]  # fmt: skip
-    rows = [
-        [TITLES[name], *(cell(t, name, f, x, d) for t, f, x, d in columns)]
-        for name in SHOWN
-        if name in record.routers
-    ]
+    """The tables of the README: three kinds of engines, and two real servers beside the fast one alone."""
+    record = Record(document)
+    columns = [(FLEETS["kinds"], "once", "time_to_99_percent_s"), (FLEETS["kinds"], "80", "mean_ttft_ms"),
+               (FLEETS["kinds"], "80", "mean_e2el_ms"), (VLLM, "once", "time_to_99_percent_s")]  # fmt: skip
+    headings = ["", "all at once: time to 99 % (s)", "80 % load: mean TTFT (ms)", "mean E2E (s)",
+                "two real servers on CPU, at once: time to 99 % (s)"]  # fmt: skip
+    rows = []
+    for name in record.routers:
+        medians = [
+            (record.median(fleet, TRAFFIC[load], name, figure), figure) for fleet, load, figure in columns
+        ]
+        cells = [number_text(None if m is None else m * FIGURES[f][1], FIGURES[f][2]) for m, f in medians]
+        rows.append([TITLES.get(name, name), *cells])
     caption = (
-        "The same requests through each router in front of two emulated engines, one three times as fast as "
-        "the other ([method, other fleets, and what speaks against hetlb](docs/head-to-head.md)):"
+        "The same requests, of ShareGPT's lengths, through each router in front of three emulated engines "
+        "with the step times of an H100, an A100 and an L40S ([method, fleets, where hetlb is behind]"
+        "(docs/head-to-head.md)):"
     )
     return f"{caption}\n\n{table(headings, rows)}\n"
 
 
 def setup(document: dict[str, Any]) -> str:
-    """Command, machine, versions; how each router logs and chooses is in the record."""
-    about = document["about"]
+    """Command, machine, versions, and how full the machine was."""
+    about, runs = document["about"], document["runs"]
     versions = ", ".join(
-        f"{name} {facts['version']}"
-        for name, facts in about["proxies"].items()
-        if name in SHOWN and name != "hetlb-no-profiles"
+        f"{name} {facts['version']}" for name, facts in about["proxies"].items() if name not in OWN
     )
-    busy = [sum(run["cores"].values()) for run in document["runs"]]
-    lag = statistics.median(run["client_lag_ms"] for run in document["runs"])
+    busy = sorted(run["cores"]["router"] for run in runs if run["router"] != "litellm")
+    lag = statistics.median(run["client_lag_ms"] for run in runs)
     return (
-        f"```\npython bench/head_to_head/run.py --page\n```\n\n{about['date']}, {about['machine']}; hetlb at "
-        f"{about['commit']}. {about['lanes']} fleets ran side by side; engines, router and client of one "
-        f"used {statistics.median(busy):.2f} cores in the median, {max(busy):.2f} at most; the client's loop "
-        f"was {lag:.0f} ms late at p99 (median run). {versions}.\n"
+        f"```\nmake bench-head-to-head\n```\n\n{about['date']}, {about['machine']}; hetlb at "
+        f"{about['commit']}. {about['jobs']} jobs ran side by side. Of a core routers used "
+        f"{statistics.median(busy):.2f} in the median, {busy[-1]:.2f} at most (LiteLLM aside); the client's "
+        f"loop was {lag:.0f} ms late at p99 (median run). {versions}.\n"
     )
 
 
 def write_pages(document: dict[str, Any]) -> None:
     """Renew docs/head-to-head.md and the section of the README."""
-    replace_sections(PAGE, {"setup": setup(document), "tables": compared(document)})
+    sections = {"setup": setup, "behind": behind, "means": means, "tables": show}
+    replace_sections(PAGE, {name: make(document) for name, make in sections.items()})
     replace_sections(README, {"head-to-head": summary(document)})

@@ -9,17 +9,12 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
 
-from fleets import HERE
-from peers import MODEL
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-
-from generated_traffic import Lengths, shared_prompts
+from fleets import Fleet
+from peers import MODEL, ROOT
 
 from hetlb.loadtest.bodies import COMPLETIONS, MadePrompts, Prompt
 from hetlb.loadtest.runs import LoadSpec
@@ -27,65 +22,71 @@ from hetlb.workload.arrivals import PlannedRequest, Waves
 from hetlb.workload.schedules import Load
 from hetlb.workload.traces import Row, read_trace
 
-#: One `max_tokens` for all, far above every answer.
-MAX_TOKENS = 256
+#: Traces by name: the file in bench/data.
+LENGTHS = {
+    "sharegpt": "sharegpt-first-turn.csv",
+    "azure": "azure-conv-sample.csv",
+    "mooncake": "mooncake-conversation-sample.csv",
+}
+#: Prompts of 128 tokens and answers of 64 on average, what small models on CPU can take.
+_SHORT = (128, 64)
+#: One `max_tokens` for all, above every answer: of small models, of the others.
+_SHORT_LIMIT, _LIMIT = 256, 2048
 #: The id of the end of the text in the tokenizer of the tiny models of tests/vllm.
 _END_OF_TEXT = 1
-_TRACE = HERE.parents[1] / "hetlb" / "demo" / "trace.csv"
 
 
-def chat_lengths(count: int, rng: random.Random) -> list[Row]:
-    """ShareGPT's mix of lengths, scaled down: that of `hetlb demo`."""
-    rows = read_trace(_TRACE)
-    return [rows[i % len(rows)] for i in range(count)]
+@cache
+def rows_of(lengths: str) -> list[Row]:
+    """All rows of a trace, or of the short lengths."""
+    if lengths in LENGTHS:
+        return read_trace(ROOT / "bench" / "data" / LENGTHS[lengths])
+    rng = random.Random(0)
+    return [Row(None, *(max(4, round(rng.gauss(mean, mean / 4))) for mean in _SHORT)) for _ in range(1000)]
 
 
-def agents(count: int, rng: random.Random) -> list[Row]:
-    """Short questions after one of 24 system prompts of 240 tokens: more than a small cache holds."""
-    return shared_prompts(
-        count, rng, prompts=24, prefix_tokens=240,
-        question=Lengths(32, 0.5, 8, 96), answer=Lengths(16, 0.5, 2, 43),
-    )  # fmt: skip
+def some_rows(lengths: str, count: int, rng: random.Random) -> list[Row]:
+    """So many rows: of conversations those that follow one another, else any."""
+    rows = rows_of(lengths)
+    if not rows[0].hash_ids:
+        return rng.choices(rows, k=count)
+    first = rng.randrange(max(1, len(rows) - count))
+    return rows[first : first + count]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """One load: `load` is its rate as a share of what the engines reach alone, None is all at once.
+    """One load: `load` is its rate as a share of what the engines reach while full, None is all at once.
 
-    Waves have that rate on average over their `seconds`.
+    Waves have that rate on average. `fresh`: the router has just started and seen nothing.
     """
 
     name: str
     title: str
-    rows: Callable[[int, random.Random], list[Row]]
     load: float | None
-    seconds: float = 10.0
     waves: Waves | None = None
+    fresh: bool = False
 
-    def rate_and_count(self, capacity_rps: float, at_once: int) -> tuple[float, int]:
+    def rate_and_count(self, fleet: Fleet, full_rps: float) -> tuple[float, int]:
         """Requests per second while they come, and how many."""
+        if self.fresh or (fleet.real and self.load is None):
+            return math.inf, 160
         if self.load is None:
-            return math.inf, at_once
-        mean = self.load * capacity_rps
+            return math.inf, round(full_rps * fleet.seconds)
+        mean = self.load * full_rps
         share_on = 1.0 if self.waves is None else self.waves.on_s / (self.waves.on_s + self.waves.off_s)
-        return mean / share_on, round(mean * self.seconds)
+        return mean / share_on, round(mean * fleet.seconds)
 
 
 TRAFFIC = {
     each.name: each
     for each in (
-        Traffic("once", "all at once", chat_lengths, None),
-        Traffic("80", "80 % load", chat_lengths, 0.8),
-        Traffic(
-            "waves",
-            "waves: 1.5 s of traffic, 3 s of none, 60 % on average",
-            chat_lengths,
-            0.6,
-            13.5,
-            Waves(1.5, 3.0),
-        ),
-        Traffic("shared", "shared prompts, 80 % load", agents, 0.8),
-        Traffic("half", "50 % load", chat_lengths, 0.5),
+        Traffic("first", "the first burst: 160 at once", None, fresh=True),
+        Traffic("80", "80 % load", 0.8),
+        Traffic("once", "all at once", None),
+        Traffic("95", "95 % load", 0.95),
+        Traffic("waves", "waves: 4 s of traffic, 8 s of none, 60 % on average", 0.6, Waves(4.0, 8.0)),
+        Traffic("50", "50 % load", 0.5),
     )
 }
 
@@ -96,9 +97,8 @@ class HiddenLengths:
     An emulated engine is told in `vllm_xargs`; a real one by `min_tokens` and a bias towards the end.
     """
 
-    def __init__(self, prompt: Prompt, *, real: bool) -> None:
-        self._prompt = prompt
-        self._real = real
+    def __init__(self, prompt: Prompt, limit: int, *, real: bool) -> None:
+        self._prompt, self._limit, self._real = prompt, limit, real
 
     def path(self, planned: PlannedRequest) -> str:
         """`/v1/completions`."""
@@ -120,7 +120,7 @@ class HiddenLengths:
             "stream": True,
             "stream_options": {"include_usage": True},
             "temperature": 0,
-            "max_tokens": MAX_TOKENS,
+            "max_tokens": self._limit,
         }
         if self._real:
             document |= {"min_tokens": max(0, output - 1), "logit_bias": {str(_END_OF_TEXT): 100}}
@@ -137,4 +137,5 @@ class Spec(LoadSpec):
 
     def bodies(self, load: Load, label: str) -> HiddenLengths:  # type: ignore[override]
         """The requests of one run; `label` is its own."""
-        return HiddenLengths(MadePrompts(load.rows, f"{self.salt}/{label}", text=True), real=self.real)
+        made = MadePrompts(load.rows, f"{self.salt}/{label}", text=True)
+        return HiddenLengths(made, _SHORT_LIMIT if self.real else _LIMIT, real=self.real)

