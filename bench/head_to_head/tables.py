@@ -22,10 +22,8 @@ FIGURES = {
     "slo_attainment": ("within the SLO (%)", 100.0, 0, True),
     "time_to_99_percent_s": ("time to 99 % (s)", 1.0, 1, False),
 }
-_STEADY, _AT_ONCE = (
-    ("mean_ttft_ms", "mean_e2el_ms", "p99_e2el_ms", "slo_attainment"),
-    ("time_to_99_percent_s",),
-)
+_STEADY = ("mean_ttft_ms", "mean_e2el_ms", "p99_e2el_ms", "slo_attainment")
+_AT_ONCE = ("time_to_99_percent_s", "mean_ttft_ms", "mean_e2el_ms")
 TITLES = {
     "hetlb": "**hetlb**, true profiles",
     "hetlb-wrong": "**hetlb**, profiles 30 % wrong",
@@ -47,6 +45,8 @@ TITLES = {
 }
 #: hetlb's own, as users run it.
 OWN = ("hetlb", "hetlb-wrong", "hetlb-none")
+#: Have no version but this checkout's.
+_UNVERSIONED = (*OWN, "hetlb-lmetric", "lodestar")
 #: A figure this much worse than another router's is a loss.
 CLOSE = 0.03
 
@@ -209,7 +209,7 @@ def setup(document: dict[str, Any]) -> str:
     """Command, machine, versions, and how full the machine was."""
     about, runs = document["about"], document["runs"]
     versions = ", ".join(
-        f"{name} {facts['version']}" for name, facts in about["proxies"].items() if name not in OWN
+        f"{name} {facts['version']}" for name, facts in about["proxies"].items() if name not in _UNVERSIONED
     )
     busy = sorted(run["cores"]["router"] for run in runs if run["router"] != "litellm")
     lag = statistics.median(run["client_lag_ms"] for run in runs)
