@@ -25,6 +25,8 @@ SERVICE_RESTART: Final = 1012
 TRY_AGAIN_LATER: Final = 1013
 BAD_GATEWAY: Final = 1014
 NO_CODE: Final = 1005
+#: Bytes of the longest head of a frame.
+_MOST_HEAD: Final = 14
 #: The only version there is.
 VERSION: Final = b"13"
 _GUID: Final = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
@@ -142,30 +144,25 @@ class FrameReader:
 
     def _read_head(self, data: bytes, at: int) -> int:
         """Take what `data` has of a frame's head from `at` on; the position behind it."""
-        wanted = 2 if len(self._head) < 2 else self._head_bytes(self._head)
-        while len(self._head) < wanted:
-            piece = data[at : at + wanted - len(self._head)]
-            if not piece:
-                return at
-            self._head += piece
-            at += len(piece)
-            if len(self._head) == wanted == 2:
-                wanted = self._head_bytes(self._head)
-        head, self._head = self._head, b""
-        size, rest = head[1] & 0x7F, 2
+        had = len(self._head)
+        head = self._head + data[at : at + _MOST_HEAD - had]
+        wanted, size = 2, 0
+        if len(head) >= 2:
+            size = head[1] & 0x7F
+            wanted = (2 if size < 126 else 4 if size == 126 else 10) + (4 if head[1] & 0x80 else 0)
+        if len(head) < wanted:
+            self._head = head
+            return at + len(head) - had
+        self._head = b""
+        rest = wanted - 4 if head[1] & 0x80 else wanted
         if size >= 126:
-            rest = 4 if size == 126 else 10
             size = int.from_bytes(head[2:rest])
         self._check(head, size)
         self._opcode = head[0]
-        self._mask = head[rest:]
+        self._mask = head[rest:wanted]
         self._unmasked = 0
         self._left = size
-        return at
-
-    def _head_bytes(self, head: bytes) -> int:
-        """Length of the head that begins with these two bytes."""
-        return 2 + {126: 2, 127: 8}.get(head[1] & 0x7F, 0) + (4 if head[1] & 0x80 else 0)
+        return at + wanted - had
 
     def _check(self, head: bytes, size: int) -> None:
         opcode = head[0] & 0x0F

@@ -18,6 +18,9 @@ from hetlb.core.journal import Change
 from hetlb.core.objective import UNSTATED, ServiceClass
 from hetlb.core.types import Outcome, Request
 
+#: Changes in one message, and their bytes, at most; decoded they take some thirty times as much.
+PART_CHANGES: Final = 256
+PART_BYTES: Final = 512 << 10
 #: Largest count of anything: what a float holds exactly, and below what an integer of the ledger may be.
 _MOST: Final = 1 << 53
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
@@ -189,6 +192,20 @@ def _wire(change: Change) -> WireChange:
     if isinstance(change, journal.Ended):
         return WireEnded(change.number, change.outcome, change.output_tokens, change.cached_tokens)
     return WireWaiting(change.sizes)
+
+
+def parts(changes: Iterable[Change]) -> list[list[msgspec.Raw]]:
+    """Encode changes in parts of `PART_CHANGES` and `PART_BYTES` at most: one at least."""
+    found: list[list[msgspec.Raw]] = [[]]
+    size = 0
+    for each in changes:
+        encoded = msgspec.msgpack.encode(_wire(each))
+        size += len(encoded)
+        if found[-1] and (size > PART_BYTES or len(found[-1]) == PART_CHANGES):
+            found.append([])
+            size = len(encoded)
+        found[-1].append(msgspec.Raw(encoded))
+    return found
 
 
 def from_wire(changes: Sequence[WireChange]) -> list[Change]:

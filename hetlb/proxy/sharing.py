@@ -28,9 +28,10 @@ from hetlb.core.shared_view import SharedView
 from hetlb.core.types import Command
 from hetlb.errors import ConfigError
 from hetlb.proxy.leader import KeyLeader
-from hetlb.proxy.lease_wire import WireChange, from_wire, to_wire
+from hetlb.proxy.lease_wire import PART_BYTES, PART_CHANGES, WireChange, from_wire, parts
 from hetlb.proxy.telemetry.events import Event, Rarely, tell
 from hetlb.proxy.telemetry.prometheus import SharedFigures
+from hetlb.turns import Share
 
 logger = logging.getLogger("hetlb.shared")
 
@@ -48,8 +49,11 @@ _RETRY_S: Final = 0.25
 _LAST_WORDS_S: Final = 1.0
 #: Own messages come back: after so many times `silent_s` without any the connection is dead.
 _DEAF: Final = 2.0
-#: A longer message is none: all leases of a process are a few megabytes.
-_MOST_BYTES: Final = 64 << 20
+#: A longer message is none.
+MOST_BYTES: Final = 2 * PART_BYTES
+#: Peers at once, and their leases in all: a message beyond is none.
+_MOST_PEERS: Final = 256
+_MOST_LEASES: Final = 1 << 18
 #: An own message that was longer on its way says no more of the way.
 _MOST_AGE_S: Final = 60.0
 #: Weight of one more echo in the mean age of news.
@@ -65,7 +69,7 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
     sequence: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
     sent_at: float
     epoch: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-    changes: list[WireChange]
+    changes: Annotated[list[WireChange], msgspec.Meta(max_length=PART_CHANGES)]
 
 
 _decode = msgspec.msgpack.Decoder(_Message).decode
@@ -128,6 +132,9 @@ class Sharing:
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue(_MOST_WAITING)
         self._missed = True
         self._telling = False
+        #: The answer to those that asked for all that holds, and when the last one was sent.
+        self._answer: asyncio.TimerHandle | None = None
+        self._answered_at = -_RETRY_S
         #: True while the server is reached.
         self.connected = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -157,6 +164,8 @@ class Sharing:
 
     async def close(self) -> None:
         """Stop: peers hear the last changes and forget this process; a leader lets another lead at once."""
+        if self._answer is not None:
+            self._answer.cancel()
         tasks, self._tasks = self._tasks, []
         await _cancel(tasks)
         publisher, self._publisher = self._publisher, None
@@ -185,13 +194,17 @@ class Sharing:
             self._send(_CHANGES, changes)
 
     def _send(self, kind: int, changes: list[Change]) -> None:
-        self._sequence += 1
-        head = [_VERSION, self.name, kind, self._sequence, self._loop.time(), self._epoch]
-        message = msgspec.msgpack.encode([*head, to_wire(changes)])
-        try:
-            self._outbox.put_nowait(message)
-        except asyncio.QueueFull:
-            self._missed = True
+        """Send changes; where they are many, all that holds begins with its kind and the last ones end so."""
+        some = parts(changes)
+        at = 0 if kind == _STATE else len(some) - 1
+        for number, part in enumerate(some):
+            self._sequence += 1
+            head = [_VERSION, self.name, kind if number == at else _CHANGES, self._sequence]
+            message = msgspec.msgpack.encode([*head, self._loop.time(), self._epoch, part])
+            try:
+                self._outbox.put_nowait(message)
+            except asyncio.QueueFull:
+                self._missed = True
 
     @property
     def _epoch(self) -> int:
@@ -202,6 +215,11 @@ class Sharing:
         if changes := self.view.take():
             self._send(_CHANGES, changes)
         self._send(_STATE, self.view.live(self._loop.time()))
+
+    def _answer_all(self) -> None:
+        """Tell all that holds to whoever asked since the last time."""
+        self._answer, self._answered_at = None, self._loop.time()
+        self._send_state()
 
     async def _publish(self) -> None:
         while True:
@@ -254,8 +272,9 @@ class Sharing:
         self._send(_ASK, [])
 
     async def _hear(self, subscription: Any) -> None:
-        heard_at = self._loop.time()
+        heard_at, share = self._loop.time(), Share()
         while True:
+            await share.spent()
             message = await subscription.get_message(
                 ignore_subscribe_messages=True, timeout=self._table.silent_s
             )
@@ -279,10 +298,14 @@ class Sharing:
         """Take a message; one that is none is counted, and the next one is taken like any other."""
         now = self._loop.time()
         try:
-            if not isinstance(data, bytes) or len(data) > _MOST_BYTES:
-                raise ValueError("expected a message of at most 64 MiB")
+            if not isinstance(data, bytes) or len(data) > MOST_BYTES:
+                raise ValueError(f"expected a message of at most {MOST_BYTES >> 20} MiB")
             message = _decode(data)
             changes = from_wire(message.changes)
+            if message.name not in self._heard_at and len(self._heard_at) >= _MOST_PEERS:
+                raise ValueError(f"expected at most {_MOST_PEERS} peers")
+            if self.view.peer_leases + len(changes) > _MOST_LEASES:
+                raise ValueError(f"expected at most {_MOST_LEASES} leases of peers")
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             self._rejected += 1
             reason = " ".join(str(error).split())[:200]
@@ -298,7 +321,8 @@ class Sharing:
             self.leader.heard(message.epoch)
         self._heard_at[peer] = now
         if kind == _ASK:
-            self._send_state()
+            if self._answer is None:
+                self._answer = self._loop.call_at(self._answered_at + _RETRY_S, self._answer_all)
             return
         expected = self._next.get(peer)
         self._next[peer] = sequence + 1

@@ -34,6 +34,7 @@ from hetlb.errors import HetlbError
 from hetlb.proxy.lease_wire import WireChange, from_wire, to_wire
 from hetlb.proxy.systemd import Listeners
 from hetlb.proxy.telemetry.events import Event, Rarely
+from hetlb.turns import Share
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -170,7 +171,9 @@ class Offer:
             while not _bound(waiting, address):  # noqa: ASYNC110
                 await asyncio.sleep(_NAME_S)
             waiting.listen(1)
+            share = Share()
             while True:
+                await share.spent()  # of a process that connects without end too
                 end, _ = await loop.sock_accept(waiting)
                 channel = _Channel(end)
                 try:

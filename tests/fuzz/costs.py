@@ -9,18 +9,23 @@ times at most, and the least one counts: what is superlinear is so every time.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import random
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 
+from helpers import make_scheduler, spec
 from pick.door import HEADERS, Door, messages_of, written
 from proxy.memory import End, Proxy
 from yaml import YAMLError
 
+from hetlb import turns
+from hetlb.config.fleet_tables import SharedTable
 from hetlb.config.mistakes import mistakes_in
 from hetlb.config.yaml_file import _Builder
 from hetlb.core import engine_metrics
@@ -33,19 +38,23 @@ from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import GateError
 from hetlb.proxy.kv_events import read_batch
 from hetlb.proxy.model_names import ModelNames
+from hetlb.proxy.sharing import Sharing
 from hetlb.stage import stage_messages
 from hetlb.websocket import accept_of
 
 #: Reads of a socket are as large as this at most.
 READ = 256 << 10
-#: Twice the bytes cost at most so many times as much.
-MOST_GROWTH = 2.2
+#: Eight times the bytes cost at most so many times as much.
+MOST_GROWTH = 16.0
 #: A byte costs at most as much as so many turns of an empty loop in Python.
 MOST_PASSES = 8.0
 #: What one message costs however short it is, in bytes of such a loop.
 LEAST_BYTES = 64 << 10
 #: A ratio is taken so often before it counts as too large.
 TRIES = 20
+
+#: A turn is over by the time that this thread had: one that others interrupt would be cut into more turns.
+turns._now = time.thread_time  # type: ignore[misc]
 
 Reader = Callable[[bytes], None]
 
@@ -61,6 +70,20 @@ class Kept:
         self._proxy: Proxy | None = None
         self._door: Door | None = None
         self._engine: End | None = None
+        self._sharing: Sharing | None = None
+
+    @property
+    def sharing(self) -> Sharing:
+        """What a process knows of its peers, over a server that is not there."""
+        if self._sharing is None:
+
+            async def make() -> Sharing:
+                scheduler = make_scheduler([spec("a"), spec("b")])
+                return Sharing(SharedTable(), "redis://127.0.0.1:1", scheduler, lambda _: None, "cd34")
+
+            self._loop = asyncio.new_event_loop()
+            self._sharing = self._loop.run_until_complete(make())
+        return self._sharing
 
     @property
     def proxy(self) -> Proxy:
@@ -193,6 +216,19 @@ def stage(data: bytes) -> None:
         at = end
 
 
+def peers(data: bytes) -> None:
+    """Messages of a peer of the shared view, each after its length in four bytes."""
+    sharing, at = KEPT.sharing, 0
+    while at + 4 <= len(data):
+        end = at + 4 + int.from_bytes(data[at : at + 4], "big")
+        sharing._receive(data[at + 4 : end])
+        at = end
+    for peer in sharing.view.peers:
+        sharing._forget(peer, 0.0)
+    while not sharing._outbox.empty():
+        sharing._outbox.get_nowait()
+
+
 def kv_events(data: bytes) -> None:
     """A message of KV events, all parts of it."""
     with contextlib.suppress(ValueError):
@@ -249,10 +285,29 @@ def least(ratio: Callable[[int], float], limit: float) -> float:
     return found
 
 
-def growth(reader: Reader, make: Callable[[int], bytes], size: int) -> float:
-    """Ratio of the cost of twice as many bytes to that of the bytes."""
-    small, large = make(size), make(2 * size)
-    return least(lambda _: cost_s(reader, large) / cost_s(reader, small), MOST_GROWTH)
+def calls(reader: Reader, data: bytes) -> int:
+    """Calls and returns of one reading, of functions in Python and in C."""
+    count = 0
+
+    def event(frame: object, kind: str, argument: object) -> None:
+        nonlocal count
+        count += 1
+
+    collects = gc.isenabled()
+    gc.disable()
+    sys.setprofile(event)
+    try:
+        reader(data)
+    finally:
+        sys.setprofile(None)
+        if collects:
+            gc.enable()
+    return count
+
+
+def growth(reader: Reader, small: bytes, large: bytes) -> float:
+    """Ratio of the cost of the larger input to that of the smaller."""
+    return least(lambda number: cost_s(reader, large, 1) / cost_s(reader, small, 3), MOST_GROWTH)
 
 
 def passes(reader: Reader, data: bytes, limit: float) -> float:
@@ -290,6 +345,7 @@ PREFIXES: tuple[tuple[Reader, bytes], ...] = (
     (json(Kind.CHAT), b'{"messages":"'),
     (json(Kind.RESPONSES), b""),
     (metrics, b""),
+    (peers, b""),
     (kv_events, b""),
     (kv_events, b"\x92\xc0\xdd\x00\x00\x70\x00"),
     (yaml, b""),

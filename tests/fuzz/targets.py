@@ -10,7 +10,6 @@ parser reads the same, that a figure is within its range, that an error is one l
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import dataclasses
@@ -28,6 +27,7 @@ import h11
 import python_multipart
 import python_multipart.exceptions
 from fuzz import costs
+from fuzz.http2_peer import Peers
 from helpers import make_scheduler, spec
 from pick.door import Door, messages_of
 from stage.toy import make_folder, make_worker
@@ -36,7 +36,6 @@ from hetlb import websocket
 from hetlb.config.api_keys import load_api_keys
 from hetlb.config.cluster import load_cluster
 from hetlb.config.fleet import load_fleet
-from hetlb.config.fleet_tables import SharedTable
 from hetlb.config.profile_file import load_profile
 from hetlb.core import engine_metrics
 from hetlb.core.block_index import BlocksCleared, BlocksStored
@@ -47,7 +46,6 @@ from hetlb.proxy.http import openai_body as bodies
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.kv_events import PART_BLOCKS, read_batch
 from hetlb.proxy.lease_wire import from_wire
-from hetlb.proxy.sharing import Sharing
 from hetlb.proxy.takeover import read_packet
 from hetlb.stage import stage_messages
 from hetlb.stage.runner import run_apart
@@ -385,6 +383,14 @@ def _compare_form(boundary: bytes, form: bytes) -> None:
 
 
 _door: list[Door] = []
+_peers: list[Peers] = []
+
+
+def http2(data: bytes) -> None:
+    """Frames of HTTP/2 to the port of gateways."""
+    if not _peers:
+        _peers.append(Peers())
+    _peers[0].check(data)
 
 
 def gateway(data: bytes) -> None:
@@ -460,24 +466,12 @@ def stage_frames(data: bytes) -> None:
     assert pool.used == batcher.waiting_bytes == batcher.waiting == 0
 
 
-_shared: Any = None
-
-
 def shared_view(data: bytes) -> None:
     """Messages of peers: taken or counted, no more leases than were sent, nothing left when they are gone."""
-    global _shared
-    if _shared is None:
-        loop = asyncio.new_event_loop()
-        asyncio.set_event_loop(loop)
-
-        async def make() -> Sharing:
-            scheduler = make_scheduler([spec("a"), spec("b")])
-            return Sharing(SharedTable(), "redis://127.0.0.1:1", scheduler, lambda _: None, "cd34")
-
-        _shared = loop.run_until_complete(make())
-    view, before = _shared.view, _shared.figures
-    _shared._receive(data)
-    after = _shared.figures
+    shared = costs.KEPT.sharing
+    view, before = shared.view, shared.figures
+    shared._receive(data)
+    after = shared.figures
     assert after.received + after.rejected - before.received - before.rejected in (0, 1)
     assert view.peer_leases <= len(data)
     view._scheduler.check_integrity()
@@ -509,6 +503,7 @@ def cost(data: bytes) -> None:
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "engine": engine,
     "gateway": gateway,
+    "http2": http2,
     "differential": differential,
     "websocket": frames,
     "shared": shared_view,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -14,8 +15,9 @@ from helpers import make_scheduler, request, spec
 from hetlb.config.fleet_tables import SharedTable
 from hetlb.core.journal import Booked, Change, Ended
 from hetlb.core.types import Outcome
-from hetlb.proxy.lease_wire import WireChange, from_wire, to_wire
-from hetlb.proxy.sharing import Sharing
+from hetlb.proxy import sharing
+from hetlb.proxy.lease_wire import PART_BYTES, PART_CHANGES, WireChange, from_wire, to_wire
+from hetlb.proxy.sharing import MOST_BYTES, Sharing
 
 NAME = "ab12"
 
@@ -64,32 +66,53 @@ ODD: dict[str, Any] = {
     "an outcome of nothing": message([[2, 1, "unheard of", 0, None]]),
     "sizes of text": message([[3, {"m": "x"}]]),
     "a name without end": message([[3, {"m" * 5000: 1}]]),
+    "too many changes": message([[1, 1]] * (PART_CHANGES + 1)),
+    "too many bytes": message([lease(facts={"prefix_keys": [["x" * 1000, None]] * 4000})]),
 }
 
 
 @pytest.mark.parametrize("name", ODD)
 async def test_a_process_hears_on_after_an_odd_message(name: str) -> None:
-    sharing = shared()
+    view = shared()
     try:
-        sharing._receive(ODD[name])
-        assert (sharing.figures.rejected, sharing.view.peer_leases) == (1, 0)
-        sharing._receive(message([lease()]))
-        assert (sharing.figures.received, sharing.view.peer_leases) == (1, 1)
-        sharing._receive(message([[2, 1, "ok", 3, None]], kind=0, sequence=2))
-        assert sharing.view.peer_leases == 0
+        view._receive(ODD[name])
+        assert (view.figures.rejected, view.view.peer_leases) == (1, 0)
+        view._receive(message([lease()]))
+        assert (view.figures.received, view.view.peer_leases) == (1, 1)
+        view._receive(message([[2, 1, "ok", 3, None]], kind=0, sequence=2))
+        assert view.view.peer_leases == 0
     finally:
-        await sharing.close()
+        await view.close()
 
 
 async def test_odd_messages_without_end_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
-    sharing = shared()
+    view = shared()
     for _ in range(500):
         for odd in ODD.values():
-            sharing._receive(odd)
+            view._receive(odd)
         await asyncio.sleep(0)
-    assert sharing.figures.rejected == 500 * len(ODD)
+    assert view.figures.rejected == 500 * len(ODD)
     assert len(caplog.records) <= 2
-    await sharing.close()
+    await view.close()
+
+
+async def test_questions_without_end_are_answered_once_in_a_while() -> None:
+    """All that holds is told again at most four times a second, however many ask."""
+    one = shared()
+    for number in range(1000):
+        one._receive(message([], kind=2, sequence=number))
+    await asyncio.sleep(0)
+    assert one._outbox.qsize() == 1
+    await one.close()
+
+
+async def test_peers_are_bounded() -> None:
+    one = shared()
+    for number in range(sharing._MOST_PEERS + 10):
+        one._receive(message([lease()], name=f"{number:x}"))
+    assert (one.figures.peers, one.figures.rejected) == (sharing._MOST_PEERS, 10)
+    assert one.view.peer_leases == sharing._MOST_PEERS
+    await one.close()
 
 
 def test_the_limits_hold_what_a_scheduler_may_say() -> None:
@@ -101,6 +124,39 @@ def test_the_limits_hold_what_a_scheduler_may_say() -> None:
     ]
     wire = msgspec.msgpack.encode(to_wire(changes))
     assert from_wire(msgspec.msgpack.decode(wire, type=list[WireChange])) == changes
+
+
+@pytest.mark.parametrize("kind", ["state", "changes"])
+async def test_many_leases_come_in_parts_that_mean_the_same(kind: str) -> None:
+    one, other = shared(), shared()
+    one.name = "ef56"
+    leases = [Booked(n, "a", request(n, prompt=1), 1, 1.0, 0.0) for n in range(3 * PART_CHANGES)]
+    one.view.live = lambda now: leases  # type: ignore[method-assign, assignment]
+    one._send_state() if kind == "state" else one._send(0, leases)
+    sent = [one._outbox.get_nowait() for _ in range(one._outbox.qsize())]
+    assert len(sent) == 3
+    for each in [message([], name="ef56", sequence=0), *sent]:
+        assert len(each) <= PART_BYTES
+        other._receive(each)
+    assert (other.figures.rejected, other.view.peer_leases) == (0, len(leases))
+    for each in (one, other):
+        await each.close()
+
+
+@pytest.mark.parametrize("change", [[1, 1], [2, 1, "ok", 0, None], [3, {str(n): 1 for n in range(4000)}]])
+@pytest.mark.parametrize("keys", [0, 4096])
+def test_a_message_takes_a_bounded_amount_of_memory(change: list[Any], keys: int) -> None:
+    """Whatever comes in `MOST_BYTES`: what is kept of it, and what was while it was read."""
+    if keys:
+        change = lease(facts={"prefix_keys": [["", None]] * keys})
+    size = len(msgspec.msgpack.encode(change))
+    data = message([change] * min(PART_CHANGES, MOST_BYTES // size))
+    tracemalloc.start()
+    try:
+        from_wire(sharing._decode(data).changes)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_fuzz_target_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
