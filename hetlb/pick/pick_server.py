@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 import msgspec
 from google.protobuf.message import DecodeError
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from hetlb.addresses import is_loopback
 from hetlb.config.fleet import Fleet
@@ -61,6 +62,23 @@ _OPTIONS: Final = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
 )
+
+
+class _KnownMethods(cygrpc.AioServer):  # type: ignore[misc]
+    """A server that takes calls of its registered methods; any other call is cancelled.
+
+    grpcio's own looks at the name of the other method, and ends where that is not UTF-8 (1.84, 1.85).
+    """
+
+    def _make_request_call_future(self, method: bytes | None) -> asyncio.Future[Any]:
+        if method is None:
+            return asyncio.get_running_loop().create_task(self._cancel_others())
+        future: asyncio.Future[Any] = super()._make_request_call_future(method)
+        return future
+
+    async def _cancel_others(self) -> None:
+        while True:
+            await self._request_call()  # what nobody keeps is cancelled
 
 
 class PickServer:
@@ -115,18 +133,21 @@ class PickServer:
         """Accept gateways; returns the address in use. Raises `OSError` if it cannot be bound."""
         assert not sockets, "expected an address: grpcio takes no listening sockets"
         largest = self.state.table.buffer_bytes + MAX_BESIDE_BODY
-        server = self._grpc = grpc.aio.server(
-            handlers=(
-                grpc.method_handlers_generic_handler(
-                    messages.PROCESS_SERVICE,
-                    {"Process": grpc.stream_stream_rpc_method_handler(self._process)},
-                ),
-                grpc.method_handlers_generic_handler(
-                    messages.HEALTH_SERVICE, {"Check": grpc.unary_unary_rpc_method_handler(self._check)}
-                ),
-            ),
-            options=(*_OPTIONS, ("grpc.max_receive_message_length", largest)),
-            maximum_concurrent_rpcs=MAX_CALLS,
+        server: Any = grpc.aio.server()
+        self._grpc = server
+        server._server = _KnownMethods(
+            self._driver.loop,
+            None,
+            (),
+            (),
+            (*_OPTIONS, ("grpc.max_receive_message_length", largest)),
+            MAX_CALLS,
+        )
+        server.add_registered_method_handlers(
+            messages.PROCESS_SERVICE, {"Process": grpc.stream_stream_rpc_method_handler(self._process)}
+        )
+        server.add_registered_method_handlers(
+            messages.HEALTH_SERVICE, {"Check": grpc.unary_unary_rpc_method_handler(self._check)}
         )
         _check_free(host, port)
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

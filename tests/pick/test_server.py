@@ -126,12 +126,25 @@ async def test_what_is_no_message_and_no_method_has_a_status(tmp_path: Path) -> 
         unknown = channel.unary_unary("/test.Echo/Echo")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await unknown(b"")
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert caught.value.code() is grpc.StatusCode.CANCELLED
         compressed = channel.stream_stream(PROCESS)(compression=grpc.Compression.Gzip)
         with contextlib.suppress(grpc.aio.AioRpcError):  # it has ended while it was written
             await compressed.write(b"x" * 1000)
         assert await compressed.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL)
         assert not made.outcomes
+
+
+async def test_a_method_that_is_no_text_does_not_end_the_listener(tmp_path: Path) -> None:
+    async with picker(tmp_path) as made, insecure(made) as channel:
+        gateway = Gateway(channel)
+        open_before = await gateway.open()
+        for path in (b"/\xff/\xfe", PROCESS.encode()[:-1] + b"\x99"):
+            head = block(path)
+            reader, _ = await connect(made, HELLO, frame(HEADERS, END_HEADERS, 1, head))
+            while (found := await next_frame(reader))[0] != RST_STREAM:
+                assert found[0] != GOAWAY
+        assert (await gateway.body(open_before, made.body())).HasField("request_body")
+        await gateway.open()
 
 
 #: Numbers of streams.
