@@ -78,7 +78,7 @@ class _KnownMethods(cygrpc.AioServer):  # type: ignore[misc]
 
     async def _cancel_others(self) -> None:
         while True:
-            await self._request_call()  # what nobody keeps is cancelled
+            await self._request_call()  # a call that is not kept is cancelled
 
 
 class PickServer:

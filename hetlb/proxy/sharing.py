@@ -217,7 +217,7 @@ class Sharing:
         self._send(_STATE, self.view.live(self._loop.time()))
 
     def _answer_all(self) -> None:
-        """Tell all that holds to whoever asked since the last time."""
+        """Tell all that holds to those that asked since the last time."""
         self._answer, self._answered_at = None, self._loop.time()
         self._send_state()
 
