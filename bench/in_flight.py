@@ -19,10 +19,10 @@ from typing import Any
 import aiohttp
 import uvloop
 
+from hetlb.loadtest.bodies import CompletionBodies
 from hetlb.loadtest.fleet_admin import FleetAdmin
 from hetlb.loadtest.generator import allow_open_files, run_load
 from hetlb.loadtest.processes import Helpers, helper_processes
-from hetlb.loadtest.prompts import CompletionBodies
 from hetlb.workload.arrivals import make_plan
 from hetlb.workload.traces import read_trace
 

@@ -42,8 +42,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm")) 
 import pair as real
 from engines import REPO_ROOT, SERVED_MODEL_NAME, VENV_PYTHON, Server, command_line
 
+from hetlb.loadtest.bodies import CompletionBodies
 from hetlb.loadtest.generator import LoadResult, run_load
-from hetlb.loadtest.prompts import CompletionBodies
 from hetlb.workload.arrivals import PlannedRequest, make_plan
 from hetlb.workload.traces import Row
 
@@ -152,7 +152,7 @@ class HiddenLengths(CompletionBodies):
         }
         if self.stream:
             document["stream_options"] = {"include_usage": True}
-        return b'%b,"prompt":[%b]}' % (json.dumps(document).encode()[:-1], self.prompt(planned))
+        return b'%b,"prompt":%b}' % (json.dumps(document).encode()[:-1], self.prompt(planned))
 
 
 async def run_mixed(url: str, plan: Sequence[PlannedRequest], seed: str, cap: int | None) -> LoadResult:

@@ -73,3 +73,10 @@ def connect_reason(error: OSError) -> str:
     if error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return error.strerror or str(error)  # a name without an address has a negative number
+
+
+def reason_of(error: BaseException) -> str:
+    """Reason for which a request got no answer, in a few words; of aiohttp's errors that of the socket."""
+    if isinstance(os_error := getattr(error, "os_error", None), OSError):
+        return connect_reason(os_error)
+    return "timeout" if isinstance(error, TimeoutError) else str(error) or type(error).__name__

@@ -15,9 +15,9 @@ from importlib import resources
 import aiohttp
 from common import MODEL, Promise, report
 
+from hetlb.loadtest.bodies import CompletionBodies
 from hetlb.loadtest.generator import run_load
 from hetlb.loadtest.processes import helper_processes
-from hetlb.loadtest.prompts import CompletionBodies
 from hetlb.workload.arrivals import make_plan
 from hetlb.workload.traces import read_trace
 

@@ -28,7 +28,7 @@ from hetlb.core.latency import IterationRule
 from hetlb.core.predictor import make_predictor
 from hetlb.core.types import Outcome
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.reference import References
+from hetlb.sim.reference import alone_tok_s, fixed_split
 from hetlb.workload.arrivals import PlannedRequest
 
 OTHERS = ("rr", "wrr", "least-requests", "least-kv", "p2c", "peak-ewma", "paper")
@@ -171,15 +171,13 @@ def refer(case: Case) -> dict[str, float]:
     specs, engines = _lab.fleet(case.kinds)
     plan = _plan(_lab, case, _per_instance * len(specs))
     setup = _lab.setup(specs, "rr", case.predictor, case.trace, case.seed)
-    references = References(setup, engines, plan, model=MODEL, rule=IterationRule.TOKEN)
+    alone = alone_tok_s(engines, plan, IterationRule.TOKEN)
     oracle = {planned.index: max(1, planned.output_tokens) for planned in plan}
     predictor = make_predictor(
         case.predictor, rng=random.Random(case.seed), lengths=setup.lengths, oracle=oracle
     )
-    return {
-        "bound": references.bound()["total_token_throughput"],
-        "split": references.split(predictor)["total_token_throughput"],
-    }
+    split = fixed_split(engines, plan, IterationRule.TOKEN, alone, predictor, model=MODEL)
+    return {"bound": sum(alone.values()), "split": split}
 
 
 def _sources() -> str:

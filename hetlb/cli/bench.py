@@ -28,6 +28,7 @@ from hetlb.core.objective import ServiceClass
 from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import HetlbError, InputError, TraceError
 from hetlb.extras import require
+from hetlb.files import write_text
 from hetlb.loadtest import options
 from hetlb.loadtest.bodies import CHAT, COMPLETIONS
 from hetlb.loadtest.campaign import Campaign, CampaignResult
@@ -46,7 +47,6 @@ from hetlb.loadtest.results import (
     default_filename,
     json_text,
     platform_document,
-    write_text,
 )
 from hetlb.loadtest.runs import LoadSpec, first_model
 from hetlb.loadtest.screen import Screen
@@ -316,16 +316,16 @@ class _Bench:
         """The files that were asked for."""
         args = self._args
         if args.csv is not None:
-            write_text("--csv", args.csv, csv_text(document["runs"]))
+            write_text(args.csv, csv_text(document["runs"]))
         if args.html is not None:
             from hetlb.loadtest.htmlreport import report
 
-            write_text("--html", args.html, report(document, outcome.measured))
+            write_text(args.html, report(document, outcome.measured))
         if args.save_result:
             name = args.result_filename or default_filename(
                 str(self._model), args.request_rate, self._started
             )
-            write_text("--result-filename", args.result_dir / name, json_text(document) + "\n")
+            write_text(args.result_dir / name, json_text(document) + "\n")
 
     def show(self, document: dict[str, Any]) -> None:
         """The tables."""

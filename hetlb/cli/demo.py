@@ -24,10 +24,10 @@ from rich.console import Console
 from hetlb.cli.demo_split import print_split_demo, run_split_demo
 from hetlb.cli.signals import cancel_on_signals
 from hetlb.errors import HetlbError, InputError
+from hetlb.loadtest.bodies import CompletionBodies
 from hetlb.loadtest.fleet_admin import FleetAdmin
 from hetlb.loadtest.generator import LoadProgress, allow_open_files, run_load
 from hetlb.loadtest.processes import Helpers, helper_processes
-from hetlb.loadtest.prompts import CompletionBodies
 from hetlb.loadtest.report import percent, runs_table
 from hetlb.loadtest.screen import Screen
 from hetlb.workload.arrivals import PlannedRequest, make_plan

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from hetlb.cli.signals import cancel_on_signals
+from hetlb.loadtest.bodies import CompletionBodies
 from hetlb.loadtest.fleet_admin import FleetAdmin
 from hetlb.loadtest.generator import allow_open_files, run_load
 from hetlb.loadtest.processes import Helpers
-from hetlb.loadtest.prompts import CompletionBodies
 from hetlb.workload.arrivals import make_plan
 from hetlb.workload.traces import Row
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import msgspec
 
-from hetlb.loadtest.prompts import TOKEN_IDS
 from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.datasets import BYTES_PER_TOKEN
 from hetlb.workload.traces import Row, spans_of
@@ -26,6 +25,9 @@ EMBEDDINGS = "/v1/embeddings"
 #: Names the service class of a request.
 CLASS_HEADER = "x-hetlb-class"
 
+#: Ids of prompts: four digits each, inside the vocabulary of even the tiny models of `tests/vllm`, and
+#: past the low ids where special tokens live.
+TOKEN_IDS = range(1000, 2000)
 #: The JSON of the prompt, or of the list of prompts.
 Prompt: TypeAlias = Callable[[PlannedRequest], bytes]
 
@@ -45,7 +47,12 @@ class MadePrompts:
     """Prompts of exact length in token ids, or in words of `BYTES_PER_TOKEN` bytes (`text=True`)."""
 
     def __init__(
-        self, rows: Sequence[Row], salt: str, *, text: bool = False, hash_block_tokens: int = 512
+        self,
+        rows: Sequence[Row] | Mapping[int, Row],
+        salt: str,
+        *,
+        text: bool = False,
+        hash_block_tokens: int = 512,
     ) -> None:
         """`rows` by index of the planned request; one of the `hash_ids` stands for `hash_block_tokens`."""
         self._rows = rows
@@ -54,7 +61,8 @@ class MadePrompts:
         self._units = _WORDS if text else _IDS
         self._quotes = (b'"', b'"') if text else (b"[", b"]")
         self._unit_bytes = BYTES_PER_TOKEN if text else len(_IDS[0])
-        longest = max((row.input_tokens for row in rows), default=0)
+        each = rows.values() if isinstance(rows, Mapping) else rows
+        longest = max((row.input_tokens for row in each), default=0)
         pool = random.Random(salt).choices(self._units, k=max(longest, hash_block_tokens) + _POOL_STARTS)
         self._pool = b"".join(pool)
 
@@ -123,9 +131,10 @@ def _no_headers(_: PlannedRequest) -> dict[str, str]:
 
 
 class RequestBodies:
-    """`POST /v1/completions` or `/v1/chat/completions`, streamed; of embeddings `/v1/embeddings`.
+    """`POST /v1/completions` or `/v1/chat/completions`; of embeddings `/v1/embeddings`.
 
-    With `ignore_eos` every answer has the planned length; without it that is the most it may have. A
+    With `ignore_eos` every answer has the planned length; without it that is the most it may have. Given
+    `eos_max_tokens`, an emulated engine alone is told where the model stops, behind this one `max_tokens`. A
     tenant is the `user` of its requests, an adapter their model. `headers` gives each request's own.
     """
 
@@ -136,12 +145,18 @@ class RequestBodies:
         *,
         path: str = COMPLETIONS,
         ignore_eos: bool,
+        stream: bool = True,
+        eos_max_tokens: int | None = None,
     ) -> None:
         self.headers: Callable[[PlannedRequest], dict[str, str]] = _no_headers
+        self.stream = stream
+        self._eos_max_tokens = eos_max_tokens
         self._path = path
-        self._prompt = prompt
+        self.prompt = prompt
         self._model = msgspec.json.encode(model)
-        options: dict[str, object] = {"stream": True, "stream_options": {"include_usage": True}}
+        options: dict[str, object] = {"stream": stream}
+        if stream:
+            options["stream_options"] = {"include_usage": True}
         if ignore_eos:
             options["ignore_eos"] = True
         self._options = msgspec.json.encode(options)[1:-1]
@@ -151,12 +166,12 @@ class RequestBodies:
         return self._path if planned.generates else EMBEDDINGS
 
     def streams(self, planned: PlannedRequest) -> bool:
-        """All but embeddings."""
-        return planned.generates
+        """True if the answer comes as events: never embeddings."""
+        return planned.generates and self.stream
 
     def body(self, planned: PlannedRequest) -> bytes:
         """The JSON of one request."""
-        prompt = self._prompt(planned)
+        prompt = self.prompt(planned)
         model = msgspec.json.encode(planned.adapter) if planned.adapter else self._model
         more = b"" if planned.tenant is None else b',"user":%b' % msgspec.json.encode(planned.tenant)
         if not planned.generates:
@@ -164,8 +179,31 @@ class RequestBodies:
         # Greedy sampling has one answer: vLLM refuses more.
         more += b',"temperature":0' if planned.n == 1 else b',"temperature":1,"n":%d' % planned.n
         output = planned.answer_tokens
+        if self._eos_max_tokens is not None:
+            more += b',"vllm_xargs":{"output_tokens":%d}' % output
+            output = self._eos_max_tokens
         head = b'{"model":%b,%b%b' % (model, self._options, more)
         if self._path == CHAT:
             message = b'"messages":[{"role":"user","content":%b}]' % prompt
             return b'%b,"max_completion_tokens":%d,%b}' % (head, output, message)
         return b'%b,"max_tokens":%d,"prompt":%b}' % (head, output, prompt)
+
+
+class CompletionBodies(RequestBodies):
+    """Completions of a bare plan: prompts that share no beginning. Draw a new `rng` for every run.
+
+    With that of an earlier run against the same engines their prefix caches would be measured.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        plan: Sequence[PlannedRequest],
+        rng: random.Random,
+        *,
+        stream: bool = True,
+        eos_max_tokens: int | None = None,
+    ) -> None:
+        rows = {planned.index: Row(None, planned.prompt_tokens, planned.output_tokens) for planned in plan}
+        prompts, ignore = MadePrompts(rows, f"{rng.random()}"), eos_max_tokens is None
+        super().__init__(model, prompts, ignore_eos=ignore, stream=stream, eos_max_tokens=eos_max_tokens)

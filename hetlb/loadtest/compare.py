@@ -7,16 +7,14 @@ says nothing about the next. Every round starts with another policy, so that non
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from hetlb.loadtest.verdict import verdict_of
+from hetlb.workload.records import CONFIDENCE, student_margin
 
 Policy = TypeVar("Policy", bound="str | None")
-
-CONFIDENCE = 0.95
 #: Figures that are compared: all that the contract names.
 FIGURES = (
     "total_token_throughput",
@@ -78,12 +76,7 @@ def paired(values: Sequence[float], baseline: Sequence[float]) -> dict[str, floa
     """
     differences = [value - base for value, base in zip(values, baseline, strict=True)]
     base, difference = statistics.fmean(baseline), statistics.fmean(differences)
-    margin = None
-    if len(differences) > 1:
-        from scipy.special import stdtrit  # of the extra `tools`; one round needs none
-
-        t = float(stdtrit(len(differences) - 1, (1 + CONFIDENCE) / 2))
-        margin = t * statistics.stdev(differences) / math.sqrt(len(differences))
+    margin = student_margin(differences) if len(differences) > 1 else None
     return {
         "mean": statistics.fmean(values),
         "baseline_mean": base,

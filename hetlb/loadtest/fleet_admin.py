@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from hetlb.errors import HetlbError, connect_reason
+from hetlb.errors import HetlbError, reason_of
 
 _TIMEOUT = aiohttp.ClientTimeout(total=30)
 _IDLE_TIMEOUT_S = 60.0
@@ -125,7 +125,7 @@ class FleetAdmin:
                     raise HetlbError(f"{self._url}{path}: status {reply.status}: {await reply.text()}")
                 return await reply.json()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise HetlbError(f"{self._url}{path}: no answer of a hetlb proxy: {why(error)}") from error
+            raise HetlbError(f"{self._url}{path}: no answer of a hetlb proxy: {reason_of(error)}") from error
 
 
 @contextlib.asynccontextmanager
@@ -147,13 +147,6 @@ async def fleet_admin(url: str) -> AsyncIterator[FleetAdmin]:
                     await admin.set_policy(before)
                 except HetlbError as error:
                     raise HetlbError(f"the policy {before} could not be put back: {error}") from error
-
-
-def why(error: Exception) -> str:
-    """Reason for which there is no answer, in a few words."""
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return connect_reason(error.os_error)
-    return str(error) or "timeout"
 
 
 def _instances(fleet: Mapping[str, Any]) -> list[dict[str, Any]]:

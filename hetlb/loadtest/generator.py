@@ -23,7 +23,7 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from hetlb.loadtest.prompts import Bodies
+from hetlb.loadtest.bodies import RequestBodies
 from hetlb.loadtest.response_parser import AnswerError, StreamReader, read_plain
 from hetlb.loadtest.verdict import judge
 from hetlb.workload.arrivals import PlannedRequest
@@ -98,7 +98,7 @@ class LoadResult:
 
 async def run_load(
     plan: Sequence[PlannedRequest],
-    bodies: Bodies,
+    bodies: RequestBodies,
     url: str,
     *,
     progress: LoadProgress | None = None,
@@ -149,7 +149,7 @@ class _Run:
     def __init__(
         self,
         plan: Sequence[PlannedRequest],
-        bodies: Bodies,
+        bodies: RequestBodies,
         url: str,
         progress: LoadProgress,
         timeout_s: float | None,

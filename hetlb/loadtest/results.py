@@ -20,7 +20,6 @@ from typing import Any
 
 import hetlb
 from hetlb.errors import InputError
-from hetlb.files import whole_file
 
 
 def platform_document() -> dict[str, Any]:
@@ -58,17 +57,6 @@ def csv_text(runs: Sequence[Mapping[str, Any]]) -> str:
 def json_text(document: Mapping[str, Any]) -> str:
     """The document on one line."""
     return json.dumps(document, allow_nan=False)
-
-
-def write_text(flag: str, path: Path, text: str) -> None:
-    """Write a whole file or none. Raises `InputError` naming the flag."""
-    try:
-        with whole_file(path) as scratch:
-            scratch.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            f"{flag}: expected a file that can be written, got {path}: {error.strerror}"
-        ) from error
 
 
 def check_writable(flag: str, path: Path) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 import aiohttp
 
 from hetlb.core.objective import ServiceClass
-from hetlb.errors import HetlbError
+from hetlb.errors import HetlbError, reason_of
 from hetlb.loadtest.bodies import CHAT, COMPLETIONS, MadePrompts, RequestBodies, given_texts, own_headers
-from hetlb.loadtest.fleet_admin import FleetAdmin, Reported, why
+from hetlb.loadtest.fleet_admin import FleetAdmin, Reported
 from hetlb.loadtest.generator import LoadProgress, LoadResult, run_load
 from hetlb.loadtest.metrics import run_figures
 from hetlb.workload.arrivals import Waves
@@ -165,7 +165,7 @@ async def first_model(url: str, headers: Mapping[str, str]) -> str:
                 document = await reply.json(content_type=None)
         name = document["data"][0]["id"]
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise HetlbError(f"{url}: no answer: {why(error)}") from error
+        raise HetlbError(f"{url}: no answer: {reason_of(error)}") from error
     except (ValueError, LookupError, TypeError) as error:
         raise HetlbError(f"{url}/v1/models: expected a list of models; give one with --model") from error
     return str(name)

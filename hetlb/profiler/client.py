@@ -8,7 +8,6 @@ line, a server that goes away or breaks its word is a `ServerFailed`.
 
 from __future__ import annotations
 
-import asyncio
 import io
 import random
 import time
@@ -21,7 +20,7 @@ import msgspec
 
 from hetlb.core.engine_metrics import EngineCounters, has_prefix_cache, parse, parse_counters
 from hetlb.core.types import Capacity, EngineSample
-from hetlb.errors import HetlbError, InputError, connect_reason
+from hetlb.errors import HetlbError, InputError, reason_of
 
 #: Ids of prompts: in the vocabulary of any model, past the low ids where special tokens live.
 _TOKEN_IDS = range(1000, 2000)
@@ -116,7 +115,7 @@ class CompletionStream:
                 while piece := await content.readany():
                     pieces.append((time.monotonic(), piece))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ServerFailed(f"the server broke off an answer: {_reason(error)}") from error
+            raise ServerFailed(f"the server broke off an answer: {reason_of(error)}") from error
         return _token_times(pieces, self._prompts, self._max_tokens)
 
     def close(self) -> None:
@@ -222,7 +221,7 @@ class EngineClient:
                     f"got {response.status}: {' '.join(said.split())}"
                 )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ServerFailed(f"the server took no request: {_reason(error)}") from error
+            raise ServerFailed(f"the server took no request: {reason_of(error)}") from error
         return CompletionStream(response, len(prompts), max_tokens)
 
     async def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[TokenTimes]:
@@ -237,15 +236,7 @@ class EngineClient:
             ) as reply:
                 return reply.status, await reply.read()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise ServerFailed(f"{self._url}{path}: no answer: {_reason(error)}") from error
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, asyncio.TimeoutError):
-        return "timeout"
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return connect_reason(error.os_error)
-    return str(error) or type(error).__name__
+            raise ServerFailed(f"{self._url}{path}: no answer: {reason_of(error)}") from error
 
 
 def _model_entries(body: bytes) -> dict[str, int | None]:

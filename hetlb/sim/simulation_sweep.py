@@ -29,7 +29,7 @@ from hetlb.errors import HetlbError
 from hetlb.sim.alone import full_tokens_per_s, requests_while_full, run_alone
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.reference import References, at_once
+from hetlb.sim.reference import at_once, fixed_split
 from hetlb.sim.series import FleetSeries
 from hetlb.workload.arrivals import PlannedRequest, Waves, make_plan
 from hetlb.workload.content import PromptContent
@@ -206,19 +206,13 @@ def _perform(study: Study, task: _Task, report: _Report) -> Any:
     if isinstance(task, _Alone):
         return _alone(study, task)
     plan = study.load.plan(_INFINITE, task.seed)
-    references = References(
-        study.setup,
-        study.engines,
-        plan,
-        model=study.model,
-        rule=study.rule,
-        alone_tok_s=dict(task.alone_tok_s),
-    )
     oracle = {planned.index: max(1, planned.output_tokens) for planned in plan}
-    setup = study.setup
-    return references.split(
-        make_predictor(setup.predictor, rng=random.Random(task.seed), lengths=setup.lengths, oracle=oracle)
+    setup, alone = study.setup, dict(task.alone_tok_s)
+    predictor = make_predictor(
+        setup.predictor, rng=random.Random(task.seed), lengths=setup.lengths, oracle=oracle
     )
+    split = fixed_split(study.engines, plan, study.rule, alone, predictor, model=study.model)
+    return {"total_token_throughput": split}
 
 
 def _alone(study: Study, task: _Alone) -> tuple[float, float]:

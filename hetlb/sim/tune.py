@@ -6,7 +6,6 @@ a few rounds. What it gains is measured on other seeds, in pairs with the weight
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Final
 
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.sim.simulation_sweep import Study
+from hetlb.workload.records import student_margin
 
 #: Figures of a run that can be tuned for, and whether more is better.
 FIGURES: Final = {
@@ -87,14 +87,5 @@ def search(
             break
     pairs = [(loss_of(start, seed), loss_of(best, seed)) for seed in held_back]
     gains = [1.0 - now / was if was > 0.0 else 0.0 for was, now in pairs]
-    low, high = interval(gains)
-    return Tuned(best, runs + 2 * len(pairs), statistics.fmean(gains), low, high)
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of the mean of at least two values (Student)."""
-    from scipy.stats import t  # half a second
-
-    mean = statistics.fmean(values)
-    half = float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
-    return mean - half, mean + half
+    mean_gain, margin = statistics.fmean(gains), student_margin(gains)
+    return Tuned(best, runs + 2 * len(pairs), mean_gain, mean_gain - margin, mean_gain + margin)

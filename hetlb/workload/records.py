@@ -21,6 +21,7 @@ count, and never in goodput.
 from __future__ import annotations
 
 import math
+import statistics
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     Integers: TypeAlias = array[int]
 
 PERCENTILES = (90, 99)
+#: Of intervals of a mean.
+CONFIDENCE = 0.95
 #: Part of the steady window that is left out at its beginning: the system fills.
 STEADY_FROM = 0.2
 
@@ -172,6 +175,14 @@ def weighted_percentile(pairs: Sequence[tuple[float, int]], percent: float) -> f
                 return value
             return value + (pairs[index + 1][0] - value) * (position - below)
     return pairs[-1][0]
+
+
+def student_margin(values: Sequence[float]) -> float:
+    """Half the width of the confidence interval of the mean of at least two values (Student's t)."""
+    from scipy.special import stdtrit  # of the extra `tools`; most results need none
+
+    t = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2))
+    return t * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def latency_figures(name: str, values_s: Iterable[float]) -> dict[str, float]:

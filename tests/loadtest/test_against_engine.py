@@ -10,8 +10,8 @@ import pytest
 import hetlb.demo
 from hetlb.config.profile_file import load_profile
 from hetlb.emulator import EmulatedEngine
+from hetlb.loadtest.bodies import CompletionBodies
 from hetlb.loadtest.generator import run_load
-from hetlb.loadtest.prompts import CompletionBodies
 from hetlb.workload.arrivals import PlannedRequest
 
 PROFILE = load_profile(Path(hetlb.demo.__file__).parent / "fast.yaml")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from loadtest.stub import Call, stub
 
+from hetlb.loadtest.bodies import CompletionBodies
 from hetlb.loadtest.generator import LoadProgress, LoadResult, run_load
-from hetlb.loadtest.prompts import CompletionBodies
 from hetlb.workload.arrivals import PlannedRequest, make_plan
 from hetlb.workload.records import RequestResult
 from hetlb.workload.traces import Row
@@ -42,13 +42,11 @@ async def answer(call: Call) -> None:
 
 
 async def test_a_request_has_headers_of_its_own() -> None:
-    class Named(CompletionBodies):
-        def headers(self, planned: PlannedRequest) -> dict[str, str]:
-            return {"x-session-id": f"s{planned.index}"} if planned.index else {}
-
     plan = plan_of(2)
+    bodies = bodies_of(plan)
+    bodies.headers = lambda planned: {"x-session-id": f"s{planned.index}"} if planned.index else {}
     async with stub(answer) as server:
-        await load(plan, server.url, bodies=Named("m", plan, random.Random(0)))
+        await load(plan, server.url, bodies=bodies)
         sent = {len(call.body["prompt"]): call.headers.get("x-session-id") for call in server.calls}
     assert sent == {10: None, 11: "s1"}
 

@@ -6,7 +6,7 @@ import json
 import random
 from typing import Any
 
-from hetlb.loadtest.prompts import TOKEN_IDS, CompletionBodies
+from hetlb.loadtest.bodies import TOKEN_IDS, CompletionBodies
 from hetlb.workload.arrivals import PlannedRequest
 
 PLAN = [PlannedRequest(i, 0.0, 1 + 37 * i % 900, i % 5) for i in range(300)]
@@ -50,6 +50,11 @@ def test_plain_requests_ask_for_no_stream_options() -> None:
     body = bodies(stream=False)[0]
     assert body["stream"] is False
     assert "stream_options" not in body
+
+
+def test_a_part_of_a_plan_has_its_own_lengths() -> None:
+    made = CompletionBodies("m", PLAN[1::2], random.Random(1))
+    assert len(json.loads(made.body(PLAN[299]))["prompt"]) == PLAN[299].prompt_tokens
 
 
 def test_an_empty_plan_has_no_bodies() -> None:

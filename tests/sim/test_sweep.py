@@ -26,7 +26,7 @@ from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.reference import References
+from hetlb.sim.reference import alone_tok_s, fixed_split
 from hetlb.sim.series import FleetSeries
 from hetlb.sim.simulation_sweep import TRACE, Study, StudyCell, StudyLoad, run_sweep
 from hetlb.workload.traces import Row
@@ -80,10 +80,11 @@ def test_yardsticks_are_those_of_the_references() -> None:
     whole = study(1.0, 3.0, 1.0)
     ran = run_sweep(whole, [StudyCell("paper", math.inf, 7)])[0]
     plan = whole.load.plan(math.inf, 7)
-    references = References(whole.setup, whole.engines, plan, model="m", rule=whole.rule)
-    assert ran.bound == references.bound()
+    alone = alone_tok_s(whole.engines, plan, whole.rule)
+    assert ran.bound == {"total_token_throughput": sum(alone.values())}
     predictor = make_predictor("normal", rng=random.Random(7), lengths=whole.setup.lengths)
-    assert ran.split == references.split(predictor)
+    split = fixed_split(whole.engines, plan, whole.rule, alone, predictor, model="m")
+    assert ran.split == {"total_token_throughput": split}
 
 
 def test_progress_ends_with_everything_done() -> None:

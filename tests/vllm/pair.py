@@ -37,9 +37,9 @@ from engines import (
 
 from hetlb.core.engine_metrics import parse
 from hetlb.core.types import EngineSample
+from hetlb.loadtest.bodies import CompletionBodies
 from hetlb.loadtest.generator import LoadResult, run_load
 from hetlb.loadtest.processes import helper_processes
-from hetlb.loadtest.prompts import CompletionBodies
 from hetlb.workload.arrivals import PlannedRequest, make_plan
 from hetlb.workload.traces import Row
 

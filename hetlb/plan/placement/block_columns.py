@@ -46,7 +46,7 @@ _LINK_ROOMS = (1.2, 2.0)
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """So many layers in a region, machines of each group, and (group, layers) of each machine by branch."""
+    """Number of layers in a region, machines of each group, and (group, layers) of each machine by branch."""
 
     layers: int
     region: int
