@@ -257,7 +257,7 @@ def _show(document: dict[str, Any], args: argparse.Namespace) -> int:
 def _decision(decision: dict[str, Any], clock_s: float) -> Group:
     """One decision: the request, the terms of every instance, and in words why each was chosen or not."""
     sequences, tokens = decision["sequences"], decision["output_tokens"]
-    came = f"{tokens / sequences:.0f} came" if decision["ended"] else f"{tokens / sequences:.0f} so far"
+    came = f"{tokens / sequences:.0f} generated" if decision["ended"] else f"{tokens / sequences:.0f} so far"
     title = (
         f"request {decision['request_id']}, {clock_s - decision['dispatched_at_s']:.1f} s ago: "
         f"{decision['prompt_tokens_per_sequence']} prompt tokens"

@@ -270,6 +270,9 @@ def _trouble(
         names = _listed([each.name for each in dead])
         return f"{names} {are} out{reason}: bring {'it' if len(dead) == 1 else 'them'} back.{wait}"
     for each in able:
+        if each.spec.model and each.served is not None and not each.serves(each.spec.model):
+            serves = _listed(list(each.served)) or "nothing"
+            return f"{each.name} serves {serves}, not {each.spec.model}: correct the name in the fleet file."
         bad = failed.get(each.name, 0)
         if bad >= LEAST_FAILED and bad > FAILING * ended.get(each.name, 0):
             share = 100 * bad / ended[each.name]

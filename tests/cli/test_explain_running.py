@@ -43,7 +43,7 @@ async def test_the_last_decisions_in_words_and_as_a_document(
     lines = [line.rstrip() for line in text.splitlines()]
     assert max(map(len, lines)) <= 80
     assert [line.split(",")[0] for line in lines if line.startswith("request")] == ["request 3", "request 4"]
-    assert re.search(r" \d output tokens predicted, 2 came; policy paper", text.replace("\n", " "))
+    assert re.search(r" \d output tokens predicted, 2 generated;\s+policy paper", text.replace("\n", " "))
     first, second = (rows(lines, f"request {number}") for number in (3, 4))
     assert first["i0"].endswith("chosen, lowest of 2")
     assert first["i1"].endswith("equal, listed later")

@@ -183,3 +183,13 @@ def test_each_belief_says_where_it_is_from() -> None:
     assert speed_source(stated.instances[0]) is BeliefSource.MEASURED
     for each in believed(instance, 1.0, fleet.now).values():
         assert {"value", "source", "age_s", "confidence"} <= each.keys()
+
+
+def test_a_server_of_another_model_is_named() -> None:
+    watched = Watched("ab")
+    next(each for each in watched.scheduler.instances if each.name == "a").learn_models(("other",), ())
+    found = watched.look()
+    assert (found["state"], found["advice"]) == (
+        "degraded",
+        f"a serves other, not {MODEL}: correct the name in the fleet file.",
+    )

@@ -107,6 +107,9 @@ async def test_figures_counters_and_decisions_are_those_of_all(serve: Serve) -> 
         assert len({each["lease"] for each in decisions}) == total
         again = (await proxy.admin(f"/v1/decisions/{decisions[0]['lease']}")).json
         assert again == decisions[0]
+        label = replies[0].headers["x-request-id"]
+        [found] = (await proxy.admin(f"/v1/decisions?request_id={label}")).json["decisions"]
+        assert found["request_id"] == int(label.rpartition("-")[2], 16)
         assert len(await lines(proxy, total)) == total
 
 
