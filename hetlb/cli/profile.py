@@ -80,8 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tp", "tensor-parallel degree (aiconfigurator: several, 1,2,4,8)", "N")
     forms = "form of prefill (default: the least held-out error)"
     switch("--form", choices=tuple(PrefillForm), help=forms)
-    weights = "weights of the fit (default relative)"
-    switch("--weights", choices=("relative", "absolute"), default="relative", help=weights)
     add("--plot", "picture of measured and fitted times", "P.png", Path)
     add("--licence", "licence of the data")
     add("--attribution", "origin of the data")
@@ -392,7 +390,7 @@ def _make(
     form = PrefillForm(args.form) if args.form is not None else None
     tile = args.tile or (None if shown_tile(prefill) else tile)
     try:
-        result = fit(points, form=form, relative=args.weights == "relative", tile=tile)
+        result = fit(points, form=form, tile=tile)
     except (ProfileError, RuntimeError, ValueError) as error:
         lead = "" if isinstance(error, ProfileError) else "expected points that a model can be fitted to: "
         raise ProfileError(f"{where}: {lead}{error}" if where else f"{lead}{error}") from error

@@ -26,7 +26,7 @@ from hetlb.core.paths.path_log import dispatches, is_path_log
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS
 from hetlb.errors import InputError, PlanError, TraceError
-from hetlb.loadtest.options import read_rates, read_seconds, read_waves
+from hetlb.loadtest.options import read_rates, read_waves
 from hetlb.loadtest.report import percent, runs_table
 from hetlb.plan.placement.check_path import check_path
 from hetlb.sim.simulation_sweep import TRACE, Ran, Study, StudyCell, StudyLoad, run_sweep
@@ -53,7 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--queue-limit", "requests that may wait at the proxy (default: any number)", "N", whole(0))
     prefixes = "engines cache prefixes; the trace needs hash_ids or session_id"
     switch("--prefix-cache", action="store_true", help=prefixes)
-    add("--restart-at", "seconds at which an empty proxy takes over: 60,120", "S")
     add("--seed", "seed of arrivals and random choices; several: 0,1,2", "S", default="0")
     add("--seeds", "number of seeds, from --seed on", "N", whole(1))
     add("--jobs", "processes (default: one per core)", "N", whole(1))
@@ -108,7 +107,6 @@ def run(args: argparse.Namespace) -> int:
         model=args.model,
         queue_limit=args.queue_limit,
         prefix_cache=args.prefix_cache,
-        restarts_s=read_restarts(args.restart_at),
     )
     if args.tune is not None:
         return run_tune(args, fleet, study, next(iter(rates)), seeds)
@@ -158,14 +156,6 @@ def read_contents(args: argparse.Namespace, rows: Sequence[Row]) -> list[PromptC
     if not any(row.hash_ids or row.session for row in rows):
         raise TraceError(f"{args.trace}: --prefix-cache: expected the column hash_ids or session_id")
     return contents_of(rows, args.hash_block_size)
-
-
-def read_restarts(text: str | None) -> tuple[float, ...]:
-    """`--restart-at`. Raises `InputError`."""
-    times = () if text is None else read_seconds(text, ",")
-    if times is None:
-        raise InputError(f"--restart-at: expected seconds, or several separated by commas, got {text!r}")
-    return times
 
 
 # --- runs -----------------------------------------------------------------------------------------------

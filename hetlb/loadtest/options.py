@@ -128,16 +128,7 @@ def read_waves(text: str | None) -> Waves | None:
     """`--waves ON:OFF`. Raises `InputError`."""
     if text is None:
         return None
-    times = read_seconds(text, ":")
-    if times is None or len(times) != 2 or times[0] == 0:
+    times = [_number(part) for part in text.split(":")]
+    if len(times) != 2 or not all(0 <= each < math.inf for each in times) or times[0] == 0:
         raise InputError(f"--waves: expected seconds on and seconds off, as 5:15, got {text!r}")
     return Waves(*times)
-
-
-def read_seconds(text: str, separator: str) -> tuple[float, ...] | None:
-    """Times with a separator between them, None where one is not a finite number from 0."""
-    try:
-        times = tuple(float(part) for part in text.split(separator))
-    except ValueError:
-        return None
-    return times if all(math.isfinite(time) and time >= 0 for time in times) else None

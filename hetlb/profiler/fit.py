@@ -150,7 +150,6 @@ def fit(
     points: Iterable[Point],
     *,
     form: PrefillForm | None = None,
-    relative: bool = True,
     tile: int | None = None,
 ) -> FitResult:
     """Fit all phases. `form` fixes the prefill form, None chooses by held-out error.
@@ -165,14 +164,14 @@ def fit(
     prefill, decode, mixed = by_phase[StepKind.PREFILL], by_phase[StepKind.DECODE], by_phase[StepKind.MIXED]
     shown = None if form is PrefillForm.PAPER else shown_tile(prefill)
     tile = tile or shown or 1
-    prefill_fit = PhaseFit(*_choose(prefill, tuple(PrefillForm), PrefillForm.PAPER, form, relative, tile))
-    decode_fit = PhaseFit(*_choose(decode, tuple(DecodeForm), DecodeForm.PAPER, None, relative, tile))
+    prefill_fit = PhaseFit(*_choose(prefill, tuple(PrefillForm), PrefillForm.PAPER, form, tile))
+    decode_fit = PhaseFit(*_choose(decode, tuple(DecodeForm), DecodeForm.PAPER, None, tile))
     better = None if prefill_fit.form is PrefillForm.PAPER else fit_pnorm(prefill, tile)
     if better is not None and prefill_fit.form is PrefillForm.GRID:
         better = with_grid(better, prefill)
     latency = LatencyModel(
-        *fit_linear(_usual(prefill), relative=relative),
-        *fit_linear(_usual(decode), relative=relative),
+        *fit_linear(_usual(prefill)),
+        *fit_linear(_usual(decode)),
         better_prefill=better,
         better_decode=None if decode_fit.form is DecodeForm.PAPER else fit_table(decode),
     )
@@ -188,8 +187,8 @@ def fit(
     return FitResult(
         latency,
         {
-            StepKind.PREFILL: fit_phase(prefill, prefill_fit.form, relative=relative, tile=tile),
-            StepKind.DECODE: fit_phase(decode, decode_fit.form, relative=relative),
+            StepKind.PREFILL: fit_phase(prefill, prefill_fit.form, tile=tile),
+            StepKind.DECODE: fit_phase(decode, decode_fit.form),
         },
         prefill_fit,
         decode_fit,
@@ -214,7 +213,6 @@ def _choose(
     forms: Sequence[_AnyForm],
     paper: _AnyForm,
     form: _AnyForm | None,
-    relative: bool,
     tile: int,
 ) -> tuple[_AnyForm, dict[_AnyForm, ErrorSummary]]:
     """The form asked for, or that with the least held-out error; and the errors of all that were tried."""
@@ -222,8 +220,8 @@ def _choose(
     held_out: dict[_AnyForm, ErrorSummary] = {}
     for each in tried:
         try:
-            error = held_out_errors(points, each, relative=relative, tile=tile)
-            fit_phase(points, each, relative=relative, tile=tile)
+            error = held_out_errors(points, each, tile=tile)
+            fit_phase(points, each, tile=tile)
             held_out[each] = error
         except ProfileError:
             if each in (paper, form):
@@ -277,9 +275,7 @@ def errors_on(predict: FittedTimes, points: Sequence[Point]) -> ErrorSummary:
     return _summary(points, [abs(predict(p.batch, p.length, p.passes) / p.seconds - 1.0) for p in points])
 
 
-def held_out_errors(
-    points: Sequence[Point], form: _AnyForm, *, relative: bool = True, tile: int = 1
-) -> ErrorSummary:
+def held_out_errors(points: Sequence[Point], form: _AnyForm, *, tile: int = 1) -> ErrorSummary:
     """Relative errors on points left out of the fit, each once (cross-validation, no randomness).
 
     The four corners of the grid are never left out: without its corner a fit would have to extrapolate
@@ -297,7 +293,6 @@ def held_out_errors(
         predict = fit_phase(
             [*corners, *(p for i, p in enumerate(points) if i not in left_out)],
             form,
-            relative=relative,
             tile=tile,
         )
         for i in group:
@@ -320,9 +315,7 @@ def _summary(points: Sequence[Point], errors: Sequence[float]) -> ErrorSummary:
     )
 
 
-def fit_phase(
-    points: Sequence[Point], form: _AnyForm, *, relative: bool = True, tile: int = 1
-) -> FittedTimes:
+def fit_phase(points: Sequence[Point], form: _AnyForm, *, tile: int = 1) -> FittedTimes:
     """The times of prefill or decode, fitted in one form."""
     if form is DecodeForm.TABLE:
         table = fit_table(points)
@@ -332,7 +325,7 @@ def fit_phase(
 
         return table_s
     if form in (PrefillForm.PAPER, DecodeForm.PAPER):
-        a, b, c, d = fit_linear(points, relative=relative)
+        a, b, c, d = fit_linear(points)
 
         def linear_s(batch: float, length: float, passes: int = 1) -> float:
             longest = min(length, batch * length / passes)

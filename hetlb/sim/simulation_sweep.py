@@ -77,8 +77,7 @@ class StudyLoad:
 class Study:
     """Settings that all runs of a sweep have in common. The set-up's own policy and seed are not used.
 
-    At each of `restarts_s` a scheduler that knows nothing takes over. `classes` are those of the requests by
-    name, the default first.
+    `classes` are those of the requests by name, the default first.
     """
 
     setup: SchedulerSetup
@@ -86,7 +85,6 @@ class Study:
     model: str
     rule: IterationRule
     load: StudyLoad
-    restarts_s: tuple[float, ...] = ()
     classes: Mapping[str, ServiceClass] = field(default_factory=dict)
 
 
@@ -236,7 +234,6 @@ def _run(study: Study, cell: StudyCell, report: _Report) -> tuple[dict[str, Any]
         rule=study.rule,
         series=series,
         on_progress=report,
-        restarts_s=study.restarts_s,
         classes=study.classes,
     ).run()
     if series is None:

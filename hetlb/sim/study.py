@@ -29,7 +29,6 @@ def make_study(
     model: str | None = None,
     queue_limit: int | None = None,
     prefix_cache: bool = False,
-    restarts_s: tuple[float, ...] = (),
 ) -> Study:
     """Build the study. Raises `InputError` where the fleet lacks what a simulation needs."""
     models = list(dict.fromkeys(spec.model for spec in fleet.instances))
@@ -56,7 +55,7 @@ def make_study(
             raise ConfigError(f"--trace: class: expected one of {known}, got {each.service!r}")
     # Texts and further columns of a trace may be large, and processes get a copy of all this.
     rows = [replace(row, text=None, hash_ids=(), extra={}) for row in load.rows]
-    return Study(setup, engines, name, rule, replace(load, rows=rows), restarts_s, classes)
+    return Study(setup, engines, name, rule, replace(load, rows=rows), classes)
 
 
 def _engine(fleet: Fleet, name: str, prefix_cache: bool) -> EngineSpec:
