@@ -22,8 +22,9 @@ import uvloop
 from rich.console import Console
 
 from hetlb.cli.demo_split import print_split_demo, run_split_demo
+from hetlb.cli.flags import add_json, declare, whole
 from hetlb.cli.signals import cancel_on_signals
-from hetlb.errors import HetlbError, InputError
+from hetlb.errors import HetlbError
 from hetlb.loadtest.bodies import CompletionBodies
 from hetlb.loadtest.fleet_admin import FleetAdmin
 from hetlb.loadtest.generator import LoadProgress, allow_open_files, run_load
@@ -44,18 +45,15 @@ _PLAIN_WIDTH = 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb demo`."""
-    parser.add_argument(
-        "--num-prompts", type=int, metavar="N", help="requests of each run (default: all 800 of the trace)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (default 0)")
+    add = declare(parser)
+    add("--num-prompts", "requests of each run (default: all 800 of the trace)", "N", whole(1))
+    add("--seed", "seed of the prompts (default 0)", kind=int, default=0)
     parser.add_argument("--split", action="store_true", help="prefill at one engine, decode at another")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo and print what came out."""
-    if args.num_prompts is not None and args.num_prompts < 1:
-        raise InputError(f"--num-prompts: expected at least 1, got {args.num_prompts}")
     started = time.monotonic()
     try:
         # The processes outlast the event loop, so that nothing the loop does can keep them from being killed.

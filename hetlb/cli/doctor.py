@@ -16,6 +16,7 @@ from typing import Final
 from rich.console import Console
 
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
+from hetlb.cli.flags import add_json
 from hetlb.config.fleet import Fleet, fleet_from_urls, load_fleet
 from hetlb.core.engine_tables import VLLM
 from hetlb.core.types import InstanceSpec
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="server, instead of a file (repeatable)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -46,16 +46,17 @@ def add_load(parser: argparse.ArgumentParser) -> None:
     add("--hash-block-size", blocks, "N", whole(1), HASH_BLOCK_TOKENS)
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """Type of a flag: a whole number from `least`."""
+def whole(least: int, most: float = math.inf, what: str = "a whole number") -> Callable[[str], int]:
+    """Type of a flag: a whole number from `least` to `most`."""
+    to = "" if most == math.inf else f" to {most}"
 
     def read(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {least}, got {text}")
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"expected {what} from {least}{to}, got {text}")
         return value
 
     return read
@@ -76,6 +77,7 @@ def real(words: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
     return read
 
 
+PORT = whole(0, 65535, "a port")
 POSITIVE = real("a number above 0", lambda value: value > 0)
 FINITE = real("a number above 0", lambda value: 0 < value < math.inf)
 SHARE = real("a share above 0 up to 1", lambda value: 0 < value <= 1)

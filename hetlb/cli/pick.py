@@ -8,6 +8,7 @@ import signal
 
 import uvloop
 
+from hetlb.cli.flags import PORT, declare
 from hetlb.cli.serve import add_fleet_arguments, allow_many_connections, changed, fleet_of
 from hetlb.errors import InputError
 from hetlb.proxy.service import require_urls, tune_gc
@@ -19,15 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb pick`; each beats the file."""
     add_fleet_arguments(parser)
     parser.set_defaults(host=None, port=None, workers=None)
-    parser.add_argument(
-        "--grpc-host", metavar="HOST", help="address that gateways connect to (default 127.0.0.1)"
-    )
-    parser.add_argument(
-        "--grpc-port",
-        type=int,
-        metavar="PORT",
-        help="port that gateways connect to (default 9002; 0 picks a free one)",
-    )
+    add = declare(parser)
+    add("--grpc-host", "address that gateways connect to (default 127.0.0.1)", "HOST")
+    add("--grpc-port", "port that gateways connect to (default 9002; 0 picks a free one)", "PORT", PORT)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,8 +33,6 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(
             f"expected the packages of hetlb[pick]: pip install 'hetlb[pick]' ({error})"
         ) from error
-    if args.grpc_port is not None and not 0 <= args.grpc_port <= 65535:
-        raise InputError(f"--grpc-port: expected a port from 0 to 65535, got {args.grpc_port}")
     fleet = fleet_of(args)
     fleet = fleet.with_tables(pick=changed(fleet.file.pick, host=args.grpc_host, port=args.grpc_port))
     require_urls(fleet)

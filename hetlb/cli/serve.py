@@ -17,6 +17,7 @@ import msgspec
 import uvloop
 
 from hetlb.build import version_line
+from hetlb.cli.flags import PORT, declare, whole
 from hetlb.cli.serve_check import check_connected, check_filled_in
 from hetlb.config.fleet import Fleet, check_policy, fleet_from_urls, load_fleet
 from hetlb.config.fleet_tables import MOST_WORKERS
@@ -36,14 +37,13 @@ _EVERY = {"0.0.0.0", "::", ""}
 
 def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of all that serve a fleet; each beats the file."""
-    parser.add_argument("--config", type=Path, metavar="FLEET.yaml", help="fleet file")
+    add = declare(parser)
+    add("--config", "fleet file", "FLEET.yaml", Path)
     parser.add_argument(
         "--instance", action="append", default=[], metavar="URL",
         help="server, instead of a file (repeatable); its capacity is read, its speed is learnt",
     )  # fmt: skip
-    parser.add_argument(
-        "--admin-port", type=int, metavar="PORT", help="port of the admin listener (default 8081)"
-    )
+    add("--admin-port", "port of the admin listener (default 8081)", "PORT", PORT)
     parser.add_argument(
         "--policy",
         choices=POLICIES,
@@ -51,17 +51,17 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
         help="scheduling policy (default: the file's, else hetlb)",
     )
     parser.add_argument("--check", action="store_true", help="validate the configuration and exit")
-    parser.add_argument(
-        "--event-log", type=Path, metavar="FILE", help="record the scheduler's facts and decisions"
-    )
+    add("--event-log", "record the scheduler's facts and decisions", "FILE", Path)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb serve`; each beats the file."""
     add_fleet_arguments(parser)
-    parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", type=int, help="port to listen on (default 8080; 0 picks a free one)")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that share the port (default 1)")
+    add = declare(parser)
+    add("--host", "address to listen on (default 127.0.0.1)")
+    add("--port", "port to listen on (default 8080; 0 picks a free one)", "PORT", PORT)
+    workers = "processes that share the port (default 1)"
+    add("--workers", workers, "N", whole(1, MOST_WORKERS, "a number"))
     parser.add_argument(
         "--connect", action="store_true", help="with --check: ask every server whether it is there"
     )
@@ -204,12 +204,6 @@ def fleet_of(args: argparse.Namespace) -> Fleet:
     if (args.config is None) == (not args.instance):
         raise InputError("expected either --config FLEET.yaml or --instance URL (repeatable)")
     fleet = load_fleet(args.config) if args.config is not None else fleet_from_urls(args.instance)
-    if args.workers is not None and not 1 <= args.workers <= MOST_WORKERS:
-        raise InputError(f"--workers: expected a number from 1 to {MOST_WORKERS}, got {args.workers}")
-    for flag, port in (("--port", args.port), ("--admin-port", args.admin_port)):
-        if port is not None and not 0 <= port <= 65535:
-            raise InputError(f"{flag}: expected a port from 0 to 65535, got {port}")
-
     fleet = fleet.with_tables(
         listen=changed(fleet.file.listen, host=args.host, port=args.port),
         admin=changed(fleet.file.admin, port=args.admin_port),

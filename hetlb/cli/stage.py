@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from hetlb.addresses import is_loopback
+from hetlb.cli.flags import PORT, SHARE, declare, whole
 from hetlb.cli.signals import stop_event
 from hetlb.errors import ConfigError, InputError
 
@@ -28,56 +29,39 @@ if TYPE_CHECKING:
 
 #: KV cache on CPU where nothing is said.
 _CPU_KV_BYTES = 1 << 30
+_COUNT = whole(1, what="a number")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb stage`; those that vLLM has bear its names."""
-    add = parser.add_argument
-    add("--model", type=Path, required=True, metavar="FOLDER", help="folder with config.json and safetensors")
-    add("--layers", required=True, metavar="A:B", help="layers A to B-1, counted from 0")
-    add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    add("--port", type=int, default=9100, help="port to listen on (default 9100; 0 picks a free one)")
-    add(
+    add = declare(parser)
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="FOLDER", help="folder with config.json and safetensors"
+    )
+    parser.add_argument("--layers", required=True, metavar="A:B", help="layers A to B-1, counted from 0")
+    add("--host", "address to listen on (default 127.0.0.1)", default="127.0.0.1")
+    add("--port", "port to listen on (default 9100; 0 picks a free one)", "PORT", PORT, 9100)
+    parser.add_argument(
         "--dtype",
         choices=("auto", "bfloat16", "float16", "float32"),
         default="auto",
         help="type of weights, KV cache and activations (auto: as in config.json)",
     )
-    add("--device", default="auto", help="cpu, cuda, cuda:1, ... (auto: a GPU when there is one)")
-    add(
-        "--kv-cache-memory-bytes",
-        type=int,
-        metavar="BYTES",
-        help="bytes of the KV cache (default 1 GiB on CPU)",
-    )
-    add(
-        "--gpu-memory-utilization",
-        type=float,
-        default=0.9,
-        metavar="SHARE",
-        help="share of the GPU's memory for weights and KV cache (default 0.9)",
-    )
-    add("--block-size", type=int, default=16, metavar="TOKENS", help="tokens of a KV block (default 16)")
-    add(
-        "--max-num-batched-tokens",
-        type=int,
-        default=2048,
-        metavar="N",
-        help="most tokens of a batch (default 2048)",
-    )
-    add("--max-num-seqs", type=int, default=256, metavar="N", help="most requests of a batch (default 256)")
-    add("--threads", type=int, metavar="N", help="CPU threads of torch")
-    add("--key-file", type=Path, metavar="FILE", help="file of the shared key; needed beyond loopback")
-    add("--ssl-certfile", type=Path, metavar="FILE", help="certificate; turns plain connections off")
-    add("--ssl-keyfile", type=Path, metavar="FILE", help="key of the certificate")
-    add("--ssl-ca-certs", type=Path, metavar="FILE", help="authorities of the other stages' certificates")
-    add(
-        "--layer-times",
-        type=Path,
-        metavar="CSV",
-        help="least times of batches, to rehearse other hardware (layer_times of PLACE.yaml)",
-    )
-    add("--gpu-type", metavar="NAME", help="GPU whose rows of --layer-times apply")
+    add("--device", "cpu, cuda, cuda:1, ... (auto: a GPU when there is one)", default="auto")
+    add("--kv-cache-memory-bytes", "bytes of the KV cache (default 1 GiB on CPU)", "BYTES", _COUNT)
+    memory = "share of the GPU's memory for weights and KV cache (default 0.9)"
+    add("--gpu-memory-utilization", memory, "SHARE", SHARE, 0.9)
+    add("--block-size", "tokens of a KV block (default 16)", "TOKENS", _COUNT, 16)
+    add("--max-num-batched-tokens", "most tokens of a batch (default 2048)", "N", _COUNT, 2048)
+    add("--max-num-seqs", "most requests of a batch (default 256)", "N", _COUNT, 256)
+    add("--threads", "CPU threads of torch", "N", _COUNT)
+    add("--key-file", "file of the shared key; needed beyond loopback", "FILE", Path)
+    add("--ssl-certfile", "certificate; turns plain connections off", "FILE", Path)
+    add("--ssl-keyfile", "key of the certificate", "FILE", Path)
+    add("--ssl-ca-certs", "authorities of the other stages' certificates", "FILE", Path)
+    times = "least times of batches, to rehearse other hardware (layer_times of PLACE.yaml)"
+    add("--layer-times", times, "CSV", Path)
+    add("--gpu-type", "GPU whose rows of --layer-times apply", "NAME")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,16 +86,6 @@ def _check(args: argparse.Namespace) -> tuple[int, int]:
     found = re.fullmatch(r"(\d{1,5}):(\d{1,5})", args.layers, re.ASCII)
     if found is None or int(found[1]) >= int(found[2]):
         raise InputError(f"--layers: expected A:B with A below B, got {args.layers!r}")
-    if not 0 <= args.port <= 65535:
-        raise InputError(f"--port: expected a port from 0 to 65535, got {args.port}")
-    for flag in ("kv_cache_memory_bytes", "block_size", "max_num_batched_tokens", "max_num_seqs", "threads"):
-        value = getattr(args, flag)
-        if value is not None and value < 1:
-            raise InputError(f"--{flag.replace('_', '-')}: expected a number from 1, got {value}")
-    if not 0.0 < args.gpu_memory_utilization <= 1.0:
-        raise InputError(
-            f"--gpu-memory-utilization: expected a share up to 1, got {args.gpu_memory_utilization}"
-        )
     if args.key_file is None and not is_loopback(args.host):
         raise InputError(f"--key-file: expected a shared key to listen on {args.host}, got none")
     if (args.ssl_certfile is None) != (args.ssl_keyfile is None):

@@ -7,6 +7,7 @@ import json
 import sys
 
 from hetlb.cli.adminclient import AdminClient, add_admin_arguments
+from hetlb.cli.flags import add_json
 
 #: Exit status by state; 2 too where no proxy answers.
 EXITS = {"well": 0, "busy": 0, "degraded": 1, "down": 2}
@@ -15,7 +16,7 @@ EXITS = {"well": 0, "busy": 0, "degraded": 1, "down": 2}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb status`."""
     add_admin_arguments(parser, parser)
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
