@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import urllib.error
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
+import asyncio
 from urllib.parse import urlsplit
 
+from hetlb.cli.engine_facts import ask_engines
 from hetlb.config.fleet import Fleet
 from hetlb.errors import ConfigError
 
 #: Domain of hosts that plans leave to be filled in.
 _PLACEHOLDER = ".invalid"
-_TIMEOUT_S = 5.0
-_MOST_AT_ONCE = 32
 
 
 def check_filled_in(fleet: Fleet) -> None:
@@ -40,36 +37,20 @@ def check_filled_in(fleet: Fleet) -> None:
 
 def check_connected(fleet: Fleet) -> list[str]:
     """Ask every server and every worker; a line for each that is not there."""
-    targets = [
-        (f"instance {spec.name}", f"{spec.url.rstrip('/')}/v1/models")
-        for spec in fleet.instances
-        if spec.name not in fleet.stages
-    ]
+    whats = {spec.url: f"instance {spec.name}" for spec in fleet.instances if spec.name not in fleet.stages}
     for name, group in fleet.stages.items():
-        targets += [
-            (f"stages {name}: worker {worker}", f"{url.rstrip('/')}/health")
-            for worker, url in group.workers.items()
-        ]
-    with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
-        answers = list(pool.map(_ask, (url for _, url in targets)))
+        whats |= {url: f"stages {name}: worker {worker}" for worker, url in group.workers.items()}
+    # It listens; whether it wants a key or has no such page is not asked here.
+    answers = {
+        url: facts.trouble or (f"status {facts.health}" if facts.health >= 500 else "")
+        for url, facts in asyncio.run(ask_engines({url: {} for url in whats})).items()
+    }
     return [
-        f"{fleet.where}{what}: expected an answer from {url}, got {answer}"
-        for (what, url), answer in zip(targets, answers, strict=True)
+        f"{fleet.where}{whats[url]}: expected an answer from {url}/health, got {answer}"
+        for url, answer in answers.items()
         if answer
     ]
 
 
 def _host(url: str) -> str:
     return urlsplit(url).hostname or ""
-
-
-def _ask(url: str) -> str:
-    """The reason for which a server counts as absent, empty if it is there."""
-    try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S):
-            return ""
-    except urllib.error.HTTPError as answer:
-        # It listens; whether it wants a key or has no such page is not asked here.
-        return "" if answer.code < 500 else f"status {answer.code}"
-    except (OSError, ValueError) as error:
-        return str(getattr(error, "reason", error)) or type(error).__name__

@@ -73,7 +73,7 @@ def test_a_rented_fleet_is_checked_filled_in_and_asked(
     instances[0]["url"] = "http://127.0.0.1:9"
     fleet.write_text(yaml.safe_dump(filled))
     assert main(["serve", "--config", str(fleet), "--check", "--connect"]) == 1
-    assert "expected an answer from http://127.0.0.1:9/v1/models" in capsys.readouterr().err
+    assert "expected an answer from http://127.0.0.1:9/health" in capsys.readouterr().err
 
 
 def test_stages_that_are_not_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
