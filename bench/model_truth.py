@@ -38,7 +38,8 @@ from contexts import longest_contexts
 from hetlb.cli.main import main as hetlb
 from hetlb.cli.simulate_against import engine_of
 from hetlb.config.profile_file import Profile, load_profile
-from hetlb.core.latency import LatencyModel, MixedTerm
+from hetlb.core.latency import LatencyModel
+from hetlb.core.step_times import MixedTerm
 from hetlb.errors import HetlbError
 from hetlb.profiler.sources import assumed_host
 from hetlb.sim.against import Engine, errors, fit_corrections, reach, replay

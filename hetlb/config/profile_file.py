@@ -12,7 +12,8 @@ import msgspec
 
 from hetlb.config.mistakes import short
 from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, load_yaml
-from hetlb.core.latency import DecodeTable, LatencyModel, MixedTerm, PnormPrefill, PrefillGrid, SplitKv
+from hetlb.core.latency import LatencyModel
+from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillGrid, SplitKv
 from hetlb.core.types import Capacity
 from hetlb.errors import ConfigError, ProfileError
 

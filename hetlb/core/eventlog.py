@@ -16,13 +16,14 @@ from hetlb.core.admission import QueueLimits
 from hetlb.core.block_index import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from hetlb.core.health import HealthParams
 from hetlb.core.journal import Booked
-from hetlb.core.latency import DecodeTable, LatencyModel, MixedTerm, PnormPrefill, PrefillGrid
+from hetlb.core.latency import LatencyModel
 from hetlb.core.objective import ServiceClass
 from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.policies.base import PlannedShares, PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
+from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillGrid
 from hetlb.core.types import (
     AdminState,
     AdminStateSet,

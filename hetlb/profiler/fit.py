@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import OptimizeWarning, curve_fit, least_squares, nnls
 
-from hetlb.core.latency import DecodeTable, LatencyModel, MixedTerm, PnormPrefill, PrefillGrid, in_tiles
+from hetlb.core.latency import LatencyModel
+from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillGrid, in_tiles
 from hetlb.errors import ProfileError
 
 _Array = NDArray[np.float64]

@@ -29,7 +29,8 @@ from hetlb.config.profile_file import (
     sections,
     with_latency,
 )
-from hetlb.core.latency import LatencyModel, SplitKv
+from hetlb.core.latency import LatencyModel
+from hetlb.core.step_times import SplitKv
 from hetlb.errors import ProfileError
 from hetlb.files import write_text
 from hetlb.profiler.fit import (

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares, minimize_scalar
 
-from hetlb.core.latency import LatencyModel, MixedTerm, corrected
+from hetlb.core.latency import LatencyModel, corrected
+from hetlb.core.step_times import MixedTerm
 from hetlb.errors import TraceError
 from hetlb.sim.against_logs import Log, LoggedRequest
 from hetlb.sim.engine_limits import EngineLimits

@@ -7,7 +7,8 @@ from typing import Protocol
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.core.latency import IterationRule, SplitKv
+from hetlb.core.latency import IterationRule
+from hetlb.core.step_times import SplitKv
 from hetlb.sim.engine_sequence import EngineSequence
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from hetlb.cli.main import main
 from hetlb.config.profile_file import ProfileSource, load_profile
-from hetlb.core.latency import SplitKv
+from hetlb.core.step_times import SplitKv
 from hetlb.errors import ProfileError
 from hetlb.profiler.aiconfigurator import Layout, query
 from hetlb.profiler.fit import StepKind

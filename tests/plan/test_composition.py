@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.config.profile_file import EngineInfo, HostTime, MixedSteps, ModelInfo, Profile, load_profile
-from hetlb.core.latency import DecodeTable, LatencyModel, MixedTerm, PnormPrefill
+from hetlb.core.latency import LatencyModel
+from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill
 from hetlb.plan.common.capacity import divide_layers
 from hetlb.plan.common.composition import (
     LinkSeconds,

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.core.eventlog import _latency
-from hetlb.core.latency import LatencyModel, PnormPrefill, PrefillGrid
+from hetlb.core.latency import LatencyModel
+from hetlb.core.step_times import PnormPrefill, PrefillGrid
 from hetlb.errors import ProfileError
 from hetlb.profiler.fit import (
     DEFAULT_DECODE_GRID,

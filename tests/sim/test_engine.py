@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.core.latency import IterationRule, LatencyModel, PnormPrefill, PrefillGrid, SplitKv
+from hetlb.core.latency import IterationRule, LatencyModel
+from hetlb.core.step_times import PnormPrefill, PrefillGrid, SplitKv
 from hetlb.core.types import Capacity
 from hetlb.sim.block_pool import blocks_for
 from hetlb.sim.engine_limits import EngineLimits

@@ -18,14 +18,8 @@ from dataclasses import dataclass, fields
 import msgspec
 
 from hetlb.config.profile_file import Hardware, ModelInfo, Profile, ProfileSource, with_latency
-from hetlb.core.latency import (
-    DecodeTable,
-    LatencyModel,
-    MixedTerm,
-    PnormPrefill,
-    PrefillGrid,
-    SplitKv,
-)
+from hetlb.core.latency import LatencyModel
+from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillGrid, SplitKv
 from hetlb.sim.engine_limits import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
 from hetlb.sim.staged_engine import EngineStage
 
