@@ -21,9 +21,12 @@ from hetlb.config.api_keys import ApiKeyTable
 from hetlb.config.cluster import ClusterFile
 from hetlb.config.fleet_tables import FleetFile
 from hetlb.config.profile_file import Profile
+from hetlb.core.health import transitions_table
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import InstanceSpec
+from hetlb.pick import stream_states
+from hetlb.proxy import ends, exchange_states
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event
 from hetlb.proxy.telemetry.prometheus import MetricsPage, SharedFigures
@@ -287,12 +290,32 @@ def messages_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def states_page() -> str:
+    """docs/reference/states.md."""
+    parts = (
+        "# States",
+        "Made by `make reference`, of the tables that the code obeys.",
+        "## A request",
+        "One state towards the engine and one towards the client:",
+        exchange_states.diagram(),
+        "## A gateway's stream to `hetlb pick`",
+        "What comes in a state that does not wait for it changes nothing:",
+        stream_states.diagram(),
+        "## Health of an instance",
+        transitions_table(),
+        "## Ends of a request",
+        ends.table(),
+    )
+    return "\n\n".join(parts) + "\n"
+
+
 PAGES = {
     "keys.md": keys_page,
     "flags.md": flags_page,
     "metrics.md": metrics_page,
     "events.md": events_page,
     "messages.md": messages_page,
+    "states.md": states_page,
 }
 
 

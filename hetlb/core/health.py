@@ -103,7 +103,7 @@ TRANSITIONS: Final = (
 
 
 def transitions_table() -> str:
-    """The transitions as a Markdown table, as docs/behaviour.md has it."""
+    """The transitions as a Markdown table, as docs/reference/states.md has it."""
     rows = ["| state | event | next |", "|---|---|---|"]
     rows += [f"| {', '.join(each.before)} | {each.event} | {each.after} |" for each in TRANSITIONS]
     return "\n".join(rows)

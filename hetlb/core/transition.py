@@ -1,4 +1,4 @@
-"""A row of a state machine's table: the code obeys the table, docs/behaviour.md is made from it."""
+"""A row of a state machine's table: the code obeys the table, docs/reference/states.md is made from it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ TRANSITIONS: Final = (HEADERS, WHOLE, TOLD, RESPONSE, BODY, WHOLE_ANSWER, OWN_AN
 
 
 def diagram() -> str:
-    """The table as a Mermaid state diagram, as docs/behaviour.md has it."""
+    """The table as a Mermaid state diagram, as docs/reference/states.md has it."""
     lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {StreamState.OPENED.name}: a stream"]
     lines += [f"    {each}" for each in edges(TRANSITIONS)]
     return "\n".join([*lines, f"    {StreamState.CLOSED.name} --> [*]", "```"])

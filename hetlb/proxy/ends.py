@@ -1,8 +1,8 @@
 """Every way in which a lease ends: the request's outcome, and what the end counts against.
 
 An exchange ends a lease with one of these rows and nothing else, so that the table in
-docs/behaviour.md, which is made from them, is what the code does. What a client, the operator or this machine
-caused is reported to the scheduler as an outcome that counts against no instance.
+docs/reference/states.md, which is made from them, is what the code does. What a client, the operator or
+this machine caused is reported to the scheduler as an outcome that counts against no instance.
 """
 
 from __future__ import annotations
@@ -126,6 +126,6 @@ NOTHING_SENT: Final = (NOT_ACCEPTED, LOOP, MOVED)
 
 
 def table() -> str:
-    """The table of docs/behaviour.md."""
+    """The table of docs/reference/states.md."""
     rows = [f"| {end.happened} | `{end.outcome.value}` | {end.counts_as.value} |" for end in ENDS]
     return "\n".join(["| the lease ends because | outcome of the request | counts |", "|---|---|---|", *rows])

@@ -81,7 +81,7 @@ RESPONSE_TRANSITIONS: Final = (HEARTBEAT, STREAM_FOLLOWS, COMMITTED)
 
 
 def diagram() -> str:
-    """Both tables as one Mermaid state diagram, as docs/behaviour.md has it."""
+    """Both tables as one Mermaid state diagram, as docs/reference/states.md has it."""
     lines = ["```mermaid", "stateDiagram-v2", "    [*] --> QUEUED: a whole request"]
     lines += [f"    {each}" for each in edges(TRANSITIONS)]
     lines += ["    DONE --> [*]", "    state response {", f"        [*] --> {Response.NOTHING.name}"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,6 @@ from hetlb.core.health import (
     WINDOW_S,
     HealthTracker,
     Verdict,
-    transitions_table,
     verdict,
 )
 from hetlb.core.probation import PROBATION_AFTER, PROBATION_CAP_S, PROBATION_HALF_S
@@ -455,11 +453,3 @@ def test_an_answer_that_ends_well_ends_the_doubt_and_what_it_was_counted_by() ->
     assert not health.probation.active(0.0)
     health.on_failure(0.0, may_eject=False)
     assert not health.probation.active(0.0)
-
-
-def test_the_docs_show_the_transitions() -> None:
-    docs = Path(__file__).parents[2] / "docs" / "behaviour.md"
-    assert transitions_table() in docs.read_text()
-    assert transitions_table().startswith(
-        "| state | event | next |\n|---|---|---|\n| suspect, up | a connection"
-    )

@@ -23,7 +23,6 @@ from pick.gateway import (
     trailers,
 )
 from pick.rig import Rig
-from proxy.test_ends import DOCS
 from proxy.upstreams import PLAIN_BODY
 
 from hetlb.pick import messages, stream_states
@@ -31,10 +30,6 @@ from hetlb.pick.calls import MAX_BESIDE_BODY, is_body
 from hetlb.pick.messages import BUFFERED, FULL_DUPLEX, STREAMED
 from hetlb.pick.stream_states import StreamState
 from hetlb.pick.tenant_names import FAIRNESS, MOST, OTHERS, TenantNames
-
-
-def test_the_docs_show_the_states_of_a_stream() -> None:
-    assert stream_states.diagram() in DOCS.read_text()
 
 
 def test_every_state_of_a_stream_is_reached_and_left() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
@@ -13,7 +11,6 @@ from hetlb.proxy import ends, exchange_states
 from hetlb.proxy.ends import ENDS, End
 from hetlb.proxy.exchange_states import Phase, Response
 
-DOCS = Path(__file__).parents[2] / "docs" / "behaviour.md"
 #: What a row says, said once more: a change of blame is a change here.
 COUNTS = {
     "answered": Verdict.WELL, "unseen": Verdict.WELL, "refused": Verdict.WELL, "busy": Verdict.WELL,
@@ -34,10 +31,6 @@ def test_every_row_is_judged_here() -> None:
     declared = [each for each in vars(ends).values() if isinstance(each, End)]
     assert sorted(each.name for each in declared) == sorted(COUNTS)
     assert set(map(id, declared)) == set(map(id, ENDS))
-
-
-def test_the_docs_show_the_table() -> None:
-    assert ends.table() in DOCS.read_text()
 
 
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.name)
@@ -64,10 +57,6 @@ def test_an_end_counts_as_its_row_says(end: End) -> None:
         assert health.state is Health.UP
         assert not health.probation.active(now)
         assert health.clean
-
-
-def test_the_docs_show_the_states_of_an_exchange() -> None:
-    assert exchange_states.diagram() in DOCS.read_text()
 
 
 def test_every_transition_leads_on_and_every_phase_can_end() -> None:
