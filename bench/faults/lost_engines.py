@@ -6,8 +6,8 @@ points, how many are whole, how many have the text and the usage of an engine th
 often one went on elsewhere. Exit status 1 unless all are.
 
 `.venv/bin/python bench/faults/lost_engines.py [--requests 1000] [--workers 2] [--replace] [--save FILE]`
-against four emulated engines, a minute or two; `--vllm URL URL` against two running vLLM servers of one
-model, whose answers are cut off on the way (`--model`, its name).
+against four emulated engines, a minute or two; `--vllm MODELS` (of tests/vllm/make_models.py) against three
+vLLM servers on CPU, of which one hangs twice, one gets SIGTERM and that which hung is killed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -29,7 +30,9 @@ from typing import Any, NamedTuple
 import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "vllm"))
 
+from engines import TINY_FAST, Server, vllm_servers
 from helpers import free_port
 from proxy.cutter import Cut, Cutter
 
@@ -182,8 +185,22 @@ async def lose(engines: list[Engine], rng: random.Random, lost: Counter[str]) ->
         await engine.start()
 
 
+async def lose_servers(servers: list[Server], rng: random.Random, lost: Counter[str]) -> None:
+    """Lose all of some vLLM servers but the first, for good in the end."""
+    _, hangs, leaves = servers
+    for number, server in (
+        (signal.SIGSTOP, hangs), (signal.SIGSTOP, hangs), (signal.SIGTERM, leaves), (signal.SIGKILL, hangs),
+    ):  # fmt: skip
+        await asyncio.sleep(rng.uniform(2.0, 5.0))
+        lost[number.name] += 1
+        server.signal_group(number)
+        if number is signal.SIGSTOP:
+            await asyncio.sleep(6.0)
+            server.signal_group(signal.SIGCONT)
+
+
 @contextlib.contextmanager
-def fleet_file(urls: list[str], workers: int, model: str) -> Any:
+def fleet_file(urls: list[str], workers: int, model: str, idle_s: float = 1.0) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "fleet.yaml"
         instances = [{"name": f"i{number}", "url": url} for number, url in enumerate(urls)]
@@ -192,8 +209,7 @@ def fleet_file(urls: list[str], workers: int, model: str) -> Any:
             "listen": {"port": free_port()},
             "admin": {"port": free_port()},
             "proxy": {
-                "resume": "ids",
-                "idle_timeout_s": 1.0,
+                "idle_timeout_s": idle_s,
                 "first_byte_timeout_s": 20.0,
                 "request_log": False,
                 "workers": workers,
@@ -242,7 +258,7 @@ async def undisturbed(url: str, rng: random.Random, count: int, model: str, *, r
     """Requests with what an engine that is left alone answers."""
     pairs = [request(rng, model, real=real) for _ in range(count)]
     blank = Answer("", None, None, False, "")
-    got = await clients(url, [Asked(path, body, blank) for path, body in pairs], 2 if real else CLIENTS)
+    got = await clients(url, [Asked(path, body, blank) for path, body in pairs], 6 if real else CLIENTS)
     assert not [each.error for _, each in got if each.error], [each.error for _, each in got if each.error][
         :3
     ]
@@ -258,19 +274,26 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         for engine in engines:
             stack.callback(engine.end)
             await engine.start()
-        asked = await undisturbed(
-            args.vllm[0] if real else engines[-1].url, rng, args.requests, args.model, real=real
-        )
-        urls = args.vllm or [each.url for each in engines[:ENGINES]]
+        servers: list[Server] = []
+        if real:
+            logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            specs = [dataclasses.replace(TINY_FAST, name=f"v{number}") for number in range(3)]
+            servers = stack.enter_context(vllm_servers(specs, args.vllm, logs))
+        model = servers[0].spec.served_model_name if real else "m"
+        urls = [each.url for each in servers or engines[:ENGINES]]
+        asked = await undisturbed(urls[0] if real else engines[-1].url, rng, args.requests, model, real=real)
         ports = [int(url.rpartition(":")[2]) for url in urls]
         cutters = [await stack.enter_async_context(Cutter(port, cuts)) for port in ports]
-        path, url = stack.enter_context(fleet_file([each.url for each in cutters], args.workers, args.model))
+        path, url = stack.enter_context(
+            fleet_file([each.url for each in cutters], args.workers, model, 4.0 if real else 1.0)
+        )
         running = [serve(path)]
         stack.callback(lambda: [each.kill() for each in running])
         stdout = running[0].stdout
         assert stdout is not None
         await asyncio.to_thread(stdout.readline)
-        tasks = [] if real else [asyncio.create_task(lose(engines[:ENGINES], rng, lost))]
+        losing = lose_servers(servers, rng, lost) if real else lose(engines[:ENGINES], rng, lost)
+        tasks = [asyncio.create_task(losing)]
 
         async def cut() -> None:
             while True:
@@ -281,7 +304,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         tasks.append(asyncio.create_task(cut()))
         if args.replace:
             tasks.append(asyncio.create_task(replace(path, running)))
-        got = await clients(url, asked, 2 if real else CLIENTS)
+        got = await clients(url, asked, 6 if real else CLIENTS)
         for task in tasks:
             task.cancel()
         for each in await asyncio.gather(*tasks, return_exceptions=True):
@@ -318,8 +341,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--replace", action="store_true", help="another process takes over every 4 s")
-    parser.add_argument("--vllm", nargs=2, metavar="URL", help="two vLLM servers of one model")
-    parser.add_argument("--model", default="m")
+    parser.add_argument("--vllm", type=Path, metavar="MODELS", help="three vLLM servers on CPU")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log", action="store_true", help="show the end of hetlb's log")
     parser.add_argument("--save", type=Path)

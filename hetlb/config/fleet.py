@@ -24,6 +24,7 @@ from hetlb.config.fleet_tables import (
     KvTransferTable,
     ModelTable,
     PolicyTable,
+    Resume,
 )
 from hetlb.config.mistakes import Mistakes, did_you_mean, listed, one_of, short
 from hetlb.config.profile_file import Profile, load_named
@@ -130,6 +131,17 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
             model.name: {name: _service_class(name, table) for name, table in model.classes.items()}
             for model in self.file.models
         }
+
+    @property
+    def resume(self) -> dict[tuple[str, str], Resume]:
+        """How answers are resumed, by model and class ("" without classes)."""
+        found = {}
+        for model in self.file.models:
+            stated = self.file.proxy.resume if model.resume is None else model.resume
+            found[model.name, ""] = stated
+            for name, table in model.classes.items():
+                found[model.name, name] = stated if table.resume is None else table.resume
+        return found
 
     @property
     def queue_limits(self) -> QueueLimits:

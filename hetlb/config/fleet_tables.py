@@ -117,6 +117,8 @@ OWN_HEADERS = frozenset(
 )  # fmt: skip
 OriginText: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(\*|https?://[A-Za-z0-9._:\[\]-]{1,253})$")]
 HeaderName: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9-]{1,64}$")]
+#: How an answer whose engine is lost goes on: by token ids, also by text (True), or not.
+Resume: TypeAlias = bool | Literal["ids"]
 
 
 class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -126,7 +128,8 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     `api_keys_file` lists the clients' keys; `passthrough_authorization` lets a client's own key through to
     the engines. `heartbeat_s` is how often a stream that waits gets a comment, 0 for never. `resume`: an
     answer whose engine is lost goes on at another where its token ids are known ("ids"), also by its text
-    (True), or not. `max_held_bytes` bounds all bodies together that are being read.
+    (True), or not; also a key of models and classes. `max_held_bytes` bounds all bodies together that are
+    being read.
     `max_connections` of clients None is half of the process's file descriptors: the other half is for
     engines. `workers` processes share the port. `forward_headers` names headers of clients that reach the
     engines besides those that always do. `trusted_proxies` are the networks (CIDR) of proxies whose
@@ -158,7 +161,7 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     trusted_proxies: tuple[str, ...] = ()
     cors_origins: tuple[OriginText, ...] = ()
     heartbeat_s: NonNegative = 0.0
-    resume: bool | Literal["ids"] = False
+    resume: Resume = "ids"
     max_connections: PositiveInt | None = None
     workers: Annotated[int, msgspec.Meta(ge=1, le=MOST_WORKERS)] = 1
 
@@ -299,6 +302,7 @@ class ClassTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     background: bool = False
     first_token_weight: NonNegative | None = None
     refuse_hopeless: bool = False
+    resume: Resume | None = None
 
 
 class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -321,6 +325,7 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     api_key_env: str | None = None
     kv_transfer: ConnectorName | KvTransferTable | None = None
     classes: dict[str, ClassTable] = {}
+    resume: Resume | None = None
 
 
 class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -39,6 +39,8 @@ DEFAULT_KV_CACHE_TOKENS: Final = 131_072
 DEFAULT_MAX_NUM_SEQS: Final = 256
 #: The tokens that an engine works on in one iteration where it has not told: vLLM's default.
 DEFAULT_TOKEN_BUDGET: Final = 2048
+#: Seconds before an instance with a notice is gone by which nothing runs there any more.
+NOTICE_MARGIN_S: Final = 1.5
 #: A scrape older than this says nothing about now.
 SIGNAL_STALE_S: Final = 5.0
 #: Below this KV use an engine that lets requests wait lacks places, not memory.

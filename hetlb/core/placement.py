@@ -13,7 +13,7 @@ from hetlb.core.demand import Demand, Mix
 from hetlb.core.fleet_state import FleetState
 from hetlb.core.forecast import Forecast
 from hetlb.core.holds import Holds
-from hetlb.core.instance import Instance
+from hetlb.core.instance import NOTICE_MARGIN_S, Instance
 from hetlb.core.ledger import Ledger
 from hetlb.core.policies.base import Policy, SchedulingContext, SplitChoice, best, forecast, paper_terms
 from hetlb.core.predictor import Predictor
@@ -166,11 +166,13 @@ class Placement:
         long: float | None = None,
         ceiling: int | None = None,
         waited_s: float = 0.0,
+        stays: bool = False,
     ) -> Decision | None:
         """Filter, then let the policy choose; None if no instance would get the request now. Books nothing.
 
         `own_size` is what it counts for in the queue; `long` is the predictor's, where it was asked already;
-        instances of class `ceiling` and above are kept for another; it came `waited_s` ago.
+        instances of class `ceiling` and above are kept for another; it came `waited_s` ago. An instance that
+        has been given notice gets only what ends in time, with `stays` nothing.
         """
         queue, policy = self._queue, self.policy
         if ready.parts and request.splittable and (parts := self._parts(request, ready, now, ceiling)):
@@ -195,11 +197,14 @@ class Placement:
                     target,
                 )
         able, excluded, availabilities = self.able(request, ready, now)
-        if ceiling is not None:
-            below = [ready.class_of(instance) < ceiling for instance in able]
-            able = [instance for instance, keep in zip(able, below, strict=True) if keep]
+        if ceiling is not None or stays:
+            kept = [
+                (ceiling is None or ready.class_of(each) < ceiling) and not (stays and each.leaves_at)
+                for each in able
+            ]
+            able = [instance for instance, keep in zip(able, kept, strict=True) if keep]
             if availabilities is not None:
-                availabilities = [each for each, keep in zip(availabilities, below, strict=True) if keep]
+                availabilities = [each for each, keep in zip(availabilities, kept, strict=True) if keep]
         if not able:
             return None
         waiting = queue.waiting(request.model) - own_size if queue.held else 0
@@ -210,6 +215,14 @@ class Placement:
         if found is None:
             return None
         instance = able[found.index]
+        if instance.leaves_at is not None and request.pinned is None and not stays:
+            assert found.forecast is not None, (
+                f"{request.id}: a choice of {self.policy_name} without a forecast"
+            )
+            if now + found.forecast.end_s > instance.leaves_at - NOTICE_MARGIN_S:
+                return self.choose(
+                    request, ready, now, predicted, own_size, long, ceiling, waited_s, stays=True
+                )
         return Decision(ctx, found.work_s, found.candidates, ready, able, excluded, instance, found.forecast)
 
     def able(
@@ -237,7 +250,8 @@ class Placement:
         attempts = self._retries.attempts.get(request.id)
         if request.pinned is not None or (attempts is not None and attempts.whole):
             return []
-        return ready.parts_for(request, None if attempts is None else attempts.tried, now, ceiling)
+        parts = ready.parts_for(request, None if attempts is None else attempts.tried, now, ceiling)
+        return [each for each in parts if each.leaves_at is None]
 
     def context(
         self,

@@ -48,7 +48,7 @@ class PickDriver(Driver):
         self.foreign = ForeignLoad(scheduler)
 
     @property
-    def resume(self) -> bool | None:
+    def resumes(self) -> bool:
         return False  # the answers are Envoy's
 
     def pool(self, lease: Lease) -> Upstream:

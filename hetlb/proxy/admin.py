@@ -301,17 +301,15 @@ class _AdminApi:
     async def _set_notice(self, request: web.Request) -> web.Response:
         name = self._instance(request)
         deadline_s = (await _body(request, "deadline_s")).get("deadline_s")
-        state = AdminState.DRAIN
-        if deadline_s is None:
-            state = AdminState.READY
-        elif type(deadline_s) not in (int, float) or not 0 <= deadline_s <= _MOST_NOTICE_S:
+        number = type(deadline_s) in (int, float)
+        if deadline_s is not None and not (number and 0 <= deadline_s <= _MOST_NOTICE_S):
             text = (
                 f"deadline_s: expected seconds from 0 to {_MOST_NOTICE_S}, or null, got {_short(deadline_s)}"
             )
             return _refuse(400, text)
-        self._control.roster.change(AdminStateSet(name, state, deadline_s))
+        self._control.roster.change(AdminStateSet(name, AdminState.READY, deadline_s))
         await self._control.settled()
-        return _reply({"name": name, "state": state, "deadline_s": deadline_s})
+        return _reply({"name": name, "deadline_s": deadline_s})
 
     async def _register(self, request: web.Request) -> web.Response:
         self._check_registration()

@@ -72,13 +72,15 @@ class Continuation:
         asked_ids = self.asks_ids and self._gives_ids
         return StreamedAnswer(self._hides_usage, silent, self._progress, None, asked_ids)
 
-    @property
-    def ended(self) -> bool:
-        """True if of the answer nothing but `[DONE]` is missing."""
+    def last_event(self, answer: EngineAnswer | None) -> bytes | None:
+        """What is missing of an answer: `[DONE]`, or not even that; None where it is more."""
+        stream = None if answer is None else answer.stream
+        if stream is not None and stream.done and not stream.failed:
+            return b""
         progress = self._progress
-        return progress is not None and ends_here(
-            progress, self._outgoing.body, hides_usage=self._hides_usage
-        )
+        if progress is None or not ends_here(progress, self._outgoing.body, hides_usage=self._hides_usage):
+            return None
+        return LAST_EVENT
 
     def may_go_on(self, answer: EngineAnswer | None, *, unsent: bool) -> bool:
         """True if the rest of an answer is known; `unsent`: the client has nothing of it."""
@@ -87,7 +89,7 @@ class Continuation:
         if answer is not None and answer.stream is not None and answer.stream.part_is_out:
             return False
         self._progress.read()
-        return self.ended or self.plan()
+        return self.last_event(answer) is not None or self.plan()
 
     @property
     def kept(self) -> int:

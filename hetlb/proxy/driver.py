@@ -20,6 +20,7 @@ from time import perf_counter
 from typing import Final
 
 from hetlb.config.fleet_tables import ProxyTable
+from hetlb.core.instance import NOTICE_MARGIN_S
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     HAND_OVER,
@@ -69,8 +70,6 @@ SETTLED_AT_ONCE: Final = 64
 #: streams; so many of those beyond are looked at in one sweep, 3 us each.
 MOST_KEPT: Final = 200_000
 _LOOKED_AT: Final = 10_000
-#: Seconds before an instance is gone by which what goes on elsewhere has left it.
-NOTICE_MARGIN_S: Final = 1.5
 #: After a pause of the process this long, what came meanwhile is read before a request times out.
 GAP_S: Final = 1.0
 
@@ -158,10 +157,9 @@ class ExchangeDriver(ABC):
         """End a lease and let the scheduler place the rest of its answer."""
 
     @property
-    def resume(self) -> bool | None:
-        """`proxy.resume`: False never, None by token ids alone ("ids"), True also by text."""
-        stated = self.table.resume
-        return stated if isinstance(stated, bool) else None
+    def resumes(self) -> bool:
+        """True if answers may go on at another instance."""
+        return True
 
     @property
     @abstractmethod

@@ -217,15 +217,16 @@ class Exchange(RequestRecord):
             answer.whole_only = length <= TAIL_BYTES
 
     def engine_events(self, chunks: bytes) -> bool:
-        """A read of a stream between two chunks: passed on as it stands if it is whole events of text.
+        """A read of a stream between two chunks: passed on if it is whole events of text.
 
         False where it takes a closer look, and nothing was done.
         """
         answer = self.answer
         stream = None if answer is None else answer.stream
-        if stream is None or not stream.pass_text(chunks):
+        passed = b"" if stream is None else stream.pass_text(chunks)
+        if stream is None or not passed:
             return False
-        self.response.write(chunks)
+        self.response.write(passed)
         self.since = now = self._now()
         stream.text_came(now)
         return True
@@ -336,7 +337,8 @@ class Exchange(RequestRecord):
         elif may_go_on and self._go_on(ends.BROKEN if begun else end):
             return
         elif response.state is STARTED and not begun and end in ends.NOTHING_SENT:
-            self.try_again(end)
+            # The rest of an answer: it waits for as long as nothing accepts it.
+            self._driver.goes_on(self.request, self.back_to_queue(RETRIED), end)
         elif response.state is STARTED or (response.state is HEARTBEATS and response.held_up):
             self._break(ends.BROKEN, detail)
         elif end is ends.LOCAL:
@@ -495,8 +497,10 @@ class Exchange(RequestRecord):
         elif event is None:
             self._break(end, detail)
         else:
-            self._pass(answer, event + b"\n\n")
-            self.finish(end, broken=True)
+            response = self.response
+            out = self._commit() if response.state is NOTHING else b""
+            response.write(out + response.last(answer.last_emptied(event + b"\n\n" + LAST_EVENT)))
+            self.finish(end)
 
     def _go_on(self, end: End) -> bool:
         """Take another lease for the rest of the answer; False where it cannot go on."""
@@ -505,8 +509,8 @@ class Exchange(RequestRecord):
             return False
         if not rest.may_go_on(answer, unsent=response.state is NOTHING):
             return False
-        if rest.ended:
-            response.write(response.last(LAST_EVENT))
+        if (last := rest.last_event(answer)) is not None:
+            response.write(response.last(last))
             if answer is not None:
                 self._take_usage(answer)
             self.finish(ends.LAST_MISSING)

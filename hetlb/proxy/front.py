@@ -59,6 +59,7 @@ class Front:
         server.secure(access)
         self.server.router.names = ModelNames.of(fleet.written) or None
         self.server.router.classes = ServiceClasses(fleet.service_classes) or None
+        self.server.router.resume = fleet.resume
         self._tracing = None if fleet.file.tracing is None else Tracing(fleet.file.tracing, fleet.where)
         self.server.router.tracing = self._tracing
         self._write_line = FORMATS[fleet.file.proxy.request_log_format]
@@ -83,6 +84,7 @@ class Front:
         self.server.secure(access)
         self.server.router.names = ModelNames.of(fleet.written) or None
         self.server.router.classes = ServiceClasses(fleet.service_classes) or None
+        self.server.router.resume = fleet.resume
 
     def requests_ended(self, ended: Sequence[Exchange]) -> None:
         """Keep and log requests that have their outcome."""

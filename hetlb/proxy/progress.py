@@ -30,7 +30,7 @@ class Progress:
 
     __slots__ = (
         "_rest", "ahead", "created", "finish", "id", "ids", "in_block", "model", "plain_text", "prompt_ids",
-        "raw", "role_sent", "settled", "texts", "usable",
+        "raw", "role_sent", "settled", "texts", "usable", "usage_sent",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -52,6 +52,8 @@ class Progress:
         #: True if all of the answer is text of its message.
         self.plain_text = True
         self.role_sent = False
+        #: True if the event of usage alone came.
+        self.usage_sent = False
         #: False once something came of which no continuation is known.
         self.usable = True
         #: Text that the client has beyond `texts`: a lease is about to say it again.
@@ -80,6 +82,7 @@ class Progress:
             self.spoil()
             return
         if not chunk.choices or not self.usable:
+            self.usage_sent = self.finish is not None
             return
         choice, delta = chunk.choices[0], chunk.choices[0].delta
         if len(chunk.choices) != 1 or bytes(choice.logprobs) not in (b"", b"null"):

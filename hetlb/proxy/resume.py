@@ -39,14 +39,16 @@ class Seam:
 
     `as_chat`: the engine answers as a completion and the client knows a chat. `generated` tokens of the
     answer are in the prompt. `only_end`: nothing but usage and the reason of the end is missing.
+    `wants_usage` and `wants_ids`: the client asked for them, by the `fields` of its request.
     """
 
-    __slots__ = ("as_chat", "generated", "only_end", "wants_usage")
+    __slots__ = ("as_chat", "generated", "only_end", "wants_ids", "wants_usage")
 
-    def __init__(self, as_chat: bool, generated: int, wants_usage: bool) -> None:
+    def __init__(self, as_chat: bool, generated: int, fields: dict[str, Any], hides_usage: bool) -> None:
         self.as_chat = as_chat
         self.generated = generated
-        self.wants_usage = wants_usage
+        self.wants_usage = not hides_usage and _wants_usage(fields)
+        self.wants_ids = bool(fields.get("return_token_ids"))
         self.only_end = False
 
     def translate(self, event: bytes, progress: Progress) -> bytes | None:
@@ -63,6 +65,7 @@ class Seam:
             fields["object"] = "chat.completion.chunk"
         if isinstance(usage := fields.get("usage"), dict):
             self._add_up(usage)
+            progress.usage_sent = not choices
         if choices:
             choice = choices[0]
             delta = choice.get("delta") or {}
@@ -107,6 +110,10 @@ class Seam:
                 of["prompt_token_ids"] = None
                 if not self.generated:
                     progress.prompt_ids = _encode(prompt)
+        if not self.wants_ids:
+            ids = None
+            if "token_ids" in choice:
+                choice["token_ids"] = None
         if self.as_chat:
             reason = choice.get("finish_reason")
             ended = {} if reason is None else {"stop_reason": choice.get("stop_reason")}
@@ -148,7 +155,7 @@ def ends_here(progress: Progress, body: bytes, *, hides_usage: bool) -> bool:
     """True if of the answer nothing but `[DONE]` is missing; `body` is the request's, the rest as below."""
     if not progress.usable or progress.finish is None:
         return False
-    return hides_usage or not _wants_usage(msgspec.json.decode(body))
+    return hides_usage or progress.usage_sent or not _wants_usage(msgspec.json.decode(body))
 
 
 def next_leg(
@@ -162,13 +169,12 @@ def next_leg(
     if not progress.usable:
         return None
     fields: dict[str, Any] = msgspec.json.decode(body)
-    wants_usage = not hides_usage and _wants_usage(fields)
     texts = [msgspec.json.decode(b'"%b"' % piece) for piece in _PIECE.findall(progress.texts)]
     ids = [[int(each) for each in piece.split(b",") if each] for piece in _LIST.findall(progress.ids)]
     said = "".join(texts) + progress.ahead
     if not said and progress.plain_text and progress.finish is None:
         progress.forget()
-        return _whole(fields, progress, wants_usage, gives_ids)
+        return _whole(fields, progress, hides_usage, gives_ids)
     if progress.in_block or not _resumable(fields):
         return None
     prompt = _prompt_ids(fields, kind, progress) if gives_ids and len(ids) == len(texts) else None
@@ -179,27 +185,28 @@ def next_leg(
         if ahead and can_say and fields.get("temperature") != 0:
             prompt = None  # what is said again may differ
     if prompt is None:
-        return _by_text(kind, fields, progress, texts, wants_usage) if can_say else None
+        return _by_text(kind, fields, progress, texts, hides_usage) if can_say else None
     kept = [each for piece in ids[: len(first)] for each in piece]
     progress.cut(first, ids[: len(first)], ahead)
     if kind is Kind.CHAT:
         fields["max_tokens"] = _most_tokens(fields)
         for name in _CHAT_ONLY:
             fields.pop(name, None)
+    seam = Seam(kind is Kind.CHAT, len(kept), fields, hides_usage)
     fields["prompt"], fields["return_token_ids"] = prompt + kept, True
-    path = b"/v1/completions" if kind is Kind.CHAT else None
-    return _finished(path, fields, progress, Seam(kind is Kind.CHAT, len(kept), wants_usage), by_ids=True)
+    return _finished(b"/v1/completions" if seam.as_chat else None, fields, progress, seam, by_ids=True)
 
 
-def _whole(fields: dict[str, Any], progress: Progress, wants_usage: bool, gives_ids: bool) -> Leg:
+def _whole(fields: dict[str, Any], progress: Progress, hides_usage: bool, gives_ids: bool) -> Leg:
     """The request as it was: nothing was said yet."""
+    seam = Seam(False, 0, fields, hides_usage)
     if gives_ids and not fields.get("tools"):
         fields.setdefault("return_token_ids", True)
-    return _finished(None, fields, progress, Seam(False, 0, wants_usage))
+    return _finished(None, fields, progress, seam)
 
 
 def _by_text(
-    kind: Kind, fields: dict[str, Any], progress: Progress, texts: list[str], wants_usage: bool
+    kind: Kind, fields: dict[str, Any], progress: Progress, texts: list[str], hides_usage: bool
 ) -> Leg:
     """The request with the words so far: behind its prompt, or as the assistant's unfinished message."""
     if progress.ahead:
@@ -218,7 +225,7 @@ def _by_text(
         fields["prompt"] = f"{_prompt_text(fields, kind)}{said}"
     first = _first(texts, len(words))
     progress.cut(first, None, said[len(words) :])
-    return _finished(None, fields, progress, Seam(False, len(first), wants_usage))
+    return _finished(None, fields, progress, Seam(False, len(first), fields, hides_usage))
 
 
 def _first(texts: list[str], size: int) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 import hetlb
-from hetlb.config.fleet_tables import ProxyTable
+from hetlb.config.fleet_tables import ProxyTable, Resume
 from hetlb.core.block_index import PromptBlocks, block_digests
 from hetlb.core.objective import UNSTATED
 from hetlb.core.prefix_index import PrefixKey
@@ -89,6 +89,8 @@ class Router:
         self.names: ModelNames | None = None
         #: Classes of the models' requests, None without any.
         self.classes: ServiceClasses | None = None
+        #: How answers are resumed, by model and class; others as `proxy.resume` says.
+        self.resume: Mapping[tuple[str, str], Resume] = {}
         #: Makes the ids of every request's spans, None without tracing.
         self.tracing: Tracing | None = None
         #: Engines take our request ids for their own, and another proxy may count from 1 too.
@@ -292,12 +294,14 @@ class Router:
             and pinned is None
             and may_split(kind, head.path, pieces[0])
         )
+        how = self.resume.get((model, service.name), driver.table.resume)
         resumes = (
             generates
             and prompts * call.n == 1
             and head.path in _RESUMED_PATHS
             and pinned is None
-            and driver.resume is not False
+            and how is not False
+            and driver.resumes
         )
         asks_ids = (
             resumes
@@ -341,7 +345,7 @@ class Router:
             exchange.rest = Continuation(
                 kind,
                 outgoing,
-                by_text=driver.resume is True,
+                by_text=how is True,
                 asks_ids=asks_ids,
                 hides_usage=call.hold_usage,
             )

@@ -5,21 +5,24 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from hetlb.proxy.http.sse import MAX_HELD_BYTES, SseWatcher, TextShape, text_events, text_shape
+from hetlb.proxy.http.sse import MAX_HELD_BYTES, SseWatcher, TextShape, text_events, text_shape, without_ids
 from hetlb.proxy.progress import Progress
 from hetlb.proxy.resume import Seam
 from hetlb.proxy.telemetry.histograms import FINE_MS, GapHistogram
 
 #: The first event has the token ids of the prompt where hetlb asked for them: it is held until it is whole.
-_MAX_FIRST_BYTES: Final = 1 << 20
-_PROMPT_IDS = re.compile(rb'"prompt_token_ids":\[[0-9,]*\]')
+_MAX_FIRST_BYTES: Final = 1 << 21
+_TOKEN_IDS = re.compile(rb'("(?:prompt_)?token_ids":)\[[0-9,]*\]')
 _ABORT: Final = b'"finish_reason":"abort"'
 
 
 class StreamedAnswer(SseWatcher):
     """The stream of one answer. What passes for every token allocates nothing but what it counts."""
 
-    __slots__ = ("_fine", "_gaps", "_raw", "_shape", "_silent", "_text_at", "lost", "progress", "seam")
+    __slots__ = (
+        "_fine", "_gaps", "_hides_ids", "_raw", "_shape", "_silent", "_text_at", "_with_ids", "lost",
+        "progress", "seam",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -32,7 +35,7 @@ class StreamedAnswer(SseWatcher):
         """`silent` events at its beginning are no text.
 
         `progress` keeps what comes, None where it goes on nowhere else; `seam` is that of a second lease.
-        `asked_ids`: hetlb asked for token ids, so the client does not want those of the prompt.
+        `asked_ids`: hetlb asked for token ids, and the client did not: it gets none.
         """
         super().__init__(hold_usage)
         self.progress = progress
@@ -42,6 +45,9 @@ class StreamedAnswer(SseWatcher):
         #: Reads that are kept as they come; in a second lease each event is looked at.
         self._raw = progress.raw if progress is not None and seam is None else None
         self._each = seam is not None or asked_ids
+        self._hides_ids = asked_ids
+        #: The last event as it came, where it goes on without its token ids.
+        self._with_ids = b""
         if asked_ids:
             self._max_held = _MAX_FIRST_BYTES
         self._silent = silent
@@ -57,19 +63,19 @@ class StreamedAnswer(SseWatcher):
         self._gaps = gaps
         self._fine = gaps.fine
 
-    def pass_text(self, chunks: bytes) -> bool:
-        """True if a read is nothing but whole events of text: it goes on as it stands."""
+    def pass_text(self, chunks: bytes) -> bytes:
+        """What the client gets of a read of nothing but whole events of text; b"" if it is something else."""
         shape = self._shape
         if shape is None:
-            return False
+            return b""
         events = text_events(chunks, shape)
         if not events:
-            return False
+            return b""
         self.events += events
         raw = self._raw
         if raw is not None:
             raw.append(chunks)
-        return True
+        return without_ids(chunks, shape) if self._hides_ids else chunks
 
     def text_came(self, now: float) -> None:
         """Text came. Called for about every token."""
@@ -111,7 +117,8 @@ class StreamedAnswer(SseWatcher):
         """Look at what was passed on for the shape of the next events of text."""
         # The first event of a chat only says who speaks: it is no text.
         if self.between and self.events > 1 and self.seam is None:
-            self._shape = text_shape(passed)
+            self._shape = text_shape(self._with_ids + b"\n\n" if self._hides_ids else passed)
+            self._with_ids = b""
 
     def _pass_on(self, event: bytes) -> bytes:
         progress, seam = self.progress, self.seam
@@ -135,9 +142,9 @@ class StreamedAnswer(SseWatcher):
                 progress.finish = None
         else:
             aborted = event.find(_ABORT) >= 0
-            if self._max_held != MAX_HELD_BYTES:  # the first event
-                self._each, self._max_held = False, MAX_HELD_BYTES
-                event = _PROMPT_IDS.sub(rb'"prompt_token_ids":null', event)
+            self._max_held = MAX_HELD_BYTES  # the first event is over
+            if self._hides_ids:
+                self._with_ids, event = event, _TOKEN_IDS.sub(rb"\1null", event)
         if aborted:  # vLLM gives up what it runs when it is stopped
             self.lost = event
             return b""

@@ -462,3 +462,5 @@ class ChunkedDecoder:
 
 #: The usual spellings of the usual sizes of chunks.
 CHUNK_SIZES = {b"%x" % size: size for size in range(1, 4096)}
+#: The line before a chunk, by its size.
+CHUNK_LINES = [b"%x\r\n" % size for size in range(4100)]

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 from mypy_extensions import mypyc_attr
 
-from hetlb.proxy.http.http1 import CHUNK_SIZES
+from hetlb.proxy.http.http1 import CHUNK_LINES, CHUNK_SIZES
 from hetlb.proxy.http.openai_fields import EventFields
 
 MAX_HELD_BYTES: Final = 64 << 10
@@ -204,15 +204,17 @@ class TextShape:
     """Shape of the events of text of one stream: all but their text and token ids.
 
     `beginning` ends with the first choice; `ending` says that it goes on, and ends with the event, its chunk
-    included, or where token ids begin; behind them comes `after_ids`, b"" where there are none.
+    included, or where token ids begin; behind them comes `after_ids`, b"" where there are none, or
+    `instead_of_ids` where they are taken out.
     """
 
-    __slots__ = ("after_ids", "beginning", "ending")
+    __slots__ = ("after_ids", "beginning", "ending", "instead_of_ids")
 
     def __init__(self, beginning: bytes, ending: bytes, after_ids: bytes) -> None:
         self.beginning = beginning
         self.ending = ending
         self.after_ids = after_ids
+        self.instead_of_ids = b"null" + after_ids[1:]
 
 
 def text_shape(data: bytes) -> TextShape | None:
@@ -263,6 +265,17 @@ def text_events(chunks: bytes, shape: TextShape) -> int:
             return 0
         events += 1
     return events if position == length else 0
+
+
+def without_ids(chunks: bytes, shape: TextShape) -> bytes:
+    """What `text_events` found to be events of text, without the token ids in them."""
+    instead, position, out = shape.instead_of_ids, 0, b""
+    while position < len(chunks):
+        line_end = chunks.find(b"\r\n", position, position + 5)
+        start, position = line_end + 2, line_end + 4 + CHUNK_SIZES[chunks[position:line_end]]
+        ids = chunks.rfind(_TOKEN_IDS, start, position) + len(_TOKEN_IDS) - 1
+        out += CHUNK_LINES[ids - start + len(instead) - 2] + chunks[start:ids] + instead
+    return out
 
 
 _REFUSAL = re.compile(rb'"code":\s?"?4[0-9][0-9]"?[,}\s]')
