@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import subprocess
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -153,6 +154,62 @@ async def test_a_stream_that_is_cut_anywhere_is_whole(
                 same(await ask(f"http://127.0.0.1:{proxy.port}", kind, asked), whole)
             resumed += sum(proxy.driver.totals.resumptions.values())
         assert resumed > 40
+
+
+async def wire_bytes(url: str, kind: str, asked: dict[str, Any]) -> int:
+    """Bytes of a chunked answer with its head."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    sent = json.dumps(asked).encode()
+    path = "/v1/completions" if kind == "completions" else "/v1/chat/completions"
+    lines = (
+        f"POST {path} HTTP/1.1",
+        "host: h",
+        "content-type: application/json",
+        f"content-length: {len(sent)}",
+    )
+    writer.write("\r\n".join([*lines, "", ""]).encode() + sent)
+    raw = await reader.readuntil(b"\r\n0\r\n\r\n")
+    writer.close()
+    return len(raw)
+
+
+@pytest.mark.parametrize("usage", [False, True], ids=["", "usage"])
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+async def test_a_stream_that_is_cut_near_its_end_says_nothing_twice(
+    start: Start, engine: EmulatedEngine, kind: str, usage: bool
+) -> None:
+    cuts: list[Cut] = []
+    asked = body(kind, True, **({"stream_options": {"include_usage": True}} if usage else {}))
+    whole = await ask(engine.url, kind, asked)
+    size = await wire_bytes(
+        engine.url, kind, {**asked, "return_token_ids": True, "stream_options": {"include_usage": True}}
+    )
+    for after in range(size - 700, size, 20):
+        async with Cutter(engine.port, cuts) as one, Cutter(engine.port, cuts) as two:
+            proxy = await proxied(start, one.url, two.url)
+            cuts[:] = [Cut(after, "fin")]
+            same(await ask(f"http://127.0.0.1:{proxy.port}", kind, asked), whole)
+
+
+async def test_the_rest_waits_for_an_instance_that_accepts_it(start: Start, engine: EmulatedEngine) -> None:
+    asked = body("chat", True)
+    whole = await ask(engine.url, "chat", asked)
+    async with Cutter(engine.port, [Cut(3000, "hang")]) as one:
+        proxy = await proxied(start, one.url)
+        asking = asyncio.create_task(ask(f"http://127.0.0.1:{proxy.port}", "chat", asked))
+        await turns_until(lambda: one.cut == 1)
+        gone = Cutter(engine.port, [])
+        async with gone:
+            pass
+        spec = proxy.scheduler.instances[0].spec
+        for name in ("gone", "gone too"):
+            proxy.driver.change(InstanceAdded(replace(spec, name=name, url=gone.url)))
+            proxy.driver.sample(name, EngineSample(engine="vllm"))
+    await turns_until(lambda: [each.routable for each in proxy.scheduler.instances].count(True) <= 1)
+    assert not asking.done()
+    proxy.driver.change(InstanceAdded(replace(spec, name="last", url=engine.url)))
+    proxy.driver.sample("last", EngineSample(engine="vllm"))
+    same(await asking, whole)
 
 
 async def resumed(
@@ -309,6 +366,29 @@ async def test_the_sdk_of_openai_reads_a_resumed_stream_as_one(start: Start, eng
     assert [each.finish_reason for each in choices if each.finish_reason] == whole.finish
     assert [each.usage.completion_tokens for each in chunks if each.usage] == [40]
     assert len({(each.id, each.created) for each in chunks}) == 1
+    assert sum(proxy.driver.totals.resumptions.values()) == 2
+
+
+async def test_curl_reads_a_resumed_stream_as_one(start: Start, engine: EmulatedEngine) -> None:
+    asked = body("completions", True)
+    whole = await ask(engine.url, "completions", asked)
+    cuts = [Cut(3000, "rst"), Cut(4000, "fin")]
+    async with contextlib.AsyncExitStack() as stack:
+        cutters = [await stack.enter_async_context(Cutter(engine.port, cuts)) for _ in range(3)]
+        proxy = await proxied(start, *[each.url for each in cutters])
+        command = [
+            "curl", "-sSN", "--fail", f"http://127.0.0.1:{proxy.port}/v1/completions", "-H",
+            "content-type: application/json", "-d", json.dumps(asked),
+        ]  # fmt: skip
+        curl = await asyncio.to_thread(subprocess.run, command, capture_output=True)
+    assert (curl.returncode, curl.stderr) == (0, b"")
+    # vLLM puts the fingerprint on the event with usage, which hetlb asks for.
+    varies = {"id", "created", "system_fingerprint"}
+    got, expected = [
+        [{key: event[key] for key in event.keys() - varies} for event in each.events]
+        for each in (Answer(200, {}, curl.stdout, True), whole)
+    ]
+    assert got == expected
     assert sum(proxy.driver.totals.resumptions.values()) == 2
 
 
