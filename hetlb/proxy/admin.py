@@ -307,9 +307,10 @@ class _AdminApi:
                 f"deadline_s: expected seconds from 0 to {_MOST_NOTICE_S}, or null, got {_short(deadline_s)}"
             )
             return _refuse(400, text)
-        self._control.roster.change(AdminStateSet(name, AdminState.READY, deadline_s))
+        state = self._control.scheduler.fleet.instances[name].admin
+        self._control.roster.change(AdminStateSet(name, state, deadline_s))
         await self._control.settled()
-        return _reply({"name": name, "deadline_s": deadline_s})
+        return _reply({"name": name, "state": state, "deadline_s": deadline_s})
 
     async def _register(self, request: web.Request) -> web.Response:
         self._check_registration()
