@@ -134,7 +134,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def resume(self) -> dict[tuple[str, str], Resume]:
-        """How answers are resumed, by model and class ("" without classes)."""
+        """Ways of resuming answers, by model and class ("" without classes)."""
         found = {}
         for model in self.file.models:
             stated = self.file.proxy.resume if model.resume is None else model.resume

@@ -117,7 +117,7 @@ OWN_HEADERS = frozenset(
 )  # fmt: skip
 OriginText: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(\*|https?://[A-Za-z0-9._:\[\]-]{1,253})$")]
 HeaderName: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9-]{1,64}$")]
-#: How an answer whose engine is lost goes on: by token ids, also by text (True), or not.
+#: Way in which an answer goes on elsewhere: by token ids, also by text (True), or not.
 Resume: TypeAlias = bool | Literal["ids"]
 
 

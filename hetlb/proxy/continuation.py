@@ -73,7 +73,7 @@ class Continuation:
         return StreamedAnswer(self._hides_usage, silent, self._progress, None, asked_ids)
 
     def last_event(self, answer: EngineAnswer | None) -> bytes | None:
-        """What is missing of an answer: `[DONE]`, or not even that; None where it is more."""
+        """Last event, b"" if it was passed on; None where more of the answer is missing."""
         stream = None if answer is None else answer.stream
         if stream is not None and stream.done and not stream.failed:
             return b""

@@ -37,7 +37,6 @@ from hetlb.proxy.http.split_bodies import may_split
 from hetlb.proxy.http.transfer_fields import without_transfer_fields
 from hetlb.proxy.model_names import ModelNames, alias_entries, rename_in_form, rename_in_json
 from hetlb.proxy.prefix_keys import id_keys, session_key, text_keys, token_ids
-from hetlb.proxy.realtime import Session, check_upgrade, model_asked_for
 from hetlb.proxy.service_classes import ServiceClasses
 from hetlb.proxy.telemetry.request_record import RequestRecord
 from hetlb.proxy.telemetry.tracing import Tracing
@@ -89,7 +88,7 @@ class Router:
         self.names: ModelNames | None = None
         #: Classes of the models' requests, None without any.
         self.classes: ServiceClasses | None = None
-        #: How answers are resumed, by model and class; others as `proxy.resume` says.
+        #: Ways of resuming answers by model and class; others as `proxy.resume` says.
         self.resume: Mapping[tuple[str, str], Resume] = {}
         #: Makes the ids of every request's spans, None without tracing.
         self.tracing: Tracing | None = None
@@ -209,6 +208,8 @@ class Router:
         """The session that an upgrade to WebSocket asks for. Raises `GateError`."""
         if head.method != b"GET":
             raise _method_not_allowed((b"GET",))
+        from hetlb.proxy.realtime import check_upgrade, model_asked_for  # of little use to most
+
         check_upgrade(head, body, open_to_all=self.tenants is None)
         call = Call()
         call.model = model_asked_for(head.query)
@@ -334,6 +335,8 @@ class Router:
         now = driver.now()
         outgoing = EngineRequest(head, pieces, body_bytes, engine_text)
         if kind is _REALTIME:
+            from hetlb.proxy.realtime import Session
+
             realtime = Session(driver, client, outgoing, kind, call, request, text, now, owner)
             if tenant is not None and tenant.models is not None:
                 realtime.may_use = tenant.may_use

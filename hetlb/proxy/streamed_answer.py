@@ -64,7 +64,7 @@ class StreamedAnswer(SseWatcher):
         self._fine = gaps.fine
 
     def pass_text(self, chunks: bytes) -> bytes:
-        """What the client gets of a read of nothing but whole events of text; b"" if it is something else."""
+        """Count a read of nothing but whole events of text; returns it for the client, b"" for another."""
         shape = self._shape
         if shape is None:
             return b""

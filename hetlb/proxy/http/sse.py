@@ -268,7 +268,7 @@ def text_events(chunks: bytes, shape: TextShape) -> int:
 
 
 def without_ids(chunks: bytes, shape: TextShape) -> bytes:
-    """What `text_events` found to be events of text, without the token ids in them."""
+    """Leave the token ids out of chunks that `text_events` found to be events of text."""
     instead, position, out = shape.instead_of_ids, 0, b""
     while position < len(chunks):
         line_end = chunks.find(b"\r\n", position, position + 5)
