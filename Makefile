@@ -144,7 +144,7 @@ bench: .venv/.dev install-vllm
 	$(BIN)/python bench/vllm_pair.py
 
 bench-head-to-head: .venv-compiled/.done install-vllm
-	PYTHONSAFEPATH=1 .venv-compiled/bin/python bench/head_to_head/run.py --page --resume $(HEAD_TO_HEAD)
+	.venv-compiled/bin/python bench/head_to_head/run.py --page --resume $(HEAD_TO_HEAD)
 
 bench-proxies: .venv/.run
 	$(BIN)/python bench/proxies/run.py --instances 2,8 --page \

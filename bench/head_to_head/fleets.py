@@ -115,7 +115,7 @@ FLEETS = {
             tuple((f"{kind}-{i}", path) for kind, path in _L8.items() for i in range(2)),
             {"ttft": 5000.0, "tpot": 75.0},
             ("80", "once"),
-            time_scale=6.0,
+            time_scale=4.0,
         ),
         Fleet(
             "tenfold",

@@ -115,7 +115,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--traffic", default=",".join(TRAFFIC), help=f"of {', '.join(TRAFFIC)}")
     parser.add_argument("--routers", default=",".join(ROUTERS), help=f"of {', '.join(routers)}")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=14, help="routers measured at the same time")
+    parser.add_argument("--jobs", type=int, default=18, help="routers measured at the same time")
     parser.add_argument("--minutes", type=float, default=85.0, help="begin no job after so many")
     parser.add_argument("--resume", action="store_true", help="keep the runs in --out, do the others")
     parser.add_argument("--cores", type=cores, default=sorted(os.sched_getaffinity(0)), metavar="CORES")
