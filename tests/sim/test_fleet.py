@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetlb.config.profile_file import load_profile
 from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.core.policies.base import PolicyParams
@@ -24,6 +26,8 @@ from hetlb.sim.reference import alone_tok_s, fixed_split
 from hetlb.workload.arrivals import PlannedRequest
 
 FAST = LatencyModel(k1=1e-4, k2=1e-3, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
+
+PROFILES = Path(__file__).resolve().parents[1] / "vllm" / "profiles"
 
 
 def fleet(
@@ -239,3 +243,18 @@ def test_hetlb_keeps_its_throughput_with_wrong_profiles() -> None:
     )
     wrong = simulate(replace(setup, specs=believed), engines, plan).summary()["total_token_throughput"]
     assert wrong >= 0.95 * right
+
+
+def test_a_first_burst_without_profiles_is_near_what_the_fast_server_gives_alone() -> None:
+    """Two servers on CPU, 10 to 1 in decode: neither their speeds nor their slots are known."""
+    setup, engines = fleet(1.0, 1.0, policy="hetlb", predictor="online")
+    for name, file in (("i0", "tiny-slow"), ("i1", "tiny-fast")):
+        profile = load_profile(PROFILES / f"{file}.yaml")
+        engines[name] = EngineSpec(profile.latency, EngineLimits.from_capacity(profile.capacity))
+    rng = random.Random(1)
+    plan = [PlannedRequest(i, 0.0, round(rng.gauss(128, 32)), round(rng.gauss(64, 16))) for i in range(160)]
+    unknown = tuple(replace(spec, latency=None, capacity=Capacity()) for spec in setup.specs)
+    both = simulate(replace(setup, specs=unknown), engines, plan).summary()
+    fast = simulate(replace(setup, specs=setup.specs[1:]), engines, plan).summary()
+    assert both["total_token_throughput"] >= 0.6 * fast["total_token_throughput"]
+    assert both["completed"] == fast["completed"] == 160
