@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hetlb.cli.adminclient import AdminClient, add_admin_arguments
+from hetlb.cli.flags import FINITE, add_json, declare, real, whole
 from hetlb.config.fleet import Fleet, load_fleet
 from hetlb.core.eventlog import Replay
 from hetlb.core.policies.base import COMBINE_FORMS
@@ -35,46 +36,28 @@ from hetlb.proxy.dashboard.decisions import decision_summary
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb explain`."""
     source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--config", type=Path, metavar="FLEET.yaml", help="fleet file: explain a request on it"
-    )
+    declare(source)("--config", "fleet file: explain a request on it", "FLEET.yaml", Path)
     add_admin_arguments(source, parser)
-    source.add_argument(
-        "--event-log", type=Path, metavar="FILE", help="a recorded event log: the decisions about --request"
-    )
-    parser.add_argument(
-        "--request", metavar="ID", help="one request of a running proxy or a log: number or x-request-id"
-    )
-    parser.add_argument(
-        "--last", type=int, metavar="N", help="decisions of a running proxy, up to 1000 (default 10)"
-    )
-    parser.add_argument(
-        "--policy", choices=POLICIES, metavar="NAME", help="scheduling policy (default: the file's)"
-    )
-    parser.add_argument("--model", help="model of the file (default: its first)")
-    parser.add_argument(
-        "--input", type=int, default=512, metavar="TOKENS", help="prompt tokens (default 512)"
-    )
-    parser.add_argument(
-        "--output", type=float, default=128, metavar="TOKENS", help="predicted output tokens (default 128)"
-    )
-    parser.add_argument("--combine", choices=tuple(COMBINE_FORMS), help="form of the workload formula")
-    parser.add_argument("--theta", type=float, help="constant of the workload formula")
-    parser.add_argument(
-        "--kv-used",
-        action="append",
-        default=[],
-        metavar="NAME=FRACTION",
-        help="promised fraction of an instance's KV cache (repeatable)",
-    )
-    parser.add_argument(
-        "--load",
-        action="append",
-        default=[],
-        metavar="NAME=SECONDS",
-        help="work already assigned to an instance (repeatable)",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    log = "a recorded event log: the decisions about --request"
+    declare(source)("--event-log", log, "FILE", Path)
+    add, switch = declare(parser), parser.add_argument
+    add("--request", "one request of a running proxy or a log: number or x-request-id", "ID")
+    last = whole(1, 1000, "a number")
+    add("--last", "decisions of a running proxy, up to 1000 (default 10)", "N", last)
+    policy = "scheduling policy (default: the file's)"
+    switch("--policy", choices=POLICIES, metavar="NAME", help=policy)
+    add("--model", "model of the file (default: its first)")
+    add("--input", "prompt tokens (default 512)", "TOKENS", whole(1), 512)
+    output = real("a number of tokens from 0", lambda value: 0 <= value < math.inf)
+    add("--output", "predicted output tokens (default 128)", "TOKENS", output, 128.0)
+    switch("--combine", choices=tuple(COMBINE_FORMS), help="form of the workload formula")
+    add("--theta", "constant of the workload formula", "X", FINITE)
+    for flag, value, text in (
+        ("--kv-used", "FRACTION", "promised fraction of an instance's KV cache (repeatable)"),
+        ("--load", "SECONDS", "work already assigned to an instance (repeatable)"),
+    ):
+        switch(flag, action="append", default=[], metavar=f"NAME={value}", help=text)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -126,12 +109,6 @@ def explain_fleet(
     load: dict[str, float],
 ) -> tuple[list[Candidate], str | None]:
     """Candidates and choice for one request on a fleet that is up. Raises `InputError`."""
-    if input_tokens < 1:
-        raise InputError(f"--input: expected at least 1 token, got {input_tokens}")
-    if not math.isfinite(output_tokens) or output_tokens < 0:
-        raise InputError(f"--output: expected a number of tokens from 0, got {output_tokens}")
-    if theta is not None and not (math.isfinite(theta) and theta > 0):
-        raise InputError(f"--theta: expected a number above 0, got {theta}")
     params = fleet.policy_params
     params = replace(params, combine=combine or params.combine, theta=theta or params.theta)
     setup = SchedulerSetup(
@@ -194,8 +171,6 @@ def _assignments(flag: str, pairs: list[str]) -> dict[str, float]:
 
 
 def _explain_running(last: int, args: argparse.Namespace) -> int:
-    if not 1 <= last <= 1000:
-        raise InputError(f"--last: expected a number from 1 to 1000, got {last}")
     query = f"last={last}" if args.request is None else f"request_id={quote(args.request, safe='')}"
     client = AdminClient(args.admin, args.token_env)
     return _show(client.document(f"/v1/decisions?{query}", "decisions", "clock_s"), args)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from hetlb.cli.flags import add_json, declare, real
 from hetlb.config.place_file import load_place
 from hetlb.core.paths.path_scheduler import PATH_POLICIES
 from hetlb.errors import ConfigError, InputError, PlanError
@@ -32,34 +33,23 @@ _USUAL_LENGTHS = [(750, 240)]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb place`."""
-    add = parser.add_argument
-    add("--config", type=Path, required=True, metavar="PLACE.yaml", help="file of machines, links and model")
-    add("--placement", type=Path, metavar="P.json", help="placement to evaluate instead of searching")
-    add(
-        "--partial-inference",
-        choices=("on", "off"),
-        default="off",
-        help="requests may enter a machine behind its first layer (default off)",
+    add, switch = declare(parser), parser.add_argument
+    switch(
+        "--config", type=Path, required=True, metavar="PLACE.yaml", help="file of machines, links and model"
     )
-    add("--simulate", type=float, metavar="SECONDS", help="seconds of the simulations that choose the plan")
-    add("--scheduler", choices=tuple(PATH_POLICIES), default="hetlb", help="path policy (default hetlb)")
-    add(
-        "--lengths",
-        type=Path,
-        metavar="L.csv",
-        help="requests: input_tokens,output_tokens (default 750 and 240)",
-    )
-    add(
-        "--load",
-        default="offline",
-        metavar="offline|RATE",
-        help="as much as fits, or requests/s (default offline)",
-    )
-    add("--time-limit", type=float, default=60.0, metavar="S", help="seconds for everything (default 60)")
-    add("--seed", type=int, default=0, metavar="N", help="seed of search and simulation (default 0)")
-    add("--model-folder", metavar="DIR", help="folder of the model on the machines (default: its name)")
-    add("--write-fleet", type=Path, metavar="FLEET.yaml", help="fleet file of the stages")
-    add("--json", action="store_true", help="one JSON document on stdout")
+    add("--placement", "placement to evaluate instead of searching", "P.json", Path)
+    partial = "requests may enter a machine behind its first layer (default off)"
+    switch("--partial-inference", choices=("on", "off"), default="off", help=partial)
+    seconds = real("seconds greater than 0", lambda value: 0 < value < math.inf)
+    add("--simulate", "seconds of the simulations that choose the plan", "SECONDS", seconds)
+    switch("--scheduler", choices=tuple(PATH_POLICIES), default="hetlb", help="path policy (default hetlb)")
+    add("--lengths", "requests: input_tokens,output_tokens (default 750 and 240)", "L.csv", Path)
+    add("--load", "as much as fits, or requests/s (default offline)", "offline|RATE", default="offline")
+    add("--time-limit", "seconds for everything (default 60)", "S", seconds, 60.0)
+    add("--seed", "seed of search and simulation (default 0)", "N", int, 0)
+    add("--model-folder", "folder of the model on the machines (default: its name)", "DIR")
+    add("--write-fleet", "fleet file of the stages", "FLEET.yaml", Path)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,9 +106,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_arguments(args: argparse.Namespace) -> float:
     """The rate of `--load`, infinite for offline. Raises `InputError`."""
-    for name, value in (("--simulate", args.simulate), ("--time-limit", args.time_limit)):
-        if value is not None and not 0.0 < value < math.inf:
-            raise InputError(f"{name}: expected seconds greater than 0, got {value}")
     if args.load == "offline":
         return math.inf
     try:

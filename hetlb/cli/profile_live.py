@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import random
 import re
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -117,21 +119,9 @@ async def _measure(
     started = time.monotonic()
     rng = random.Random()  # prompts that no earlier sweep left in a prefix cache
     console = Console(stderr=True)
-    samples_path = args.out.with_name(args.out.name + ".samples")
     async with EngineClient(args.url, key) as client:
-        facts = await client.facts(args.model)
-        if not facts.counts:
-            console.print(
-                "warning: the server has no metrics: others' work and preemptions go unseen", style="yellow"
-            )
-        elif not args.force and not await settled(client, facts):
-            raise BusyError("the server is busy with the work of others (--force measures all the same)")
-        flags = Capacity(kv_cache_tokens=args.kv_cache_tokens, max_num_seqs=args.max_num_seqs)
-        capacity = facts.capacity.updated(flags)
-        if capacity.max_num_seqs is None:
-            learnt = await learn_max_num_seqs(client, facts, rng)
-            capacity = capacity.updated(Capacity(max_num_seqs=learnt))
-        facts = replace(facts, capacity=capacity)
+        facts = await _facts(args, client, rng, console)
+        capacity = facts.capacity
         identity = Identity(
             facts.model,
             facts.version,
@@ -139,27 +129,20 @@ async def _measure(
             capacity.max_model_len,
             capacity.max_num_seqs,
         )
-        file = SampleFile(samples_path, identity, fresh=args.fresh)
+        file = SampleFile(args.out.with_name(args.out.name + ".samples"), identity, fresh=args.fresh)
         if file.samples:
-            console.print(f"{samples_path}: going on after {len(file.samples)} samples", highlight=False)
-        sizes = clip(grid, capacity, fill=args.grid is None)
+            console.print(f"{file.path}: going on after {len(file.samples)} samples", highlight=False)
         with _bars(console) as bars:
             task = bars.add_task("warming up", total=None, left="")
 
             def show(progress: SweepProgress) -> None:
-                left = f"about {progress.left_s:.0f} s left"
-                bars.update(
-                    task,
-                    description=str(progress.now),
-                    completed=progress.done,
-                    total=progress.planned,
-                    left=left,
-                )
+                now, left = str(progress.now), f"about {progress.left_s:.0f} s left"
+                bars.update(task, description=now, completed=progress.done, total=progress.planned, left=left)
 
             sweep = Sweep(
                 client,
                 facts,
-                sizes,
+                clip(grid, capacity, fill=args.grid is None),
                 file,
                 budget_s=budget_s - (time.monotonic() - started) - min(_FINISH_S, 0.05 * budget_s),
                 repeats=args.repeats,
@@ -169,17 +152,10 @@ async def _measure(
                 on_progress=show,
             )
             before = await client.counters() if facts.counts else None
-            try:
+            with _kept(file):
                 measured = await sweep.run()
                 lone = await sweep.lone_requests()
                 after = await client.counters() if facts.counts else None
-            except (HetlbError, asyncio.CancelledError) as stopped:
-                kept = f"{len(file.samples)} samples are kept in {samples_path}; the same command goes on"
-                file.close()
-                if isinstance(stopped, asyncio.CancelledError):
-                    print(f"hetlb profile: interrupted; {kept}", file=sys.stderr)
-                    raise
-                raise type(stopped)(f"{stopped}; {kept}") from stopped
     for note in measured.given_up:
         console.print(f"note: {note}", style="yellow", highlight=False)
     batched = args.max_num_batched_tokens or measured.max_num_batched_tokens
@@ -187,6 +163,38 @@ async def _measure(
     tokens = None if after is None or before is None else after.tokens_per_step(before)
     points = tuple(_step(point, tokens or 1.0) for point in measured.points)
     return LiveResult(replace(facts, capacity=capacity), points, file, tuple(lone), tokens)
+
+
+async def _facts(
+    args: argparse.Namespace, client: EngineClient, rng: random.Random, console: Console
+) -> ServerFacts:
+    """Facts of the server, completed by flags and by trial. Raises `BusyError`."""
+    facts = await client.facts(args.model)
+    if not facts.counts:
+        unseen = "warning: the server has no metrics: others' work and preemptions go unseen"
+        console.print(unseen, style="yellow")
+    elif not args.force and not await settled(client, facts):
+        raise BusyError("the server is busy with the work of others (--force measures all the same)")
+    flags = Capacity(kv_cache_tokens=args.kv_cache_tokens, max_num_seqs=args.max_num_seqs)
+    capacity = facts.capacity.updated(flags)
+    if capacity.max_num_seqs is None:
+        learnt = await learn_max_num_seqs(client, facts, rng)
+        capacity = capacity.updated(Capacity(max_num_seqs=learnt))
+    return replace(facts, capacity=capacity)
+
+
+@contextlib.contextmanager
+def _kept(file: SampleFile) -> Iterator[None]:
+    """Close the file where a sweep ends early, and say that its samples are kept."""
+    try:
+        yield
+    except (HetlbError, asyncio.CancelledError) as stopped:
+        kept = f"{len(file.samples)} samples are kept in {file.path}; the same command goes on"
+        file.close()
+        if isinstance(stopped, asyncio.CancelledError):
+            print(f"hetlb profile: interrupted; {kept}", file=sys.stderr)
+            raise
+        raise type(stopped)(f"{stopped}; {kept}") from stopped
 
 
 def _step(point: Point, tokens: float) -> Point:

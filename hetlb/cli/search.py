@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from hetlb.cli.flags import add_json, declare, whole
 from hetlb.cli.search_plot import write_plot
 from hetlb.config.cluster import load_cluster
 from hetlb.errors import InputError
@@ -34,51 +35,27 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1e-3}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb search`."""
-    parser.add_argument("--config", type=Path, required=True, metavar="CLUSTER.yaml", help="cluster file")
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        required=True,
-        metavar="T.csv",
-        help="expected requests: arrival_s,input_tokens,output_tokens",
-    )
-    parser.add_argument(
-        "--estimate",
-        choices=("simulate", "static"),
-        default="simulate",
-        help="engine model (default), or the paper's algorithm 1 (order, not figures)",
-    )
-    parser.add_argument(
-        "--num-prompts",
-        type=int,
-        default=MAX_ROWS,
-        metavar="N",
-        help=f"rows to sample (default and most: {MAX_ROWS})",
-    )
-    parser.add_argument("--request-rate", metavar="R", help="requests/s of the whole fleet; ranks by goodput")
-    parser.add_argument("--slo", metavar="TARGET", help="latency limits: ttft=500ms,tpot=50ms")
-    parser.add_argument(
-        "--pipeline-parallel",
-        type=int,
-        metavar="N",
-        help="most stages of an instance (default: 1, more where GPUs would be left over)",
-    )
-    parser.add_argument(
-        "--data-parallel", action="store_true", help="put equal instances of a machine behind one URL"
-    )
-    parser.add_argument(
-        "--write-fleet", type=Path, metavar="FLEET.yaml", help="fleet file of the best layouts"
-    )
-    parser.add_argument("--plot", type=Path, metavar="P.png", help="picture of the ranking")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    add, switch = declare(parser), parser.add_argument
+    switch("--config", type=Path, required=True, metavar="CLUSTER.yaml", help="cluster file")
+    rows = "expected requests: arrival_s,input_tokens,output_tokens"
+    switch("--trace", type=Path, required=True, metavar="T.csv", help=rows)
+    estimate = "engine model (default), or the paper's algorithm 1 (order, not figures)"
+    switch("--estimate", choices=("simulate", "static"), default="simulate", help=estimate)
+    sample = f"rows to sample (default and most: {MAX_ROWS})"
+    add("--num-prompts", sample, "N", whole(1, MAX_ROWS), MAX_ROWS)
+    add("--request-rate", "requests/s of the whole fleet; ranks by goodput", "R")
+    add("--slo", "latency limits: ttft=500ms,tpot=50ms", "TARGET")
+    stages = "most stages of an instance (default: 1, more where GPUs would be left over)"
+    add("--pipeline-parallel", stages, "N", whole(1, MOST_STAGES))
+    parallel = "put equal instances of a machine behind one URL"
+    switch("--data-parallel", action="store_true", help=parallel)
+    add("--write-fleet", "fleet file of the best layouts", "FLEET.yaml", Path)
+    add("--plot", "picture of the ranking", "P.png", Path)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Search and print."""
-    if not 1 <= args.num_prompts <= MAX_ROWS:
-        raise InputError(f"--num-prompts: expected 1 to {MAX_ROWS}, got {args.num_prompts}")
-    if args.pipeline_parallel is not None and not 1 <= args.pipeline_parallel <= MOST_STAGES:
-        raise InputError(f"--pipeline-parallel: expected 1 to {MOST_STAGES}, got {args.pipeline_parallel}")
     target = read_target(args.request_rate, args.slo)
     cluster = load_cluster(args.config)
     sample = sample_rows(cluster, args.trace, args.num_prompts)

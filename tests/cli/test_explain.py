@@ -123,7 +123,7 @@ def test_the_table_names_the_chosen_one(fleet: Path, capsys: pytest.CaptureFixtu
         (["--kv-used", "fast"], "--kv-used: expected NAME=NUMBER"),
         (["--kv-used", "fast=x"], "--kv-used: expected NAME=NUMBER"),
         (["--load", "nobody=1"], "--load: expected one of slow, fast, got 'nobody'"),
-        (["--input", "0"], "--input: expected at least 1 token, got 0"),
+        (["--input", "0"], "--input: expected a whole number from 1, got 0"),
         (["--output", "nan"], "--output: expected a number of tokens"),
         (["--model", "x"], "--model: expected one of m, got 'x'"),
         (["--theta", "-1"], "--theta: expected a number above 0"),
@@ -131,7 +131,7 @@ def test_the_table_names_the_chosen_one(fleet: Path, capsys: pytest.CaptureFixtu
             ["--input", "999999"],
             "--input: expected at most 689999 tokens, the most that an instance of m holds",
         ),
-        (["--request", "1"], "--request: expected it with --url"),
+        (["--request", "1"], "--request: expected it with --admin"),
     ],
 )
 def test_wrong_flags(fleet: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:

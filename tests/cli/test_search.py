@@ -156,7 +156,7 @@ def test_mistakes_in_a_cluster(
 
 def test_wrong_flags(capsys: pytest.CaptureFixture[str], trace: str) -> None:
     assert main(["search", "--config", L40S, "--trace", trace, "--num-prompts", "2001"]) == 2
-    assert "--num-prompts: expected 1 to 2000, got 2001" in capsys.readouterr().err
+    assert "--num-prompts: expected a whole number from 1 to 2000, got 2001" in capsys.readouterr().err
 
 
 SIX = """version: 1
@@ -259,7 +259,7 @@ def test_pipelines_where_gpus_would_be_left_over(
         (("--request-rate", "inf"), "--request-rate: expected requests per second above 0, got 'inf'"),
         (("--request-rate", "2", "--slo", "ttft=fast"), "--slo: expected ttft=500ms,tpot=50ms"),
         (("--request-rate", "2", "--slo", "ttft=1s,ttft=2s"), "--slo: expected ttft=500ms,tpot=50ms"),
-        (("--pipeline-parallel", "9"), "--pipeline-parallel: expected 1 to 8, got 9"),
+        (("--pipeline-parallel", "9"), "--pipeline-parallel: expected a whole number from 1 to 8, got 9"),
     ],
 )
 def test_wrong_targets(
