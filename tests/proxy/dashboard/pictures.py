@@ -81,8 +81,7 @@ def main(folder: Path) -> None:
                 playwright.expect(page.locator("tr.detail table")).to_be_visible()
                 page.evaluate("scrollTo(0, 0)")
                 page.mouse.move(0, 0)
-                if scheme == "light":
-                    page.screenshot(path=folder / "dashboard.png")
+                page.screenshot(path=folder / f"first-screen-{scheme}.png")
                 for number, part in enumerate(PARTS, start=1):
                     page.locator(part).evaluate_all(NUMBER, number)
                 page.screenshot(path=folder / f"dashboard-{scheme}.png", full_page=True)
