@@ -169,6 +169,8 @@ def _bucket(tokens: int) -> int:
 #: Weight halves after about this many observations, so that a change of traffic is followed.
 HALF_LIFE: Final = 2000
 _GROWTH = 2.0 ** (1.0 / HALF_LIFE)
+#: Squared shares of limits that stand against the first answers.
+_LIMIT_PRIOR: Final = 0.5
 
 
 class _Histogram:
@@ -178,8 +180,20 @@ class _Histogram:
     then every 16th.
     """
 
-    __slots__ = ("_below", "_counts", "_cum_counts", "_cum_totals", "_fresh", "_quantile",
-                 "_totals", "_unit", "_used", "limits", "seen")  # fmt: skip
+    __slots__ = (
+        "_below",
+        "_counts",
+        "_cum_counts",
+        "_cum_totals",
+        "_fresh",
+        "_moved",
+        "_quantile",
+        "_room",
+        "_totals",
+        "_unit",
+        "_used",
+        "seen",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         size = _bucket(1 << 31) + 1
@@ -195,8 +209,9 @@ class _Histogram:
         self._unit = 1.0
         self._fresh = False
         self.seen = 0
-        #: Not part of `state`: a few answers tell it again.
-        self.limits = _Limits()
+        #: By doubling of the limit, not part of `state` (a few answers tell it again): see `share`.
+        self._moved = [0.0] * 64
+        self._room = [0.0] * 64
 
     def add(self, tokens: int) -> None:
         """Count one length. The growing unit decays what is older without touching it."""
@@ -211,9 +226,27 @@ class _Histogram:
         if unit > 1e100:
             self._counts = [count / unit for count in self._counts]
             self._totals = [total / unit for total in self._totals]
+            self._moved = [moved / unit for moved in self._moved]
+            self._room = [room / unit for room in self._room]
             self._unit = 1.0
         if self.seen < 64 or self.seen % 16 == 0:
             self._fresh = False
+
+    def follow(self, limit: int, expected: float, tokens: float) -> None:
+        """Count how far an answer went to its limit; `expected` is E[min(O, limit)] before it."""
+        room, doubling = (limit - expected) / limit, min(63, limit.bit_length())
+        self._moved[doubling] += self._unit * room * (tokens - expected) / limit
+        self._room[doubling] += self._unit * room * room
+
+    def share(self, limit: int, prior: float = 0.0) -> float:
+        """How far answers go from their expectation towards such a limit, 0 to 1: `prior` before any.
+
+        The least-squares slope of (output - expected) on (limit - expected), both as shares of the limit: 0
+        where lengths alone decide, as under one large limit for all; 1 where all are as long as their limits.
+        """
+        doubling, weight = min(63, limit.bit_length()), _LIMIT_PRIOR * self._unit
+        share = (self._moved[doubling] + weight * prior) / (self._room[doubling] + weight)
+        return 0.0 if share < 0.0 else min(1.0, share)
 
     def mean_capped(self, cap: int | None) -> tuple[float, float]:
         """(E[min(O, cap)], effective number of observations), the latter 0 when nothing was seen."""
@@ -282,43 +315,6 @@ class _Histogram:
         self._fresh = True
 
 
-#: Squared shares of limits that stand against the first answers.
-_LIMIT_PRIOR: Final = 0.5
-
-
-class _Limits:
-    """Extent to which answers reach the limits that their clients state, by doubling of the limit.
-
-    A share of 0 says that lengths alone decide, as where one large limit is stated for all; 1 that every
-    answer is as long as its limit. It is the least-squares slope of output - expected on limit - expected,
-    both as shares of the limit, older answers weighing less; `expected` is the mean of the lengths up to it.
-    """
-
-    __slots__ = ("_moved", "_room", "_unit")
-
-    def __init__(self) -> None:
-        self._moved = [0.0] * 64
-        self._room = [0.0] * 64
-        self._unit = 1.0
-
-    def add(self, limit: int, expected: float, tokens: float) -> None:
-        """An answer to a request with a limit had so many tokens."""
-        room, doubling = (limit - expected) / limit, min(63, limit.bit_length())
-        self._unit = unit = self._unit * _GROWTH
-        self._moved[doubling] += unit * room * (tokens - expected) / limit
-        self._room[doubling] += unit * room * room
-        if unit > 1e100:
-            self._moved = [each / unit for each in self._moved]
-            self._room = [each / unit for each in self._room]
-            self._unit = 1.0
-
-    def share(self, limit: int, prior: float = 0.0) -> float:
-        """The share for a limit, 0 to 1; `prior` is what holds before any answer."""
-        doubling, weight = min(63, limit.bit_length()), _LIMIT_PRIOR * self._unit
-        share = (self._moved[doubling] + weight * prior) / (self._room[doubling] + weight)
-        return 0.0 if share < 0.0 else min(1.0, share)
-
-
 #: Answers of one tenant weigh as much as the whole model's once so many of them were seen.
 TENANT_WEIGHT: Final = 8.0
 #: Fewer answers than this tell nothing of their spread.
@@ -352,9 +348,9 @@ class OnlinePredictor(Predictor):
         cap = request.max_tokens
         predicted, long = self._mean(histogram, own, cap), self._long(histogram, own)
         if cap is not None:
-            share = histogram.limits.share(cap) if histogram is not None else 0.0
+            share = histogram.share(cap) if histogram is not None else 0.0
             if own is not None:
-                share = own.limits.share(cap, share)
+                share = own.share(cap, share)
             predicted += share * (cap - predicted)
             long = float(cap) if long > cap else long + share * (cap - long)
         return _cap(request, predicted), long if long > 1.0 else 1.0
@@ -403,7 +399,7 @@ class OnlinePredictor(Predictor):
         for each in (histogram, own):
             if each is not None:
                 if cap is not None:
-                    each.limits.add(cap, expected, tokens)
+                    each.follow(cap, expected, tokens)
                 each.add(tokens)
 
     def parts(self) -> Iterator[tuple[str, str | None, list[Any]]]:
