@@ -307,10 +307,9 @@ class _AdminApi:
                 f"deadline_s: expected seconds from 0 to {_MOST_NOTICE_S}, or null, got {_short(deadline_s)}"
             )
             return _refuse(400, text)
-        state = self._control.scheduler.fleet.instances[name].admin
-        self._control.roster.change(AdminStateSet(name, state, deadline_s))
+        self._control.roster.notice(name, deadline_s)
         await self._control.settled()
-        return _reply({"name": name, "state": state, "deadline_s": deadline_s})
+        return _reply({"name": name, "deadline_s": deadline_s})
 
     async def _register(self, request: web.Request) -> web.Response:
         self._check_registration()

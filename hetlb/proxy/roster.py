@@ -142,6 +142,10 @@ class Roster:
                 )
         self.on_edited()
 
+    def notice(self, name: str, deadline_s: float | None) -> None:
+        """An instance is gone after so many seconds; None takes that back."""
+        self.change(AdminStateSet(name, self._scheduler.fleet.instances[name].admin, deadline_s))
+
     def take_out(self, name: str) -> None:
         """An instance is this proxy itself: it stays out until an operator sets it ready."""
         self.change(AdminStateSet(name, AdminState.MAINT))

@@ -184,17 +184,18 @@ async def test_a_notice_holds_until_it_is_taken_back(tmp_path: Path) -> None:
     async with Engine() as engine, serving(tmp_path, document(engine)) as running:
         path = "/v1/fleet/instances/i0/notice"
         reply = await running.admin("PUT", path, {"deadline_s": 30})
-        assert (reply.status, reply.json) == (200, {"name": "i0", "state": "ready", "deadline_s": 30})
+        assert (reply.status, reply.json) == (200, {"name": "i0", "deadline_s": 30})
         assert list(running.service.driver.leaving) == ["i0"]
         for wrong in (-1, "30", True, 1e9):
             reply = await running.admin("PUT", path, {"deadline_s": wrong})
             assert reply.status == 400
             assert reply.message.startswith("deadline_s: expected seconds from 0 to 86400, or null, got ")
         reply = await running.admin("PUT", path, {"deadline_s": None})
-        assert reply.json == {"name": "i0", "state": "ready", "deadline_s": None}
+        assert reply.json == {"name": "i0", "deadline_s": None}
         assert not running.service.driver.leaving
         await running.admin("PUT", "/v1/fleet/instances/i0/state", {"state": "drain"})
-        assert (await running.admin("PUT", path, {"deadline_s": 30})).json["state"] == "drain"
+        await running.admin("PUT", path, {"deadline_s": 30})
+        assert not running.service.driver.scheduler.instances[0].routable
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")

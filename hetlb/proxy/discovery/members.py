@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Final, Protocol
@@ -21,6 +22,8 @@ logger = logging.getLogger("hetlb.discovery")
 REGISTRATION: Final = "registration"
 #: Instances that come or go in one turn of the event loop.
 AT_ONCE: Final = 64
+#: Label of an instance that leaves: when it is gone, in seconds since 1970.
+LEAVES_AT: Final = "hetlb-leaves-at"
 
 
 class RosterSide(Protocol):
@@ -38,6 +41,7 @@ class RosterSide(Protocol):
     def join(self, specs: Sequence[InstanceSpec]) -> None: ...
     def leave(self, names: Sequence[str]) -> None: ...
     def update(self, spec: InstanceSpec) -> None: ...
+    def notice(self, name: str, deadline_s: float | None) -> None: ...
 
 
 class Members:
@@ -57,6 +61,8 @@ class Members:
         self._changed: dict[tuple[str, str], None] = {}
         self._freed = False
         self._told: dict[tuple[str, str], str] = {}
+        #: Labels `LEAVES_AT` of instances, as they were given last.
+        self._notices: dict[str, str] = {}
         self._expiries: dict[str, asyncio.TimerHandle] = {}
 
     def source_of(self, name: str) -> str | None:
@@ -104,6 +110,7 @@ class Members:
     def gone(self, name: str) -> None:
         """An instance left otherwise: by an operator, or because the fleet file has its name."""
         source = self._source_of.pop(name, None)
+        self._notices.pop(name, None)
         if source and name in self._given.get(source, ()):
             self._waiting[source].add(name)
         if timer := self._expiries.pop(name, None):
@@ -180,6 +187,21 @@ class Members:
             self._take(source, spec.name)
         if coming:
             self._roster.join(list(coming.values()))
+        for found in servers:
+            if self._source_of.get(found.name) == source:
+                self._heed(source, found)
+
+    def _heed(self, source: str, found: Found) -> None:
+        """Give an instance the notice in its labels, or take back the last one."""
+        stated = found.labels.get(LEAVES_AT, "")
+        if stated == self._notices.get(found.name, ""):
+            return
+        if stated and not (stated.isascii() and stated.isdigit()):
+            text = f"{found.name}: label {LEAVES_AT}: expected seconds since 1970, got {stated[:40]!r}"
+            self._tell_once(source, found.name, Event.DISCOVERY_FAILED, text)
+            return
+        self._notices[found.name] = stated
+        self._roster.notice(found.name, max(0.0, float(stated) - time.time()) if stated else None)
 
     def _take(self, source: str, name: str) -> None:
         self._source_of[name] = source

@@ -20,7 +20,7 @@ from hetlb.core.types import (
     Probed,
     ProbeResult,
 )
-from hetlb.proxy.discovery.members import AT_ONCE, Members
+from hetlb.proxy.discovery.members import AT_ONCE, LEAVES_AT, Members
 from hetlb.proxy.discovery.source import Found
 
 
@@ -33,6 +33,7 @@ class CountingRoster:
         self.looks = 0
         self.joined: list[int] = []
         self.left: list[int] = []
+        self.notices: list[tuple[str, bool]] = []
         self.members = Members(self)
 
     def spec(self, name: str) -> InstanceSpec | None:
@@ -52,6 +53,9 @@ class CountingRoster:
         for each in specs:
             self.there[each.name] = each
             self.at[origin(each.url)] = each.name
+
+    def notice(self, name: str, deadline_s: float | None) -> None:
+        self.notices.append((name, deadline_s is not None))
 
     def leave(self, names: Sequence[str]) -> None:
         self.left.append(len(names))
@@ -133,3 +137,21 @@ def test_what_many_engines_say_is_worked_out_once(
     assert computed <= 1
     assert scheduler.on_arrival(request(1), 1.0)
     assert computed <= 2
+
+
+def test_a_label_gives_notice_once_and_takes_it_back(caplog: pytest.LogCaptureFixture) -> None:
+    roster = CountingRoster()
+    stays, leaves = (Found(name, f"http://{name}:8000", "m") for name in ("stays", "leaves"))
+
+    def labelled(text: str) -> list[Found]:
+        return [stays, replace(leaves, labels={LEAVES_AT: text})]
+
+    roster.members.found("file", [stays, leaves])
+    assert roster.notices == []
+    for _ in range(2):
+        roster.members.found("file", labelled("1795471731"))
+    assert roster.notices == [("leaves", True)]
+    roster.members.found("file", labelled("soon"))
+    assert (len(roster.notices), "expected seconds since 1970, got 'soon'" in caplog.text) == (1, True)
+    roster.members.found("file", [stays, leaves])
+    assert roster.notices[1:] == [("leaves", False)]
