@@ -27,8 +27,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hetlb.core.admission import QueueLimits
 from hetlb.core.policies.base import PolicyParams
+from hetlb.core.queue import QueueLimits
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, EngineSample, Health, InstanceSpec, Outcome, Request

@@ -9,11 +9,11 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hetlb.core.admission import Queue, Queued, QueueKey, QueueLimits
 from hetlb.core.health import HealthParams
 from hetlb.core.latency import LatencyModel
 from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import Predictor
+from hetlb.core.queue import Queue, Queued, QueueKey, QueueLimits
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Dispatch, Health, InstanceSpec, Lease, Request

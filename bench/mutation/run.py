@@ -95,7 +95,7 @@ MODULES = {
         LEDGER_TESTS,
     ),
     "health": Module(("hetlb/core/health.py", "hetlb/core/probation.py"), (), HEALTH_TESTS),
-    "admission": Module(("hetlb/core/admission.py",), (), ADMISSION_TESTS),
+    "admission": Module(("hetlb/core/queue.py",), (), ADMISSION_TESTS),
     "placement": Module(
         (
             "hetlb/core/placement.py",

@@ -21,10 +21,10 @@ from functools import cache
 from pathlib import Path
 
 from hetlb.config.profile_file import load_profile
-from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution
+from hetlb.core.queue import QueueLimits
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
 from hetlb.plan.tp_search import Machine, PlanModel, memory

@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 
 from hetlb.config.profile_file import load_profile
-from hetlb.core.admission import QueueLimits
 from hetlb.core.policies.baselines import PolicyParams
 from hetlb.core.predictor import LengthDistribution
+from hetlb.core.queue import QueueLimits
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health, InstanceSpec
 from hetlb.sim.engine_limits import EngineLimits

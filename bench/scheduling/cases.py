@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import LatencyModel
 from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution
+from hetlb.core.queue import QueueLimits
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
 from hetlb.profiler.fit import Point, StepKind, fit

@@ -24,10 +24,10 @@ import generated_traffic as generate
 from generated_traffic import AgentTree, Lengths
 
 from hetlb.config.fleet import load_fleet
-from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import IterationRule
 from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution
+from hetlb.core.queue import QueueLimits
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health, InstanceSpec
 from hetlb.sim.alone import run_alone

@@ -31,12 +31,12 @@ from hetlb.config.profile_file import Profile, load_named
 from hetlb.config.stage_group import StageGroup, StagesTable, resolve_stages
 from hetlb.config.urls import Origin, bracketed, check_collector, check_publisher, check_url, origin
 from hetlb.config.yaml_file import load_yaml, with_lines
-from hetlb.core.admission import QueueLimits
 from hetlb.core.health import HealthParams
 from hetlb.core.objective import ServiceClass
 from hetlb.core.policies.base import COMBINE_FORMS, PlannedShares, PolicyParams
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
+from hetlb.core.queue import QueueLimits
 from hetlb.core.types import Capacity, Connector, InstanceSpec, KvLink, Role
 from hetlb.errors import ConfigError
 from hetlb.image_tokens import NAMED_RULES, FixedTokens, ImageRule, LongestEdge, PixelBounds, Tiles

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 from hetlb.core import rejections
-from hetlb.core.admission import Head, Queue, Queued, QueueKey
 from hetlb.core.demand import size_of
 from hetlb.core.fleet_state import FleetState
 from hetlb.core.ledger import Ledger
 from hetlb.core.placement import Placement
 from hetlb.core.predictor import Predictor
+from hetlb.core.queue import Head, Queue, Queued, QueueKey
 from hetlb.core.ready import ReadyInstances, least_tokens
 from hetlb.core.retries import Retries
 from hetlb.core.types import Command, Reject, Request, RequestId

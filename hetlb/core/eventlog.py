@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, TypeAlias
 
-from hetlb.core.admission import QueueLimits
 from hetlb.core.block_index import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from hetlb.core.health import HealthParams
 from hetlb.core.journal import Booked
@@ -21,6 +20,7 @@ from hetlb.core.objective import ServiceClass
 from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.policies.base import PlannedShares, PolicyParams
 from hetlb.core.predictor import LengthDistribution
+from hetlb.core.queue import QueueLimits
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillGrid

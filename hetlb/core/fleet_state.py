@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from hetlb.core.admission import Queue
 from hetlb.core.health import HealthTracker
 from hetlb.core.instance import ChangeCounter, Instance
 from hetlb.core.prefix_index import PrefixIndex, Tree
+from hetlb.core.queue import Queue
 from hetlb.core.ready import ReadyInstances
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Command, Health, HealthChanged, InstanceSpec, Request

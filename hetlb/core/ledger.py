@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.core.admission import Queue
 from hetlb.core.forecast import Forecast
 from hetlb.core.instance import Instance
 from hetlb.core.journal import Begun, Change, Ended, Journal, booked
 from hetlb.core.policies.base import SchedulingContext, SplitChoice
 from hetlb.core.prefix_index import Shared
+from hetlb.core.queue import Queue
 from hetlb.core.types import Lease, LeaseId, Outcome, Request
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from mypy_extensions import mypyc_attr
 
 from hetlb.core.adapters import AdapterLoadTime
-from hetlb.core.admission import Queue
 from hetlb.core.demand import Demand, Mix
 from hetlb.core.fleet_state import FleetState
 from hetlb.core.forecast import Forecast
@@ -18,6 +17,7 @@ from hetlb.core.ledger import Ledger
 from hetlb.core.policies.base import Policy, SchedulingContext, SplitChoice, best, forecast, paper_terms
 from hetlb.core.predictor import Predictor
 from hetlb.core.prefix_index import Held
+from hetlb.core.queue import Queue
 from hetlb.core.ready import ReadyInstances, with_excluded
 from hetlb.core.retries import Retries
 from hetlb.core.types import Candidate, Dispatch, Request

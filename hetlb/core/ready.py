@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from hetlb.core.bounds import first_at_least
+from hetlb.core.binary_search import first_at_least
 from hetlb.core.instance import Instance, tokens_of
 from hetlb.core.types import AdminState, Candidate, Health, Request, Role
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from hetlb.core import rejections
-from hetlb.core.admission import Queue
 from hetlb.core.backlog import Backlog
 from hetlb.core.block_index import KvEventBatch
 from hetlb.core.demand import size_of
@@ -28,6 +27,7 @@ from hetlb.core.objective import UNSTATED
 from hetlb.core.placement import Placement
 from hetlb.core.policies.registry import make_policy
 from hetlb.core.predictor import OnlinePredictor, Predictor
+from hetlb.core.queue import Queue
 from hetlb.core.ready import least_tokens
 from hetlb.core.retries import Retries
 from hetlb.core.setup import SchedulerSetup

@@ -6,11 +6,11 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hetlb.core.admission import QueueLimits
 from hetlb.core.health import HealthParams
 from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution, Predictor, make_predictor
+from hetlb.core.queue import QueueLimits
 from hetlb.core.types import Health, InstanceSpec, RequestId
 
 

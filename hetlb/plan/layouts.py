@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from hetlb.config.profile_file import ModelInfo, Profile
-from hetlb.core.admission import QueueLimits
 from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution
+from hetlb.core.queue import QueueLimits
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health, InstanceSpec
 from hetlb.plan.common.capacity import divide_layers

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from hetlb.config.profile_file import Profile
-from hetlb.core.admission import QueueLimits
 from hetlb.core.policies.base import PlannedShares, PolicyParams
 from hetlb.core.predictor import LengthDistribution
+from hetlb.core.queue import QueueLimits
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
 from hetlb.plan.rent_program import RentPlan

@@ -9,9 +9,9 @@ from statistics import median
 from typing import Any
 
 from hetlb.config.fleet import Fleet
-from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import IterationRule
 from hetlb.core.predictor import LengthDistribution
+from hetlb.core.queue import QueueLimits
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health
 from hetlb.errors import ConfigError, ProfileError

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final, Protocol
 
-from hetlb.core.admission import QueueLimits
 from hetlb.core.journal import booked
+from hetlb.core.queue import QueueLimits
 from hetlb.core.types import Lease, Outcome, Reject, RejectReason, Request, RequestId
 from hetlb.proxy.driver import DriverSetup, ExchangeDriver
 from hetlb.proxy.ends import End

@@ -6,10 +6,10 @@ from helpers import dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.admission import QueueLimits
 from hetlb.core.demand import PROMPT_WEIGHT
 from hetlb.core.objective import ServiceClass
 from hetlb.core.predictor import OnlinePredictor
+from hetlb.core.queue import QueueLimits
 from hetlb.core.scheduler import TICK_S, Scheduler
 from hetlb.core.types import (
     AdminState,

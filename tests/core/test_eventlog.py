@@ -10,13 +10,13 @@ from helpers import MODEL, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.core.admission import QueueLimits
 from hetlb.core.eventlog import RecordingScheduler, Replay, encode_setup
 from hetlb.core.health import HealthParams
 from hetlb.core.journal import Booked
 from hetlb.core.policies.base import PolicyParams
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import LengthDistribution
+from hetlb.core.queue import QueueLimits
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import (
     AdminState,

@@ -13,10 +13,10 @@ from helpers import FAST, dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.admission import Queue, QueueLimits
 from hetlb.core.block_index import BlocksStored, KvEventBatch, block_digests
 from hetlb.core.instance import Instance
 from hetlb.core.ledger import Ledger
+from hetlb.core.queue import Queue, QueueLimits
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     Capacity,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from helpers import FAST, request, spec
 
-from hetlb.core.admission import QueueLimits
 from hetlb.core.health import HealthParams
 from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution
+from hetlb.core.queue import QueueLimits
 from hetlb.core.types import Candidate, Capacity, Probed, ProbeResult
 from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.records import RequestResult

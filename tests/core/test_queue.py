@@ -10,7 +10,7 @@ from helpers import dispatched, head, make_scheduler, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.core.admission import Queue, QueueLimits
+from hetlb.core.queue import Queue, QueueLimits
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     AdminState,

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
 
-from hetlb.core.admission import QueueLimits
 from hetlb.core.instance import Instance
 from hetlb.core.policies.base import PolicyParams
+from hetlb.core.queue import QueueLimits
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     AdminState,

@@ -3,10 +3,10 @@
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
-from hetlb.core.admission import QueueLimits
 from hetlb.core.instance import DEFAULT_KV_CACHE_TOKENS
 from hetlb.core.latency import DEFAULT_LATENCY
 from hetlb.core.predictor import OnlinePredictor
+from hetlb.core.queue import QueueLimits
 from hetlb.core.types import (
     AdminState,
     AdminStateSet,

@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hetlb.core.admission import QueueLimits
 from hetlb.core.journal import booked
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import LengthDistribution, make_predictor
+from hetlb.core.queue import QueueLimits
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     AdminState,

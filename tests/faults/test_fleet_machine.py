@@ -23,7 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from hetlb.core.admission import QueueLimits
+from hetlb.core.queue import QueueLimits
 from hetlb.core.types import (
     AdminState,
     AdminStateSet,

@@ -13,7 +13,7 @@ import uvloop
 from helpers import HANG_S, make_scheduler, spec, turns_until
 
 from hetlb.config.fleet_tables import ProxyTable
-from hetlb.core.admission import QueueLimits
+from hetlb.core.queue import QueueLimits
 from hetlb.core.scheduler import Scheduler
 from hetlb.proxy.driver import Driver, DriverSetup
 from hetlb.proxy.exchange import Exchange

@@ -9,7 +9,7 @@ from helpers import turns_until
 from proxy.test_proxying import Client, Start, ask, post
 from proxy.upstreams import STREAM, Upstream, plain
 
-from hetlb.core.admission import QueueLimits
+from hetlb.core.queue import QueueLimits
 from hetlb.core.types import AdminState, AdminStateSet, Health
 
 AGAIN = b"retry-after: 3\r\n"

@@ -25,7 +25,7 @@ from proxy.upstreams import (
     resetting,
 )  # fmt: skip
 
-from hetlb.core.admission import QueueLimits
+from hetlb.core.queue import QueueLimits
 from hetlb.core.types import AdminState, AdminStateSet
 from hetlb.proxy.connection_states import ClientState, Reading
 

@@ -29,7 +29,7 @@ from proxy.upstreams import (
     plain,
 )  # fmt: skip
 
-from hetlb.core.admission import QueueLimits
+from hetlb.core.queue import QueueLimits
 from hetlb.core.types import AdminState, AdminStateSet
 from hetlb.proxy.http.retry_after import WINDOW_S, DrainRate
 

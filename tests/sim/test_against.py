@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.cli.simulate_against import engines
-from hetlb.core.admission import QueueLimits
 from hetlb.core.eventlog import RecordingScheduler, encode_setup
 from hetlb.core.latency import LatencyModel
 from hetlb.core.policies.base import PolicyParams
+from hetlb.core.queue import QueueLimits
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill
 from hetlb.core.types import Dispatch, Health, Lease, Outcome

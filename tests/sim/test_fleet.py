@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.config.profile_file import load_profile
-from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.core.policies.base import PolicyParams
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS, LengthDistribution
+from hetlb.core.queue import QueueLimits
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec, Outcome
 from hetlb.sim.engine_limits import EngineLimits

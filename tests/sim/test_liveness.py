@@ -9,9 +9,9 @@ import pytest
 from generated_traffic import Lengths
 from sim.test_traffic import FAST
 
-from hetlb.core.admission import QueueLimits
 from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution
+from hetlb.core.queue import QueueLimits
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec, Outcome
 from hetlb.sim.engine_limits import EngineLimits

@@ -8,9 +8,9 @@ import statistics
 import pytest
 from helpers import FAST, MODEL, spec
 
-from hetlb.core.admission import QueueLimits
 from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution
+from hetlb.core.queue import QueueLimits
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, Outcome
 from hetlb.sim.engine_limits import EngineLimits

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.config.profile_file import load_profile
-from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import LatencyModel
 from hetlb.core.predictor import LengthDistribution
+from hetlb.core.queue import QueueLimits
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Connector, Health, InstanceSpec, KvLink, Outcome, Role
 from hetlb.sim.engine_limits import EngineLimits

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution, make_predictor
+from hetlb.core.queue import QueueLimits
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
 from hetlb.errors import HetlbError

@@ -10,11 +10,11 @@ from typing import Any
 import generated_traffic as generate
 import pytest
 
-from hetlb.core.admission import QueueLimits
 from hetlb.core.latency import LatencyModel
 from hetlb.core.policies.base import PolicyParams
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import LengthDistribution
+from hetlb.core.queue import QueueLimits
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec, Outcome
 from hetlb.sim.engine_limits import EngineLimits

@@ -12,7 +12,7 @@ from helpers import make_scheduler, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.core.admission import QueueLimits
+from hetlb.core.queue import QueueLimits
 from hetlb.core.types import Outcome
 from hetlb.proxy.lease_wire import WireBooked
 from hetlb.workers import protocol

@@ -12,8 +12,8 @@ import random
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from hetlb.core.admission import QueueLimits
 from hetlb.core.predictor import LengthDistribution
+from hetlb.core.queue import QueueLimits
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Connector, Health, InstanceSpec, KvLink
 from hetlb.plan.disaggregation.cost import ProfileCost

@@ -11,7 +11,7 @@ from itertools import accumulate
 from operator import add, mul
 from typing import Any, Final
 
-from hetlb.core.bounds import first_at_least
+from hetlb.core.binary_search import first_at_least
 
 #: Gaps below this many milliseconds are counted by the millisecond.
 FINE_MS: Final = 2048

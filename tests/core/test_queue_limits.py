@@ -10,8 +10,8 @@ from helpers import head, request, waiting
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.admission import Queue, QueueKey, QueueLimits, TenantFlow
 from hetlb.core.objective import ServiceClass
+from hetlb.core.queue import Queue, QueueKey, QueueLimits, TenantFlow
 from hetlb.core.types import Request
 
 LINE = QueueKey("m", None, False)
