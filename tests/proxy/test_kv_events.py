@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import tempfile
-import threading
+import time
 import tracemalloc
 from array import array
 from collections.abc import AsyncIterator, Iterator
@@ -16,14 +17,15 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
-import zmq
 from helpers import turns_until
 from hypothesis import given
 from hypothesis import strategies as st
+from proxy.kv_flood import KINDS, flooding
 from proxy.kv_publisher import CLEARED, SIZE, Publisher, removed, stored
 from proxy.services import Engine, Running, document, serving
 
 from hetlb.config.fleet import load_fleet
+from hetlb.config.fleet_tables import KvEventsTable
 from hetlb.core.block_index import (
     BlockIndex,
     BlocksCleared,
@@ -33,6 +35,7 @@ from hetlb.core.block_index import (
     block_digests,
 )
 from hetlb.errors import ConfigError
+from hetlb.proxy import kv_events
 from hetlb.proxy.kv_events import MOST_PUBLISHER_BYTES, PART_BLOCKS, read_batch
 from hetlb.proxy.zmtp import MOST_BYTES, ZmtpConnection, ZmtpError
 
@@ -227,50 +230,62 @@ def test_a_message_takes_a_bounded_amount_of_memory(number: int) -> None:
     assert peak < 2 * MOST_PUBLISHER_BYTES
 
 
-@contextlib.contextmanager
-def flooding(endpoint: str, messages: list[list[bytes]]) -> Iterator[None]:
-    """A publisher in a thread of its own that sends these again and again, as fast as it can."""
-    context = zmq.Context()
-    socket, over = context.socket(zmq.PUB), threading.Event()
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.bind(endpoint)
-
-    def flood() -> None:
-        while not over.is_set():
-            for message in messages:
-                socket.send_multipart(message)
-            if not over.wait(0.001):
-                continue
-
-    thread = threading.Thread(target=flood)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-        context.destroy(linger=0)
-
-
-@pytest.mark.parametrize("kind", ["events", "numbers", "rubbish"])
+@pytest.mark.parametrize("kind", KINDS)
 async def test_a_flood_of_events_leaves_the_loop_to_others(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    payload = msgspec.msgpack.encode([0.5, [stored(list(range(4000)), 1), removed(*range(1, 1001))]])
-    messages = {
-        "events": [[b"", number.to_bytes(8, "big"), payload] for number in range(50)],
-        "numbers": [[b"", (7 * number).to_bytes(8, "big"), b"\x93\x00\x90\x00"] for number in range(500)],
-        "rubbish": [[b"", bytes(8), b"\xff"], [b"x"], [b"", b"", b"", b""]] * 200,
-    }[kind]
     endpoint = f"ipc://{tmp_path}/flood"
     async with Engine() as engine, serving(tmp_path, fleet(engine, endpoint)) as running:
         await running.up("i0")
-        with flooding(endpoint, messages):
-            await turns_until(lambda: state(running) != "no event has come yet")
-            for _ in range(20):  # the flood goes on meanwhile
+        with flooding(endpoint, kind) as process:
+            await turns_until(lambda: state(running) not in ("none", "no event has come yet"))
+            for _ in range(20):
                 assert (await running.admin("GET", "/healthz")).status == 200
+            assert process.poll() is None, "the others had no turn until the flood was over"
         lines = [each for each in caplog.records if "what it has cached is estimated" in each.getMessage()]
         assert len(lines) <= 2
+
+
+async def test_a_long_replay_comes_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten thousand batches that are there at once: no part of their CPU is more than a small share of it."""
+    count = 10_000
+    batch = msgspec.msgpack.encode([0.5, [stored([1, 2, 3, 4], 1)]])
+    messages = [[b"", n.to_bytes(8, "big"), batch] for n in range(count)]
+    messages.append([b"", (-1).to_bytes(8, "big", signed=True), b""])
+
+    class There:
+        """A connection whose messages have come."""
+
+        def send(self, *frames: bytes) -> None: ...
+        def close(self) -> None: ...
+        async def receive(self) -> list[bytes]:
+            return messages.pop(0)
+
+    async def opened(*_: object) -> There:
+        return There()
+
+    monkeypatch.setattr(kv_events.ZmtpConnection, "open", opened)
+    table = KvEventsTable(endpoint="ipc://a", replay="ipc://b")
+    told: list[KvEventBatch] = []
+    stream = kv_events._Stream("i0", table, lambda _, batch: told.append(batch))
+    gaps, over = [], asyncio.Event()
+
+    async def look() -> None:
+        while not over.is_set():
+            before = time.thread_time()
+            await asyncio.sleep(0)
+            gaps.append(time.thread_time() - before)
+
+    looking = asyncio.create_task(look())
+    gc.disable()  # its pauses are those of this whole process
+    try:
+        assert await stream._replay(0)
+    finally:
+        gc.enable()
+    over.set()
+    await looking
+    assert len(told) == count
+    assert max(gaps) < sum(gaps) / 10, f"{max(gaps):.3f} of {sum(gaps):.3f} s at once"
 
 
 async def test_a_message_without_end_ends_its_connection(tmp_path: Path) -> None:
