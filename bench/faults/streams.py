@@ -4,7 +4,9 @@ Shows: how every stream ended as its client saw it, the figures of the fleet tha
 the most resident memory of any process of hetlb.
 Engines, hetlb and the clients are processes of their own; an engine is killed and started again every 20 s.
 A stream ends whole, with an error that hetlb tells in it, or because its client left; anything else fails
-the run, as do figures that are not zero and more than 80 MiB.
+the run, as do figures that are not zero and more than 80 MiB. Every request is in the log of the process that
+had it, once, with the outcome that its client saw (where the client left, it may have ended otherwise just
+before), and the counters of the last process say what its log says.
 
 `.venv/bin/python bench/faults/streams.py [--minutes 3] [--workers 2] [--hetlb PYTHON] [--save FILE]`.
 """
@@ -17,6 +19,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -86,7 +89,8 @@ class Run:
         self._folder = folder
         self._rng = random.Random(1)
         self.ends: Counter[str] = Counter()
-        self.odd: list[str] = []
+        #: Ends by the ids of requests, as clients saw them.
+        self.seen: dict[str, str] = {}
         self.most_mib = 0.0
         self.kills = 0
         self.port, self.admin = free_port(), free_port()
@@ -108,7 +112,7 @@ class Run:
             "version": 1,
             "listen": {"port": self.port},
             "admin": {"port": self.admin},
-            "proxy": {"request_log": False, "workers": self._args.workers, "shutdown_grace_s": 60},
+            "proxy": {"workers": self._args.workers, "shutdown_grace_s": 60},
             "policy": {"name": "least-requests"},
             "models": [{"name": "m", "instances": instances}],
         }
@@ -159,17 +163,22 @@ class Run:
             while piece := await reader.read(1 << 14):
                 data += piece
                 if leaves_after is not None and data.count(b"data: {") > leaves_after:
-                    return "left"
+                    return self._ended("left", data)
                 if data.endswith(b"\r\n0\r\n\r\n") or b" 200 " not in data.partition(b"\r\n")[0]:
                     break
         finally:
             writer.transport.abort()
         status = data.partition(b"\r\n")[0]
         if b"[DONE]" in data and data.count(b'"text":"x"') == tokens:
-            return "whole"
+            return self._ended("whole", data)
         if b'"error"' in data or b" 50" in status:
-            return "told"
+            return self._ended("told", data)
         return f"cut after {data[-60:]!r}"
+
+    def _ended(self, end: str, data: bytes) -> str:
+        """Keep how a request ended, by its id."""
+        self.seen[data.partition(b"x-request-id: ")[2].partition(b"\r")[0].decode()] = end
+        return end
 
     async def kill_engines(self) -> None:
         """Kill an engine and start it again, every 20 s."""
@@ -200,6 +209,24 @@ class Run:
                 await asyncio.sleep(0.5)
         return found
 
+    def logged(self, number: int) -> list[tuple[str, str]]:
+        """Ids and outcomes of the requests in the log of a process and its workers."""
+        text = (self._folder / f"log{number}").read_text()
+        return re.findall(r"request=(\S+) .* path=/v1/completions .*?outcome=(\w+)", text)
+
+    async def counted(self) -> Counter[str]:
+        """Outcomes that the counters of the last process say."""
+        found: Counter[str] = Counter()
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://127.0.0.1:{self.admin}/metrics") as reply,
+        ):
+            for outcome, count in re.findall(
+                r'^hetlb_requests_total{outcome="(\w+)".* (\d+)$', await reply.text(), re.MULTILINE
+            ):
+                found[outcome] += int(count)
+        return found
+
     def close(self) -> None:
         """End all processes."""
         for each in (*self.processes, *self._engines):
@@ -225,6 +252,18 @@ def _family(pids: list[int]) -> list[int]:
     return found
 
 
+def unaccounted(seen: dict[str, str], logged: list[tuple[str, str]]) -> list[str]:
+    """Requests that are not in the logs once, with the outcome that the client saw."""
+    outcomes, times = dict(logged), Counter(label for label, _ in logged)
+    found = [f"{label}: {count} times" for label, count in times.items() if count > 1 or label not in seen]
+    for label, end in seen.items():
+        outcome = outcomes.get(label, "not logged")
+        kind = {"ok": "whole", "client_gone": "left", "not logged": "lost"}.get(outcome, "told")
+        if kind == "lost" or end not in (kind, "left"):
+            found.append(f"{label}: {end} to the client, {outcome}")
+    return found
+
+
 async def run(args: argparse.Namespace, folder: Path) -> int:
     """One run; the exit status."""
     made = Run(args, folder)
@@ -238,19 +277,27 @@ async def run(args: argparse.Namespace, folder: Path) -> int:
         for each in others:
             each.cancel()
         left = await made.left()
+        counted = await made.counted()
         old = await asyncio.to_thread(made.processes[0].wait, 90)
     finally:
         made.close()
+    last = made.logged(1)
+    logged = made.logged(0) + last
+    odd_requests = unaccounted(made.seen, logged)
+    if Counter(outcome for _, outcome in last) != counted:
+        odd_requests.append(f"the last process counts {dict(counted)}")
     odd = {name: count for name, count in made.ends.items() if name not in GOOD}
     document = {
         "bench": "streams", "platform": platform_document(), "load_average": list(os.getloadavg()),
         "streams": args.streams, "minutes": args.minutes, "workers": args.workers, "ends": dict(made.ends),
         "engines_killed": made.kills, "left": left, "most_mib": made.most_mib, "replaced_exit": old,
+        "logged": dict(Counter(outcome for _, outcome in logged)), "counted_by_the_last": dict(counted),
+        "unaccounted": odd_requests,
     }  # fmt: skip
     print(json.dumps(document, indent=1))
     if args.save:
         args.save.write_text(json.dumps(document, indent=1) + "\n")
-    return 1 if odd or left or made.most_mib > MOST_MIB or old else 0
+    return 1 if odd or left or made.most_mib > MOST_MIB or old or odd_requests else 0
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+from hetlb.addresses import is_special
 from hetlb.config.fleet import Fleet
 from hetlb.config.fleet_tables import Listen, SharedTable
 from hetlb.core.types import InstanceSpec
@@ -96,7 +97,7 @@ class PickService(Service):
     def _coming(self, spec: InstanceSpec) -> None:
         """Know the address of an instance before it gets a request, where no name must be resolved."""
         if (address := _literal(spec.url)) is not None:
-            self.server.state.set_addresses({**self.server.state.addresses, spec.name: address})
+            self.server.state.set_address(spec.name, address)
 
     def _discovery_sources(self) -> list[Source]:
         fleet, state = self.fleet, self.server.state
@@ -174,12 +175,16 @@ def _literal(url: str) -> str | None:
 
 
 async def _looked_up(url: str) -> str | None:
-    """`ip:port` of a URL with a name in it, its IPv4 address where it has both; None where it has none."""
+    """`ip:port` of a URL with a name in it, its IPv4 address where it has both; None where it has none.
+
+    An address where no engine can be is none: gateways would send requests, with the engine's key, there.
+    """
     host, port = _parts(url)
     try:
         async with asyncio.timeout(_RESOLVE_S):
             found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, TimeoutError, UnicodeError):
         return None
-    first = min(found, key=lambda each: each[0] != socket.AF_INET)
-    return _endpoint(str(first[4][0]), port)
+    found = [each for each in found if not is_special(str(each[4][0]))]
+    first = min(found, key=lambda each: each[0] != socket.AF_INET, default=None)
+    return None if first is None else _endpoint(str(first[4][0]), port)

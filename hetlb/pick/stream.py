@@ -102,6 +102,12 @@ class PickerState:
         self.addresses = dict(addresses)
         self.names = {address: name for name, address in addresses.items()}
 
+    def set_address(self, name: str, address: str) -> None:
+        """An instance is reached at this address from now on."""
+        self.names.pop(self.addresses.get(name, ""), None)
+        self.addresses[name] = address
+        self.names[address] = name
+
     def strayed(self, instance: str, served: str) -> None:
         """A request for `instance` reached an address that the gateway was not told."""
         now = self.driver.now()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import socket
 import ssl
 import struct
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -45,7 +47,7 @@ from proxy.discovery.test_kubernetes import pod
 
 from hetlb.config.fleet import load_fleet
 from hetlb.errors import ConfigError
-from hetlb.pick import messages
+from hetlb.pick import messages, pick_service
 from hetlb.pick import pick_server as server
 from hetlb.pick.messages import FULL_DUPLEX
 from hetlb.pick.pick_service import check_pick
@@ -84,6 +86,27 @@ async def test_an_instance_with_a_name_is_told_by_its_address(tmp_path: Path) ->
     finally:
         await made.picker.stop(0.0)
         await engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [
+        (["169.254.169.254"], None),
+        (["::ffff:169.254.169.254", "10.0.0.7"], "10.0.0.7:8000"),
+        (["fd00::7", "10.0.0.7"], "10.0.0.7:8000"),
+        (["fd00::7", "0.0.0.0"], "[fd00::7]:8000"),
+    ],
+)
+async def test_a_name_leads_to_no_address_where_no_engine_can_be(
+    answers: list[str], told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def found(*_: object, **__: object) -> list[Any]:
+        return [
+            (socket.AF_INET6 if ":" in each else socket.AF_INET, 1, 6, "", (each, 8000)) for each in answers
+        ]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
+    assert await pick_service._looked_up("http://engine.test:8000") == told
 
 
 async def test_a_long_body_goes_there_and_back(tmp_path: Path) -> None:
