@@ -352,8 +352,8 @@ PREFIXES: tuple[tuple[Reader, bytes], ...] = (
     (yaml, b"models: ["),
 )
 #: Of an input given many times over: its sizes, and the passes that a byte may cost. Coverage slows down what
-#: it covers; a whole request in a few bytes is work of its own, as an empty message of a gateway is.
-SMALL, FUZZ_PASSES = 64 << 10, 800.0
+#: it covers, and a whole request in a few bytes is work of its own.
+SMALL, FUZZ_PASSES = 64 << 10, 400.0
 #: Twice the bytes cost at most so many times as much here: coverage blurs small sizes, quadratic is 4.
 FUZZ_GROWTH = 3.0
 

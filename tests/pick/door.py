@@ -6,6 +6,7 @@ import random
 
 from google.protobuf.message import DecodeError
 from helpers import make_scheduler, spec
+from pick.frames import message
 from pick.gateway import body_of, request_headers, response_headers
 from proxy.memory import Loop
 from proxy.upstreams import PLAIN_BODY
@@ -85,15 +86,15 @@ class Door:
 
 
 def messages_of(data: bytes) -> list[bytes]:
-    """Messages with their length, of two bytes, before them; what is left over is the last."""
+    """Messages as gRPC sends them, each after five bytes; what is left over is the last."""
     found, at = [], 0
     while at < len(data):
-        size = int.from_bytes(data[at : at + 2], "big")
-        found.append(data[at + 2 : at + 2 + size])
-        at += 2 + size
+        size = int.from_bytes(data[at + 1 : at + 5], "big")
+        found.append(data[at + 5 : at + 5 + size])
+        at += 5 + size
     return found
 
 
 def written(messages: list[bytes]) -> bytes:
     """The other way."""
-    return b"".join(len(each).to_bytes(2, "big") + each for each in messages)
+    return b"".join(map(message, messages))
