@@ -26,7 +26,7 @@ _MOST: Final = 1 << 53
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
 _Number: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
 _Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
-_Sequences: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+_Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 _Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 _Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
 _Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
@@ -42,8 +42,8 @@ class RequestFacts(msgspec.Struct, array_like=True, gc=False, frozen=True):
     id: _Number
     model: _Name
     prompt_tokens: _Tokens
-    max_tokens: _Tokens | None
-    sequences: _Sequences
+    max_tokens: _Positive | None
+    sequences: _Positive
     longest_prompt_tokens: _Tokens
     generates: bool
     body_bytes: _Count
@@ -51,7 +51,7 @@ class RequestFacts(msgspec.Struct, array_like=True, gc=False, frozen=True):
     prefix_keys: _Keys
     priority: _Number
     tenant: _Name | None
-    samples: _Sequences
+    samples: _Positive
     blocks: tuple[int, tuple[int, ...]] | None = None
     generated: _Tokens = 0
     service: _Service | None = None
