@@ -284,8 +284,8 @@ async def run(args: argparse.Namespace, folder: Path) -> int:
     last = made.logged(1)
     logged = made.logged(0) + last
     odd_requests = unaccounted(made.seen, logged)
-    if Counter(outcome for _, outcome in last) != counted:
-        odd_requests.append(f"the last process counts {dict(counted)}")
+    if (of_last := Counter(outcome for _, outcome in last)) != counted:
+        odd_requests.append(f"the last process logs {dict(of_last)}")
     odd = {name: count for name, count in made.ends.items() if name not in GOOD}
     document = {
         "bench": "streams", "platform": platform_document(), "load_average": list(os.getloadavg()),
