@@ -185,7 +185,7 @@ def test_getting_started_leads_from_nothing_to_a_report(tmp_path: Path) -> None:
         "h100": True,
         "l40s": True,
     }
-    assert '"reloaded":"0 instances out, 0 in, 2 changed' in said
+    assert re.search("event=reloaded .*0 instances out, 0 in, 2 changed", said)
 
     fleet, _ = json.JSONDecoder().raw_decode(said, said.index('{"policy"'))
     states = {each["name"]: each["state"] for each in fleet["models"][0]["instances"]}
