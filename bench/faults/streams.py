@@ -278,7 +278,9 @@ async def run(args: argparse.Namespace, folder: Path) -> int:
             each.cancel()
         left = await made.left()
         counted = await made.counted()
+        made.processes[1].terminate()  # what ended last is logged then
         old = await asyncio.to_thread(made.processes[0].wait, 90)
+        await asyncio.to_thread(made.processes[1].wait, 90)
     finally:
         made.close()
     last = made.logged(1)
