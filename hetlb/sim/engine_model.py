@@ -2,8 +2,8 @@
 
 No clock, no I/O, no randomness. `begin_iteration` decides what the next iteration computes and returns how
 long it takes; `end_iteration` returns which sequences got a token and which finished. Arrivals may come at
-any time and count from the next beginning on. Same calls, same results. `hetlb.sim.plain_engine` states the
-rules of vLLM's scheduler in plain form; a property test holds this module equal to it.
+any time and count from the next beginning on. Same calls, same results. `tests/sim/plain_engine.py` states
+the rules of vLLM's scheduler in plain form; a property test holds this module equal to it.
 
 Its parts: `decode_batch` (why an iteration of decodes touches no sequence), `kv_blocks`, `kv_fetches`
 (disaggregated prefill), `delayed_view` (asynchronous scheduling), `adapter_slots` (LoRA: of the waiting, the

@@ -13,6 +13,7 @@ from operator import attrgetter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sim.plain_engine import PlainEngine, PlainSequence
 
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.core.step_times import PnormPrefill, PrefillGrid, SplitKv
@@ -22,7 +23,6 @@ from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence, SequenceState
 from hetlb.sim.iterations import IterationEnd, IterationRun
-from hetlb.sim.plain_engine import PlainEngine, PlainSequence
 
 MAX_EXAMPLES = 200
 LATENCY = LatencyModel(k1=1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=1e-7, k8=1.3e-2)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sim.plain_engine import PlainEngine, PlainSequence
 
 from hetlb.core.latency import LatencyModel
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence, SequenceState
-from hetlb.sim.plain_engine import PlainEngine, PlainSequence
 from hetlb.workload.content import contents_of, in_cycle
 from hetlb.workload.traces import Row
 
