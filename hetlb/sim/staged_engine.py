@@ -5,8 +5,8 @@ the same time, and as many batches are in flight as there are stages. Where one 
 others only decode, these wait for it: the bubbles that no composed profile shows.
 
 The rules of scheduling are vLLM's (`tests/sim/plain_engine.py` states them for one stage). A sequence is in
-one batch in flight at a time, so it decodes in the batch that its prompt ended in, once a turn; parts of one prompt may be
-in several. Where blocks are missing, the latest admitted of the batch is preempted. The scheduler works on
+one batch in flight at a time, so it decodes in the batch that its prompt ended in, once a turn; parts of one
+prompt may be in several. Where blocks are missing, the latest admitted of the batch is preempted. The scheduler works on
 one batch at a time, `host_s` each.
 
 Of a batch that decodes, only what changes is touched, as in `engine`: sequences are kept by the turn at which
