@@ -6,8 +6,8 @@ others only decode, these wait for it: the bubbles that no composed profile show
 
 The rules of scheduling are vLLM's (`tests/sim/plain_engine.py` states them for one stage). A sequence is in
 one batch in flight at a time, so it decodes in the batch that its prompt ended in, once a turn; parts of one
-prompt may be in several. Where blocks are missing, the latest admitted of the batch is preempted. The scheduler works on
-one batch at a time, `host_s` each.
+prompt may be in several. Where blocks are missing, the latest admitted of the batch is preempted. The
+scheduler works on one batch at a time, `host_s` each.
 
 Of a batch that decodes, only what changes is touched, as in `engine`: sequences are kept by the turn at which
 they finish, and counted by the turns at which they need a block.
