@@ -23,6 +23,7 @@ from typing import Any
 
 from cases import FLEETS, Lab
 from measure import (
+    HELD_OUT,
     HELD_OUT_SEED,
     Case,
     Runs,
@@ -32,7 +33,6 @@ from measure import (
     held_out_fleets,
     mishaps,
     moderate,
-    refer,
     simulate,
     uncorrected,
 )
@@ -42,7 +42,7 @@ from show import RESULT, verdicts, write_page
 class Grid:
     """The sections by name, and what several of them need."""
 
-    def __init__(self, lab: Lab, runs: Runs, seeds: int) -> None:
+    def __init__(self, lab: Lab, runs: Runs, seeds: int, fleets: int) -> None:
         self._lab = lab
         self._runs = runs
         self._seeds = range(1, 1 + seeds)
@@ -54,7 +54,7 @@ class Grid:
             "moderate": lambda: moderate(runs, self.full, self._seeds),
             "mishaps": lambda: mishaps(runs, self.full),
             "uncorrected": lambda: uncorrected(runs, self.full),
-            "ablations": lambda: ablate(runs, self.full, self._bounds()),
+            "ablations": lambda: ablate(runs, dict(list(held_out_fleets(lab.layouts).items())[:fleets])),
         }
 
     def _cases(self) -> dict[tuple[str, str], Case]:
@@ -67,11 +67,6 @@ class Grid:
         cases = self._cases()
         figures = self._runs(simulate, cases.values(), "full rate")
         return {key: figures[case]["request_throughput"] for key, case in cases.items()}
-
-    def _bounds(self) -> dict[tuple[str, str], float]:
-        cases = self._cases()
-        figures = self._runs(refer, cases.values(), "bound and split")
-        return {key: figures[case]["bound"] for key, case in cases.items()}
 
 
 #: Sections that take an ingredient of `hetlb` out by its name, which compiled code has not.
@@ -89,6 +84,7 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, metavar="FILE", help="keeps finished runs of the same sources")
     parser.add_argument("--per-instance", type=int, default=1500, metavar="N")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="of the moderate rates")
+    parser.add_argument("--fleets", type=int, default=HELD_OUT, metavar="N", help="of the ablations")
     parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--page-only", action="store_true", help="write the page from the recorded result")
     args = parser.parse_args()
@@ -100,7 +96,7 @@ def main() -> int:
         parser.error(f"--only: {', '.join(INTERPRETED)} need hetlb interpreted, and it is compiled")
     lab = Lab(args.data / "hw", args.data / "traces")
     runs = Runs(args.data, args.per_instance, args.jobs, args.runs)
-    grid = Grid(lab, runs, args.seeds)
+    grid = Grid(lab, runs, args.seeds, args.fleets)
     try:
         for name in wanted:
             began = time.monotonic()

@@ -92,31 +92,29 @@ def compiled() -> bool:
     return not str(default_policy.__file__).endswith(".py")
 
 
-def _weight(name: str, weight: float) -> tuple[Any, str, Any]:
-    """The change of one weight of the default policy."""
-    terms = tuple(
-        each._replace(weight=weight) if each.name == name else each for each in default_policy.TERMS
-    )
-    return default_policy, "TERMS", terms
+#: Ingredients of `hetlb` by name, and what takes each of them out.
+_INGREDIENTS: dict[str, tuple[Any, str, Any] | None] = {
+    "hold": (default_policy.Evaluation, "_hold", lambda self: None),
+    "room": (default_policy.Evaluation, "_room", lambda self, each, instance: 0),
+    "speed correction": (speed, "TRUST", math.inf),
+    "first_token_s": None,
+    "others_s": None,
+}
 
 
-def without(name: str) -> Callable[[], None]:
-    """Take one ingredient of `hetlb` out; gives what puts it back.
+def without(names: str) -> Callable[[], None]:
+    """Take ingredients of `hetlb` out, separated by commas; gives what puts them back.
 
     Raises `RuntimeError` where hetlb is compiled.
     """
-    if name and compiled():
+    if names and compiled():
         raise RuntimeError(
-            f"without {name}: expected hetlb interpreted, {default_policy.__file__} is compiled"
+            f"without {names}: expected hetlb interpreted, {default_policy.__file__} is compiled"
         )
-    changes: tuple[tuple[Any, str, Any], ...] = {
-        "": (),
-        "hold": ((default_policy.Evaluation, "_hold", lambda self: None),),
-        "first token weight": (_weight("first_token_s", 0.0),),
-        "others": (_weight("others_s", 0.0),),
-        "late binding": ((default_policy.Evaluation, "_room", lambda self, each, instance: 0),),
-        "speed correction": ((speed, "TRUST", math.inf),),
-    }[name]
+    taken = names.split(",") if names else []
+    changes = [change for name in taken if (change := _INGREDIENTS[name]) is not None]
+    terms = tuple(each._replace(weight=0.0) if each.name in taken else each for each in default_policy.TERMS)
+    changes.append((default_policy, "TERMS", terms))
     before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in changes]
     for change in changes:
         setattr(*change)
@@ -147,7 +145,10 @@ def simulate(case: Case) -> dict[str, float]:
     exact = all(r.output_tokens == max(1, p.output_tokens) for r, p in zip(result.records, plan, strict=True))
     assert exact, f"{case}: a request has another length"
     summary = result.summary()
-    keys = ("total_token_throughput", "request_throughput", "p99_ttft_ms", "p99_e2el_ms", "mean_e2el_ms")
+    keys = (
+        "total_token_throughput", "request_throughput", "mean_ttft_ms", "p99_ttft_ms", "p99_e2el_ms",
+        "mean_e2el_ms", "time_to_99_percent_s",
+    )  # fmt: skip
     figures = {key: float(summary[key]) for key in (*keys, "duration")}
     figures["tail_ms"] = _p99_after(result.records, plan, case)
     return figures
@@ -376,43 +377,62 @@ def mishaps(runs: Runs, full: dict[tuple[str, str], float]) -> list[Any]:
     return table
 
 
-ABLATIONS = (
-    "", "late binding", "hold", "others", "first token weight",
-    "speed correction",
-)  # fmt: skip
+#: What is missing, by the name of the row: first from zero, one by one, then each alone.
+ABLATIONS = {
+    "from zero: `own_s`, bound on arrival": "hold,first_token_s,others_s,room",
+    "+ room (late binding)": "hold,first_token_s,others_s",
+    "+ `others_s`": "hold,first_token_s",
+    "+ `first_token_s`": "hold",
+    "+ hold: all": "",
+    "all without room": "room",
+    "all without `others_s`": "others_s",
+    "all without `first_token_s`": "first_token_s",
+    "all without speed correction": "speed correction",
+}
 
 
-def ablate(runs: Runs, full: dict[tuple[str, str], float], bounds: dict[tuple[str, str], float]) -> list[Any]:
-    """`hetlb` without each ingredient: shares of the bound at once, tails at 80 %, wrong profiles."""
+def ablate(runs: Runs, fleets: dict[str, tuple[Kind, ...]]) -> list[Any]:
+    """`hetlb` from zero, on fleets that it was not tuned on: shares of the bound at once, times at 80 %.
+
+    Also shares with wrong profiles. The traces take turns from fleet to fleet.
+    """
+    traces = tuple(TRACES)
+    base = [
+        Case(fleet, kinds, traces[number % len(traces)], "empirical", "hetlb", seed=HELD_OUT_SEED + number)
+        for number, (fleet, kinds) in enumerate(fleets.items())
+    ]
+    bounds = runs(refer, base, "bound and split")
+    full = runs(simulate, base, "full rate")
     cases = {}
-    for name in ABLATIONS:
-        for (f, t), rate in full.items():
-            once = Case(f, FLEETS[f], t, "empirical", "hetlb", without=name)
-            count = sum(kind.count for kind in FLEETS[f])
+    for name, missing in ABLATIONS.items():
+        for case in base:
+            once = replace(case, without=missing)
+            count = sum(kind.count for kind in case.kinds)
             wrong = replace(once, factors=tuple(1.3 if i % 2 else 0.7 for i in range(count)))
-            cases[name, f, t] = (once, replace(once, rate=0.8 * rate), wrong)
+            loaded = replace(once, rate=0.8 * full[case]["request_throughput"])
+            cases[name, case] = (once, loaded, wrong)
     figures = runs(simulate, (case for each in cases.values() for case in each), "ablations")
+    whole = next(name for name, missing in ABLATIONS.items() if not missing)
     rows = []
     for name in ABLATIONS:
-        own = [cases[name, *key] for key in full]
-        whole = [cases["", *key] for key in full]
-        shares = [figures[c[0]]["total_token_throughput"] / bounds[c[0].fleet, c[0].trace] for c in own]
-        wrong = [figures[c[2]]["total_token_throughput"] / bounds[c[0].fleet, c[0].trace] for c in own]
 
-        def tail(figure: str, own: list[Any] = own, whole: list[Any] = whole) -> float:
-            ratios = [figures[a[1]][figure] / figures[b[1]][figure] for a, b in zip(own, whole, strict=True)]
-            return statistics.geometric_mean(ratios)
+        def over(figure: str, which: int, of: dict[Case, float], name: str = name) -> list[float]:
+            return [figures[cases[name, case][which]][figure] / of[case] for case in base]
 
+        def ratio(figure: str, which: int = 1, name: str = name) -> float:
+            complete = {case: figures[cases[whole, case][which]][figure] for case in base}
+            return statistics.geometric_mean(over(figure, which, complete, name))
+
+        bound = {case: bounds[case]["bound"] for case in base}
+        shares = over("total_token_throughput", 0, bound)
         rows.append(
             {
-                "without": name or "nothing",
+                "row": name,
                 "mean_share": statistics.mean(shares),
                 "min_share": min(shares),
-                "wrong_mean_share": statistics.mean(wrong),
-                "wrong_min_share": min(wrong),
-                "p99_ttft": tail("p99_ttft_ms"),
-                "p99_e2el": tail("p99_e2el_ms"),
-                "mean_e2el": tail("mean_e2el_ms"),
+                "time_to_99_percent": ratio("time_to_99_percent_s", 0),
+                "wrong_mean_share": statistics.mean(over("total_token_throughput", 2, bound)),
+                **{each: ratio(f"{each}_ms") for each in ("mean_ttft", "p99_ttft", "mean_e2el", "p99_e2el")},
             }
         )
     return rows

@@ -21,6 +21,7 @@ PICTURE = ROOT / "docs/img/scheduling.png"
 #: Records of `grid.py` and `run.py --out`.
 RESULT = ROOT / "bench/results/scheduling.json"
 TRAFFIC = ROOT / "bench/results/scheduling-traffic.json"
+MIXED = ROOT / "bench/results/scheduling-mixed.json"
 
 
 def verdicts(document: dict[str, Any]) -> list[tuple[str, str]]:
@@ -164,7 +165,24 @@ def _mishap_rows(
         yield heading, f"{statistics.median(values.values()):.2f}", f"{at:.2f}", where
 
 
-def pages(document: dict[str, Any], traffic: dict[str, Any]) -> dict[str, str]:
+def mixed_rows(found: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Cells of the table of mixed classes."""
+    return [
+        (
+            each["fleet"],
+            f"{each['load']:.0%}",
+            each["prompts"],
+            f"{each['hetlb']['attainment']:.3f}",
+            f"{best['attainment']:.3f} ({each['best_limit']})",
+            f"{each['hetlb']['background_tok_s']:,.0f}",
+            f"{each['hetlb']['background_tok_s'] / best['background_tok_s']:.2f}",
+        )
+        for each in found
+        for best in [each["limits"][each["best_limit"]]]
+    ]
+
+
+def pages(document: dict[str, Any], traffic: dict[str, Any], mixed: dict[str, Any]) -> dict[str, str]:
     """The tables, by the name of their place on the page."""
     moderate = _grouped(document["moderate"], lambda row: f"{row['rate']:.0%}")
     kinds = _grouped(traffic["cases"], _traffic_name)
@@ -205,18 +223,25 @@ def pages(document: dict[str, Any], traffic: dict[str, Any]) -> dict[str, str]:
             ("", "median", "worst", "there"), _mishap_rows(document["mishaps"], document["uncorrected"])
         ),
         "ablations": table(
-            ("without", "mean", "least", "wrong profiles: mean", "least", "p99 TTFT", "p99 E2E", "mean E2E"),
+            (
+                "with", "mean", "least", "99 % done", "wrong profiles",
+                "mean TTFT", "p99 TTFT", "mean E2E", "p99 E2E",
+            ),
             (
                 [
-                    r["without"],
-                    r["mean_share"],
-                    r["min_share"],
+                    r["row"], r["mean_share"], r["min_share"], f"{r['time_to_99_percent']:.2f} x",
                     r["wrong_mean_share"],
-                    r["wrong_min_share"],
-                    *(f"{r[k]:.2f} x" for k in ("p99_ttft", "p99_e2el", "mean_e2el")),
+                    *(f"{r[k]:.2f} x" for k in ("mean_ttft", "p99_ttft", "mean_e2el", "p99_e2el")),
                 ]
-                for r in document["ablations"]
+                for r in document.get("ablations", [])
             ),
+        ),
+        "mixed": table(
+            (
+                "fleet", "load", "background prompts", "attainment", "best limit's", "background tok/s",
+                "of best limit's",
+            ),
+            mixed_rows(mixed["rows"]),
         ),
     }  # fmt: skip
 
@@ -248,9 +273,11 @@ def write_page() -> None:
 
     Raises `SystemExit` where a marker is missing.
     """
-    document, traffic = (json.loads(path.read_text()) for path in (RESULT, TRAFFIC))
+    document, traffic, mixed = (json.loads(path.read_text()) for path in (RESULT, TRAFFIC, MIXED))
     text = PAGE.read_text()
-    for name, block in pages(document, traffic).items():
+    for name, block in pages(document, traffic, mixed).items():
+        if name == "ablations" and name not in document:
+            continue
         begin, end = f"<!-- {name} -->\n", "<!-- end -->"
         before, found, rest = text.partition(begin)
         _, closed, after = rest.partition(end)

@@ -19,12 +19,10 @@ from hetlb.core.types import Request
 PROMPT_WEIGHT: Final = 0.15
 #: Arrivals within so many seconds count as one: a burst is no stream.
 _TICK_S: Final = 0.25
-#: The mean gap and size of ticks with arrivals follow the newest so many.
-_TICKS: Final = 16.0
+#: Means over ticks with arrivals, and over requests with targets, follow the newest so many.
+_NEWEST: Final = 64.0
 #: Arrivals are a stream after so many ticks, and have stopped after so many mean gaps without one.
 _STREAM: Final = 4
-#: Means over requests with targets follow the newest so many.
-_GAPS: Final = 64.0
 
 
 def size_of(request: Request, predicted_output: float) -> float:
@@ -226,7 +224,7 @@ class Protected:
     def arrived(self, service: ServiceClass, prompt: float, output: float, now: float) -> None:
         """A request with targets came in."""
         self.count = count = self.count + 1
-        gain = 1.0 / count if count < _GAPS else 1.0 / _GAPS
+        gain = 1.0 / count if count < _NEWEST else 1.0 / _NEWEST
         if count > 1:
             self.gap_s += gain * (now - self.newest_s - self.gap_s)
         self.newest_s = now
@@ -267,7 +265,7 @@ class Demand:
             self._ticks = 0
         self._ticks = count = self._ticks + 1
         if count > 1:
-            gain = 1.0 / (count - 1) if count <= _TICKS else 1.0 / _TICKS
+            gain = 1.0 / (count - 1) if count <= _NEWEST else 1.0 / _NEWEST
             self._size += gain * (self._tick_size - self._size)
             self._gap_s += gain * ((tick - self._newest_tick) * _TICK_S - self._gap_s)
         self._newest_tick, self._tick_size = tick, size

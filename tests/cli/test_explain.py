@@ -164,11 +164,11 @@ def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_default_policy_masks_a_full_instance(fleet: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--kv-used", "fast=0.99", "--json"]
+    flags = ["--kv-used", "fast=1", "--json"]
     assert main(["explain", "--config", str(fleet), *flags]) == 0
     document = json.loads(capsys.readouterr().out)
     slow, fast = document["candidates"]
     assert document["chosen"] == "slow"
     assert (slow["eligible"], fast["eligible"]) == (True, False)
-    assert fast["reason"].startswith("full: over 0.98 of the KV cache")
+    assert fast["reason"].startswith("full: its KV cache would not hold it")
     assert fast["score"] is not None

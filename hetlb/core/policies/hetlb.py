@@ -42,9 +42,6 @@ from hetlb.core.throttle import BLOCKED, DEPRIORITISED, NORMAL
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import Candidate
 
-#: Share of the KV cache that may be expected in use: above it vLLM begins to preempt.
-_KV_MARK: Final = 0.98
-
 #: Reason of an instance that has room and is left to wait for a faster one.
 PASSED_OVER: Final = "passed over"
 #: Reason of an instance without room.
@@ -204,7 +201,7 @@ class Evaluation:
         own = prompts * (self._prompt - each.cached) + request.sequences * self._output / 2.0
         used = seen.expected_kv_tokens(self._ctx.now) + own
         used -= ending * (self._ctx.demand.mix.booked + self._half_grown)
-        if used > _KV_MARK * load.kv_cache_tokens:
+        if used > load.kv_cache_tokens:
             return NO_MEMORY
         if request.service.background and not self._leaves_room(each, instance, used):
             return KEPT_FREE
@@ -241,7 +238,7 @@ class Evaluation:
         step_s = protected.tpot_s / slow if protected.tpot_s < math.inf else each.step_s
         to_come = max(0.0, most(rate * protected.output * step_s) - instance.stated_sequences / load.engines)
         batch = load.batch + each.own + to_come
-        if batch > load.slots or used + to_come * load.engines * context > _KV_MARK * load.kv_cache_tokens:
+        if batch > load.slots or used + to_come * load.engines * context > load.kv_cache_tokens:
             return False
         tokens = each.context + each.own * (self._prompt + self._output / 2.0) + to_come * context
         share = each.with_s / each.step_s
@@ -367,7 +364,7 @@ class Evaluation:
             few = "" if self.instances[each.index].tried else ", few until its speed is known"
             return f"{FULL}: every slot is taken{few}"
         if state == NO_MEMORY:
-            return f"{FULL}: over {_KV_MARK:.2f} of the KV cache expected in use with it"
+            return f"{FULL}: its KV cache would not hold it beside what is expected in use"
         if state == KEPT_FREE:
             return "kept free: requests with targets would miss them beside it"
         if state == MISSES:
