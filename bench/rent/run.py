@@ -431,7 +431,7 @@ def truth(bench: Bench) -> dict[str, Any]:
             found = simulate_plan(table, plan, policy=policy, predictor=predictor)
             assert found is not None
             row[f"{policy}/{predictor}"] = found.request_throughput / plan.throughput
-            row[f"{policy}/{predictor} to the end"] = found.requests / found.makespan_s / plan.throughput
+            row[f"{policy}/{predictor} to the end"] = len(found.records) / found.makespan_s / plan.throughput
         arriving = simulate_plan(table, plan, predictor="oracle", load=OVERLOAD)
         assert arriving is not None
         row["hetlb/oracle arriving"] = arriving.request_throughput / plan.throughput
@@ -474,14 +474,14 @@ def estimator(bench: Bench) -> dict[str, Any]:
         kinds = row["gpus"].split("+")
         gpus = [kinds[s * len(kinds) // row["pp"]] for s in range(row["pp"])]
         whole = [
-            compose(table.market, model, (ConfigurationStage(g, row["tp"], Fraction(1)),), across=False)
+            compose(table.market, model, (ConfigurationStage(g, row["tp"], Fraction(1)),), across=False)[0]
             for g in gpus
         ]
         layers = divide_layers([speed_of(each) for each in whole], model.layers)
         stages = tuple(ConfigurationStage(g, row["tp"], share) for g, share in zip(gpus, layers, strict=True))
-        profile = compose(table.market, model, stages, across=row["span"] != "one machine")
+        profile, own = compose(table.market, model, stages, across=row["span"] != "one machine")
         kind = next(k for k in table.types if k.input_tokens == 2455 and k.output_tokens == 18)
-        rate = bench.measured.alone(profile, kind)
+        rate = bench.measured.alone(profile, kind, own)
         price = sum(prices[stage.gpu] * stage.tensor_parallel_size for stage in stages)
         rows.append(
             {

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as Grid
 
 from hetlb.cli.rent_plot import write_sweep
 from hetlb.errors import ConfigError, InputError, PlanError
@@ -23,84 +22,53 @@ from hetlb.plan.check import check_rent
 from hetlb.plan.highs import INFINITY, Interrupt, SolveLimits
 from hetlb.plan.hours import read_hours, schedule
 from hetlb.plan.market import Market, load_market
-from hetlb.plan.planning import (
-    SolvedPlan,
-    Table,
-    baselines,
-    make_plan,
-    make_table,
-)
+from hetlb.plan.planning import SolvedPlan, Table, make_plan, make_table
 from hetlb.plan.rent_deploy import commands, lay_out, write_fleet
-from hetlb.plan.rent_report import document_of, listed, print_plan, replanning_document, simulated_document
+from hetlb.plan.rent_report import (
+    baselines_document,
+    budgets_grid,
+    document_of,
+    hours_document,
+    hours_grid,
+    print_plan,
+    replanning_document,
+    simulated_document,
+)
 from hetlb.plan.replan import MoveCost, Replanned, replan, require_known
 from hetlb.plan.throughput import Measured, SloLimits, default_cache
+from hetlb.plan.workloads import trace_rows
 from hetlb.tables import bar
-from hetlb.workload.traces import read_trace
-
-_MOST_ROWS = 20_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb rent`."""
-    parser.add_argument(
-        "--config", type=Path, required=True, metavar="MARKET.yaml", help="market file: offers and budget"
-    )
-    parser.add_argument(
-        "--trace", type=Path, metavar="T.csv", help="requests, in place of the file's workloads"
-    )
-    parser.add_argument(
-        "--workloads",
-        type=int,
-        default=9,
-        metavar="N",
-        help="types of request to find in the trace (default 9)",
-    )
-    parser.add_argument(
-        "--time-limit", type=float, default=60.0, metavar="S", help="seconds for the solver (default 60)"
-    )
-    parser.add_argument(
-        "--gap",
-        type=float,
-        default=1e-4,
-        metavar="G",
-        help="relative gap at which the solver stops (default 1e-4)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="seed of types, solver and simulation"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument("--write-fleet", type=Path, metavar="FLEET.yaml", help="fleet file of the plan")
-    parser.add_argument("--no-simulate", action="store_true", help="skip the simulation of the whole fleet")
-    parser.add_argument("--no-baselines", action="store_true", help="skip the baselines")
-    parser.add_argument(
-        "--cache", type=Path, metavar="FILE", help="file of known throughputs (default: under ~/.cache)"
-    )
-    parser.add_argument("--no-cache", action="store_true", help="simulate all throughputs again")
-    sweep = parser.add_argument_group("sweeps")
-    sweep.add_argument("--budgets", metavar="B,B,...", help="budgets per hour, a plan for each")
-    sweep.add_argument(
-        "--hours", type=Path, metavar="H.csv", help="hours, a plan for each: hour,request_rate"
-    )
-    sweep.add_argument("--plot", type=Path, metavar="P.png", help="picture of budgets or hours")
-    again = parser.add_argument_group("replanning")
-    again.add_argument("--replan", type=Path, metavar="PLAN.json", help="running plan (its --json)")
-    again.add_argument(
-        "--load-time", type=float, default=300.0, metavar="S", help="seconds to load a model (default 300)"
-    )
-    again.add_argument(
-        "--horizon",
-        type=float,
-        default=3600.0,
-        metavar="S",
-        help="seconds until the next change (default 3600)",
-    )
-    again.add_argument(
-        "--keep",
-        type=float,
-        default=0.95,
-        metavar="SHARE",
-        help="share of a plan from scratch that must be reached (default 0.95)",
-    )
+    add = parser.add_argument
+    add("--config", type=Path, required=True, metavar="MARKET.yaml", help="market file: offers and budget")
+    add("--trace", type=Path, metavar="T.csv", help="requests, in place of the file's workloads")
+    words = "types of request to find in the trace (default 9)"
+    add("--workloads", type=int, default=9, metavar="N", help=words)
+    add("--time-limit", type=float, default=60.0, metavar="S", help="seconds for the solver (default 60)")
+    words = "relative gap at which the solver stops (default 1e-4)"
+    add("--gap", type=float, default=1e-4, metavar="G", help=words)
+    add("--seed", type=int, default=0, metavar="S", help="seed of types, solver and simulation")
+    add("--json", action="store_true", help="one JSON document on stdout")
+    add("--write-fleet", type=Path, metavar="FLEET.yaml", help="fleet file of the plan")
+    add("--no-simulate", action="store_true", help="skip the simulation of the whole fleet")
+    add("--no-baselines", action="store_true", help="skip the baselines")
+    add("--cache", type=Path, metavar="FILE", help="file of known throughputs (default: under ~/.cache)")
+    add("--no-cache", action="store_true", help="simulate all throughputs again")
+    add = parser.add_argument_group("sweeps").add_argument
+    add("--budgets", metavar="B,B,...", help="budgets per hour, a plan for each")
+    add("--hours", type=Path, metavar="H.csv", help="hours, a plan for each: hour,request_rate")
+    add("--plot", type=Path, metavar="P.png", help="picture of budgets or hours")
+    add = parser.add_argument_group("replanning").add_argument
+    add("--replan", type=Path, metavar="PLAN.json", help="running plan (its --json)")
+    words = "seconds to load a model (default 300)"
+    add("--load-time", type=float, default=300.0, metavar="S", help=words)
+    words = "seconds until the next change (default 3600)"
+    add("--horizon", type=float, default=3600.0, metavar="S", help=words)
+    words = "share of a plan from scratch that must be reached (default 0.95)"
+    add("--keep", type=float, default=0.95, metavar="SHARE", help=words)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -143,11 +111,7 @@ def check_numbers(args: argparse.Namespace) -> None:
 
 def read_table(args: argparse.Namespace, market: Market) -> tuple[Table, Measured]:
     """The throughput table, with a bar while it is simulated."""
-    rows = None
-    if args.trace is not None:
-        every = [(max(1, row.input_tokens), max(1, row.output_tokens)) for row in read_trace(args.trace)]
-        step = max(1, math.ceil(len(every) / _MOST_ROWS))
-        rows = every[::step]
+    rows = None if args.trace is None else trace_rows(args.trace)
     slo = market.file.slo
     measured = Measured(
         None if args.no_cache else args.cache or default_cache(),
@@ -198,10 +162,7 @@ def plan_once(
     document = document_of(table, planned, solve_s)
     if not args.no_baselines and not stopped:
         quick = replace(limits, gap=max(limits.gap, 1e-3), deadline=time.monotonic() + args.time_limit)
-        document["baselines"] = {
-            name: {"throughput_req_s": each.throughput, "cost_per_hour": each.cost_per_hour}
-            for name, each in baselines(table, planned, quick).items()
-        }
+        document["baselines"] = baselines_document(table, planned, quick)
     if not args.no_simulate and not stopped:
         document["simulated"] = simulated_document(table, planned.plan, args.seed)
     if replanned is not None:
@@ -261,11 +222,7 @@ def sweep_budgets(args: argparse.Namespace, table: Table, measured: Measured, li
             points.append({"budget_per_hour": budget, "reason": str(error)})
             continue
         point = document_of(within, planned, 0.0) | {"budget_per_hour": budget}
-        quick = replace(mine, gap=1e-3)
-        point["baselines"] = {
-            name: {"throughput_req_s": each.throughput, "cost_per_hour": each.cost_per_hour}
-            for name, each in baselines(within, planned, quick).items()
-        }
+        point["baselines"] = baselines_document(within, planned, replace(mine, gap=1e-3))
         points.append(point)
     best = 0.0
     for point in points:
@@ -277,23 +234,7 @@ def sweep_budgets(args: argparse.Namespace, table: Table, measured: Measured, li
     if args.json:
         print(json.dumps({"budgets": points}, allow_nan=False))
         return 0
-    grid = Grid(title="budgets", title_justify="left")
-    for column in ("budget", "cost", "requests/s", "per 1000 requests", "rent"):
-        grid.add_column(column, justify="left" if column == "rent" else "right")
-    for point in points:
-        if "reason" in point:
-            grid.add_row(f"{point['budget_per_hour']:g}", "", "", "", point["reason"])
-            continue
-        rent = ", ".join(f"{each['count']} x {each['configuration']}" for each in point["instances"])
-        thousand = point["cost_per_hour"] / point["throughput_req_s"] / 3.6
-        grid.add_row(
-            f"{point['budget_per_hour']:g}",
-            f"{point['cost_per_hour']:.2f}",
-            f"{point['throughput_req_s']:.4g}",
-            f"{thousand:.4f}",
-            rent,
-        )
-    Console().print(grid)
+    Console().print(budgets_grid(points))
     return 0
 
 
@@ -302,39 +243,12 @@ def plan_hours(args: argparse.Namespace, table: Table, limits: SolveLimits) -> i
     hours = read_hours(args.hours, table.problem)
     cost = MoveCost(args.load_time, 3600.0, args.keep)
     found = schedule(table.problem, hours, cost, limits)
-    document = {
-        "hours": [
-            {
-                "hour": hour.name,
-                "request_rate": hour.request_rate,
-                "cost_per_hour": each.plan.cost_per_hour,
-                "throughput_req_s": each.plan.throughput,
-                "instances": [{"configuration": n, "count": c} for n, c in each.plan.counts.items()],
-                "start": dict(each.moves.start),
-                "stop": dict(each.moves.stop),
-            }
-            for hour, each in zip(hours, found, strict=True)
-        ],
-        "cost": sum(each.plan.cost_per_hour for each in found),
-        "cost_of_the_peak_all_day": max(each.plan.cost_per_hour for each in found) * len(found),
-    }
+    document = hours_document(hours, found)
     if args.json:
         print(json.dumps(document, allow_nan=False))
         return 0
-    grid = Grid(title="rent schedule", title_justify="left")
-    for column in ("hour", "requests/s", "per hour", "instances", "start", "stop"):
-        grid.add_column(column, justify="right" if column in ("requests/s", "per hour") else "left")
-    for hour, each in zip(hours, found, strict=True):
-        grid.add_row(
-            hour.name,
-            f"{hour.request_rate:g}",
-            f"{each.plan.cost_per_hour:.2f}",
-            listed(dict(each.plan.counts)),
-            listed(dict(each.moves.start)),
-            listed(dict(each.moves.stop)),
-        )
     console = Console()
-    console.print(grid)
+    console.print(hours_grid(document))
     console.print(
         f"{document['cost']:.2f} in all; the dearest hour's fleet all day would cost "
         f"{document['cost_of_the_peak_all_day']:.2f}",

@@ -34,11 +34,9 @@ from hetlb.plan.disaggregation.split_simulation import (
     simulate_plan,
 )
 from hetlb.plan.highs import Interrupt, SolveLimits
+from hetlb.plan.workloads import trace_rows
 from hetlb.tables import bar
-from hetlb.workload.traces import read_trace
 
-#: Rows of a trace that a plan is made from; of more, every n-th is taken.
-_MOST_ROWS = 20_000
 #: GPUs of a cluster that is searched exhaustively.
 _MOST_EXHAUSTIVE = 8
 #: Seconds for the search where none are given: for so many GPUs, per GPU beyond, and at most.
@@ -80,11 +78,7 @@ def run(args: argparse.Namespace) -> int:
     """Plan and print."""
     if args.time_limit is not None and not 0.0 < args.time_limit < math.inf:
         raise InputError(f"--time-limit: expected seconds greater than 0, got {args.time_limit:g}")
-    rows = None
-    if args.trace is not None:
-        every = [(max(1, row.input_tokens), max(1, row.output_tokens)) for row in read_trace(args.trace)]
-        rows = every[:: max(1, math.ceil(len(every) / _MOST_ROWS))]
-    cluster = load_split(args.config, rows)
+    cluster = load_split(args.config, None if args.trace is None else trace_rows(args.trace))
     cost = _cost_model(args, cluster)
     if args.simulate < 0:
         raise InputError(f"--simulate: expected a number of plans from 0, got {args.simulate}")

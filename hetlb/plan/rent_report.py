@@ -8,10 +8,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as Grid
 
-from hetlb.plan.highs import INFINITY
-from hetlb.plan.planning import SolvedPlan, Table, pruned_size, simulate_plan
+from hetlb.plan.highs import INFINITY, SolveLimits
+from hetlb.plan.hours import Hour
+from hetlb.plan.planning import SolvedPlan, Table, baselines, pruned_size, simulate_plan
 from hetlb.plan.rent_program import RentPlan
 from hetlb.plan.replan import Replanned
+from hetlb.plan.workloads import Clustering
+from hetlb.tables import table as grid
 
 
 def document_of(table: Table, planned: SolvedPlan, solve_s: float) -> dict[str, Any]:
@@ -54,12 +57,11 @@ def document_of(table: Table, planned: SolvedPlan, solve_s: float) -> dict[str, 
         "baselines": {},
         "commands": [],
         "throughput_table": {
-            c.name: {
-                "origin": table.candidates[c.name].origin,
-                "requests_per_s": dict(table.candidates[c.name].throughput or {}),
+            name: {
+                "origin": table.candidates[name].origin,
+                "requests_per_s": dict(table.candidates[name].throughput or {}),
             }
-            for c in problem.configurations
-            if c.name in plan.counts
+            for name in plan.counts
         },
         "configurations": {"all": len(problem.configurations), "pruned": pruned_size(table.problem)},
         "mixes": {"rounds": planned.rounds, "disagreement": planned.disagreement},
@@ -73,13 +75,23 @@ def document_of(table: Table, planned: SolvedPlan, solve_s: float) -> dict[str, 
             }
             for kind in table.types
         ],
-        "clustering": None
-        if table.clustering is None
-        else {
-            "explained": table.clustering.explained,
-            "input_error": table.clustering.prompt_error,
-            "output_error": table.clustering.output_error,
-        },
+        "clustering": None if table.clustering is None else _clustering_document(table.clustering),
+    }
+
+
+def _clustering_document(clustering: Clustering) -> dict[str, float]:
+    return {
+        "explained": clustering.explained,
+        "input_error": clustering.prompt_error,
+        "output_error": clustering.output_error,
+    }
+
+
+def baselines_document(table: Table, planned: SolvedPlan, limits: SolveLimits) -> dict[str, dict[str, float]]:
+    """The same budget (or target) spent otherwise."""
+    return {
+        name: {"throughput_req_s": each.throughput, "cost_per_hour": each.cost_per_hour}
+        for name, each in baselines(table, planned, limits).items()
     }
 
 
@@ -105,7 +117,7 @@ def simulated_document(table: Table, plan: RentPlan, seed: int) -> dict[str, Any
         "policy": policy,
         "policies": served,
         "predictor": "oracle",
-        "requests": found.requests,
+        "requests": len(found.records),
         "makespan_s": found.makespan_s,
         "lengths_unknown": {
             "total_token_throughput": unknown.total_token_throughput,
@@ -163,46 +175,88 @@ def listed(counts: dict[str, int]) -> str:
 
 
 def _rent_grid(document: dict[str, Any]) -> Grid:
-    grid = Grid(title="rent", title_justify="left")
-    for column in ("instances", "configuration", "GPUs", "per hour", "throughputs from"):
-        grid.add_column(column, justify="right" if column in ("instances", "per hour") else "left")
+    rows = []
     for each in document["instances"]:
         gpus = " + ".join(f"{count} {gpu}" for gpu, count in each["gpus"].items())
         origin = document["throughput_table"][each["configuration"]]["origin"]
         price = each["count"] * each["price_per_hour"]
-        grid.add_row(str(each["count"]), each["configuration"], gpus, f"{price:.2f}", origin)
-    return grid
+        rows.append((str(each["count"]), each["configuration"], gpus, f"{price:.2f}", origin))
+    return grid("rent", (">instances", "configuration", "GPUs", ">per hour", "throughputs from"), rows)
 
 
 def _share_grid(table: Table, plan: RentPlan, document: dict[str, Any]) -> Grid:
-    grid = Grid(title="which requests go where, % of each type", title_justify="left")
-    names = list(plan.counts)
-    for column in ("type", "prompt", "answer", "share", *names):
-        grid.add_column(column, justify="left" if column == "type" else "right", overflow="fold")
     shares = {(each["workload"], each["configuration"]): each["share"] for each in document["assignment"]}
+    rows = []
     for kind in table.types:
-        cells = [shares.get((kind.name, name), 0.0) for name in names]
-        lengths = (
-            [f"{kind.input_tokens:.0f}", f"{kind.output_tokens:.0f}"] if table.lengths_known else ["", ""]
-        )
-        grid.add_row(
-            kind.name, *lengths, f"{kind.share:.1%}", *(f"{100 * cell:.1f}" if cell else "" for cell in cells)
-        )
-    return grid
+        known = (f"{kind.input_tokens:.0f}", f"{kind.output_tokens:.0f}")
+        cells = [100 * shares.get((kind.name, name), 0.0) for name in plan.counts]
+        lengths = known if table.lengths_known else ("", "")
+        rows.append((kind.name, *lengths, f"{kind.share:.1%}", *(f"{c:.1f}" if c else "" for c in cells)))
+    columns = ("type", ">prompt", ">answer", ">share", *(f">{name}" for name in plan.counts))
+    return grid("which requests go where, % of each type", columns, rows)
 
 
 def _baseline_grid(document: dict[str, Any]) -> Grid:
-    grid = Grid(title="the same money spent otherwise", title_justify="left")
-    for column in ("", "requests/s", "per hour", "this plan"):
-        grid.add_column(column, justify="left" if not column else "right")
     rate, cost = document["throughput_req_s"], document["cost_per_hour"]
     target = document["bound_cost_per_hour"] is not None
+    rows = []
     for name, each in document["baselines"].items():
         served = each["throughput_req_s"]
         gain = each["cost_per_hour"] / cost - 1 if target else rate / served - 1 if served > 0 else INFINITY
         words = f"{gain:+.1%}" + (" cheaper" if target else "")
-        grid.add_row(name, f"{served:.4g}", f"{each['cost_per_hour']:.2f}", words if gain < 100 else "")
-    return grid
+        rows.append((name, f"{served:.4g}", f"{each['cost_per_hour']:.2f}", words if gain < 100 else ""))
+    return grid("the same money spent otherwise", ("", ">requests/s", ">per hour", ">this plan"), rows)
+
+
+def budgets_grid(points: list[dict[str, Any]]) -> Grid:
+    """A plan for every budget; `reason` says why there is none."""
+    rows = []
+    for point in points:
+        budget = f"{point['budget_per_hour']:g}"
+        if "reason" in point:
+            rows.append((budget, "", "", "", point["reason"]))
+            continue
+        rent = listed({each["configuration"]: each["count"] for each in point["instances"]})
+        cost, rate = point["cost_per_hour"], point["throughput_req_s"]
+        rows.append((budget, f"{cost:.2f}", f"{rate:.4g}", f"{cost / rate / 3.6:.4f}", rent))
+    return grid("budgets", (">budget", ">cost", ">requests/s", ">per 1000 requests", "rent"), rows)
+
+
+def hours_document(hours: list[Hour], found: list[Replanned]) -> dict[str, Any]:
+    """A rent schedule: every hour's plan with the moves that lead to it, and the bill."""
+    costs = [each.plan.cost_per_hour for each in found]
+    return {
+        "hours": [
+            {
+                "hour": hour.name,
+                "request_rate": hour.request_rate,
+                "cost_per_hour": each.plan.cost_per_hour,
+                "throughput_req_s": each.plan.throughput,
+                "instances": [{"configuration": n, "count": c} for n, c in each.plan.counts.items()],
+                "start": dict(each.moves.start),
+                "stop": dict(each.moves.stop),
+            }
+            for hour, each in zip(hours, found, strict=True)
+        ],
+        "cost": sum(costs),
+        "cost_of_the_peak_all_day": max(costs) * len(costs),
+    }
+
+
+def hours_grid(document: dict[str, Any]) -> Grid:
+    """A rent schedule for a person."""
+    rows = [
+        (
+            each["hour"],
+            f"{each['request_rate']:g}",
+            f"{each['cost_per_hour']:.2f}",
+            listed({own["configuration"]: own["count"] for own in each["instances"]}),
+            listed(each["start"]),
+            listed(each["stop"]),
+        )
+        for each in document["hours"]
+    ]
+    return grid("rent schedule", ("hour", ">requests/s", ">per hour", "instances", "start", "stop"), rows)
 
 
 def trust_lines(document: dict[str, Any]) -> list[str]:

@@ -27,7 +27,7 @@ from hetlb.plan.workloads import RequestType
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest, gaps_s
-from hetlb.workload.records import tokens_within
+from hetlb.workload.records import RequestResult, tokens_within
 
 #: A run lasts so many times as long as a request stays in the instance that turns its batch over most
 #: slowly; its requests, within these bounds.
@@ -43,11 +43,11 @@ _LEAST_SHARE = 0.005
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
-    """Rates of the whole fleet in its steady part; `makespan_s` of all `requests`, the tail included."""
+    """Rates of the whole fleet in its steady part; `makespan_s` until the last of `records` ended."""
 
     request_throughput: float
     total_token_throughput: float
-    requests: int
+    records: tuple[RequestResult, ...]
     makespan_s: float
 
 
@@ -95,18 +95,20 @@ def simulate(
 
     `load`: Poisson arrivals at so many times the planned rate, infinite where all wait at the start.
     """
-    rate, makespan_s, count = math.inf, 0.0, 0
+    rate, makespan_s = math.inf, 0.0
+    records: list[RequestResult] = []
     shares = planned_shares(plan, kinds)
     for model in dict.fromkeys(kind.model for kind in kinds):
         own = [kind for kind in kinds if kind.model == model]
         part = math.fsum(kind.share for kind in own)
-        served, last_s, requests = _simulate_model(
+        served, last_s, own_records = _simulate_model(
             plan, profiles, own, shares, policy=policy, predictor=predictor, seed=seed, load=load
         )
         rate = min(rate, served / part)
-        makespan_s, count = max(makespan_s, last_s), count + requests
+        makespan_s = max(makespan_s, last_s)
+        records += own_records
     tokens = math.fsum(kind.share * (kind.input_tokens + kind.output_tokens) for kind in kinds)
-    return SimulatedFleet(rate, rate * tokens, count, makespan_s)
+    return SimulatedFleet(rate, rate * tokens, tuple(records), makespan_s)
 
 
 def _simulate_model(
@@ -119,7 +121,7 @@ def _simulate_model(
     predictor: str,
     seed: int,
     load: float,
-) -> tuple[float, float, int]:
+) -> tuple[float, float, Sequence[RequestResult]]:
     model = kinds[0].model
     serving = {c for (name, c), _ in plan.rates.items() if name in {kind.name for kind in kinds}}
     names = instance_names(plan)
@@ -167,7 +169,7 @@ def _simulate_model(
         for record in result.records
         if record.ok
     )
-    return served / (to_s - from_s) if to_s > from_s else 0.0, ended[-1], count
+    return served / (to_s - from_s) if to_s > from_s else 0.0, ended[-1], result.records
 
 
 def capacity(limits: EngineLimits) -> Capacity:

@@ -10,14 +10,25 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from hetlb.workload.traces import read_trace
 
 #: Requests of a type that a throughput is measured on.
 SAMPLE = 200
 _STARTS = 4
 _STEPS = 50
+#: Rows of a trace that a plan is made from; of more, every n-th is taken.
+_MOST_ROWS = 20_000
+
+
+def trace_rows(path: Path) -> list[tuple[int, int]]:
+    """Prompt and output tokens of a trace's requests, at least 1 of each, evenly thinned out."""
+    every = [(max(1, row.input_tokens), max(1, row.output_tokens)) for row in read_trace(path)]
+    return every[:: max(1, math.ceil(len(every) / _MOST_ROWS))]
 
 
 @dataclass(frozen=True)

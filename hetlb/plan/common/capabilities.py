@@ -84,7 +84,7 @@ VLLM_FACTS = (
     ),
     Fact(
         Status.UNTRIED,
-        "NIXL between servers of several GPUs: documented by vLLM, not run here",
+        "NIXL between servers of several GPUs: a prefill server of two ranks starts, no transfer was run",
         connector=NIXL,
     ),
     Fact(
@@ -99,8 +99,14 @@ VLLM_FACTS = (
         pp=(1, 2),
     ),
     Fact(
+        Status.STARTED,
+        "CPU build 0.32.0: two ranks of tensor parallelism",
+        tp=(2, 2),
+        pp=(1, 1),
+    ),
+    Fact(
         Status.UNTRIED,
-        "tensor parallelism and longer pipelines on one machine: documented by vLLM, not run here",
+        "more tensor parallelism and longer pipelines on one machine: documented by vLLM, not run here",
     ),
 )
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import linprog
 
 from hetlb.plan.highs import SolveLimits
-from hetlb.plan.placement.place_cluster import PlaceCluster, PlaceNode
+from hetlb.plan.placement.place_cluster import PlaceCluster, alike
 
 #: Bisection ends at this width, relative to the bound (or to the first one, where no flow is possible).
 _WIDTH = 1e-9
@@ -47,10 +46,10 @@ def flow_bound(cluster: PlaceCluster, limits: SolveLimits | None = None) -> floa
     Where the time is up it is the lowest bound known by then.
     """
     limits = limits or SolveLimits()
-    groups = _groups(cluster)
-    items = [_Item(g, 1.0 / j, cluster.kind(node).rate(j)) for g, (node, _) in enumerate(groups)
-             for j in range(1, cluster.most_layers(node) + 1)]  # fmt: skip
-    numbers = [number for _, number in groups]
+    groups = alike(cluster)
+    items = [_Item(g, 1.0 / j, cluster.kind(nodes[0]).rate(j)) for g, nodes in enumerate(groups)
+             for j in range(1, cluster.most_layers(nodes[0]) + 1)]  # fmt: skip
+    numbers = [len(nodes) for nodes in groups]
     low, high = 0.0, compute_bound(cluster)
     least = _WIDTH * _WIDTH * high
     while high - low > max(least, _WIDTH * high) and not limits.over:
@@ -69,13 +68,6 @@ class _Item:
     group: int
     share: float
     rate: float
-
-
-def _groups(cluster: PlaceCluster) -> list[tuple[PlaceNode, int]]:
-    """One machine of every sort, and how many there are."""
-    counts = Counter((node.kind, cluster.most_layers(node)) for node in cluster.nodes)
-    first = {(node.kind, cluster.most_layers(node)): node for node in reversed(cluster.nodes)}
-    return [(first[key], number) for key, number in counts.items()]
 
 
 def _coverable(items: list[_Item], numbers: list[int], flow: float, limits: SolveLimits) -> float:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from hetlb.plan.highs import LinearProgram, SolveLimits
 from hetlb.plan.placement.flow import max_flow
 from hetlb.plan.placement.heuristics import Intervals
-from hetlb.plan.placement.place_cluster import PlaceCluster, Placement, PlaceNode
+from hetlb.plan.placement.place_cluster import PlaceCluster, Placement, PlaceNode, alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class _Program:
     def __init__(self, cluster: PlaceCluster, most: float) -> None:
         layers = cluster.model.layers
         self._cluster = cluster
-        self.groups = _groups(cluster)
+        self.groups = alike(cluster)
         self.columns = [
             (group, first, length)
             for group, nodes in enumerate(self.groups)
@@ -104,14 +104,6 @@ class _Program:
             values[self._counts[i]] += 1.0
             values[self._flows[i]] += through[name]
         return values
-
-
-def _groups(cluster: PlaceCluster) -> list[list[PlaceNode]]:
-    """Machines that hold the same layers at the same rates."""
-    groups: dict[tuple[str, int], list[PlaceNode]] = {}
-    for node in cluster.nodes:
-        groups.setdefault((node.kind, cluster.most_layers(node)), []).append(node)
-    return list(groups.values())
 
 
 def _intervals(groups: list[list[PlaceNode]], counts: Mapping[tuple[int, int, int], int]) -> Intervals:

@@ -133,6 +133,14 @@ class PlaceCluster:
         )
 
 
+def alike(cluster: PlaceCluster) -> list[list[PlaceNode]]:
+    """Machines that hold as many layers at the same rates, wherever they are."""
+    groups: dict[tuple[str, int], list[PlaceNode]] = {}
+    for node in cluster.nodes:
+        groups.setdefault((node.kind, cluster.most_layers(node)), []).append(node)
+    return list(groups.values())
+
+
 def subset(cluster: PlaceCluster, nodes: Sequence[PlaceNode]) -> PlaceCluster:
     """The same problem with some of its machines alone."""
     names = {node.name for node in nodes} | {SOURCE, SINK}

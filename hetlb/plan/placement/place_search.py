@@ -52,7 +52,7 @@ _ESTIMATE_HEAT = (0.02, 0.001)
 _COVER_WEIGHT = 0.1
 #: Candidates of each order that the judge may see.
 _MOST_LISTED = 40
-#: Share of a bound at which the highest flow of stages is looked for.
+#: Share of a bound from which on the highest flow of blocks is looked for.
 _LEAST_SHARE = 0.3
 
 
@@ -246,12 +246,12 @@ class PlacementSearch:
             named["petals"] = petals(cluster, self._rng)
         named["chains"] = chains(cluster, self._rng)
         yield from ((name, placement) for name, placement in named.items() if placement is not None)
+        yield from self._block_chains(limits)
         pipelines = Pipelines(cluster)
         each = min(self._bound, compute_bound(cluster)) / len(cluster.nodes)
         for share in _HOP_PRICES:
             if not limits.over and (found := pipelines.solve(share * each, limits)):
                 yield "pipelines", pipelines.placement(found)
-        yield from self._stage_chains(limits)
         if len(cluster.nodes) <= _MOST_EXACT and not self._partial and not limits.over:
             best = self._best()
             start = None if best is None else best.placement
@@ -260,27 +260,27 @@ class PlacementSearch:
             if solved.placement is not None:
                 yield "solver", solved.placement
 
-    def _stage_chains(self, limits: SolveLimits) -> Iterator[tuple[str, Intervals]]:
-        """One chain of stages over everything, and one per region."""
+    def _block_chains(self, limits: SolveLimits) -> Iterator[tuple[str, Intervals]]:
+        """One chain of blocks over everything, and one per region."""
         cluster = self._cluster
         regions: dict[str, list[PlaceNode]] = {}
         for node in cluster.nodes:
             regions.setdefault(node.region, []).append(node)
-        own: Intervals = {}
-        for nodes in [*regions.values(), list(cluster.nodes)]:
+
+        def chain(nodes: Sequence[PlaceNode]) -> Intervals | None:
             part = subset(cluster, nodes)
             if limits.over or sum(map(part.most_layers, nodes)) < part.model.layers:
-                continue
+                return None
             most = min(self._bound, compute_bound(part))
-            placement = BlockChain(part).highest(_LEAST_SHARE * most, most, limits)
-            if placement is None:
-                continue
-            if len(nodes) == len(cluster.nodes):
-                yield "stages", placement
-            else:
-                own.update(placement)
+            return BlockChain(part).highest(_LEAST_SHARE * most, most, limits)
+
+        if (whole := chain(cluster.nodes)) is not None:
+            yield "blocks", whole
+        own: Intervals = {}
+        for nodes in regions.values() if len(regions) > 1 else ():
+            own.update(chain(nodes) or {})
         if own:
-            yield "stages by region", own
+            yield "blocks by region", own
 
     def _complete(self, placement: Intervals, limits: SolveLimits) -> _Layout:
         """A layout of all nodes: those left over go where they add most flow, or where cover is thinnest."""

@@ -1,0 +1,208 @@
+"""Claims of the cost paper beside throughput: latency, two models, budgets, what its two headlines rest on.
+
+python bench/rent/claims.py PART --shared FOLDER [--work FOLDER] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from rent import paper
+from rent.run import AVAILABLE, BUDGETS, KEYS, TRACES, Bench, exact
+
+from hetlb.errors import PlanError
+from hetlb.plan.highs import INFINITY, SolveLimits
+from hetlb.plan.market import load_market
+from hetlb.plan.planning import Table, make_plan, make_table, simulate_plan
+from hetlb.plan.rent_program import Problem, RentPlan
+from hetlb.plan.rent_simulation import SimulatedFleet
+
+#: Arrivals over the rate of the best rent of one kind of GPU.
+BUSY = 0.8
+#: Prices of an H100 over the paper's, for the part `prices`.
+PRICES = (1.0, 1.25, 1.5, 2.0)
+
+
+def homogeneous(problem: Problem, available: dict[str, float] | None = None) -> RentPlan | None:
+    """The best rent of one kind of GPU, as many as available or as given; None where there is none."""
+    found = []
+    for gpu in {gpu for c in problem.configurations for gpu in c.gpus}:
+        own = tuple(c for c in problem.configurations if set(c.gpus) == {gpu})
+        one = replace(problem, configurations=own, available=available or problem.available)
+        try:
+            found.append(exact(one, 1e-3))
+        except PlanError:
+            continue
+    return max(found, key=lambda each: each.throughput, default=None)
+
+
+def latency(bench: Bench) -> list[dict[str, Any]]:
+    """Seconds of requests under the plan and under the best rent of one kind, at the same arrivals."""
+    rows = []
+    for key, trace, budget in itertools.product(KEYS, TRACES, (15.0, 30.0)):
+        table = bench.table(key, trace, budget, "avail2")
+        planned = make_plan(table, bench.measured, SolveLimits(1e-3, time.monotonic() + 60))
+        one = homogeneous(planned.problem)
+        if one is None:
+            continue
+        row: dict[str, Any] = {"case": (key, trace, budget), "rate": BUSY * one.throughput}
+        for name, plan in (("plan", planned.plan), ("one kind", one)):
+            found = simulate_plan(table, plan, load=row["rate"] / plan.throughput)
+            assert found is not None
+            row[name] = seconds(found)
+        row["mean"] = row["plan"]["mean"] / row["one kind"]["mean"] - 1.0
+        row["p90"] = row["plan"]["p90"] / row["one kind"]["p90"] - 1.0
+        print(row, flush=True)
+        rows.append(row)
+    for figure in ("mean", "p90"):
+        print(figure, f"{statistics.mean(row[figure] for row in rows):+.1%}")
+    return rows
+
+
+def seconds(found: SimulatedFleet) -> dict[str, float]:
+    """Mean and percentile 90 of the seconds from arrival to the last token."""
+    each = sorted(record.e2el_s for record in found.records if record.last_token_s is not None)
+    return {"mean": statistics.mean(each), "p90": each[int(0.9 * len(each))]}
+
+
+def two_models(bench: Bench) -> list[dict[str, Any]]:
+    """80 % of the requests to the 8B model, 20 % to the 70B one, against one kind of GPU."""
+    rows = []
+    paper.make_profiles(bench.hw, bench.work / "profiles")
+    for trace, budget, available in itertools.product(TRACES, (30.0, 60.0), AVAILABLE):
+        ratios = bench.cost["trace_ratios_percent"]["traces"][trace]
+        shares = {"8b": [0.8 * r for r in ratios], "70b": [0.2 * r for r in ratios]}
+        snapshot = bench.cost["availability"]["snapshots"][available]
+        document = paper.market(bench.cost, bench.work / "profiles", list(KEYS), shares, snapshot, budget)
+        table = make_table(
+            load_market(paper.write_market(bench.work / "both.yaml", document)), bench.measured
+        )
+        rows.append({"case": (trace, budget, available), **gains(table.problem)})
+        plan = exact(table.problem, 1e-3)
+        spent = {
+            model: sum(
+                n * c.price_per_hour
+                for c in table.problem.configurations
+                if c.model == model and (n := plan.counts.get(c.name, 0))
+            )
+            for model in table.problem.models
+        }
+        rows[-1]["share_of_money"] = {model: each / sum(spent.values()) for model, each in spent.items()}
+        print(rows[-1], flush=True)
+    for figure in ("available", "any number"):
+        values = [row[figure] for row in rows if row[figure] is not None]
+        print(figure, f"{statistics.mean(values):+.1%}", f"most {max(values):+.1%}", len(values))
+    return rows
+
+
+def gains(problem: Problem) -> dict[str, Any]:
+    """A plan over the best rent of one kind: as many as available, any number, no limits for both."""
+    unlimited = {gpu: INFINITY for c in problem.configurations for gpu in c.gpus}
+    plan = exact(problem, 1e-3)
+    free = exact(replace(problem, available=unlimited), 1e-3)
+    one, most = homogeneous(problem), homogeneous(problem, unlimited)
+    return {
+        "available": None if one is None else plan.throughput / one.throughput - 1.0,
+        "any number": None if most is None else plan.throughput / most.throughput - 1.0,
+        "both any number": None if most is None else free.throughput / most.throughput - 1.0,
+    }
+
+
+def prices(bench: Bench) -> list[dict[str, Any]]:
+    """What mixing gains where nothing is scarce, over the price of an H100."""
+    rows = []
+    for key, trace, budget, factor in itertools.product(KEYS, TRACES, BUDGETS, PRICES):
+        problem = bench.table(key, trace, budget, "avail1").problem
+        offer = bench.cost["gpus"]["H100"]["price_per_h"]
+        configurations = tuple(
+            replace(c, price_per_hour=c.price_per_hour + (factor - 1.0) * offer * c.gpus.get("H100", 0))
+            for c in problem.configurations
+        )
+        rows.append({"case": (key, trace, budget), "h100": factor,
+                     **gains(replace(problem, configurations=configurations))})  # fmt: skip
+    for key, factor in itertools.product(KEYS, PRICES):
+        own = [row for row in rows if row["case"][0] == key and row["h100"] == factor]
+        print(key, f"H100 at {factor:g} of its price:", {
+            figure: f"{statistics.mean(r[figure] for r in own if r[figure] is not None):+.1%}"
+            for figure in ("available", "any number", "both any number")
+        }, flush=True)  # fmt: skip
+    return rows
+
+
+def degrees(bench: Bench) -> list[dict[str, Any]]:
+    """A plan over each single TP degree for all GPUs, and over the best one."""
+    rows = []
+    for case in bench.cases():
+        table = bench.table(*case)
+        try:
+            plan = exact(table.problem, 1e-3)
+        except PlanError:
+            continue
+        row: dict[str, Any] = {"case": case, "over": {}}
+        for degree in (1, 2, 4, 8):
+            own = tuple(c for c in table.problem.configurations if _degree(table, c.name) == degree)
+            try:
+                one = exact(replace(table.problem, configurations=own), 1e-3)
+            except PlanError:
+                continue
+            row["over"][degree] = plan.throughput / one.throughput - 1.0
+        rows.append(row)
+    for key, degree in itertools.product(KEYS, (1, 2, 4, 8)):
+        values = [r["over"][degree] for r in rows if r["case"][0] == key and degree in r["over"]]
+        if values:
+            print(key, f"TP {degree}: mean {statistics.mean(values):+.1%}, {len(values)} cases", flush=True)
+    return rows
+
+
+def _degree(table: Table, name: str) -> int:
+    return table.candidates[name].stages[0].tensor_parallel_size
+
+
+def budgets(bench: Bench) -> list[dict[str, Any]]:
+    """The gain over one kind of GPU by budget."""
+    rows = []
+    for key, trace, budget in itertools.product(KEYS, TRACES, (7.5, 15.0, 30.0, 45.0, 60.0)):
+        table = bench.table(key, trace, budget, "avail2")
+        try:
+            rows.append({"case": (key, trace, budget), **gains(table.problem)})
+        except PlanError:
+            continue
+    for key, budget in itertools.product(KEYS, (7.5, 15.0, 30.0, 45.0, 60.0)):
+        own = [row for row in rows if row["case"][0] == key and row["case"][2] == budget]
+        for figure in ("available", "any number"):
+            values = [row[figure] for row in own if row[figure] is not None]
+            if values:
+                print(key, budget, figure, f"{statistics.mean(values):+.1%}", flush=True)
+    return rows
+
+
+PARTS = {each.__name__: each for each in (latency, two_models, prices, degrees, budgets)}
+
+
+def main() -> None:
+    """Run one part."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    root = Path(__file__).parents[2]
+    parser.add_argument("part", choices=tuple(PARTS))
+    parser.add_argument("--shared", type=Path, default=root.parent / "shared", help="the paper's tables")
+    parser.add_argument("--work", type=Path, default=root / "bench" / "rent" / ".work")
+    parser.add_argument("--json", type=Path, default=root / "bench" / "results" / "rent-claims.json")
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    known = json.loads(args.json.read_text()) if args.json.exists() else {}
+    rows = PARTS[args.part](Bench(args.shared, args.work))
+    args.json.write_text(json.dumps({**known, args.part: rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
