@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from hetlb.workload.content import HASH_BLOCK_TOKENS
-
 
 class Declare(Protocol):
     """Declaration of one flag with a value: name, help, metavar, type, default."""
@@ -36,6 +34,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def add_load(parser: argparse.ArgumentParser) -> None:
     """Flags of a load that is sent or simulated: `args.trace`, `args.request_rate` and so on."""
+    from hetlb.workload.content import HASH_BLOCK_TOKENS
+
     add = declare(parser)
     add("--trace", "requests: arrival_s,input_tokens,output_tokens", "T.csv", Path)
     rates = "requests/s, inf (all at once) or trace (recorded arrivals); several: 2,4,inf"

@@ -18,7 +18,6 @@ import uvloop
 
 from hetlb.build import version_line
 from hetlb.cli.flags import PORT, declare, whole
-from hetlb.cli.serve_check import check_connected, check_filled_in
 from hetlb.config.fleet import Fleet, check_policy, fleet_from_urls, load_fleet
 from hetlb.config.fleet_tables import MOST_WORKERS
 from hetlb.core.policies.registry import POLICIES
@@ -88,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
     _check_alone(fleet, replace=args.replace)
     _warn_of_descriptors(fleet)
     if args.check:
+        from hetlb.cli.serve_check import check_connected, check_filled_in
+
         check_filled_in(fleet)
         if args.connect and (absent := check_connected(fleet)):
             print("\n".join(absent), file=sys.stderr)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -27,7 +27,6 @@ from hetlb.config.fleet_tables import (
     Resume,
 )
 from hetlb.config.mistakes import Mistakes, did_you_mean, listed, one_of, short
-from hetlb.config.profile_file import Profile, load_named
 from hetlb.config.stage_group import StageGroup, StagesTable, resolve_stages
 from hetlb.config.urls import Origin, bracketed, check_collector, check_publisher, check_url, origin
 from hetlb.config.yaml_file import load_yaml, with_lines
@@ -39,8 +38,10 @@ from hetlb.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.core.queue import QueueLimits
 from hetlb.core.types import Capacity, Connector, InstanceSpec, KvLink, Role
 from hetlb.errors import ConfigError
-from hetlb.image_tokens import NAMED_RULES, FixedTokens, ImageRule, LongestEdge, PixelBounds, Tiles
-from hetlb.workload.traces import read_trace
+
+if TYPE_CHECKING:
+    from hetlb.config.profile_file import Profile
+    from hetlb.image_tokens import ImageRule
 
 #: vLLM's own defaults: `VLLM_MOONCAKE_BOOTSTRAP_PORT`, `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`.
 MOONCAKE_BOOTSTRAP_PORT: Final = 8998
@@ -157,6 +158,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         """The output lengths of `policy.trace`, None without one. Raises `TraceError`."""
         if self.file.policy.trace is None:
             return None
+        from hetlb.workload.traces import read_trace
+
         rows = read_trace(self.base / self.file.policy.trace)
         return LengthDistribution(row.output_tokens for row in rows)
 
@@ -302,6 +305,8 @@ def check_policy(table: PolicyTable, where: str) -> None:
 
 def image_rule(stated: str | ImageTokensTable, key: str) -> ImageRule:
     """The rule that a fleet file states, by name or in numbers. Raises `ConfigError`."""
+    from hetlb.image_tokens import NAMED_RULES, FixedTokens, LongestEdge, PixelBounds, Tiles
+
     if isinstance(stated, str):
         if stated not in NAMED_RULES:
             raise ConfigError(f"{key}: {one_of(stated, NAMED_RULES)}")
@@ -355,6 +360,8 @@ def resolve_instance(
     if named is not None:
         path = base / named
         if path not in cache:
+            from hetlb.config.profile_file import load_named
+
             cache[path] = load_named(base, named, f"{key}profile")
         profile = cache[path]
     capacity = profile.capacity if profile else Capacity()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from typing import Any, Final, TypeAlias
 
 from hetlb.core.block_index import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
@@ -162,25 +163,67 @@ class RecordingScheduler(Scheduler):
         return self._record("tick", now, super().on_tick(now))
 
 
-def read_request(raw: dict[str, Any]) -> Request:
-    prefix_keys = tuple((str(name), tokens) for name, tokens in raw.pop("prefix_keys", ()))
-    blocks = raw.pop("blocks", None)
-    if blocks is not None:
-        blocks = (int(blocks[0]), tuple(map(int, blocks[1])))
-    subset, preferred = raw.pop("subset", None), tuple(raw.pop("preferred", ()))
-    subset = None if subset is None else tuple(subset)
-    service = ServiceClass(**raw.pop("service", {}))
-    return Request(
-        **raw, prefix_keys=prefix_keys, blocks=blocks, subset=subset, preferred=preferred, service=service
+def _frozen(value: Any) -> Any:
+    """A value of JSON as dataclasses hold it: lists are tuples."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+#: Fields of dataclasses that are not what JSON has: their classes. A list has one of them each.
+_FIELDS: Final[dict[type[Any], dict[str, type[Any]]]] = {
+    SchedulerSetup: {
+        "specs": InstanceSpec,
+        "params": PolicyParams,
+        "limits": QueueLimits,
+        "initial_health": Health,
+        "health": HealthParams,
+    },
+    PolicyParams: {"shares": PlannedShares},
+    InstanceSpec: {"latency": LatencyModel, "capacity": Capacity, "role": Role, "kv_transfer": KvLink},
+    KvLink: {"connector": Connector},
+    LatencyModel: {"better_prefill": PnormPrefill, "better_decode": DecodeTable, "mixed": MixedTerm},
+    PnormPrefill: {"grid": PrefillGrid},
+    Request: {"service": ServiceClass},
+    Booked: {"request": Request},
+    EngineSample: {"capacity": Capacity},
+    InstanceAdded: {"spec": InstanceSpec, "more": InstanceSpec},
+    InstanceUpdated: {"spec": InstanceSpec},
+    AdminStateSet: {"state": AdminState},
+    CapacityLearned: {"capacity": Capacity},
+    Probed: {"result": ProbeResult},
+}
+
+
+def _read(kind: type[Any], raw: Any) -> Any:
+    """Read what `asdict` made of a dataclass, or a member of an enum. Raises `TypeError`, `ValueError`."""
+    if raw is None:
+        return None
+    if isinstance(raw, list):
+        return tuple([_read(kind, each) for each in raw])
+    if issubclass(kind, Enum):
+        return kind(raw)
+    if not isinstance(raw, dict):
+        raise TypeError(f"expected a {kind.__name__}")
+    fields = _FIELDS.get(kind, {})
+    return kind(
+        **{
+            name: _read(fields[name], value) if name in fields else _frozen(value)
+            for name, value in raw.items()
+        }
     )
 
 
+def read_request(raw: dict[str, Any]) -> Request:
+    """Read a request of a log."""
+    request: Request = _read(Request, raw)
+    return request
+
+
 def _read_kv_event(raw: dict[str, Any]) -> KvEvent:
-    kind = raw.pop("kind")
+    fields = {name: _frozen(value) for name, value in raw.items() if name != "kind"}
+    kind = raw["kind"]
     if kind == "BlocksStored":
-        contents, hashes = tuple(raw.pop("contents")), tuple(raw.pop("hashes"))
-        return BlocksStored(**raw, hashes=hashes, contents=contents)
-    return BlocksRemoved(tuple(raw["hashes"])) if kind == "BlocksRemoved" else BlocksCleared()
+        return BlocksStored(**fields)
+    return BlocksRemoved(**fields) if kind == "BlocksRemoved" else BlocksCleared()
 
 
 def encode_command(command: Command) -> list[Any]:
@@ -201,64 +244,9 @@ def encode_command(command: Command) -> list[Any]:
 
 def encode_setup(setup: SchedulerSetup) -> str:
     """The first line of a log."""
-    document = {
-        "version": FORMAT_VERSION,
-        "kind": "setup",
-        "specs": [asdict(spec) for spec in setup.specs],
-        "policy": setup.policy,
-        "params": asdict(setup.params),
-        "limits": asdict(setup.limits),
-        "predictor": setup.predictor,
-        "seed": setup.seed,
-        "lengths": setup.lengths.lengths if setup.lengths else None,
-        "initial_health": setup.initial_health.value,
-        "health": asdict(setup.health),
-        "now": setup.now,
-    }
+    document = {"version": FORMAT_VERSION, "kind": "setup", **asdict(setup)}
+    document["lengths"] = setup.lengths.lengths if setup.lengths else None
     return json.dumps(document, separators=(",", ":")) + "\n"
-
-
-def _spec(raw: dict[str, Any]) -> InstanceSpec:
-    latency, transfer = raw["latency"], raw.get("kv_transfer")
-    return InstanceSpec(
-        **{
-            **raw,
-            "latency": _latency(latency) if latency else None,
-            "capacity": Capacity(**raw["capacity"]),
-            "role": Role(raw.get("role", Role.BOTH)),
-            "kv_transfer": KvLink(**{**transfer, "connector": Connector(transfer["connector"])})
-            if transfer
-            else None,
-        }
-    )
-
-
-def _latency(raw: dict[str, Any]) -> LatencyModel:
-    better = raw.get("better_prefill")
-    if better and (grid := better.get("grid")):
-        axes = {name: tuple(grid[name]) for name in ("batches", "lengths")}
-        grid = PrefillGrid(**axes, log_ratio=tuple(tuple(row) for row in grid["log_ratio"]))
-        better = {**better, "grid": grid}
-    decode, mixed = raw.get("better_decode"), raw.get("mixed")
-    if decode:
-        decode = {name: tuple(each) if isinstance(each, list) else each for name, each in decode.items()}
-    return LatencyModel(
-        **{
-            **raw,
-            "better_prefill": PnormPrefill(**better) if better else None,
-            "better_decode": DecodeTable(**decode) if decode else None,
-            "mixed": MixedTerm(**mixed) if mixed else None,
-        }
-    )
-
-
-def _params(raw: dict[str, Any]) -> PolicyParams:
-    shares = (
-        PlannedShares(**{**each, "instances": tuple((name, share) for name, share in each["instances"])})
-        for each in raw.get("shares", ())
-    )
-    weights = tuple((str(name), float(weight)) for name, weight in raw.get("weights", ()))
-    return PolicyParams(**{**raw, "shares": tuple(shares), "weights": weights})
 
 
 def decode_setup(line: str) -> SchedulerSetup:
@@ -267,20 +255,12 @@ def decode_setup(line: str) -> SchedulerSetup:
     if raw.get("kind") != "setup" or raw.get("version") != FORMAT_VERSION:
         raise ValueError(f"expected a set-up line of format {FORMAT_VERSION}")
     try:
-        return SchedulerSetup(
-            specs=tuple(_spec(spec) for spec in raw["specs"]),
-            policy=raw["policy"],
-            params=_params(raw["params"]),
-            limits=QueueLimits(**raw["limits"]),
-            predictor=raw["predictor"],
-            seed=raw["seed"],
-            lengths=LengthDistribution(raw["lengths"]) if raw["lengths"] else None,
-            initial_health=Health(raw["initial_health"]),
-            health=HealthParams(**raw["health"]),
-            now=raw["now"],
-        )
+        fields = {name: value for name, value in raw.items() if name not in ("version", "kind", "lengths")}
+        setup: SchedulerSetup = _read(SchedulerSetup, fields)
+        lengths = LengthDistribution(raw["lengths"]) if raw["lengths"] else None
     except (KeyError, TypeError) as caught:
         raise ValueError(f"the set-up line lacks or has too much: {caught}") from caught
+    return replace(setup, lengths=lengths)
 
 
 def _object(line: str) -> dict[str, Any]:
@@ -293,19 +273,13 @@ def _object(line: str) -> dict[str, Any]:
     return raw
 
 
-_CHANGES: dict[str, Callable[[dict[str, Any]], InstanceChange]] = {
-    "InstanceAdded": lambda raw: InstanceAdded(
-        _spec(raw["spec"]), tuple(_spec(each) for each in raw.get("more", ()))
-    ),
-    "InstanceUpdated": lambda raw: InstanceUpdated(_spec(raw["spec"])),
-    "InstanceRemoved": lambda raw: InstanceRemoved(raw["name"], tuple(raw.get("more", ()))),
-    "AdminStateSet": lambda raw: AdminStateSet(raw["name"], AdminState(raw["state"]), raw.get("deadline_s")),
-    "CapacityLearned": lambda raw: CapacityLearned(raw["name"], Capacity(**raw["capacity"])),
-    "ModelsLearned": lambda raw: ModelsLearned(
-        raw["name"], tuple(raw["models"]), tuple(raw.get("adapters", ()))
-    ),
-    "Probed": lambda raw: Probed(raw["name"], ProbeResult(raw["result"])),
-}
+_CHANGES: Final = {
+    each.__name__: each
+    for each in (
+        InstanceAdded, InstanceUpdated, InstanceRemoved, AdminStateSet, CapacityLearned, ModelsLearned,
+        Probed,
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,9 +316,7 @@ def _feed_hold_end(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], no
 
 
 def _feed_restored(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: float) -> list[Command]:
-    live = raw["live"]
-    request = read_request(live.pop("request"))
-    lease = scheduler.restore(Booked(request=request, **live), now, arrived=raw.get("arrived", False))
+    lease = scheduler.restore(_read(Booked, raw["live"]), now, arrived=raw.get("arrived", False))
     if lease is not None:
         leases[lease.id] = lease
     return []
@@ -358,10 +330,7 @@ def _feed_assumed(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now
 
 
 def _feed_scrape(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: float) -> list[Command]:
-    sample = raw["sample"]
-    parts: dict[str, Any] = {"capacity": Capacity(**sample["capacity"])}
-    parts |= {key: tuple(sample[key]) for key in ("missing", "invalid")}
-    return scheduler.on_scrape(raw["name"], EngineSample(**{**sample, **parts}), now)
+    return scheduler.on_scrape(raw["name"], _read(EngineSample, raw["sample"]), now)
 
 
 def _feed_kv_events(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: float) -> list[Command]:
@@ -386,7 +355,7 @@ _FACTS: dict[str, Callable[[Scheduler, Leases, dict[str, Any], float], list[Comm
         leases[raw["lease"]], raw["retry_after_s"], now, may_move=raw.get("may_move", True)
     ),
     "cancelled": lambda it, _, raw, now: it.on_cancelled(raw["request"], now),
-    "instance": lambda it, _, raw, now: it.on_instance(_CHANGES[raw["change"]](raw["with"]), now),
+    "instance": lambda it, _, raw, now: it.on_instance(_read(_CHANGES[raw["change"]], raw["with"]), now),
     "waiting_elsewhere": lambda it, _, raw, now: it.on_waiting_elsewhere(raw["sizes"], now),
     "policy": lambda it, _, raw, now: it.set_policy(raw["name"], now),
     "tick": lambda it, _, raw, now: it.on_tick(now),

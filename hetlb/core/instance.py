@@ -7,12 +7,11 @@ sum over the live leases at every moment; nothing in it can fall below zero.
 from __future__ import annotations
 
 import math
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from mypy_extensions import mypyc_attr
 
 from hetlb.core.adapters import DEFAULT_SLOTS, AdapterSlots
-from hetlb.core.block_index import BlockIndex, KvEventBatch
 from hetlb.core.forecast_errors import ForecastErrors
 from hetlb.core.health import HealthTracker
 from hetlb.core.latency import DEFAULT_LATENCY, LatencyModel
@@ -32,6 +31,9 @@ from hetlb.core.types import (
     LeaseId,
     Request,
 )
+
+if TYPE_CHECKING:
+    from hetlb.core.block_index import BlockIndex, KvEventBatch
 
 #: KV capacity of an engine that has not told its own, in tokens.
 DEFAULT_KV_CACHE_TOKENS: Final = 131_072
@@ -818,6 +820,8 @@ class Instance:
         Prompts whose token ids are not known are in `tree`: it loses its part of what was evicted.
         """
         if self.blocks is None:
+            from hetlb.core.block_index import BlockIndex
+
             self.blocks = BlockIndex()
         blocks, tree = self.blocks, self.tree
         before = blocks.stored_tokens

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hetlb.core import rejections
 from hetlb.core.backlog import Backlog
-from hetlb.core.block_index import KvEventBatch
 from hetlb.core.demand import size_of
 from hetlb.core.fleet_state import FleetState
 from hetlb.core.health import Verdict, verdict
@@ -54,6 +53,9 @@ from hetlb.core.types import (
     Request,
     RequestId,
 )
+
+if TYPE_CHECKING:
+    from hetlb.core.block_index import KvEventBatch
 
 __all__ = ["TICK_S", "Scheduler"]
 

@@ -10,16 +10,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.core.block_index import PromptBlocks
 from hetlb.core.latency import LatencyModel
 from hetlb.core.objective import UNSTATED, ServiceClass
 from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.prefix_index import PrefixKey, Shared
 from hetlb.core.speed import Mark
+
+if TYPE_CHECKING:
+    from hetlb.core.block_index import PromptBlocks
 
 RequestId: TypeAlias = int
 LeaseId: TypeAlias = int

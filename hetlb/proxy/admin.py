@@ -23,7 +23,6 @@ from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, AdminStateSet, Dispatch
 from hetlb.errors import ConfigError, InputError
 from hetlb.proxy.beliefs import believed
-from hetlb.proxy.dashboard.decisions import Wanted, decision_document
 from hetlb.proxy.dashboard.routes import Dashboard, DashboardSource, pools
 from hetlb.proxy.roster import Roster
 from hetlb.proxy.scheduling import DECISIONS_KEPT
@@ -252,6 +251,8 @@ class _AdminApi:
         return _reply({"usage": usage_document(self._control.totals)})
 
     async def _decisions(self, request: web.Request) -> web.Response:
+        from hetlb.proxy.dashboard.decisions import Wanted, decision_document
+
         control, query = self._control, request.query
         text = query.get("last", "10")
         if not re.fullmatch("[0-9]{1,4}", text) or not 0 < int(text) <= 1000:

@@ -14,7 +14,7 @@ import resource
 import socket
 import sys
 from collections.abc import Callable
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from hetlb.config.fleet_tables import ProxyTable
 from hetlb.core.transition import Transition
@@ -51,9 +51,11 @@ from hetlb.proxy.http.http1 import (
     head_end,
     parse_request_head,
 )
-from hetlb.proxy.http.multipart import FormReader
 from hetlb.proxy.router import Router
 from hetlb.turns import turns
+
+if TYPE_CHECKING:
+    from hetlb.proxy.http.multipart import FormReader
 
 #: Bytes of a next request that may wait behind the one being answered.
 _MAX_PIPELINED: Final = 64 << 10

@@ -9,11 +9,8 @@ from hetlb.proxy.engine_request import EngineRequest, with_field
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.progress import Progress
 from hetlb.proxy.resume import Leg, ends_here, next_leg
-from hetlb.proxy.streamed_answer import StreamedAnswer
+from hetlb.proxy.streamed_answer import LAST_EVENT, StreamedAnswer
 
-#: An answer goes on elsewhere so often at most: it may be what engines fail of.
-MOST_RESUMED: Final = 5
-LAST_EVENT: Final = b"data: [DONE]\n\n"
 _TOKEN_IDS: Final = b"return_token_ids"
 
 

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hetlb.config.fleet_tables import ProxyTable
 from hetlb.core.instance import NOTICE_MARGIN_S
@@ -44,8 +44,6 @@ from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.forward_headers import ForwardRules
 from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.http.retry_after import DrainRate
-from hetlb.proxy.kv_transfers import KvTransfers
-from hetlb.proxy.limits import Limiters
 from hetlb.proxy.scheduler_driver import EMITS_S, SchedulerDriver
 from hetlb.proxy.scheduling import (
     Responses,
@@ -61,6 +59,9 @@ from hetlb.proxy.telemetry.histograms import GapHistogram
 from hetlb.proxy.telemetry.request_record import RequestRecord
 from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.proxy.upstream import Upstream
+
+if TYPE_CHECKING:
+    from hetlb.proxy.kv_transfers import KvTransfers
 
 #: Deadlines of requests are looked at this often.
 SWEEP_S: Final = 0.5
@@ -422,18 +423,21 @@ class Driver(ExchangeDriver, SchedulerDriver):
         super().__init__(setup)
         self.schedule(scheduler)
         self.responses = Responses()
-        #: Limits of clients' keys.
-        self.limiters = Limiters()
         #: Called with the name of an instance that turned out to be this proxy.
         self.on_loop: Callable[[str], None] | None = None
-        self._transfers = KvTransfers(
-            scheduler, self.pools, self._totals, self.carry_out, self.now, self.stalls.since
-        )
+        #: KV transfers, None while no instance has ever taken part in any.
+        self._transfers: KvTransfers | None = None
         self._splits = False
         self._look_for_splits()
 
     def _look_for_splits(self) -> None:
         self._splits = any(each.spec.kv_transfer is not None for each in self.scheduler.instances)
+        if self._splits and self._transfers is None:
+            from hetlb.proxy.kv_transfers import KvTransfers
+
+            self._transfers = KvTransfers(
+                self.scheduler, self.pools, self._totals, self.carry_out, self.now, self.stalls.since
+            )
 
     @property
     def splits(self) -> bool:
@@ -441,6 +445,7 @@ class Driver(ExchangeDriver, SchedulerDriver):
 
     @property
     def transfers(self) -> KvTransfers:
+        assert self._transfers is not None, "expected an instance with kv_transfer"
         return self._transfers
 
     @property
@@ -463,7 +468,7 @@ class Driver(ExchangeDriver, SchedulerDriver):
 
     def _admits(self, exchange: Exchange, owner: str) -> bool:
         """Count a request against the limits of its key, if it has some; one beyond them is answered."""
-        limiter = self.limiters.of(owner)
+        limiter = self._limiter(owner)
         if limiter is None:
             return True
         most = (exchange.request.max_tokens or 0) * exchange.request.sequences
@@ -584,5 +589,6 @@ class Driver(ExchangeDriver, SchedulerDriver):
 
     def close(self) -> None:
         super().close()
-        self._transfers.close()
+        if self._transfers is not None:
+            self._transfers.close()
         self._stop_ticking()

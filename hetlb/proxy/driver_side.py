@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hetlb.core.types import Lease, Outcome, Request, RequestId
 from hetlb.proxy.ends import End
 from hetlb.proxy.http.forward_headers import ForwardRules
 from hetlb.proxy.http.openai_body import Call
-from hetlb.proxy.kv_transfers import KvTransfers
 from hetlb.proxy.telemetry.histograms import GapHistogram
 from hetlb.proxy.upstream import Upstream
+
+if TYPE_CHECKING:
+    from hetlb.proxy.kv_transfers import KvTransfers
 
 
 class DriverSide(Protocol):

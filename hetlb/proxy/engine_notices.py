@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hetlb.config.profile_file import Profile
 from hetlb.core.instance import Instance
 from hetlb.core.types import Health
 from hetlb.proxy.telemetry.access_log import escape
 from hetlb.proxy.telemetry.events import Event, tell
+
+if TYPE_CHECKING:
+    from hetlb.config.profile_file import Profile
 
 logger = logging.getLogger("hetlb.proxy")
 

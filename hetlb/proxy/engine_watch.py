@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetlb.config.fleet_tables import ScrapeTable
-from hetlb.config.profile_file import Profile
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, EngineSample, Health, InstanceChange, ModelsLearned
@@ -18,6 +17,9 @@ from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.engine_notices import log_absent, log_models, log_other_than_profiled
 from hetlb.proxy.scrape import Scraper, ScrapeTarget, models_learned, read_model_list
 from hetlb.proxy.telemetry.events import Event, tell
+
+if TYPE_CHECKING:
+    from hetlb.config.profile_file import Profile
 
 logger = logging.getLogger("hetlb.proxy")
 

@@ -9,13 +9,12 @@ passes for every token is `engine_events`: it allocates nothing but what it coun
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hetlb.core.transition import Transition
 from hetlb.core.types import Lease, Outcome, RejectReason, Request
 from hetlb.proxy import ends
 from hetlb.proxy.client_response import HEARTBEATS, NOTHING, STARTED, ClientResponse, ClientSide
-from hetlb.proxy.continuation import LAST_EVENT, MOST_RESUMED, Continuation
 from hetlb.proxy.driver_side import DriverSide
 from hetlb.proxy.ends import End
 from hetlb.proxy.engine_answer import LOOP_STATUS, EngineAnswer, response_id
@@ -36,11 +35,16 @@ from hetlb.proxy.http.error_responses import Answer
 from hetlb.proxy.http.http1 import ResponseHead
 from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.http.sse import TAIL_BYTES
-from hetlb.proxy.kv_transfers import KvTransfer
-from hetlb.proxy.streamed_answer import StreamedAnswer
+from hetlb.proxy.streamed_answer import LAST_EVENT, StreamedAnswer
 from hetlb.proxy.telemetry.request_record import RequestRecord
 from hetlb.proxy.upstream import EngineConnection
 
+if TYPE_CHECKING:
+    from hetlb.proxy.continuation import Continuation
+    from hetlb.proxy.kv_transfers import KvTransfer
+
+#: An answer goes on elsewhere so often at most: it may be what engines fail of.
+MOST_RESUMED: Final = 5
 #: Kinds of which a stream is server-sent events, and may hold comments.
 _SSE_KINDS = frozenset({Kind.CHAT, Kind.COMPLETION, Kind.RESPONSES, Kind.MESSAGES})
 #: Kinds of which a stream ends with `[DONE]`.
@@ -120,7 +124,7 @@ class Exchange(RequestRecord):
             self.stop_engine()
             transfer.leave()
         if lease.decode is not None:
-            self.transfer = KvTransfer(self, self._driver.transfers, lease)
+            self.transfer = self._driver.transfers.transfer(self, lease)
             self.transfer.begin(now)
             return
         if not self.resumed:

@@ -6,7 +6,6 @@ scarcest thing that a model's instances have: slots, KV cache or computing time.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,17 +16,13 @@ from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import CAUSES, AdminState, Health
 from hetlb.proxy.beliefs import BeliefSource, slots_source, speed_source
+from hetlb.proxy.dashboard.samples import WINDOW_S, QueueMemory
 from hetlb.proxy.telemetry.history import History
 
-#: Requests that ended within so many seconds count.
-WINDOW_S: Final = 30.0
 #: From this load on a model is busy.
 BUSY: Final = 0.8
 #: An instance that takes so many times as long as its profile says is slow.
 SLOW: Final = 1.5
-#: So many times the size of `WINDOW_S` before, and more than a few: a queue grows.
-GROWN: Final = 1.3
-LEAST_QUEUE: Final = 8
 #: A share of answers that fail by an engine's doing, and how many at least.
 FAILING: Final = 0.05
 LEAST_FAILED: Final = 3
@@ -102,32 +97,6 @@ def _rounded(value: float | None) -> float | None:
 
 def _rate(value: float) -> str:
     return f"{value:.0f}" if value >= 99.5 else f"{value:.2g}" if value < 9.95 else f"{value:.3g}"
-
-
-class QueueMemory:
-    """Requests in the queue by model, at the times at which it was looked at."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, dict[str, int]]] = deque()
-
-    def look(self, waiting: dict[str, int], now: float) -> None:
-        """Keep what waits now; forget what is older than two windows."""
-        seen = self._seen
-        if seen and now - seen[-1][0] < WINDOW_S / 60:
-            return
-        seen.append((now, dict(waiting)))
-        while seen[0][0] < now - 2 * WINDOW_S:
-            seen.popleft()
-
-    def grows(self, model: str, waiting: int, now: float) -> bool:
-        """True if the queue of a model has grown throughout: half a window ago, and since."""
-        if waiting < LEAST_QUEUE:
-            return False
-        before = [(at, sizes.get(model, 0)) for at, sizes in self._seen if now - at >= WINDOW_S / 6]
-        half = [size for at, size in before if now - at <= WINDOW_S / 2]
-        if not half:
-            return False
-        return waiting >= GROWN * max(half) and half[-1] >= half[0]
 
 
 def status(

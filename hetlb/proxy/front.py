@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hetlb.config.fleet import Fleet
 from hetlb.config.fleet_tables import ProxyTable
@@ -25,7 +25,9 @@ from hetlb.proxy.telemetry.access_log import FORMATS
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.telemetry.log_writer import LogWriter
 from hetlb.proxy.telemetry.request_record import RequestRecord
-from hetlb.proxy.telemetry.tracing import Tracing
+
+if TYPE_CHECKING:
+    from hetlb.proxy.telemetry.tracing import Tracing
 
 
 class Listener(Protocol):
@@ -60,7 +62,11 @@ class Front:
         self.server.router.names = ModelNames.of(fleet.written) or None
         self.server.router.classes = ServiceClasses(fleet.service_classes) or None
         self.server.router.resume = fleet.resume
-        self._tracing = None if fleet.file.tracing is None else Tracing(fleet.file.tracing, fleet.where)
+        self._tracing: Tracing | None = None
+        if fleet.file.tracing is not None:
+            from hetlb.proxy.telemetry.tracing import Tracing
+
+            self._tracing = Tracing(fleet.file.tracing, fleet.where)
         self.server.router.tracing = self._tracing
         self._write_line = FORMATS[fleet.file.proxy.request_log_format]
         self._lines: LogWriter | None = None

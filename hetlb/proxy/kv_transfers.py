@@ -40,7 +40,7 @@ from hetlb.proxy.exchange_states import (
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import ResponseHead
 from hetlb.proxy.http.openai_fields import BootstrapEntry, PrefillFields, TransferFields
-from hetlb.proxy.http.split_bodies import prefill_body, release_body
+from hetlb.proxy.http.split_bodies import may_split, prefill_body, release_body
 from hetlb.proxy.http.sse import SseWatcher
 from hetlb.proxy.side_call import SideCall
 from hetlb.proxy.telemetry.counters import Totals
@@ -426,6 +426,14 @@ class KvTransfers:
         self.stood_still_since = stood_still_since
         #: Requests of the proxy's own to engines.
         self._releases: set[SideCall] = set()
+
+    def may_split(self, kind: Kind, path: str, body: bytes) -> bool:
+        """True if a request with one prompt and one sequence can be split."""
+        return may_split(kind, path, body)
+
+    def transfer(self, exchange: SplitExchange, lease: Lease) -> KvTransfer:
+        """The two legs of a request, of which `lease` is the prefill."""
+        return KvTransfer(exchange, self, lease)
 
     def link(self, lease: Lease) -> KvLink:
         """Link for KV blocks of the instance of a lease."""

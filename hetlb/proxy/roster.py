@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from hetlb.addresses import allowed_address, is_special
 from hetlb.config.fleet import Fleet
 from hetlb.config.fleet_tables import InstanceTable
-from hetlb.config.profile_file import Profile
 from hetlb.config.urls import Origin, origin
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
@@ -32,10 +31,12 @@ from hetlb.errors import ConfigError
 from hetlb.proxy.access import Access, EngineAccess
 from hetlb.proxy.discovery.members import AT_ONCE, REGISTRATION, Members
 from hetlb.proxy.discovery.source import Found
-from hetlb.proxy.registration import addresses, read_registration
 from hetlb.proxy.scrape import Scraper, ScrapeTarget
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.turns import Share
+
+if TYPE_CHECKING:
+    from hetlb.config.profile_file import Profile
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -152,6 +153,8 @@ class Roster:
 
     async def register(self, table: Mapping[str, Any]) -> bool:
         """Add an instance, or say again that it is there. True where it is new. Raises `InputError`."""
+        from hetlb.proxy.registration import addresses, read_registration
+
         default_ttl_s = 0.0 if self._fleet.file.discovery is None else self._fleet.file.discovery.ttl_s
         instance, model, ttl_s = read_registration(table, default_ttl_s)
         spec = self._fleet.resolve_found(instance, model, self._profiles)

@@ -11,13 +11,12 @@ import ipaddress
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
 import hetlb
 from hetlb.config.fleet_tables import ProxyTable, Resume
-from hetlb.core.block_index import PromptBlocks, block_digests
 from hetlb.core.objective import UNSTATED
 from hetlb.core.prefix_index import PrefixKey
 from hetlb.core.types import RejectReason, Request
@@ -31,15 +30,17 @@ from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.endpoints import ENDPOINTS, REALTIME_PATH, Kind, kept_response
 from hetlb.proxy.http.error_responses import Answer, Refusal
 from hetlb.proxy.http.http1 import GateError, RequestHead
-from hetlb.proxy.http.multipart import FormReader
 from hetlb.proxy.http.openai_body import MAX_INJECT_BYTES, Call, inject_usage, read_json
-from hetlb.proxy.http.split_bodies import may_split
 from hetlb.proxy.http.transfer_fields import without_transfer_fields
 from hetlb.proxy.model_names import ModelNames, alias_entries, rename_in_form, rename_in_json
 from hetlb.proxy.prefix_keys import id_keys, session_key, text_keys, token_ids
 from hetlb.proxy.service_classes import ServiceClasses
 from hetlb.proxy.telemetry.request_record import RequestRecord
-from hetlb.proxy.telemetry.tracing import Tracing
+
+if TYPE_CHECKING:
+    from hetlb.core.block_index import PromptBlocks
+    from hetlb.proxy.http.multipart import FormReader
+    from hetlb.proxy.telemetry.tracing import Tracing
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
@@ -137,6 +138,8 @@ class Router:
         if not head.content_type.startswith(_MULTIPART):
             return None
         if head.path in self._extra_paths or (head.method == b"POST" and head.path in ENDPOINTS):
+            from hetlb.proxy.http.multipart import FormReader
+
             return FormReader(head.fields[b"content-type"])
         return None
 
@@ -208,7 +211,7 @@ class Router:
         """The session that an upgrade to WebSocket asks for. Raises `GateError`."""
         if head.method != b"GET":
             raise _method_not_allowed((b"GET",))
-        from hetlb.proxy.realtime import check_upgrade, model_asked_for  # of little use to most
+        from hetlb.proxy.realtime import check_upgrade, model_asked_for
 
         check_upgrade(head, body, open_to_all=self.tenants is None)
         call = Call()
@@ -283,6 +286,8 @@ class Router:
                 id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
             )
             if ids and prompts == 1 and (block_tokens := driver.block_tokens):
+                from hetlb.core.block_index import block_digests
+
                 salt = () if call.cache_salt is None else (call.cache_salt,)
                 # The last token of a prompt is always computed.
                 blocks = block_tokens, block_digests(ids[0][:-1], block_tokens, salt)
@@ -293,7 +298,7 @@ class Router:
             driver.splits
             and prompts * call.n == 1
             and pinned is None
-            and may_split(kind, head.path, pieces[0])
+            and driver.transfers.may_split(kind, head.path, pieces[0])
         )
         how = self.resume.get((model, service.name), driver.table.resume)
         resumes = (

@@ -8,15 +8,13 @@ the scheduler is called again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from mypy_extensions import trait
 
-from hetlb.core.block_index import KvEventBatch
 from hetlb.core.scheduler import Scheduler
-from hetlb.core.shared_view import SharedView
 from hetlb.core.types import (
     Abort,
     Command,
@@ -37,6 +35,12 @@ from hetlb.core.types import (
 from hetlb.proxy.scheduling import Decisions, StallWatch, log_health
 from hetlb.proxy.telemetry.counters import Totals
 
+if TYPE_CHECKING:
+    from hetlb.config.api_keys import LimitsTable
+    from hetlb.core.block_index import KvEventBatch
+    from hetlb.core.shared_view import SharedView
+    from hetlb.proxy.limits import Limiter, Limiters
+
 #: An instance from which something came within so many seconds is not failed by a probe.
 EMITS_S: Final = 2.0
 
@@ -49,6 +53,8 @@ class SchedulerDriver:
     decisions: Decisions
     #: Bookings of other processes of the fleet, None while this one is alone.
     view: SharedView | None
+    #: Limits of clients' keys, None where no key ever had some.
+    limiters: Limiters | None
     loop: asyncio.AbstractEventLoop
     now: Callable[[], float]
     stalls: StallWatch
@@ -64,11 +70,25 @@ class SchedulerDriver:
         """Drive this scheduler."""
         self.scheduler = scheduler
         self.view = None
+        self.limiters = None
         self.decisions = Decisions(len(scheduler.instances))
         self.probe_timeout_s = None
         self._arrival_s = []
         self._end_s = []
         self._ticker = None
+
+    def limit(self, limits: Mapping[str, LimitsTable]) -> None:
+        """Limits of keys that hold from now on, by the name of the key."""
+        if limits and self.limiters is None:
+            from hetlb.proxy.limits import Limiters
+
+            self.limiters = Limiters()
+        if self.limiters is not None:
+            self.limiters.configure(limits)
+
+    def _limiter(self, owner: str | None) -> Limiter | None:
+        """Limiter of a key, None where it has no limits."""
+        return None if self.limiters is None or owner is None else self.limiters.of(owner)
 
     # --- where commands go ---
 

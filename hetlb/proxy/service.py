@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hetlb.config.fleet import Fleet, load_fleet
-from hetlb.config.fleet_tables import SharedTable
+from hetlb.config.fleet_tables import KvEventsTable, SharedTable
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import (
@@ -39,29 +39,28 @@ from hetlb.proxy.access import (
 )
 from hetlb.proxy.admin import make_app
 from hetlb.proxy.admin_listener import AdminListener, named
-from hetlb.proxy.discovery.file_source import FleetFileSource
 from hetlb.proxy.discovery.source import Source, Sources
 from hetlb.proxy.driver import Driver, DriverSetup
 from hetlb.proxy.engine_watch import EngineWatch
 from hetlb.proxy.front import Front, Listener
-from hetlb.proxy.kv_events import KvEventReader
 from hetlb.proxy.reload import needs_restart, read_again
 from hetlb.proxy.roster import Roster
 from hetlb.proxy.scheduling import Decisions
 from hetlb.proxy.server import ProxyServer
-from hetlb.proxy.state_file import StateFile
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Offer, Takeover
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.telemetry.prometheus import SharedFigures, WorkerState
-from hetlb.proxy.telemetry.tracing import check_installed
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 
 if TYPE_CHECKING:
+    from hetlb.core.block_index import KvEventBatch
     from hetlb.proxy.event_log import EventLog
+    from hetlb.proxy.kv_events import KvEventReader
     from hetlb.proxy.sharing import Sharing
+    from hetlb.proxy.state_file import StateFile
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -83,6 +82,7 @@ class FleetDriver(Protocol):
     def now(self) -> Callable[[], float]: ...
     def change(self, change: InstanceChange) -> None: ...
     def sample(self, name: str, sample: EngineSample) -> None: ...
+    def kv_events(self, name: str, batch: KvEventBatch) -> None: ...
     def set_policy(self, name: str) -> None: ...
 
 
@@ -90,8 +90,6 @@ class FleetService(ABC):
     """A fleet and its scheduler: probes, reloads, the admin listener."""
 
     driver: FleetDriver
-    #: Reads engines' own KV events.
-    _kv_events: KvEventReader
 
     #: Descriptions of the stages that an instance is made of, by its name.
     stages: Mapping[str, Callable[[], list[dict[str, Any]]]] = {}
@@ -140,10 +138,17 @@ class FleetService(ABC):
             self.watch.scraper,
             lambda change: self.driver.change(change),
         )
-        self.roster.on_gone = lambda name: self._kv_events.set(name, None)
+        #: File of what is learnt, None where none is stated.
+        self._learnt: StateFile | None = None
+        #: Reads engines' own KV events, None while none publishes any.
+        self._kv_events: KvEventReader | None = None
+        self.roster.on_gone = lambda name: self._follow(name, None)
         self._sources: Sources | None = None
         self._reloading = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
+        #: Waits for a process that takes this one's place; what this one took over from another.
+        self._offer = Offer(self.scheduler, lambda: (self._descriptors, self.admin.descriptors), self._leave)
+        self._takeover: Takeover | None = None
         self.address = ("", 0)
 
     def _build_scheduler(self, setup: SchedulerSetup) -> Scheduler:
@@ -162,11 +167,27 @@ class FleetService(ABC):
             await self.roster.members.settled()
         await self.watch.start(self.fleet.profiles, most_s)
 
+    def _load_learnt(self, token_estimator: TokenEstimator) -> None:
+        """Take over what an earlier process has learnt, where a file is stated."""
+        stated = self.fleet.file.policy.state_file
+        if stated is not None:
+            from hetlb.proxy.state_file import StateFile
+
+            self._learnt = StateFile(self.fleet.base / stated, self.scheduler, token_estimator)
+            self._learnt.load()
+
+    def _keep_learnt(self) -> None:
+        """Write what is learnt from now on."""
+        if self._learnt is not None:
+            self._learnt.start()
+
     def _discovery_sources(self) -> list[Source]:
         """Sources of instances, and the fleet file itself. Raises `ConfigError`."""
         fleet, table = self.fleet, self.fleet.file.discovery
         sources: list[Source] = []
         if fleet.file.watch and fleet.path is not None:
+            from hetlb.proxy.discovery.file_source import FleetFileSource
+
             sources.append(
                 FleetFileSource(fleet.path, 1.0 if table is None else table.poll_s, self._on_reload_signal)
             )
@@ -346,22 +367,49 @@ class FleetService(ABC):
 
     def _read_kv_events(self, fleet: Fleet) -> None:
         for name, source in fleet.engines.items():
-            self._kv_events.set(name, source.kv_events)
+            self._follow(name, source.kv_events)
+
+    def _follow(self, name: str, publisher: KvEventsTable | None) -> None:
+        """Read the KV events of an instance from here on, None: no more."""
+        if publisher is not None and self._kv_events is None:
+            from hetlb.proxy.kv_events import KvEventReader
+
+            self._kv_events = KvEventReader(self.driver.kv_events)
+        if self._kv_events is not None:
+            self._kv_events.set(name, publisher)
 
     @abstractmethod
     def _configure(self, fleet: Fleet, access: Access) -> None:
         """Apply new limits, keys and certificates where clients are served."""
 
+    # --- another process in this one's place ---
+
+    @property
+    @abstractmethod
+    def _descriptors(self) -> Sequence[int]:
+        """Sockets of the listener for clients."""
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """Another process accepts now: end what is open here."""
+
     # --- shutdown ---
 
     async def close(self) -> None:
         """Close everything now; harmless after a start that failed half-way."""
+        await self._offer.close()
+        if self._takeover is not None:
+            await self._takeover.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.roster.members.close()
         if self._sources is not None:
             await self._sources.close()
+        if self._learnt is not None:
+            await self._learnt.close()
+        if self._kv_events is not None:
+            await self._kv_events.close()
         await self.watch.scraper.close()
         await self.admin.close()
         if self._event_log is not None:
@@ -395,20 +443,12 @@ class Service(FleetService):
         self.driver.on_loop = self.roster.take_out
         self.driver.pools.on_reconnect = self.watch.reconnected
         self.driver.probe_timeout_s = fleet.file.scrape.timeout_s
-        self.driver.limiters.configure(self._access.limits)
+        self.driver.limit(self._access.limits)
         self.sharing = None if table is None else _share(table, key, self.driver)
         self.server: Listener = self._make_server()
         self._front = Front(self.driver, self.server, fleet, self._access)
-        self._offer = Offer(
-            self.scheduler,
-            lambda: (self.server.descriptors, self.admin.descriptors),
-            self._leave,
-        )
-        self._takeover: Takeover | None = None
         #: True if another process accepts in place of this one.
         self.replaced = False
-        self._kv_events = KvEventReader(self.driver.kv_events)
-        self._learnt = StateFile(fleet, self.scheduler, self.driver.token_estimator)
 
     #: True if another process may take over the listeners.
     _hands_over = True
@@ -431,7 +471,7 @@ class Service(FleetService):
         if takeover is not None:
             self._takeover, listeners = takeover, takeover.listeners
         self._front.open_log()
-        self._learnt.load()
+        self._load_learnt(self.driver.token_estimator)
         if self.sharing is not None:
             self.sharing.start()
         self._read_kv_events(self.fleet)
@@ -447,7 +487,7 @@ class Service(FleetService):
             tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
         if self._hands_over:
             self._offer.open(self.address)
-        self._learnt.start()
+        self._keep_learnt()
 
     @property
     def ready_line(self) -> str:
@@ -484,8 +524,11 @@ class Service(FleetService):
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 loop.remove_signal_handler(number)
 
+    @property
+    def _descriptors(self) -> Sequence[int]:
+        return self.server.descriptors
+
     def _leave(self) -> None:
-        """Another process accepts now: end what is open here."""
         self.replaced = True
         self.server.leave()
         tell(logger, Event.HANDOVER, "another process accepts: what is open here ends")
@@ -541,7 +584,7 @@ class Service(FleetService):
 
     def _configure(self, fleet: Fleet, access: Access) -> None:
         self._front.configure(fleet, access)
-        self.driver.limiters.configure(access.limits)
+        self.driver.limit(access.limits)
 
     # --- shutdown ---
 
@@ -553,13 +596,8 @@ class Service(FleetService):
 
     async def close(self) -> None:
         """Close everything now; harmless after a start that failed half-way."""
-        await self._offer.close()
         if self.sharing is not None:
             await self.sharing.close()
-        if self._takeover is not None:
-            await self._takeover.close()
-        await self._learnt.close()
-        await self._kv_events.close()
         await super().close()
         await self._front.close()
 
@@ -591,7 +629,9 @@ def require_urls(fleet: Fleet) -> Access:
                 f"{fleet.where}{spec.name}: url: expected the server's URL, but the key is missing"
             )
     if fleet.file.tracing is not None:
-        check_installed(fleet.where)
+        from hetlb.proxy.telemetry import tracing
+
+        tracing.check_installed(fleet.where)
     if fleet.file.discovery is not None and fleet.file.discovery.dns:
         from hetlb.proxy.discovery import dns_names
 

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import msgspec
 
-from hetlb.config.fleet import Fleet
 from hetlb.core.predictor import OnlinePredictor
 from hetlb.core.scheduler import Scheduler
 from hetlb.proxy.telemetry.events import Event, tell
@@ -34,11 +33,10 @@ _AT_ONCE: Final = 64
 
 
 class StateFile:
-    """Reads what was learnt at the start, writes it every `SAVE_S` and at the end; without a path nothing."""
+    """Reads what was learnt at the start, writes it every `SAVE_S` and at the end."""
 
-    def __init__(self, fleet: Fleet, scheduler: Scheduler, token_estimator: TokenEstimator) -> None:
-        stated = fleet.file.policy.state_file
-        self._path: Path | None = None if stated is None else fleet.base / stated
+    def __init__(self, path: Path, scheduler: Scheduler, token_estimator: TokenEstimator) -> None:
+        self._path = path
         self._scheduler = scheduler
         self._token_estimator = token_estimator
         self._task: asyncio.Task[None] | None = None
@@ -47,8 +45,6 @@ class StateFile:
     def load(self) -> None:
         """Take over what the file holds. A file that is not there yet is no news."""
         path = self._path
-        if path is None:
-            return
         try:
             with path.open("rb") as file:
                 raw = file.read(_MAX_BYTES + 1)
@@ -72,8 +68,7 @@ class StateFile:
 
     def start(self) -> None:
         """Write it from now on."""
-        if self._path is not None:
-            self._task = asyncio.get_running_loop().create_task(self._save_for_ever(self._path))
+        self._task = asyncio.get_running_loop().create_task(self._save_for_ever())
 
     async def close(self) -> None:
         """Write it a last time, if writing was begun."""
@@ -82,15 +77,15 @@ class StateFile:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-            assert self._path is not None
-            await self._save(self._path)
+            await self._save()
 
-    async def _save_for_ever(self, path: Path) -> None:
+    async def _save_for_ever(self) -> None:
         while True:
             await asyncio.sleep(SAVE_S)
-            await self._save(path)
+            await self._save()
 
-    async def _save(self, path: Path) -> None:
+    async def _save(self) -> None:
+        path = self._path
         document = {
             "kind": STATE_KIND,
             "version": STATE_VERSION,

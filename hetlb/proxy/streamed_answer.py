@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hetlb.proxy.http.sse import MAX_HELD_BYTES, SseWatcher, TextShape, text_events, text_shape, without_ids
-from hetlb.proxy.progress import Progress
-from hetlb.proxy.resume import Seam
 from hetlb.proxy.telemetry.histograms import FINE_MS, GapHistogram
+
+if TYPE_CHECKING:
+    from hetlb.proxy.progress import Progress
+    from hetlb.proxy.resume import Seam
 
 #: The first event has the token ids of the prompt where hetlb asked for them: it is held until it is whole.
 _MAX_FIRST_BYTES: Final = 1 << 21
 _TOKEN_IDS = re.compile(rb'("(?:prompt_)?token_ids":)\[[0-9,]*\]')
+LAST_EVENT: Final = b"data: [DONE]\n\n"
 _ABORT: Final = b'"finish_reason":"abort"'
 
 

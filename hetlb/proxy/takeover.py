@@ -22,12 +22,11 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from hetlb.core.journal import Booked, Change, Journal
-from hetlb.core.remote_leases import RemoteLeases
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Command
 from hetlb.errors import HetlbError
@@ -35,6 +34,9 @@ from hetlb.proxy.lease_wire import WireChange, from_wire, to_wire
 from hetlb.proxy.systemd import Listeners
 from hetlb.proxy.telemetry.events import Event, Rarely
 from hetlb.turns import Share
+
+if TYPE_CHECKING:
+    from hetlb.core.remote_leases import RemoteLeases
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -298,6 +300,8 @@ class Takeover:
 
     async def begin(self, scheduler: Scheduler, carry_out: Callable[[list[Command]], None]) -> None:
         """Book the leases of the old process; its further ones are followed until it has gone."""
+        from hetlb.core.remote_leases import RemoteLeases
+
         channel = self._channel = _Channel(self.end)
         remote = RemoteLeases(scheduler, arrived=False, first_id=_FIRST_ID)
         await channel.send(Packet("begin"))

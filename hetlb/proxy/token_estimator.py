@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hetlb.errors import ConfigError
-from hetlb.image_tokens import ImageRule
 from hetlb.proxy.http.media import UNKNOWN_SIZE, ImageSize
+
+if TYPE_CHECKING:
+    from hetlb.image_tokens import ImageRule
 
 #: Bytes per token before anything was learnt: English text and common vocabularies.
 START_BYTES_PER_TOKEN: Final = 4.0

@@ -31,7 +31,7 @@ from hetlb.proxy.driver import SWEEP_S
 from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.http1 import GateError
 from hetlb.proxy.http.retry_after import DrainRate
-from hetlb.proxy.limits import Limiters, Ticket
+from hetlb.proxy.limits import Limiter, Ticket
 from hetlb.proxy.scheduler_driver import EMITS_S, SchedulerDriver
 from hetlb.proxy.scheduling import (
     Responses,
@@ -166,8 +166,6 @@ class RelayHost(SchedulerDriver):
         #: Reloads of the fleet so far: a relay that serves another one is replaced.
         self.generation = 0
         self.stalls = StallWatch(loop)
-        #: Limits of keys, over all relays.
-        self.limiters = Limiters()
         #: True if requests wait, as the relays know it.
         self._waiting = False
         self._sweeper = loop.call_later(SWEEP_S, self._sweep)
@@ -282,7 +280,7 @@ class RelayHost(SchedulerDriver):
                 raise protocol.RelayProtocolError(str(error)) from error
             lease = self.scheduler.restore(booked, now)
             if lease is not None:
-                limiter = None if live.owner is None else self.limiters.of(live.owner)
+                limiter = self._limiter(live.owner)
                 ticket = None if limiter is None else limiter.adopt(now)
                 found = self._open[lease.request.id] = _OpenRequest(link, lease.request, True, ticket)
                 found.lease, found.lease_number = lease, booked.number
@@ -313,7 +311,7 @@ class RelayHost(SchedulerDriver):
                 return
         request = facts.request(model, pinned)
         try:
-            ticket = admit(self.limiters, arrival.owner, request, now)
+            ticket = admit(self._limiter(arrival.owner), request, now)
         except Refusal as refusal:
             link.send(
                 protocol.Refused(
@@ -491,9 +489,8 @@ def _prompt_tokens(request: Request) -> int:
     return request.prompt_tokens * (request.sequences // max(1, request.samples))
 
 
-def admit(limiters: Limiters, owner: str | None, request: Request, now: float) -> Ticket | None:
+def admit(limiter: Limiter | None, request: Request, now: float) -> Ticket | None:
     """Count a request against the limits of its key, if it has some. Raises `Refusal`."""
-    limiter = None if owner is None else limiters.of(owner)
     if limiter is None:
         return None
     return limiter.admit(_prompt_tokens(request), (request.max_tokens or 0) * request.sequences, now)

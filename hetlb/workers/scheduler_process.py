@@ -29,13 +29,11 @@ from hetlb.core.types import (
 from hetlb.errors import ConfigError, InputError
 from hetlb.proxy.access import Access
 from hetlb.proxy.admin import make_app
-from hetlb.proxy.kv_events import KvEventReader
 from hetlb.proxy.scheduling import only_model
 from hetlb.proxy.scrape import models_learned
 from hetlb.proxy.service import FIRST_ROUND_S, FleetService, tune_gc
-from hetlb.proxy.state_file import StateFile
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
-from hetlb.proxy.takeover import Offer, Takeover
+from hetlb.proxy.takeover import Takeover
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.history import History
@@ -84,7 +82,7 @@ class SchedulerProcess(FleetService):
         self.roster.on_edited = self._save
         self.driver.probe_timeout_s = state.fleet.file.scrape.timeout_s
         self.driver.generation = state.generation
-        self.driver.limiters.configure(self._access.limits)
+        self.driver.limit(self._access.limits)
         self._state = dataclasses.replace(state, admin=dict(state.admin))
         self._states: Sequence[WorkerState] = ()
         self._reports = RelayReports(self.driver.links)
@@ -96,16 +94,8 @@ class SchedulerProcess(FleetService):
         self._stop = asyncio.Event()
         self._alone = False
         self._listeners = NO_LISTENERS
-        self._takeover: Takeover | None = None
-        self._offer = Offer(
-            self.scheduler,
-            lambda: ([each.fileno() for each in self._listeners.main], self.admin.descriptors),
-            self._leave,
-        )
-        self._kv_events = KvEventReader(self.driver.kv_events)
         #: Token estimates that the relays learnt; each of them has its own, which begins with this one.
         self._token_estimator = TokenEstimator(image_rules=state.fleet.image_rules)
-        self._learnt = StateFile(state.fleet, self.scheduler, self._token_estimator)
         self._catch_up(state)
 
     def _catch_up(self, state: ChildState) -> None:
@@ -133,7 +123,7 @@ class SchedulerProcess(FleetService):
         self._loop.add_signal_handler(signal.SIGTERM, self._stop.set)
         self._loop.add_reader(self._control.fileno(), self._on_control)
         try:
-            self._learnt.load()
+            self._load_learnt(self._token_estimator)
             self._read_kv_events(self.fleet)
             await self._first_look(FIRST_ROUND_S if self._life == 1 else _NEXT_ROUND_S)
             if takeover is not None:
@@ -148,7 +138,7 @@ class SchedulerProcess(FleetService):
             self._control.send("ready")
             if self._life > 1:
                 self._serving()
-            self._learnt.start()
+            self._keep_learnt()
             tune_gc()
             await self._stop.wait()
         finally:
@@ -162,6 +152,10 @@ class SchedulerProcess(FleetService):
             tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
         if self._listeners.main:
             self._offer.open(self._listeners.main[0].getsockname()[:2])
+
+    @property
+    def _descriptors(self) -> Sequence[int]:
+        return [each.fileno() for each in self._listeners.main]
 
     def _leave(self) -> None:
         """Leave to a process that accepts now; relays drain."""
@@ -178,13 +172,8 @@ class SchedulerProcess(FleetService):
 
     async def close(self) -> None:
         """Close everything now."""
-        await self._offer.close()
-        if self._takeover is not None:
-            await self._takeover.close()
         if self._view_timer is not None:
             self._view_timer.cancel()
-        await self._learnt.close()
-        await self._kv_events.close()
         await super().close()
         self.driver.close()
 
@@ -364,7 +353,7 @@ class SchedulerProcess(FleetService):
 
     def _configure(self, fleet: Fleet, access: Access) -> None:
         """Configure limits; relays already have the new fleet."""
-        self.driver.limiters.configure(access.limits)
+        self.driver.limit(access.limits)
 
     async def _reload_by_signal(self) -> None:
         with contextlib.suppress(InputError):  # it was logged

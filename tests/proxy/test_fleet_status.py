@@ -21,7 +21,8 @@ from hetlb.core.types import (
 )
 from hetlb.proxy.beliefs import BeliefSource, believed, slots_source, speed_source
 from hetlb.proxy.dashboard.routes import pools
-from hetlb.proxy.fleet_status import QueueMemory, status
+from hetlb.proxy.dashboard.samples import QueueMemory
+from hetlb.proxy.fleet_status import status
 from hetlb.proxy.telemetry.history import History
 
 SLOTS = 8

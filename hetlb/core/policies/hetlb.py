@@ -37,7 +37,6 @@ from hetlb.core.policies.base import (
     prompts_per_s,
 )
 from hetlb.core.policies.groups import LARGEST_WHOLE, Group, Groups
-from hetlb.core.policies.pairs import choose_pair
 from hetlb.core.throttle import BLOCKED, DEPRIORITISED, NORMAL
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import Candidate
@@ -423,6 +422,8 @@ class Hetlb(Policy):
     def choose_split(
         self, ctx: SchedulingContext, instances: Sequence[Instance], transfers: TransferTimes, mixed: bool
     ) -> SplitChoice | None:
+        from hetlb.core.policies.pairs import choose_pair
+
         return choose_pair(ctx, Evaluation(ctx, instances, self._weights, hold=mixed), transfers, mixed)
 
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:

@@ -8,80 +8,67 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 from hetlb.core.policies.base import Policy, PolicyParams
-from hetlb.core.policies.baselines import (
-    LeastKv,
-    LeastRequests,
-    LMetric,
-    LMetricBySpeed,
-    Paper,
-    PaperMemory,
-    PeakEwmaChoice,
-    PowerOfTwoChoices,
-    PrefixMatch,
-    Random,
-    RoundRobin,
-    SessionAffinity,
-    Single,
-    SmoothWeightedRoundRobin,
-)
-from hetlb.core.policies.hetlb import Hetlb
-from hetlb.core.policies.planned import Planned
 from hetlb.errors import ConfigError
 
 #: Group of entry points by which other packages add policies.
 GROUP: Final = "hetlb.policies"
 
-_OWN: Final = (
-    RoundRobin,
-    SmoothWeightedRoundRobin,
-    Random,
-    LeastRequests,
-    PowerOfTwoChoices,
-    LeastKv,
-    PeakEwmaChoice,
-    Single,
-    PrefixMatch,
-    SessionAffinity,
-    Paper,
-    PaperMemory,
-    LMetric,
-    LMetricBySpeed,
-    Hetlb,
-    Planned,
-)
+#: Policies of hetlb by name, as entry points are written, in this package.
+_OWN: Final = {
+    "rr": "baselines:RoundRobin",
+    "wrr": "baselines:SmoothWeightedRoundRobin",
+    "random": "baselines:Random",
+    "least-requests": "baselines:LeastRequests",
+    "p2c": "baselines:PowerOfTwoChoices",
+    "least-kv": "baselines:LeastKv",
+    "peak-ewma": "baselines:PeakEwmaChoice",
+    "single": "baselines:Single",
+    "prefix": "baselines:PrefixMatch",
+    "session": "baselines:SessionAffinity",
+    "paper": "baselines:Paper",
+    "paper-memory": "baselines:PaperMemory",
+    "lmetric": "baselines:LMetric",
+    "lmetric-speed": "baselines:LMetricBySpeed",
+    "hetlb": "hetlb:Hetlb",
+    "planned": "planned:Planned",
+}
 
 
 class PolicyRegistry:
-    """Policies by name: those of hetlb, and those of installed packages, which are loaded when used."""
+    """Policies by name: those of hetlb, and those of installed packages; each is imported when it is used."""
 
     def __init__(self) -> None:
-        self._known: dict[str, type[Policy]] = {policy.name: policy for policy in _OWN}
+        self._known: dict[str, type[Policy]] = {}
         self._outside: dict[str, EntryPoint] | None = None
 
     def _others(self) -> dict[str, EntryPoint]:
         """Entry points by name, looked for once: that takes tens of milliseconds."""
         if self._outside is None:
-            self._outside = {each.name: each for each in entry_points(group=GROUP) if each.name not in _NAMES}
+            self._outside = {each.name: each for each in entry_points(group=GROUP) if each.name not in _OWN}
         return self._outside
 
     def __contains__(self, name: object) -> bool:
-        return name in self._known or name in self._others()
+        return name in _OWN or name in self._others()
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*_NAMES, *sorted(self._others())])
+        return iter([*_OWN, *sorted(self._others())])
 
     def __len__(self) -> int:
-        return len(_NAMES) + len(self._others())
+        return len(_OWN) + len(self._others())
 
     def __getitem__(self, name: str) -> type[Policy]:
         """The class of a policy. Raises `KeyError` for an unknown name, `ConfigError` of a broken package."""
         found = self._known.get(name)
         if found is None:
-            found = self._known[name] = _load(self._others()[name])
+            own = _OWN.get(name)
+            if own is None:
+                entry = self._others()[name]
+            else:
+                entry = EntryPoint(name, f"hetlb.core.policies.{own}", GROUP)
+            found = self._known[name] = _load(entry)
         return found
 
 
-_NAMES: Final = tuple([policy.name for policy in _OWN])
 POLICIES: Final = PolicyRegistry()
 
 

@@ -12,20 +12,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeAlias
 
-from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Outcome
+from hetlb.proxy.dashboard.samples import BIN_S, BINS
 from hetlb.proxy.telemetry.history import History, HistoryRow
 from hetlb.workload.records import percentile
 
-#: The series are this many stretches of this many seconds: five minutes.
-BINS = 150
-BIN_S = 2.0
 #: Answers shown as points, the newest.
 POINTS = 400
-#: Instances whose levels are kept: the page has colours for fewer.
-LEVELS_KEPT = 16
-#: Stretches that a sample may stand for at most.
-LATE = 5
 #: Rows looked at in one turn of the event loop: a few milliseconds.
 ROWS_AT_ONCE = 1000
 
@@ -124,47 +117,6 @@ class Series:
             stretches[math.floor(row.ended_at / BIN_S)].add(row)
         for index, stretch in stretches.items():
             self._done[index] = stretch.figures(), stretch.outcomes, stretch.by_instance
-
-
-class Levels:
-    """Samples every `BIN_S`: requests in flight and KV cache reserved by instance, and the queue."""
-
-    def __init__(self) -> None:
-        #: By number of the stretch: requests that wait; by instance, those in flight and the KV share.
-        self._samples: dict[int, tuple[int, dict[str, tuple[int, float]]]] = {}
-
-    def sample(self, scheduler: Scheduler, now: float) -> None:
-        """Keep how things stand now, of the first instances alone; forget what is no longer shown."""
-        index = math.floor(now / BIN_S)
-        self._samples[index] = (
-            len(scheduler.queue),
-            {
-                each.name: (each.in_flight, round(each.kv_tokens / each.kv_cache_tokens, 4))
-                for each in islice(scheduler.instances, LEVELS_KEPT)
-            },
-        )
-        # The timer is late by a little each time: a stretch that it left out is as the next one.
-        last = max((each for each in self._samples if each < index), default=index)
-        if index - last <= LATE:
-            for missed in range(last + 1, index):
-                self._samples[missed] = self._samples[index]
-        for old in [each for each in self._samples if each < index - BINS]:
-            del self._samples[old]
-
-    def document(self, now: float) -> dict[str, Any]:
-        """Columns `queue`, `in_flight` and `kv_reserved` (by instance), aligned with those of `Series`."""
-        end = math.floor(now / BIN_S)
-        shown = [self._samples.get(index) for index in range(end - BINS, end)]
-        names = dict.fromkeys(name for each in shown if each is not None for name in each[1])
-
-        def column(name: str, place: int) -> list[float | None]:
-            return [None if each is None or name not in each[1] else each[1][name][place] for each in shown]
-
-        return {
-            "queue": [None if each is None else each[0] for each in shown],
-            "in_flight": {name: column(name, 0) for name in names},
-            "kv_reserved": {name: column(name, 1) for name in names},
-        }
 
 
 class Accuracy:

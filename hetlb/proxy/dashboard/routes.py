@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Reversible
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-import hetlb
 from hetlb.core.instance import Instance
-from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Dispatch, Lease
 from hetlb.pages import asset
-from hetlb.proxy.dashboard import balance
-from hetlb.proxy.dashboard.decisions import decision_document, newest
-from hetlb.proxy.dashboard.event_stream import EventStream
-from hetlb.proxy.dashboard.figures import BIN_S, Accuracy, Levels, Series
-from hetlb.proxy.fleet_status import QueueMemory, status
+from hetlb.proxy.dashboard.samples import BIN_S, Levels, QueueMemory
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.telemetry.prometheus import MetricsSource
+
+if TYPE_CHECKING:
+    from hetlb.proxy.dashboard.snapshot import Snapshots
 
 _OWN, _SHARED = "hetlb.proxy.dashboard", "hetlb.pages"
 #: Path -> package of the file, its name, its type.
@@ -51,10 +48,6 @@ _HEADERS = {
 }
 
 
-#: Decisions listed on the page.
-DECISIONS_SHOWN = 25
-
-
 class DashboardSource(MetricsSource, Protocol):
     """Interface of the service for the page."""
 
@@ -74,25 +67,24 @@ class Dashboard:
     def __init__(self, source: DashboardSource, fleet: Callable[[], dict[str, Any]]) -> None:
         self._source = source
         self._fleet = fleet
-        self._series = Series(source.history)
-        self._accuracy = Accuracy(source.history)
+        self._made: Snapshots | None = None
         self._levels = Levels()
         self._queues = QueueMemory()
         self._timer: asyncio.TimerHandle | None = None
-        self.events = EventStream(lambda: msgspec.json.encode(self.snapshot()))
         files = {path: _file_handler(*file) for path, file in _FILES.items()}
         #: The handlers that ask for no token.
         self.public = tuple(files.values())
         self.routes = [
             *(web.get(path, handler) for path, handler in files.items()),
             web.get("/v1/status", self._get_status),
-            web.get("/v1/events", self.events.serve, allow_head=False),
+            web.get("/v1/events", self._events, allow_head=False),
             web.get(r"/v1/decisions/{lease:\d{1,18}}", self._get_decision),
         ]
 
     async def close(self, _: web.Application) -> None:
         """End the streams and the sampling."""
-        self.events.close()
+        if self._made is not None:
+            self._made.events.close()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -107,46 +99,28 @@ class Dashboard:
         self._levels.sample(source.scheduler, now)
         self._queues.look(source.scheduler.queue.by_model(), now)
 
-    def status(self) -> dict[str, Any]:
-        """The body of `GET /v1/status`."""
-        source = self._source
-        return status(source.scheduler, pools(source.scheduler), source.history, self._queues, source.now())
+    @property
+    def _snapshots(self) -> Snapshots:
+        """Maker of what the page shows; imported when one is open."""
+        if self._made is None:
+            from hetlb.proxy.dashboard.snapshot import Snapshots
+
+            self._made = Snapshots(self._source, self._fleet, self._levels, self._queues)
+        return self._made
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        return await self._snapshots.events.serve(request)
 
     async def _get_status(self, _: web.Request) -> web.Response:
-        return web.Response(body=msgspec.json.encode(self.status()), content_type="application/json")
-
-    def snapshot(self) -> dict[str, Any]:
-        """One event of the stream: all that the page shows, at one moment."""
-        source = self._source
-        scheduler, now = source.scheduler, source.now()
-        fleet = self._fleet()
-        for model in fleet["models"]:
-            for instance in model["instances"]:
-                counted = source.totals.instances.get(instance["name"])
-                instance["model_factors"] = None if counted is None else counted.model_factors()
-        oldest_at = scheduler.queue.oldest_at()
-        fleet["queue"]["models"] = scheduler.queue.by_model()
-        fleet["queue"]["oldest_s"] = None if oldest_at is None else now - oldest_at
-        return {
-            "version": hetlb.__version__,
-            "clock_s": now,
-            "policies": list(POLICIES),
-            "registration": source.registration,
-            "decisions": {
-                "total": source.totals.decisions,
-                "last": newest(source.decisions, DECISIONS_SHOWN, source.tokens_so_far),
-            },
-            "fleet": fleet,
-            "status": self.status(),
-            "balance": balance.documents(scheduler, source.history, pools(scheduler), now),
-            "series": {**self._series.document(now), **self._levels.document(now)},
-            "accuracy": self._accuracy.document(),
-        }
+        body = msgspec.json.encode(self._snapshots.status())
+        return web.Response(body=body, content_type="application/json")
 
     async def _get_decision(self, request: web.Request) -> web.Response:
         dispatch = await self._source.decision(int(request.match_info["lease"]))
         if dispatch is None:
             raise web.HTTPNotFound(text="this decision is not kept any more")
+        from hetlb.proxy.dashboard.decisions import decision_document
+
         body = msgspec.json.encode(decision_document(dispatch, self._source.tokens_so_far))
         return web.Response(body=body, content_type="application/json")
 

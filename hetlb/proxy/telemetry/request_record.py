@@ -6,13 +6,15 @@ request has ended. Every count has one home here, so that all readers give the s
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hetlb.core.types import Lease, Outcome, Request
 from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http.endpoints import Kind
-from hetlb.proxy.limits import Ticket
-from hetlb.proxy.telemetry.trace_context import Trace
+
+if TYPE_CHECKING:
+    from hetlb.proxy.limits import Ticket
+    from hetlb.proxy.telemetry.trace_context import Trace
 
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
 _QUEUED: Final = Phase.QUEUED

@@ -11,7 +11,8 @@ from proxy.dashboard.rows import ended
 
 from hetlb.core.types import Outcome
 from hetlb.proxy.dashboard import figures
-from hetlb.proxy.dashboard.figures import BIN_S, BINS, POINTS, Accuracy, Levels, Series
+from hetlb.proxy.dashboard.figures import POINTS, Accuracy, Series
+from hetlb.proxy.dashboard.samples import BIN_S, BINS, Levels
 from hetlb.proxy.telemetry.history import History
 
 

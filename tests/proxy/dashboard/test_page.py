@@ -19,7 +19,7 @@ from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, chunk
 
 from hetlb.proxy.dashboard import event_stream as events
 from hetlb.proxy.dashboard.event_stream import EventStream
-from hetlb.proxy.dashboard.routes import DECISIONS_SHOWN
+from hetlb.proxy.dashboard.snapshot import DECISIONS_SHOWN
 
 FILES = {
     "/": "text/html; charset=utf-8",

@@ -1,0 +1,73 @@
+"""Events of the page's stream: all that the page shows, at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+import hetlb
+from hetlb.core.policies.registry import POLICIES
+from hetlb.proxy.dashboard import balance
+from hetlb.proxy.dashboard.decisions import newest
+from hetlb.proxy.dashboard.event_stream import EventStream
+from hetlb.proxy.dashboard.figures import Accuracy, Series
+from hetlb.proxy.dashboard.routes import DashboardSource, pools
+from hetlb.proxy.dashboard.samples import Levels, QueueMemory
+from hetlb.proxy.fleet_status import status
+
+#: Decisions listed on the page.
+DECISIONS_SHOWN: Final = 25
+
+
+class Snapshots:
+    """Maker of events and of the status over `source`; `fleet` gives the body of `GET /v1/fleet`."""
+
+    def __init__(
+        self,
+        source: DashboardSource,
+        fleet: Callable[[], dict[str, Any]],
+        levels: Levels,
+        queues: QueueMemory,
+    ) -> None:
+        self._source = source
+        self._fleet = fleet
+        self._levels = levels
+        self._queues = queues
+        self._series = Series(source.history)
+        self._accuracy = Accuracy(source.history)
+        self.events = EventStream(lambda: msgspec.json.encode(self.event()))
+
+    def status(self) -> dict[str, Any]:
+        """The body of `GET /v1/status`."""
+        source = self._source
+        return status(source.scheduler, pools(source.scheduler), source.history, self._queues, source.now())
+
+    def event(self) -> dict[str, Any]:
+        """One event of the stream: all that the page shows, at one moment."""
+        source = self._source
+        scheduler, now = source.scheduler, source.now()
+        fleet = self._fleet()
+        for model in fleet["models"]:
+            for instance in model["instances"]:
+                counted = source.totals.instances.get(instance["name"])
+                instance["model_factors"] = None if counted is None else counted.model_factors()
+        oldest_at = scheduler.queue.oldest_at()
+        fleet["queue"]["models"] = scheduler.queue.by_model()
+        fleet["queue"]["oldest_s"] = None if oldest_at is None else now - oldest_at
+        return {
+            "version": hetlb.__version__,
+            "clock_s": now,
+            "policies": list(POLICIES),
+            "registration": source.registration,
+            "decisions": {
+                "total": source.totals.decisions,
+                "last": newest(source.decisions, DECISIONS_SHOWN, source.tokens_so_far),
+            },
+            "fleet": fleet,
+            "status": self.status(),
+            "balance": balance.documents(scheduler, source.history, pools(scheduler), now),
+            "series": {**self._series.document(now), **self._levels.document(now)},
+            "accuracy": self._accuracy.document(),
+        }

@@ -1,0 +1,112 @@
+"""A plain `hetlb serve` imports what every fleet needs; what only some fleets use is imported by those."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+import yaml
+from helpers import HANG_S
+from proxy.services import Engine
+from proxy.upstreams import STREAM
+
+ROOT = Path(__file__).parents[2]
+#: Runs a command and writes the names of all modules that it imported.
+RECORDED = """
+import sys
+from pathlib import Path
+from hetlb.cli.main import main
+code = main(sys.argv[2:])
+Path(sys.argv[1]).write_text(" ".join(sys.modules))
+sys.exit(code)
+"""
+#: Rooms that a plain `serve` may import, and of `cli` only what it says.
+ROOMS = {"addresses", "build", "cli", "config", "core", "errors", "extras", "pages", "proxy", "turns"}
+OF_CLI = {"hetlb.cli", "hetlb.cli.flags", "hetlb.cli.main", "hetlb.cli.serve"}
+#: What only some fleets, requests or readers of a page need.
+ON_DEMAND = {
+    "config": ("profile_file",),
+    "core": ("block_index", "eventlog", "paths", "remote_leases", "shared_view"),
+    "core.policies": ("baselines", "pairs", "planned"),
+    "proxy": (
+        "event_log", "fleet_status", "kv_events", "kv_transfers", "leader", "limits",
+        "realtime", "registration", "sharing", "state_file",
+    ),
+    "proxy.dashboard": ("balance", "decisions", "event_stream", "figures", "snapshot"),
+    "proxy.discovery": ("configured",),
+    "proxy.http": ("multipart", "split_bodies"),
+    "proxy.telemetry": ("trace_context", "tracing"),
+}  # fmt: skip
+#: Lines of all modules that a plain `serve` may import.
+MOST_LINES = 24_600
+
+
+async def a_plain_serve(folder: Path) -> set[str]:
+    """Modules that `serve` has imported by its end: a stream, a page of metrics, a state of the fleet."""
+    modules, fleet = folder / "modules", folder / "fleet.yaml"
+    async with Engine(STREAM) as engine:
+        document = {"version": 1, "models": [{"name": "m", "instances": [{"name": "a", "url": engine.url}]}]}
+        fleet.write_text(yaml.safe_dump(document))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", RECORDED, str(modules),
+            "serve", "--config", str(fleet), "--port", "0", "--admin-port", "0",
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
+        assert process.stdout is not None
+        async with asyncio.timeout(HANG_S), aiohttp.ClientSession() as session:
+            said = [await process.stdout.readline()]
+            while b" ready on " not in said[-1]:
+                assert said[-1], b"".join(said)
+                said.append(await process.stdout.readline())
+            main, admin = (f"http://127.0.0.1:{port}" for port in re.findall(r":(\d+)\b", said[-1].decode()))
+            body = {"model": "m", "prompt": "hi", "stream": True}
+            async with session.post(f"{main}/v1/completions", json=body) as reply:
+                assert b"tok" in await reply.read()
+            for path in ("/metrics", "/readyz", "/v1/fleet"):
+                async with session.get(admin + path) as reply:
+                    assert reply.status == 200
+            process.terminate()
+            assert await process.wait() == 0
+    return set(modules.read_text().split())
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    return asyncio.run(a_plain_serve(tmp_path_factory.mktemp("plain")))
+
+
+@pytest.fixture
+def imported(loaded: set[str]) -> set[str]:
+    """Modules of hetlb itself."""
+    return {name for name in loaded if name.split(".")[0] == "hetlb"}
+
+
+def test_it_imports_these_rooms_alone(imported: set[str]) -> None:
+    assert {name.split(".")[1] for name in imported - {"hetlb"}} <= ROOMS
+    assert {name for name in imported if name.startswith("hetlb.cli")} == OF_CLI
+
+
+def test_what_few_fleets_need_is_imported_by_those(imported: set[str]) -> None:
+    few = [f"hetlb.{room}.{name}" for room, names in ON_DEMAND.items() for name in names]
+    found = {each for each in imported if any(f"{each}.".startswith(f"{name}.") for name in few)}
+    assert found == set()
+    for name in few:  # a module that was renamed is none
+        path = ROOT / name.replace(".", "/")
+        assert path.is_dir() or path.with_suffix(".py").exists(), name
+
+
+def test_it_needs_no_package_of_an_extra(loaded: set[str]) -> None:
+    assert loaded.isdisjoint({"dns", "grpc", "matplotlib", "opentelemetry", "redis", "tokenizers"})
+
+
+def test_it_is_small(imported: set[str]) -> None:
+    lines = 0
+    for name in imported:
+        path = ROOT / name.replace(".", "/")
+        source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        lines += source.read_text().count("\n")
+    assert lines <= MOST_LINES
