@@ -161,7 +161,7 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     trusted_proxies: tuple[str, ...] = ()
     cors_origins: tuple[OriginText, ...] = ()
     heartbeat_s: NonNegative = 0.0
-    resume: Resume = "ids"
+    resume: Resume = False
     max_connections: PositiveInt | None = None
     workers: Annotated[int, msgspec.Meta(ge=1, le=MOST_WORKERS)] = 1
 

@@ -432,7 +432,7 @@ async def test_an_engine_that_drops_a_request_is_replaced_once(start: Start, die
 )
 async def test_answers_that_are_none_are_a_502_and_not_tried_again(start: Start, script: Any) -> None:
     async with Upstream(script) as one, Upstream(script) as two:
-        proxy = await start(one.url, two.url, resume=False)  # else half a head is tried again
+        proxy = await start(one.url, two.url)
         answer = await ask(proxy, post(ASK_STREAM))
         assert (answer.status, answer.headers["x-should-retry"]) == (502, "false")
         assert len(one.visits) + len(two.visits) == 1
