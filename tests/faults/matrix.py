@@ -51,7 +51,9 @@ ROWS = {
         "dies in the middle of a stream", "what came, an error event, no end", "a failure; never run again"
     ),
     "U12": Row(
-        "more or fewer bytes than its length says", "cut visibly, with `resume: ids` once more elsewhere; surplus dropped", "the connection goes"
+        "more or fewer bytes than its length says",
+        "cut visibly, with `resume: ids` once more elsewhere; surplus dropped",
+        "the connection goes",
     ),
     "U13": Row("a body without length is cut", "an error event, no end", "a failure"),
     "U14": Row(
