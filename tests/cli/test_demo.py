@@ -175,7 +175,9 @@ def test_an_engine_that_dies_is_one_line_and_status_1(demo: Any) -> None:
 
 def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--num-prompts", "0"]) == 2
-    assert capsys.readouterr().err == "hetlb demo: --num-prompts: expected at least 1, got 0\n"
+    assert capsys.readouterr().err == (
+        "hetlb demo: --num-prompts: expected a whole number from 1, got 0 (see hetlb demo --help)\n"
+    )
 
 
 # --- the workload it brings along ---------------------------------------------------------------------

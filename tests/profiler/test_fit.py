@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.core.eventlog import _latency
+from hetlb.core.eventlog import _read
 from hetlb.core.latency import LatencyModel
 from hetlb.core.step_times import PnormPrefill, PrefillGrid
 from hetlb.errors import ProfileError
@@ -206,9 +206,9 @@ def test_the_better_form_times_iterations_and_the_paper_keeps_its_constants() ->
 def test_an_event_log_keeps_the_better_form() -> None:
     grid = PrefillGrid((1, 16), (128, 4096), ((0.1, 0.0), (0.0, -0.1)))
     model = LatencyModel(1, 2, 3, 4, 5, 6, 7, 8, PnormPrefill(0.01, 1e-4, 1e-9, 2.0, grid))
-    assert _latency(json.loads(json.dumps(asdict(model)))) == model
+    assert _read(LatencyModel, json.loads(json.dumps(asdict(model)))) == model
     old = {f"k{i}": float(i) for i in range(1, 9)}
-    assert _latency(old) == LatencyModel(1, 2, 3, 4, 5, 6, 7, 8)
+    assert _read(LatencyModel, old) == LatencyModel(1, 2, 3, 4, 5, 6, 7, 8)
 
 
 def test_long_prompts_are_read_by_their_own_slope() -> None:

@@ -97,6 +97,8 @@ async def test_the_time_before_the_engine_has_a_request_is_fitted(
     assert host.request_s > 0.045
 
 
+# Measures step times: on a busy machine a sample may be refused.
+@pytest.mark.slow
 async def test_mixed_steps_are_measured_in_the_corners_of_a_large_engine(
     start: Start, tmp_path: Path
 ) -> None:
@@ -201,6 +203,8 @@ async def test_a_batch_that_is_preempted_is_left_out(start: Start, tmp_path: Pat
     )
 
 
+# Measures step times: on a busy machine a sample may be refused.
+@pytest.mark.slow
 async def test_decodes_whose_last_blocks_are_read_again_run_before_the_prompt_comes(
     start: Start, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ WAITING = 40
 PROFILE = f"""
 version: 1
 name: small
-engine: {{kv_cache_tokens: {150 * STREAMS}, max_num_seqs: {2 * STREAMS}, block_size: 16}}
+engine: {{kv_cache_tokens: {130 * STREAMS}, max_num_seqs: {2 * STREAMS}, block_size: 16}}
 prefill: {{k1: 1.1e-4, k2: 1.0e-3, k3: 0.0, k4: 1.0e-2}}
 decode: {{k5: 5.0e-8, k6: 6.0e-5, k7: 0.0, k8: 1.3e-2}}
 """
