@@ -155,7 +155,7 @@ ANSWERS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4000)), min_
 def taught(answers: list[tuple[str, int]]) -> OnlinePredictor:
     predictor = OnlinePredictor()
     for tenant, length in answers:
-        predictor.observe(request(1, tenant=tenant), length)
+        predictor.observe(request(1, tenant=tenant, max_tokens=None), length)
     return predictor
 
 
@@ -222,7 +222,7 @@ def test_what_is_restored_predicts_and_learns_as_what_was_saved(
     for more in ([], later):
         for tenant, length in more:
             for predictor in (saved, restored):
-                predictor.observe(request(1, tenant=tenant), length)
+                predictor.observe(request(1, tenant=tenant, max_tokens=None), length)
         for name in ("a", "b", "new", None):
             asked = request(1, max_tokens=cap, tenant=name)
             expected = pytest.approx(restored.outlook(asked), rel=1e-6)
