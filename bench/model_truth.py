@@ -250,7 +250,8 @@ def closed_loops(data: Path) -> tuple[str, str]:
         right, pairs = order(each)
         errors_of = [percent(fmean(before)), percent(fmean(now)), f"{100 * fmean(map(abs, now)):.1f}"]
         found.append([model, str(len(each)), *errors_of, f"{right} of {pairs}"])
-    right, pairs = (sum(counts) for counts in zip(*(order(each) for each in by_model.values()), strict=True))
+    orders = [order(each) for each in by_model.values()]
+    right, pairs = sum(each for each, _ in orders), sum(each for _, each in orders)
     found.append(["all", str(len(rows)), "", "", "", f"{right} of {pairs}"])
     header = [
         "model",

@@ -166,6 +166,8 @@ def _bucket(tokens: int) -> int:
     return _EXACT + shift * _PER_DOUBLING + ((tokens >> (shift + 1)) - 8)
 
 
+#: Longest length that is told apart: engines and peers may say any.
+_MOST_LENGTH: Final = 1 << 31
 #: Weight halves after about this many observations, so that a change of traffic is followed.
 HALF_LIFE: Final = 2000
 _GROWTH = 2.0 ** (1.0 / HALF_LIFE)
@@ -196,7 +198,7 @@ class _Histogram:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        size = _bucket(1 << 31) + 1
+        size = _bucket(_MOST_LENGTH) + 1
         self._counts = [0.0] * size
         self._totals = [0.0] * size
         #: The buckets that hold something, ascending; the sums end with the last of them.
@@ -259,7 +261,7 @@ class _Histogram:
             return self._cum_totals[-1] / n, n / self._unit
         known = self._below.get(cap)
         if known is None:
-            index = _bucket(min(cap, 1 << 31))
+            index = _bucket(min(cap, _MOST_LENGTH))
             last = min(index, len(self._cum_counts)) - 1
             known = (index, self._cum_counts[last], self._cum_totals[last]) if index else (0, 0.0, 0.0)
             self._below[cap] = known
@@ -382,7 +384,7 @@ class OnlinePredictor(Predictor):
         return self.outlook(request)[1]
 
     def observe(self, request: Request, output_tokens: float) -> None:
-        tokens = max(1, round(output_tokens))
+        tokens = min(max(1, round(output_tokens)), _MOST_LENGTH)
         histogram, own = self._by_model.get(request.model), self._tenant(request)
         if histogram is None:
             histogram = self._by_model[request.model] = _Histogram()

@@ -159,6 +159,11 @@ def taught(answers: list[tuple[str, int]]) -> OnlinePredictor:
     return predictor
 
 
+def test_a_length_beyond_all_sense_is_the_longest() -> None:
+    predictor = taught([("a", 5_555_555_555_555_555)])
+    assert predictor.outlook(request(1, max_tokens=100))[0] <= 100
+
+
 @given(ANSWERS, st.one_of(st.none(), st.integers(1, 5000)))
 def test_a_tenant_s_prediction_lies_between_its_own_mean_and_the_model_s(
     answers: list[tuple[str, int]], cap: int | None
