@@ -352,8 +352,8 @@ PREFIXES: tuple[tuple[Reader, bytes], ...] = (
     (yaml, b"models: ["),
 )
 #: Of an input given many times over: its sizes, and the passes that a byte may cost. Coverage slows down what
-#: it covers, and a whole request in a few bytes is work of its own: WebSocket frames of two bytes cost 90 passes,
-#: flat over three doublings, and 650 under coverage.
+#: it covers, and a whole request in a few bytes is work of its own: WebSocket frames of two bytes cost 90
+#: passes, flat over three doublings, and 650 under coverage.
 SMALL, FUZZ_PASSES = 64 << 10, 800.0
 #: Twice the bytes cost at most so many times as much here: coverage blurs small sizes, quadratic is 4.
 FUZZ_GROWTH = 3.0
