@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import socket
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from hetlb.core.health import HealthParams
@@ -117,6 +119,27 @@ def free_port() -> int:
 
 #: So many turns of the loop are given without a pause: what needs more waits for time to pass.
 _TURNS = 2000
+
+
+@contextlib.asynccontextmanager
+async def turns_are_short() -> AsyncIterator[None]:
+    """Check that no turn of the event loop takes a tenth of the CPU that all of them take meanwhile."""
+    gaps: list[float] = []
+    over = asyncio.Event()
+
+    async def look() -> None:
+        while not over.is_set():
+            before = time.thread_time()
+            await asyncio.sleep(0)
+            gaps.append(time.thread_time() - before)
+
+    looking = asyncio.create_task(look())
+    try:
+        yield
+    finally:
+        over.set()
+        await looking
+    assert max(gaps) < sum(gaps) / 10, f"{max(gaps):.3f} of {sum(gaps):.3f} s at once"
 
 
 async def turns_until(holds: Callable[[], bool], limit_s: float = HANG_S) -> None:

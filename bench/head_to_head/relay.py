@@ -36,7 +36,7 @@ _PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
 class Selector(Protocol):
-    """Where a request goes; told of its first token and of its end."""
+    """Choice of a server for each request; told of its first token and of its end."""
 
     async def begin(self) -> None:
         """Learn of the engines."""

@@ -140,7 +140,7 @@ def _cell(record: Record, fleet: Fleet, traffic: Traffic, name: str) -> str:
 
 
 def behind(document: dict[str, Any]) -> str:
-    """Where hetlb with or without profiles is behind the best other router, the worst first."""
+    """Cases in which hetlb with or without profiles is behind the best other router, the worst first."""
     found = []
     for own, fleet, traffic, figure, ratio, other in _ratios(Record(document)):
         if ratio < 1.0 - CLOSE:

@@ -119,7 +119,7 @@ def gains(problem: Problem) -> dict[str, Any]:
 
 
 def prices(bench: Bench) -> list[dict[str, Any]]:
-    """What mixing gains where nothing is scarce, over the price of an H100."""
+    """Gain of mixing where nothing is scarce, over the price of an H100."""
     rows = []
     for key, trace, budget, factor in itertools.product(KEYS, TRACES, BUDGETS, PRICES):
         problem = bench.table(key, trace, budget, "avail1").problem

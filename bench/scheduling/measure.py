@@ -377,7 +377,7 @@ def mishaps(runs: Runs, full: dict[tuple[str, str], float]) -> list[Any]:
     return table
 
 
-#: What is missing, by the name of the row: first from zero, one by one, then each alone.
+#: Ingredients left out, by the name of the row: first from zero, one by one, then each alone.
 ABLATIONS = {
     "from zero: `own_s`, bound on arrival": "hold,first_token_s,others_s,room",
     "+ room (late binding)": "hold,first_token_s,others_s",

@@ -183,18 +183,8 @@ class _Histogram:
     """
 
     __slots__ = (
-        "_below",
-        "_counts",
-        "_cum_counts",
-        "_cum_totals",
-        "_fresh",
-        "_moved",
-        "_quantile",
-        "_room",
-        "_totals",
-        "_unit",
-        "_used",
-        "seen",
+        "_below", "_counts", "_cum_counts", "_cum_totals", "_fresh", "_moved",
+        "_quantile", "_room", "_totals", "_unit", "_used", "seen",
     )  # fmt: skip
 
     def __init__(self) -> None:

@@ -227,8 +227,7 @@ class Exchange(RequestRecord):
         """
         answer = self.answer
         stream = None if answer is None else answer.stream
-        passed = b"" if stream is None else stream.pass_text(chunks)
-        if stream is None or not passed:
+        if stream is None or not (passed := stream.pass_text(chunks)):
             return False
         self.response.write(passed)
         self.since = now = self._now()

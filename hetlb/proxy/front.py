@@ -58,10 +58,7 @@ class Front:
         self._driver = driver
         self._fleet = fleet
         self.server = server
-        server.secure(access)
-        self.server.router.names = ModelNames.of(fleet.written) or None
-        self.server.router.classes = ServiceClasses(fleet.service_classes) or None
-        self.server.router.resume = fleet.resume
+        self._apply(fleet, access)
         self._tracing: Tracing | None = None
         if fleet.file.tracing is not None:
             from hetlb.proxy.telemetry.tracing import Tracing
@@ -87,10 +84,15 @@ class Front:
         """New limits, keys and certificates, for what begins from now on."""
         self._driver.configure(fleet.file.proxy)
         self.server.configure(fleet.file.proxy)
+        self._apply(fleet, access)
+
+    def _apply(self, fleet: Fleet, access: Access) -> None:
+        """Give the listener a fleet's keys and certificates, model names, classes and ways of resuming."""
         self.server.secure(access)
-        self.server.router.names = ModelNames.of(fleet.written) or None
-        self.server.router.classes = ServiceClasses(fleet.service_classes) or None
-        self.server.router.resume = fleet.resume
+        router = self.server.router
+        router.names = ModelNames.of(fleet.written) or None
+        router.classes = ServiceClasses(fleet.service_classes) or None
+        router.resume = fleet.resume
 
     def requests_ended(self, ended: Sequence[Exchange]) -> None:
         """Keep and log requests that have their outcome."""

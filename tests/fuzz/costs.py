@@ -74,7 +74,7 @@ class Kept:
 
     @property
     def sharing(self) -> Sharing:
-        """What a process knows of its peers, over a server that is not there."""
+        """Knowledge that a process has of its peers, over a server that is not there."""
         if self._sharing is None:
 
             async def make() -> Sharing:

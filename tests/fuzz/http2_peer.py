@@ -13,7 +13,7 @@ from pick.frames import ACK, GOAWAY, HELLO, PING, frame, next_frame
 from pick.gateway import Gateway, insecure, picker
 from pick.rig import Rig
 
-#: The last frame of every peer: whoever reads so far answers it.
+#: The last frame of every peer: a server that reads so far answers it.
 LAST = b"the last"
 
 

@@ -27,7 +27,7 @@ sys.exit(code)
 #: Rooms that a plain `serve` may import, and of `cli` only what it says.
 ROOMS = {"addresses", "build", "cli", "config", "core", "errors", "extras", "pages", "proxy", "turns"}
 OF_CLI = {"hetlb.cli", "hetlb.cli.flags", "hetlb.cli.main", "hetlb.cli.serve"}
-#: What only some fleets, requests or readers of a page need.
+#: Modules that only some fleets, requests or readers of a page need.
 ON_DEMAND = {
     "config": ("profile_file",),
     "core": ("block_index", "eventlog", "paths", "remote_leases", "shared_view"),
