@@ -152,7 +152,7 @@ class Job:
 
 
 def _jobs(args: argparse.Namespace, recorded: set[tuple[str, str, str, int]]) -> list[Job]:
-    """Jobs that are not recorded yet: one for each router, in another order each round, then the real servers.
+    """Jobs that are not recorded yet: for each router, in another order each round, then the real servers.
 
     These take a minute to start, so that one job has all routers.
     """
