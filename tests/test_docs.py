@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 import shlex
@@ -65,17 +66,22 @@ def test_every_flag_says_what_it_is() -> None:
 
 @pytest.mark.parametrize("outcome", list(Outcome))
 def test_every_outcome_is_described(outcome: Outcome) -> None:
-    assert f"| `{outcome.value}` |" in page("behaviour.md")
+    assert f"| `{outcome.value}` |" in page("reference/states.md")
 
 
 @pytest.mark.parametrize("reason", list(RejectReason))
 def test_every_reason_to_turn_a_request_down_is_described_with_its_outcome(reason: RejectReason) -> None:
-    assert f"| `{reason.value}` | `{REJECTIONS[reason].outcome.value}` |" in page("behaviour.md")
+    assert f"| `{reason.value}` | `{REJECTIONS[reason].outcome.value}` |" in page("reference/states.md")
 
 
-@pytest.mark.parametrize("name", [*POLICIES, *PREDICTORS])
-def test_every_policy_and_predictor_is_described(name: str) -> None:
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_is_described(name: str) -> None:
     assert f"| `{name}` |" in page("scheduling.md")
+
+
+@pytest.mark.parametrize("name", PREDICTORS)
+def test_every_predictor_is_described(name: str) -> None:
+    assert f"| `{name}` |" in page("estimates.md")
 
 
 @pytest.mark.parametrize("form", COMBINE_FORMS)
@@ -150,6 +156,26 @@ def prose_words(text: str) -> int:
     text = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"^\s*\|.*$|(?<=\])\([^)]*\)", "", text, flags=re.MULTILINE)
     return sum(1 for word in text.split() if re.search(r"\w", word))
+
+
+#: Two screens: lines of a guide, folded at 160 columns. Evidence (and what was tried) is looked up, not read.
+LONGEST_GUIDE = 120
+GUIDES = [
+    path
+    for path in sorted((ROOT / "docs").glob("*.md"))
+    if not path.name.startswith("evidence-")
+    and path.name not in ("experiments.md", "head-to-head.md", "proxies.md")
+]
+
+
+def folded_lines(text: str) -> int:
+    return sum(max(1, math.ceil(len(line) / 160)) for line in text.splitlines())
+
+
+def test_a_guide_is_at_most_two_screens() -> None:
+    assert folded_lines("a\n\n" + "b" * 161) == 4
+    lengths = {path.name: folded_lines(path.read_text()) for path in GUIDES}
+    assert {name: lines for name, lines in lengths.items() if lines > LONGEST_GUIDE} == {}
 
 
 def test_the_prose_of_the_docs_stays_within_20_000_words() -> None:

@@ -21,12 +21,14 @@ from hetlb.config.api_keys import ApiKeyTable
 from hetlb.config.cluster import ClusterFile
 from hetlb.config.fleet_tables import FleetFile
 from hetlb.config.profile_file import Profile
+from hetlb.core.engine_metrics import MOST_SERIES
 from hetlb.core.health import transitions_table
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import InstanceSpec
+from hetlb.core.types import CAUSES, InstanceSpec, Outcome
 from hetlb.pick import stream_states
-from hetlb.proxy import ends, exchange_states
+from hetlb.proxy import connection, ends, exchange_states, scrape, upstream
+from hetlb.proxy.http import error_responses, forward_headers, http1, multipart, openai_body, sse
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event
 from hetlb.proxy.telemetry.prometheus import MetricsPage, SharedFigures
@@ -290,8 +292,108 @@ def messages_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _outcome_rows() -> list[tuple[str, ...]]:
+    """Rows of outcomes: status and `x-should-retry` are those of hetlb's own answers, or the words."""
+    words = meanings()["outcomes"]
+    if differ := sorted({each.value for each in Outcome} ^ words.keys()):
+        raise ValueError(f"meanings.yaml: outcomes: {', '.join(differ)}: not both in code and here")
+    own = [each for each in vars(error_responses).values() if isinstance(each, error_responses.Answer)]
+    own += error_responses.REJECTIONS.values()
+    rows = []
+    for outcome in Outcome:
+        entry = words[outcome.value]
+        if isinstance(entry, list):
+            when, status, retry = entry
+        else:
+            answers = [each for each in own if each.outcome == outcome]
+            when, status = entry, ", ".join(sorted({str(each.status) for each in answers}))
+            retry = ", ".join(sorted({str(each.should_retry).lower() for each in answers}))
+        rows.append((f"`{outcome.value}`", CAUSES[outcome.value], when, status, retry))
+    return rows
+
+
+def _kib(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+
+
+def limits_page() -> str:
+    """docs/reference/limits.md."""
+    of_clients = (
+        ("empty lines before a request", f"{connection.MAX_BLANK_LINES}", "400"),
+        (
+            "head",
+            f"{_kib(http1.MAX_HEAD_BYTES)}, {http1.MAX_HEADERS} headers, "
+            f"{_kib(http1.MAX_LINE_BYTES)} a line, `proxy.head_timeout_s`",
+            "431, 408",
+        ),
+        ("`Content-Type`, `Authorization`, `x-api-key`, `api-key`", "one of each", "400"),
+        (
+            "body",
+            "`proxy.max_body_bytes`, `proxy.max_multipart_bytes`, `proxy.body_timeout_s`; "
+            f"no stop of more than {connection._BODY_STOP_S:g} s",
+            "413, 408",
+        ),
+        (
+            "chunks of a body",
+            f"{http1.MAX_SMALL_CHUNKS:,} of any size, the others {http1.LEAST_CHUNK_BYTES} bytes on average",
+            "400",
+        ),
+        ("prompts of a request", f"{openai_body.MAX_PROMPTS:,} strings or lists of token ids", "400"),
+        (
+            "parts of a form, headers of a part",
+            f"{multipart.MAX_PARTS}, {multipart.MAX_PART_LINES} ({_kib(multipart._MAX_PART_HEAD)} together)",
+            "400",
+        ),
+        (
+            "`request_id` in the body of `/v1/responses`",
+            "none: the instance names its answers",
+            "400",
+        ),
+        (
+            "requests behind the one being answered",
+            _kib(connection._MAX_PIPELINED),
+            "they wait in the kernel",
+        ),
+    )
+    of_engines = (
+        ("interim answers (1xx)", f"{upstream.MAX_INTERIM}", "502"),
+        (
+            "head of an answer",
+            f"{_kib(upstream._MAX_HEAD_BYTES)}, {http1.MAX_HEADERS} headers, no control characters",
+            "502",
+        ),
+        ("event of a stream that is held until it is whole", _kib(sse.MAX_HELD_BYTES), "passes in parts"),
+        (
+            "pages that are scraped",
+            f"{_kib(scrape._MAX_PAGE_BYTES)}, `scrape.timeout_s`, {MOST_SERIES:,} lines of one metric",
+            "not read; such metrics once a minute",
+        ),
+    )
+    parts = (
+        "# Limits",
+        "Made by `make reference`. Times run from the first byte and are not restarted.",
+        "## Of a client",
+        "\n".join(_table(("what", "limit", "else"), of_clients)),
+        "## Of an engine",
+        "\n".join(_table(("what", "limit", "else"), of_engines)),
+        "## Headers of clients that engines get",
+        ", ".join(f"`{name.decode()}`" for name in sorted(forward_headers._FORWARDED))
+        + "; those of `proxy.forward_headers`; `x-request-id`, the client's (with a suffix if there are "
+        "keys) or a new one. Beside these the engine gets its own `Host` and, where configured, its own key.",
+        "## Of one turn of the event loop",
+        f"A connection reads at most 256 KiB in a turn, {_kib(connection.TURN_BYTES)} of a chunked body, "
+        f"{_kib(upstream.TURN_BYTES)} of an answer in chunks or events. JSON is decoded in one turn "
+        "(about 3 ns a byte).",
+    )
+    return "\n\n".join(parts) + "\n"
+
+
 def states_page() -> str:
     """docs/reference/states.md."""
+    refused = [
+        (f"`{reason.value}`", f"`{answer.outcome.value}`", str(answer.status))
+        for reason, answer in error_responses.REJECTIONS.items()
+    ]
     parts = (
         "# States",
         "Made by `make reference`, of the tables that the code obeys.",
@@ -303,6 +405,13 @@ def states_page() -> str:
         stream_states.diagram(),
         "## Health of an instance",
         transitions_table(),
+        "## Outcomes",
+        "Every request ends in exactly one; `hetlb_requests_total` counts them with their cause, model, "
+        "phase and class of status. `rate_limited`, `rejected_full`, `no_instance` and `expired_queue` "
+        "have a `Retry-After`.",
+        "\n".join(_table(("outcome", "cause", "when", "status", "`x-should-retry`"), _outcome_rows())),
+        "Reasons for which the scheduler refuses a request, as the event log has them:",
+        "\n".join(_table(("reason", "outcome", "status"), refused)),
         "## Ends of a request",
         ends.table(),
     )
@@ -314,6 +423,7 @@ PAGES = {
     "flags.md": flags_page,
     "metrics.md": metrics_page,
     "events.md": events_page,
+    "limits.md": limits_page,
     "messages.md": messages_page,
     "states.md": states_page,
 }

@@ -195,6 +195,7 @@ class _AdminApi:
                 web.delete("/v1/fleet/instances/{name}", self._unregister),
                 web.put("/v1/fleet/instances/{name}/state", self._set_state),
                 web.put("/v1/fleet/instances/{name}/notice", self._set_notice),
+                web.delete("/v1/fleet/instances/{name}/notice", self._take_notice_back),
                 *self._dashboard.routes,
             ]
         )
@@ -308,6 +309,12 @@ class _AdminApi:
                 f"deadline_s: expected seconds from 0 to {_MOST_NOTICE_S}, or null, got {_short(deadline_s)}"
             )
             return _refuse(400, text)
+        return await self._noticed(name, deadline_s)
+
+    async def _take_notice_back(self, request: web.Request) -> web.Response:
+        return await self._noticed(self._instance(request), None)
+
+    async def _noticed(self, name: str, deadline_s: float | None) -> web.Response:
         self._control.roster.notice(name, deadline_s)
         await self._control.settled()
         return _reply({"name": name, "deadline_s": deadline_s})

@@ -2,7 +2,7 @@
 
 With token ids the engine is given those of the prompt and of the answer so far, as a completion: greedy, it
 says what the first one would have said. By text it is given the words, which another tokenization may part
-otherwise. What of an answer is not known to go on the same way is not resumed (docs/behaviour.md).
+otherwise. What of an answer is not known to go on the same way is not resumed (docs/resume.md).
 """
 
 from __future__ import annotations

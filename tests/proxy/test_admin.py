@@ -190,9 +190,11 @@ async def test_a_notice_holds_until_it_is_taken_back(tmp_path: Path) -> None:
             reply = await running.admin("PUT", path, {"deadline_s": wrong})
             assert reply.status == 400
             assert reply.message.startswith("deadline_s: expected seconds from 0 to 86400, or null, got ")
-        reply = await running.admin("PUT", path, {"deadline_s": None})
-        assert reply.json == {"name": "i0", "deadline_s": None}
-        assert not running.service.driver.leaving
+        for method, body in (("PUT", {"deadline_s": None}), ("DELETE", None)):
+            await running.admin("PUT", path, {"deadline_s": 30})
+            reply = await running.admin(method, path, body)
+            assert reply.json == {"name": "i0", "deadline_s": None}
+            assert not running.service.driver.leaving
         await running.admin("PUT", "/v1/fleet/instances/i0/state", {"state": "drain"})
         await running.admin("PUT", path, {"deadline_s": 30})
         assert not running.service.driver.scheduler.instances[0].routable
