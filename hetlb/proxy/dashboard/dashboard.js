@@ -766,17 +766,21 @@ function candidates(decision) {
   const chosen = all.find((each) => each.instance === decision.chosen);
   const rank = (each) => (each === chosen ? 0 : each.eligible && each.score !== null ? 1 : 2);
   const sorted = all.toSorted((a, b) => rank(a) - rank(b) || (a.score ?? Infinity) - (b.score ?? Infinity));
-  const terms = Array.from(new Set(all.flatMap((each) => Object.keys(each.terms ?? {}))));
+  // Terms that are 0 everywhere are left out; where a policy has none, those of the paper stand.
+  const terms = Array.from(new Set(all.flatMap((each) => Object.keys(each.terms ?? {}))))
+    .filter((name) => all.some((each) => each.terms?.[name]));
   const weight = (name) => all.find((each) => each.weights?.[name] !== undefined)?.weights[name] ?? 1;
   const weighted = (each, name) => (each.terms?.[name] === undefined ? undefined : each.terms[name] * weight(name));
   // Each term as it counts, so that a row adds up to its score.
   const columns = [
     ...terms.map((name) => [`${weight(name) === 1 ? "" : `${weight(name)} × `}${name.replace(/_s$/, " s").replaceAll("_", " ")}`,
       (each) => figure(weighted(each, name))]),
-    ["Ideal batch", (each) => count(each.ideal_batch)],
-    ["Processing s", (each) => figure(each.processing_s)],
+    ...(terms.length ? [] : [
+      ["Batch", (each) => count(each.ideal_batch)],
+      ["Processing s", (each) => figure(each.processing_s)],
+      ["Work s", (each) => figure(each.workload)],
+    ]),
     ["KV reserved", (each) => percent(each.kv_utilization)],
-    ["Work booked s", (each) => figure(each.workload)],
   ].filter(([, cell]) => all.some((each) => cell(each) !== "–"));
   const able = all.filter((each) => each.eligible && each.score !== null).length;
   const why = (each) => {
