@@ -43,6 +43,20 @@ FILES = (
     ("Cluster file", "cluster", ClusterFile),
     ("Latency profile", "profile", Profile),
 )
+PROTOCOL_RULES = """\
+A frame is a length (four bytes, big-endian) and a MessagePack array of messages: all of one turn of the
+event loop. A message is an array: its number, then its fields. Fields may be appended within a version
+and unknown ones are ignored; another version is refused. A frame that breaks the rules closes the
+channel, which for both sides is the death of the other.
+
+- `Hello` comes first, `Instances` before a dispatch to a new one. An `Arrival` is answered once.
+- A request has one lease at a time, with one end. Messages may cross: a relay drops a `Dispatch` of an
+  ended request, whose `Ended` or `Cancelled` gives the lease back. Messages about unknown requests are
+  dropped.
+- The upper bits of a request id (above 32) are the relay's number, which no other relay ever had.
+- When a channel closes, the scheduler process ends that relay's leases as the clients' doing. The relay
+  keeps its streams and gives a new channel its leases in `Hello`, then an `Arrival` per waiting request,
+  oldest first."""
 _WORDS = {str: "text", int: "integer", float: "number", bool: "true, false", types.NoneType: "", Any: "text"}
 
 
@@ -272,7 +286,9 @@ def messages_page() -> str:
     lines = [
         "# Messages between processes",
         "",
-        "Made by `make reference`, for programs that own requests. [The rules](../workers.md#the-protocol).",
+        f"Made by `make reference`, for any program that owns requests. Version {protocol.VERSION}.",
+        "",
+        PROTOCOL_RULES,
     ]
     for title, union in (
         ("From a relay", protocol.FromRelay),

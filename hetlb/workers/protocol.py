@@ -1,4 +1,4 @@
-"""Messages between a relay and the scheduler process, version 2 (rules: docs/workers.md).
+"""Messages between a relay and the scheduler process, version 2 (rules: docs/reference/messages.md).
 
 A relay owns sockets and exchanges, the scheduler process decides. A frame is a length of four bytes
 (big-endian) and a MessagePack array of messages; a message is an array that begins with its number. Fields
