@@ -7,7 +7,8 @@ often one went on elsewhere. Exit status 1 unless all are.
 
 `.venv/bin/python bench/faults/lost_engines.py [--requests 1000] [--workers 2] [--replace] [--save FILE]`
 against four emulated engines, a minute or two; `--vllm MODELS` (of tests/vllm/make_models.py) against three
-vLLM servers on CPU, of which one hangs twice, one gets SIGTERM and that which hung is killed.
+vLLM servers on CPU, of which one hangs twice, one gets SIGTERM and that which hung is killed; it also says
+how many answers the engine that was left alone gives again, with as many others in its batch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ import hetlb.demo
 
 PROFILE = Path(hetlb.demo.__file__).parent / "fast.yaml"
 HETLB = [sys.executable, "-m", "hetlb"]
-ENGINES, CLIENTS = 4, 24
+ENGINES, CLIENTS, REAL_CLIENTS = 4, 24, 2
 #: Seconds between two losses, and until an engine that was lost is there again.
 LOSS_S, AWAY_S = 0.7, 0.5
 WORDS = ("the", "of", "and", "in", "is", "that", "for", "it", "with", "Hello", "Count", "Tell", "me", "story")
@@ -254,11 +255,13 @@ async def clients(url: str, asked: list[Asked], count: int) -> list[tuple[Asked,
     return got
 
 
-async def undisturbed(url: str, rng: random.Random, count: int, model: str, *, real: bool) -> list[Asked]:
+async def undisturbed(
+    url: str, rng: random.Random, count: int, model: str, *, at_once: int, real: bool
+) -> list[Asked]:
     """Requests with what an engine that is left alone answers."""
     pairs = [request(rng, model, real=real) for _ in range(count)]
     blank = Answer("", None, None, False, "")
-    got = await clients(url, [Asked(path, body, blank) for path, body in pairs], 6 if real else CLIENTS)
+    got = await clients(url, [Asked(path, body, blank) for path, body in pairs], at_once)
     assert not [each.error for _, each in got if each.error], [each.error for _, each in got if each.error][
         :3
     ]
@@ -267,6 +270,7 @@ async def undisturbed(url: str, rng: random.Random, count: int, model: str, *, r
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     rng, real = random.Random(args.seed), bool(args.vllm)
+    at_once = args.clients or (REAL_CLIENTS if real else CLIENTS)
     lost: Counter[str] = Counter()
     cuts: list[Cut] = []
     async with contextlib.AsyncExitStack() as stack:
@@ -281,7 +285,9 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
             servers = stack.enter_context(vllm_servers(specs, args.vllm, logs))
         model = servers[0].spec.served_model_name if real else "m"
         urls = [each.url for each in servers or engines[:ENGINES]]
-        asked = await undisturbed(urls[0] if real else engines[-1].url, rng, args.requests, model, real=real)
+        alone = urls[0] if real else engines[-1].url
+        asked = await undisturbed(alone, rng, args.requests, model, at_once=at_once, real=real)
+        again = await clients(alone, asked, at_once) if real else []
         ports = [int(url.rpartition(":")[2]) for url in urls]
         cutters = [await stack.enter_async_context(Cutter(port, cuts)) for port in ports]
         path, url = stack.enter_context(
@@ -304,7 +310,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         tasks.append(asyncio.create_task(cut()))
         if args.replace:
             tasks.append(asyncio.create_task(replace(path, running)))
-        got = await clients(url, asked, 6 if real else CLIENTS)
+        got = await clients(url, asked, at_once)
         for task in tasks:
             task.cancel()
         for each in await asyncio.gather(*tasks, return_exceptions=True):
@@ -330,6 +336,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         "requests": len(got),
         "whole": len(whole),
         "same": len(same),
+        **({"same_if_asked_again": sum(a[:3] == each.whole[:3] for each, a in again)} if real else {}),
         "lost": dict(lost),
         "resumed": [line for line in page if line.startswith("hetlb_requests_resumed_total{")],
         "retries": [line for line in page if line.startswith("hetlb_retries_total")],
@@ -342,6 +349,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--replace", action="store_true", help="another process takes over every 4 s")
     parser.add_argument("--vllm", type=Path, metavar="MODELS", help="three vLLM servers on CPU")
+    parser.add_argument("--clients", type=int, help="requests at a time (24, of vLLM 2)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log", action="store_true", help="show the end of hetlb's log")
     parser.add_argument("--save", type=Path)

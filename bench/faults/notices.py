@@ -2,10 +2,11 @@
 
 Shows: four emulated engines carry 80 % of the requests that they have slots for; every few seconds one of
 them is given a notice (`PUT /v1/fleet/instances/NAME/notice`), is killed at its deadline and comes back.
-Answers take longer than the deadline, a tenth of the usual 30 s. Exit status 1 unless all answers are whole
-and at most 5 % of the tokens were generated twice, by the engines' own counts.
+Answers take longer than the deadline, 3 s or what `--deadline` says: the engines' time goes with it. Exit
+status 1 unless all answers are whole and at most 5 % of the tokens were generated twice, by the engines' own
+counts.
 
-`.venv/bin/python bench/faults/notices.py [--requests 400] [--workers 2] [--save FILE]`
+`.venv/bin/python bench/faults/notices.py [--requests 400] [--deadline 30] [--workers 2] [--save FILE]`
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from lost_engines import PROFILE, Engine, clients, fleet_file, serve, undisturbed
+from lost_engines import CLIENTS, PROFILE, Engine, clients, fleet_file, serve, undisturbed
 
 ENGINES, SLOTS, LOAD = 4, 8, 0.8
-#: Seconds of a notice, between two of them, and until the engine is there again.
-DEADLINE_S, EVERY_S, AWAY_S = 3.0, 2.0, 1.0
+#: Of a notice's seconds: those between two of them, and those until the engine is there again.
+BETWEEN, AWAY = 0.67, 0.33
 _GENERATED = re.compile(r"^vllm:generation_tokens_total(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
 
 
@@ -39,27 +40,32 @@ async def generated(session: aiohttp.ClientSession, engine: Engine) -> int:
 
 
 async def leave(
-    engines: list[Engine], admin: str, rng: random.Random, counts: dict[str, int], over: asyncio.Event
+    engines: list[Engine],
+    admin: str,
+    deadline_s: float,
+    rng: random.Random,
+    counts: dict[str, int],
+    over: asyncio.Event,
 ) -> None:
     """Give notice to one engine after the other, kill it at its deadline, and have it back."""
     async with aiohttp.ClientSession() as session:
 
-        async def put(number: int, deadline_s: float | None) -> None:
+        async def put(number: int, left_s: float | None) -> None:
             path = f"{admin}/v1/fleet/instances/i{number}/notice"
-            async with session.put(path, json={"deadline_s": deadline_s}) as reply:
+            async with session.put(path, json={"deadline_s": left_s}) as reply:
                 assert reply.status == 200, await reply.text()
 
         while not over.is_set():
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(BETWEEN * deadline_s)
             number = rng.randrange(len(engines))
             engine = engines[number]
-            await put(number, DEADLINE_S)
-            await asyncio.sleep(DEADLINE_S - 0.1)
+            await put(number, deadline_s)
+            await asyncio.sleep(deadline_s - 0.1)
             counts["generated"] += await generated(session, engine)
             counts["notices"] += 1
             engine.send(signal.SIGKILL)
             await engine.gone()
-            await asyncio.sleep(AWAY_S)
+            await asyncio.sleep(AWAY * deadline_s)
             await engine.start()
             await put(number, None)
         for engine in engines:
@@ -71,20 +77,21 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     async with contextlib.AsyncExitStack() as stack:
         profile = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "profile.yaml"
         profile.write_text(PROFILE.read_text().replace("max_num_seqs: 32", f"max_num_seqs: {SLOTS}"))
-        engines = [Engine(profile, "--time-scale", "3") for _ in range(ENGINES)]
+        engines = [Engine(profile, "--time-scale", str(args.deadline)) for _ in range(ENGINES)]
         whole = Engine(PROFILE)
         for engine in [whole, *engines]:
             stack.callback(engine.end)
             await engine.start()
-        asked = await undisturbed(whole.url, rng, args.requests, "m", real=False)
-        path, url = stack.enter_context(fleet_file([each.url for each in engines], args.workers, "m"))
+        asked = await undisturbed(whole.url, rng, args.requests, "m", at_once=CLIENTS, real=False)
+        urls = [each.url for each in engines]
+        path, url = stack.enter_context(fleet_file(urls, args.workers, "m", args.deadline / 3.0))
         process = serve(path)
         stack.callback(process.kill)
         assert process.stdout is not None
         await asyncio.to_thread(process.stdout.readline)
         admin = f"http://127.0.0.1:{json.loads(path.read_text())['admin']['port']}"
         over = asyncio.Event()
-        leaving = asyncio.create_task(leave(engines, admin, rng, counts, over))
+        leaving = asyncio.create_task(leave(engines, admin, args.deadline, rng, counts, over))
         got = await clients(url, asked, round(LOAD * ENGINES * SLOTS))
         over.set()
         await leaving
@@ -98,6 +105,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         "errors": len(errors),
         "other": wrong - len(errors),
         "notices": counts["notices"],
+        "deadline_s": args.deadline,
         "tokens": needed,
         "generated_twice": round(counts["generated"] / needed - 1.0, 4),
         "first_errors": errors[:3],
@@ -108,6 +116,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Engines leave after a notice.")
     parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--deadline", type=float, default=3.0, help="seconds of a notice")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save", type=Path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from hetlb.proxy.http.sse import MAX_HELD_BYTES, SseWatcher, TextShape, text_events, text_shape, without_ids
+from hetlb.proxy.http.sse import MAX_HELD_BYTES, SseWatcher, TextShape, pass_events, text_shape
 from hetlb.proxy.telemetry.histograms import FINE_MS, GapHistogram
 
 if TYPE_CHECKING:
@@ -71,14 +71,13 @@ class StreamedAnswer(SseWatcher):
         shape = self._shape
         if shape is None:
             return b""
-        events = text_events(chunks, shape)
-        if not events:
-            return b""
-        self.events += events
-        raw = self._raw
-        if raw is not None:
-            raw.append(chunks)
-        return without_ids(chunks, shape) if self._hides_ids else chunks
+        events, passed = pass_events(chunks, shape)
+        if events:
+            self.events += events
+            raw = self._raw
+            if raw is not None:
+                raw.append(chunks)
+        return passed
 
     def text_came(self, now: float) -> None:
         """Text came. Called for about every token."""
@@ -120,8 +119,11 @@ class StreamedAnswer(SseWatcher):
         """Look at what was passed on for the shape of the next events of text."""
         # The first event of a chat only says who speaks: it is no text.
         if self.between and self.events > 1 and self.seam is None:
-            self._shape = text_shape(self._with_ids + b"\n\n" if self._hides_ids else passed)
-            self._with_ids = b""
+            if self._hides_ids:
+                self._shape = text_shape(self._with_ids + b"\n\n", hide_ids=True)
+                self._with_ids = b""
+            else:
+                self._shape = text_shape(passed)
 
     def _pass_on(self, event: bytes) -> bytes:
         progress, seam = self.progress, self.seam

@@ -101,3 +101,10 @@ def test_wherever_it_is_cut_the_answer_is_the_same(
     assert {tuple(each["choices"][0]) for each in seen} == {tuple(each["choices"][0]) for each in whole}
     assert [bool(each["choices"][0]["token_ids"]) for each in seen] == [not hides] * len(seen)
     assert all(each["choices"][0]["prompt_token_ids"] is None for each in seen) or not hides
+
+
+def test_an_engine_that_was_asked_for_ids_and_gives_none_is_passed_on_unchanged() -> None:
+    stream = StreamedAnswer(True, 0, Progress(), None, True)
+    choice = {"index": 0, "text": "a", "logprobs": None, "finish_reason": None}
+    event = b"data: " + json.dumps({"id": "x", "choices": [choice]}, separators=(",", ":")).encode() + b"\n\n"
+    assert [passed(stream, event) for _ in range(5)] == [event] * 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.proxy.http.http1 import ChunkedDecoder
-from hetlb.proxy.http.sse import MAX_HELD_BYTES, SseWatcher, TextShape, text_events, text_shape, usage_in_tail
+from hetlb.proxy.http.sse import MAX_HELD_BYTES, SseWatcher, TextShape, pass_events, text_shape, usage_in_tail
 
 DATA = Path(__file__).parents[1] / "vllm" / "data"
 USAGE = '"usage":{"prompt_tokens":21,"total_tokens":26,"completion_tokens":5}'
@@ -228,6 +229,7 @@ def test_the_shape_of_the_events_of_a_stream() -> None:
         TEXT[:-3] + b',"usage":{"prompt_tokens":1}}\n\n',
         b'data: {"id":1}\n\nevent: {"choices":[{}]}\n\n',
         b'data: {"id":"' + b"x" * 2000 + b'","choices":[{}]}\n\n',
+        TEXT[:-2] + b"\nid: 7\n\n",
     ):
         assert text_shape(other) is None
 
@@ -259,16 +261,30 @@ def test_the_shape_of_the_events_of_a_stream() -> None:
     ],
 )
 def test_events_of_text_that_may_pass_as_they_stand(chunks: bytes, events: int) -> None:
-    assert text_events(chunks, shape_of(TEXT)) == events
+    assert pass_events(chunks, shape_of(TEXT)) == (events, chunks if events else b"")
 
 
-def test_events_of_text_with_token_ids_may_pass_as_they_stand() -> None:
-    shape = shape_of(WITH_IDS)
-    assert text_events(spelt(WITH_IDS, MORE_IDS), shape) == 2
-    assert text_events(spelt(WITH_IDS, TEXT), shape) == 0
-    assert text_events(spelt(MORE_IDS.replace(b"[6]", b"null")), shape) == 0
-    assert text_events(spelt(MORE_IDS.replace(b"[6]", b'"6"]')), shape) == 0
-    assert text_events(spelt(TEXT_NO_USAGE, TEXT_NO_USAGE), shape_of(TEXT_NO_USAGE)) == 2
+@pytest.mark.parametrize("hide_ids", [False, True])
+def test_events_of_text_with_token_ids_may_pass_by_their_shape(hide_ids: bool) -> None:
+    shape = text_shape(WITH_IDS, hide_ids=hide_ids)
+    assert shape is not None
+    without = TEXT[:-5] + b',"token_ids":null}]}\n\n'
+    passed = spelt(without, without) if hide_ids else spelt(WITH_IDS, MORE_IDS)
+    assert pass_events(spelt(WITH_IDS, MORE_IDS), shape) == (2, passed)
+    for other in (
+        spelt(WITH_IDS, TEXT),
+        spelt(MORE_IDS.replace(b"[6]", b"null")),
+        spelt(MORE_IDS.replace(b"[6]", b'"6"]')),
+        spelt(MORE_IDS[:-1] + b" \n"),
+    ):
+        assert pass_events(other, shape) == (0, b"")
+    assert pass_events(spelt(TEXT_NO_USAGE, TEXT_NO_USAGE), shape_of(TEXT_NO_USAGE))[0] == 2
+
+
+def test_events_without_token_ids_have_no_shape_that_hides_some() -> None:
+    before = TEXT.replace(b'"finish_reason"', b'"token_ids":[1],"finish_reason"')
+    for event in (TEXT, before, WITH_IDS.replace(b"[12,345]", b"null")):
+        assert text_shape(event, hide_ids=True) is None
 
 
 @given(st.lists(st.sampled_from([WITH_IDS, MORE_IDS]), min_size=1, max_size=3), st.data())
@@ -285,9 +301,15 @@ def test_what_passes_as_it_stands_is_what_a_closer_look_would_find(payloads: lis
                 raw[at:at] = data.draw(st.sampled_from([b"\n\n", b"\r\n", b"0", b"x", b"\r\n\r\n", WITH_IDS]))
         if not raw:
             return
-    events = text_events(bytes(raw), shape_of(WITH_IDS))
+    events, passed = pass_events(bytes(raw), shape_of(WITH_IDS))
     if not events:
         return
+    assert passed == bytes(raw)
+    hiding = text_shape(WITH_IDS, hide_ids=True)
+    assert hiding is not None
+    count, without = pass_events(passed, hiding)
+    hidden = re.sub(rb'"token_ids":\[[0-9,]*\]', b'"token_ids":null', ChunkedDecoder().feed(passed))
+    assert (count, ChunkedDecoder().feed(without)) == (events, hidden)
     decoder = ChunkedDecoder()
     payload = decoder.feed(bytes(raw))  # nothing that the gate refuses
     watcher = SseWatcher(True)

@@ -399,7 +399,7 @@ class ChunkedDecoder:
                 # Nearly all chunks: a usual size, and whole.
                 line_end = data.find(b"\r\n", position, position + 5)
                 if line_end > 0:
-                    size = CHUNK_SIZES.get(data[position:line_end], 0)
+                    size = _CHUNK_SIZES.get(data[position:line_end], 0)
                     end = line_end + 2 + size
                     if size and data[end : end + 2] == b"\r\n":
                         pieces.append(data[line_end + 2 : end])
@@ -461,6 +461,6 @@ class ChunkedDecoder:
 
 
 #: The usual spellings of the usual sizes of chunks.
-CHUNK_SIZES = {b"%x" % size: size for size in range(1, 4096)}
+_CHUNK_SIZES: Final = {b"%x" % size: size for size in range(1, 4096)}
 #: The line before a chunk, by its size.
-CHUNK_LINES = [b"%x\r\n" % size for size in range(4100)]
+CHUNK_LINES: Final = [b"%x\r\n" % size for size in range(4100)]
