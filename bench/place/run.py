@@ -1,9 +1,10 @@
 """Placements, the simulator of pipelines and path policies on Helix's clusters and on generated ones.
 
-    python bench/place/run.py --data FOLDER [--only SECTION,SECTION,...] [--out FILE]
+    python bench/place/run.py --data FOLDER [--only SECTION,SECTION,...] [--fresh] [--out FILE]
 
 FOLDER holds Helix's clusters as CSV and JSON (see docs/placement.md); it is not part of the project. Times
-are CPU seconds of this process. What each section shows stands in docs/placement.md.
+are CPU seconds of this process. What each section shows stands in docs/placement.md. Every row is written
+when it is done, and a section that was ended goes on where it was.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import random
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,32 +124,28 @@ def simulate(
 # --- sections ---
 
 
-def flows(data: Data) -> list[dict[str, Any]]:
-    """Every flow of the data against ours, and what bounds it."""
+def flows(data: Data, name: str) -> dict[str, Any]:
+    """Every flow of a cluster's data against ours, and what bounds it."""
+    cluster, pruned = data.cluster(name), data.cluster(name, pruned=True)
     rows = []
-    for name in CLUSTERS:
-        cluster, pruned = data.cluster(name), data.cluster(name, pruned=True)
-        bound = flow_bound(cluster)
-        for placement_name, entry in data.expected(name)["placements"].items():
-            placement = data.placement(name, cluster, placement_name)
-            for kind, expected in entry["max_flow_tokens_per_s"].items():
-                flow = max_flow(
-                    pruned if "pruned" in kind else cluster, placement, partial_inference=kind == "partial_on"
-                )
-                rows.append(
-                    {
-                        "cluster": name,
-                        "placement": placement_name,
-                        "flow": kind,
-                        "expected": expected,
-                        "ours": flow.tokens_per_s,
-                        "error": abs(flow.tokens_per_s - expected),
-                        "flow_bound": bound,
-                        "compute_bound": compute_bound(cluster),
-                    }
-                )
-    print("flows:", len(rows), "largest error", max(row["error"] for row in rows), flush=True)
-    return rows
+    for placement_name, entry in data.expected(name)["placements"].items():
+        placement = data.placement(name, cluster, placement_name)
+        for kind, expected in entry["max_flow_tokens_per_s"].items():
+            flow = max_flow(
+                pruned if "pruned" in kind else cluster, placement, partial_inference=kind == "partial_on"
+            ).tokens_per_s
+            error = abs(flow - expected)
+            rows.append(
+                {
+                    "placement": placement_name,
+                    "flow": kind,
+                    "expected": expected,
+                    "ours": flow,
+                    "error": error,
+                }
+            )
+    bounds = {"flow_bound": flow_bound(cluster), "compute_bound": compute_bound(cluster)}
+    return {"cluster": name, **bounds, "flows": rows, "largest_error": max(row["error"] for row in rows)}
 
 
 PUBLISHED = (
@@ -166,44 +163,41 @@ PUBLISHED = (
 )
 
 
-def published(data: Data) -> list[dict[str, Any]]:
+def published(
+    data: Data,
+    name: str,
+    placement_name: str,
+    partial: bool,
+    policy: str,
+    load: OfflineLoad,
+    figure: float,
+    source: str,
+) -> dict[str, Any]:
     """Helix's published output tokens/s against the simulator's: any maximum flow, several of them, the
     balanced one.
     """
-    rows = []
-    for name, placement_name, partial, policy, load, figure, source in PUBLISHED:
-        # Helix planned its own placements of dist24 on the links that it kept.
-        pruned = name == "dist24" and placement_name in ("helix", "helix_scheduling_study")
-        cluster = data.cluster(name, pruned=pruned)
-        placement = data.placement(name, cluster, placement_name)
-        tried = []
-        for seed in range(4):
-            # The first maximum flow that is found depends on the order of the nodes.
-            nodes = list(cluster.nodes)
-            random.Random(seed).shuffle(nodes)
-            shuffled = PlaceCluster(cluster.model, tuple(nodes), cluster.kinds, cluster.links)
-            flow = max_flow(shuffled, placement, partial_inference=partial)
-            result = simulate(
-                data, cluster, placement, flow.links, policy, partial=partial, load=load, drop=True
-            )
-            tried.append(result.decode_tokens_per_s)
-            if policy == "swarm":
-                break
-        balanced = balanced_flow(cluster, placement, partial_inference=partial)
-        result = simulate(
-            data, cluster, placement, balanced.links, policy, partial=partial, load=load, drop=True
-        )
-        row = {
-            "cluster": name, "placement": placement_name, "policy": policy, "source": source, "published":
-            figure, "any_flow": tried, "balanced": result.decode_tokens_per_s,
-            "prompt_latency_s": result.prompts.mean, "decode_latency_s": result.decodes.mean,
-        }  # fmt: skip
-        ratios = [round(value / figure, 3) for value in tried]
-        print(
-            "published:", name, placement_name, policy, figure, ratios, round(row["balanced"], 1), flush=True
-        )
-        rows.append(row)
-    return rows
+    # Helix planned its own placements of dist24 on the links that it kept.
+    pruned = name == "dist24" and placement_name in ("helix", "helix_scheduling_study")
+    cluster = data.cluster(name, pruned=pruned)
+    placement = data.placement(name, cluster, placement_name)
+    tried = []
+    for seed in range(4):
+        # The first maximum flow that is found depends on the order of the nodes.
+        nodes = list(cluster.nodes)
+        random.Random(seed).shuffle(nodes)
+        shuffled = PlaceCluster(cluster.model, tuple(nodes), cluster.kinds, cluster.links)
+        flow = max_flow(shuffled, placement, partial_inference=partial)
+        result = simulate(data, cluster, placement, flow.links, policy, partial=partial, load=load, drop=True)
+        tried.append(result.decode_tokens_per_s)
+        if policy == "swarm":
+            break
+    balanced = balanced_flow(cluster, placement, partial_inference=partial)
+    result = simulate(data, cluster, placement, balanced.links, policy, partial=partial, load=load, drop=True)
+    return {
+        "cluster": name, "placement": placement_name, "policy": policy, "source": source, "published":
+        figure, "any_flow": tried, "balanced": result.decode_tokens_per_s,
+        "prompt_latency_s": result.prompts.mean, "decode_latency_s": result.decodes.mean,
+    }  # fmt: skip
 
 
 def plan(
@@ -225,39 +219,31 @@ def plan(
     return best, time.process_time() - began, found.highest_flow.flow.tokens_per_s
 
 
-def plans(data: Data, seconds: float, seeds: int) -> list[dict[str, Any]]:
-    """Our placement against Helix's (or the best heuristic's), under the same policy, load and simulator."""
-    rows = []
-    cases: list[tuple[str, PlaceCluster, Placement]] = []
-    for name in ("single24", "dist24"):
-        cluster = data.cluster(name)
-        cases.append((name, cluster, data.placement(name, cluster, "helix")))
-    base = data.cluster("single24")
-    for seed in (1, 2):
-        cluster, reference = generated(base, seed)
-        cases.append((f"generated-{seed}", cluster, reference))
-    for name, cluster, reference in cases:
-        reference_flow = balanced_flow(cluster, reference)
-        for seed in range(seeds):
-            best, cpu_s, highest = plan(data, cluster, seconds, "hetlb", seed)
-            row: dict[str, Any] = {
-                "cluster": name, "seed": seed, "seconds": seconds, "cpu_s": cpu_s, "flow":
-                best.flow.tokens_per_s, "highest_flow": highest, "reference_flow":
-                reference_flow.tokens_per_s, "placement": {node: list(interval) for node, interval in
-                best.placement.items()},
-            }  # fmt: skip
-            for policy in ("hetlb", "iwrr"):
-                ours = simulate(data, cluster, best.placement, best.flow.links, policy, seed=5)
-                theirs = simulate(data, cluster, reference, reference_flow.links, policy, seed=5)
-                row[policy] = {"ours": ours.decode_tokens_per_s, "reference": theirs.decode_tokens_per_s}
-                row[policy]["ratio"] = ours.decode_tokens_per_s / theirs.decode_tokens_per_s
-            print(
-                "plans:", name, seed, f"flow {row['flow']:.1f} (highest {highest:.1f})",
-                {p: {k: round(v, 3) for k, v in row[p].items()} for p in ("hetlb", "iwrr")}, f"{cpu_s:.0f} s",
-                flush=True,
-            )  # fmt: skip
-            rows.append(row)
-    return rows
+def reference_of(data: Data, name: str) -> tuple[PlaceCluster, Placement]:
+    """A cluster by name, and the placement of another planner (or the best heuristic's) for it."""
+    if name.startswith("generated-"):
+        return generated(data.cluster("single24"), int(name.partition("-")[2]))
+    cluster = data.cluster(name)
+    return cluster, data.placement(name, cluster, "helix")
+
+
+def plans(data: Data, name: str, seed: int, seconds: float) -> dict[str, Any]:
+    """Our placement against the reference, under the same policy, load and simulator."""
+    cluster, reference = reference_of(data, name)
+    reference_flow = balanced_flow(cluster, reference)
+    best, cpu_s, highest = plan(data, cluster, seconds, "hetlb", seed)
+    row: dict[str, Any] = {
+        "cluster": name, "seed": seed, "seconds": seconds, "cpu_s": cpu_s, "flow":
+        best.flow.tokens_per_s, "highest_flow": highest, "reference_flow":
+        reference_flow.tokens_per_s, "placement": {node: list(interval) for node, interval in
+        best.placement.items()},
+    }  # fmt: skip
+    for policy in ("hetlb", "iwrr"):
+        ours = simulate(data, cluster, best.placement, best.flow.links, policy, seed=5)
+        theirs = simulate(data, cluster, reference, reference_flow.links, policy, seed=5)
+        row[policy] = {"ours": ours.decode_tokens_per_s, "reference": theirs.decode_tokens_per_s}
+        row[policy]["ratio"] = ours.decode_tokens_per_s / theirs.decode_tokens_per_s
+    return row
 
 
 #: Machines of each kind in one region, and machines, regions and seed of clusters in several; CPU seconds.
@@ -270,166 +256,126 @@ LARGE: tuple[tuple[dict[str, int] | tuple[int, int, int], float], ...] = (
 )
 
 
-def large(data: Data) -> list[dict[str, Any]]:
+def large(data: Data, made: dict[str, int] | tuple[int, int, int], seconds: float) -> dict[str, Any]:
     """The highest flow of many machines against the bound, and against Swarm's."""
-    rows = []
     base = data.cluster("single24")
-    for made, seconds in LARGE:
-        if isinstance(made, dict):
-            cluster = many(base, made)
-        else:
-            cluster = regional(base, *made[:2], random.Random(made[2]))
-        bound, placed = flow_bound(cluster), swarm(cluster)
-        began = time.process_time()
-        limits = SolveLimits(deadline=began + seconds, clock=time.process_time)
-        found = PlacementSearch(cluster, Estimator(cluster, data.lengths), None, bound=bound).run(limits)
-        flow = found.highest_flow.flow.tokens_per_s
-        row = {
-            "machines": made,
-            "seconds": seconds,
-            "cpu_s": time.process_time() - began,
-            "flow": flow,
-            "bound": bound,
-            "over_bound": flow / bound,
-            "swarm": 0.0 if placed is None else max_flow(cluster, placed).tokens_per_s,
-            "by": found.highest_flow.origin,
-        }
-        print("large:", row, flush=True)
-        rows.append(row)
-    return rows
+    if isinstance(made, dict):
+        cluster = many(base, made)
+    else:
+        cluster = regional(base, *made[:2], random.Random(made[2]))
+    bound, placed = flow_bound(cluster), swarm(cluster)
+    began = time.process_time()
+    limits = SolveLimits(deadline=began + seconds, clock=time.process_time)
+    found = PlacementSearch(cluster, Estimator(cluster, data.lengths), None, bound=bound).run(limits)
+    flow = found.highest_flow.flow.tokens_per_s
+    return {
+        "machines": made,
+        "seconds": seconds,
+        "cpu_s": time.process_time() - began,
+        "flow": flow,
+        "bound": bound,
+        "over_bound": flow / bound,
+        "swarm": 0.0 if placed is None else max_flow(cluster, placed).tokens_per_s,
+        "by": found.highest_flow.origin,
+    }
 
 
-def paths(data: Data, planned: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Path policies on Helix's and our placements, offline and at 75 % of the offline throughput of
-    `iwrr`.
-    """
-    rows = []
-    mean_output = sum(output for _, output in data.lengths) / len(data.lengths)
-    for name in ("single24", "dist24"):
-        cluster = data.cluster(name)
-        chosen = {"helix": data.placement(name, cluster, "helix")}
-        for row in planned:
-            if row["cluster"] == name and row["seed"] == 0:
-                chosen["ours"] = {node: tuple(interval) for node, interval in row["placement"].items()}
-        for label, placement in chosen.items():
-            balanced, plain = balanced_flow(cluster, placement).links, max_flow(cluster, placement).links
-            rate = 0.0
-            for load in ("offline", "online"):
-                for policy, weights in (
-                    ("iwrr", "balanced"), ("iwrr", "plain"), ("hetlb", "balanced"), ("swarm", "balanced"),
-                    ("random", "balanced"), ("shortest-queue", "balanced"),
-                ):  # fmt: skip
-                    result = simulate(
-                        data,
-                        cluster,
-                        placement,
-                        balanced if weights == "balanced" else plain,
-                        policy,
-                        load=OfflineLoad() if load == "offline" else rate,
-                    )
-                    if (load, policy, weights) == ("offline", "iwrr", "balanced"):
-                        rate = 0.75 * result.decode_tokens_per_s / mean_output
-                    rows.append(
-                        {
-                            "cluster": name, "placement": label, "load": load, "policy": policy, "weights":
-                            weights, "decode_tokens_per_s": result.decode_tokens_per_s,
-                            "prompt_p95_s": result.prompts.percentile(0.95),
-                            "decode_p95_s": result.decodes.percentile(0.95),
-                        }
-                    )  # fmt: skip
-                    print(
-                        "paths:",
-                        *(v if isinstance(v, str) else round(v, 2) for v in rows[-1].values()),
-                        flush=True,
-                    )
-    _compare(rows)
-    return rows
+#: Path policies with the weights of their flow: the most even of all maximum flows, or any.
+PATHS = (
+    ("iwrr", "balanced"), ("iwrr", "plain"), ("hetlb", "balanced"), ("swarm", "balanced"),
+    ("random", "balanced"), ("shortest-queue", "balanced"),
+)  # fmt: skip
+
+
+def paths(data: Data, name: str, load: str, policy: str, weights: str) -> dict[str, Any]:
+    """A path policy on Helix's placement, offline or at 75 % of the offline throughput of `iwrr`."""
+    cluster, placement = reference_of(data, name)
+    flow = (balanced_flow if weights == "balanced" else max_flow)(cluster, placement).links
+    rate: OfflineLoad | float = OFFLINE
+    if load == "online":
+        even = balanced_flow(cluster, placement).links
+        most = simulate(data, cluster, placement, even, "iwrr").decode_tokens_per_s
+        rate = 0.75 * most / (sum(output for _, output in data.lengths) / len(data.lengths))
+    result = simulate(data, cluster, placement, flow, policy, load=rate)
+    return {
+        "cluster": name, "load": load, "policy": policy, "weights": weights,
+        "decode_tokens_per_s": result.decode_tokens_per_s, "prompt_p95_s": result.prompts.percentile(0.95),
+        "decode_p95_s": result.decodes.percentile(0.95),
+    }  # fmt: skip
 
 
 #: Generated clusters that nothing was tuned on, and seeds of their requests.
 HELD_OUT, REQUEST_SEEDS = (11, 12, 13), (1, 2, 3)
 
 
-def held_out(data: Data) -> list[dict[str, Any]]:
-    """`hetlb` against `iwrr` with the most even flow, offline, on clusters that were kept back."""
-    rows = []
-    base = data.cluster("single24")
-    for number, seed in itertools.product(HELD_OUT, REQUEST_SEEDS):
-        cluster, placement = generated(base, number)
-        links = balanced_flow(cluster, placement).links
-        row: dict[str, Any] = {"cluster": number, "seed": seed}
-        for policy in ("iwrr", "hetlb"):
-            result = simulate(data, cluster, placement, links, policy, seed=seed)
-            row[policy] = result.decode_tokens_per_s
-        row["ratio"] = row["hetlb"] / row["iwrr"]
-        print("held out:", row, flush=True)
-        rows.append(row)
-    return rows
+def held_out(data: Data, number: int, seed: int) -> dict[str, Any]:
+    """`hetlb` against `iwrr` with the most even flow, offline, on a cluster that was kept back."""
+    cluster, placement = generated(data.cluster("single24"), number)
+    links = balanced_flow(cluster, placement).links
+    row: dict[str, Any] = {"cluster": number, "seed": seed}
+    for policy in ("iwrr", "hetlb"):
+        row[policy] = simulate(data, cluster, placement, links, policy, seed=seed).decode_tokens_per_s
+    return row | {"ratio": row["hetlb"] / row["iwrr"]}
 
 
-def _compare(rows: list[dict[str, Any]]) -> None:
-    """Print the means of the ratios of `hetlb` to `iwrr`."""
-    keyed = {(r["cluster"], r["placement"], r["load"], r["policy"], r["weights"]): r for r in rows}
-    for weights in ("balanced", "plain"):
-        for figure in ("decode_tokens_per_s", "prompt_p95_s", "decode_p95_s"):
-            ratios = [
-                row[figure] / keyed[(*key[:3], "iwrr", weights)][figure]
-                for key, row in keyed.items()
-                if key[3] == "hetlb"
-            ]
-            mean = sum(ratios) / len(ratios)
-            print(f"paths: {figure} against iwrr ({weights}): mean {mean:.3f}", [round(r, 3) for r in ratios])
-
-
-def speed(data: Data) -> dict[str, Any]:
-    """CPU seconds and memory of 11 minutes of load on 24 nodes, and of two hours."""
+def speed(data: Data, measured_s: float) -> dict[str, Any]:
+    """CPU seconds and memory of a load on 24 nodes, after a minute of warming up."""
     cluster = data.cluster("single24")
     placement = data.placement("single24", cluster, "helix")
     links = balanced_flow(cluster, placement).links
-    row: dict[str, Any] = {}
-    for label, measured in (("11 minutes", MEASURED_S), ("two hours", 7200.0 - WARM_UP_S)):
-        began = time.process_time()
-        result = simulate(data, cluster, placement, links, "hetlb", measured_s=measured)
-        row[label] = {
-            "cpu_s": time.process_time() - began,
-            "max_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-            "output_tokens": result.output_tokens,
-        }
-        print("speed:", label, row[label], flush=True)
-    return row
+    began = time.process_time()
+    result = simulate(data, cluster, placement, links, "hetlb", measured_s=measured_s)
+    return {
+        "measured_s": measured_s,
+        "cpu_s": time.process_time() - began,
+        "max_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "output_tokens": result.output_tokens,
+    }
+
+
+#: Section -> the function of its rows, and the arguments of each.
+SECTIONS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
+    "flows": (flows, [(name,) for name in CLUSTERS]),
+    "published": (published, list(PUBLISHED)),
+    "plans": (
+        plans,
+        [(n, seed, 60.0) for seed in (0, 1) for n in ("single24", "dist24", "generated-1", "generated-2")],
+    ),
+    "large": (large, list(LARGE)),
+    "paths": (
+        paths,
+        [
+            (name, load, *policy)
+            for name in ("single24", "dist24")
+            for load in ("offline", "online")
+            for policy in PATHS
+        ],
+    ),
+    "held_out": (held_out, list(itertools.product(HELD_OUT, REQUEST_SEEDS))),
+    "speed": (speed, [(MEASURED_S,), (7200.0 - WARM_UP_S,)]),
+}
 
 
 def main() -> None:
-    """Run the sections and write the results."""
+    """Run the sections and write their rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, required=True, help="the folder with Helix's clusters")
-    parser.add_argument(
-        "--only", default="flows,published,plans,large,paths,held_out,speed", help="sections, comma-separated"
-    )
-    parser.add_argument("--seconds", type=float, default=60.0, help="CPU seconds of each search (60)")
-    parser.add_argument("--seeds", type=int, default=2, help="searches per cluster (2)")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, comma-separated")
+    parser.add_argument("--fresh", action="store_true", help="begin the sections anew")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "place.json")
     args = parser.parse_args()
     data = Data(args.data)
-    results: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     for section in args.only.split(","):
-        if section == "flows":
-            results[section] = flows(data)
-        elif section == "published":
-            results[section] = published(data)
-        elif section == "plans":
-            results[section] = plans(data, args.seconds, args.seeds)
-        elif section == "large":
-            results[section] = large(data)
-        elif section == "paths":
-            results[section] = paths(data, results.get("plans", []))
-        elif section == "held_out":
-            results[section] = held_out(data)
-        elif section == "speed":
-            results[section] = speed(data)
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
+        function, arguments = SECTIONS[section]
+        results: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
+        rows = [] if args.fresh else results.get(section, [])
+        for each in arguments[len(rows) :]:
+            rows.append(function(data, *each))
+            results = json.loads(args.out.read_text()) if args.out.exists() else {}
+            args.out.write_text(json.dumps(results | {section: rows}, indent=1) + "\n")
+            print(section, json.dumps(rows[-1])[:600], flush=True)
 
 
 if __name__ == "__main__":

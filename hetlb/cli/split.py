@@ -19,8 +19,8 @@ from rich.console import Console
 from hetlb.errors import ConfigError, InputError
 from hetlb.plan.check import check_split
 from hetlb.plan.disaggregation.cost import CostModel, GroupTable, PaperCost, ProfileCost
-from hetlb.plan.disaggregation.exhaustive import Exhaustive
-from hetlb.plan.disaggregation.split_cluster import Role, SplitCluster, SplitPlan
+from hetlb.plan.disaggregation.exhaustive import SEARCH_S, find_exhaustively
+from hetlb.plan.disaggregation.split_cluster import SplitCluster, SplitPlan
 from hetlb.plan.disaggregation.split_deploy import lay_out, write_fleet
 from hetlb.plan.disaggregation.split_files import load_split
 from hetlb.plan.disaggregation.split_report import document_of, print_plan
@@ -39,8 +39,8 @@ from hetlb.tables import bar
 
 #: GPUs of a cluster that is searched exhaustively.
 _MOST_EXHAUSTIVE = 8
-#: Seconds for the search where none are given: for so many GPUs, per GPU beyond, and at most.
-_SMALL_GPUS, _SMALL_S, _GPU_S, _MOST_S = 24, 4.0, 0.75, 240.0
+#: Seconds for the search where none are given: SEARCH_S up to so many GPUs, per GPU beyond, and at most.
+_SMALL_GPUS, _GPU_S, _MOST_S = 24, 0.75, 240.0
 #: Weight of a plan that splits in simulation: it has more that can fail, so it must serve a good deal more.
 _WORTH = 0.95
 
@@ -94,7 +94,9 @@ def run(args: argparse.Namespace) -> int:
             words = f"planning: best {best:.5g} requests/s"
             change(description=words + (f", bound {bound:.5g}" if bound < math.inf else ""))
 
-        found = _exhaustive(table, limits) if args.exhaustive else _search(table, limits, args.seed, show)
+        found = (
+            find_exhaustively(table, limits) if args.exhaustive else _search(table, limits, args.seed, show)
+        )
     if not found.plans and interrupt.requested:
         raise KeyboardInterrupt
     if not found.plans:
@@ -132,23 +134,11 @@ def _time_limit(args: argparse.Namespace, cluster: SplitCluster) -> float:
         return float(args.time_limit)
     if args.exhaustive:
         return math.inf
-    return _SMALL_S if cluster.gpus <= _SMALL_GPUS else min(_MOST_S, _GPU_S * cluster.gpus)
+    return SEARCH_S if cluster.gpus <= _SMALL_GPUS else min(_MOST_S, _GPU_S * cluster.gpus)
 
 
 def _search(table: GroupTable, limits: SolveLimits, seed: int, show: Any) -> SplitsFound:
     return SplitSearch(table, seed=seed, progress=show).run(limits)
-
-
-def _exhaustive(table: GroupTable, limits: SolveLimits) -> SplitsFound:
-    """The best plan of all and, for the simulation that chooses, those that a search finds beside it."""
-    search = Exhaustive(table)
-    best = search.run(limits)
-    colocated = Exhaustive(table, (Role.BOTH,)).run(limits)
-    if best is None:
-        return SplitsFound()
-    others = SplitSearch(table, seed=limits.seed).run(limits.within(_SMALL_S))
-    bound = best.throughput if search.complete else math.inf
-    return SplitsFound([best, *others.plans], colocated or others.colocated, bound)
 
 
 def _judged(

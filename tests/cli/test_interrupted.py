@@ -6,16 +6,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from helpers import HANG_S
+
+from hetlb.cli.main import main
+from hetlb.plan.highs import SolveLimits
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -76,3 +83,29 @@ def test_while_a_server_does_not_answer(tmp_path: Path, command: str) -> None:
         )
     assert (status, out) == (1, "")
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["place", "--config", str(CONFIGS / "placements" / "llama-70b.yaml")],
+        ["split", "--config", str(CONFIGS / "clusters" / "split-llama-8b.yaml"), "--simulate", "0"],
+    ],
+    ids=["place", "split"],
+)
+@pytest.mark.parametrize("look", [20, 40])
+def test_a_planner_prints_its_best_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], look: int
+) -> None:
+    looks = itertools.count(1)
+
+    def clock() -> float:
+        if next(looks) == look:
+            signal.raise_signal(signal.SIGINT)
+        return time.monotonic()
+
+    monkeypatch.setattr(f"hetlb.cli.{arguments[0]}.SolveLimits", partial(SolveLimits, clock=clock))
+    assert main([*arguments, "--time-limit", "600", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["interrupted"]
+    assert max(document.get(key, 0.0) for key in ("throughput_req_s", "max_flow_tokens_per_s")) > 0.0

@@ -91,3 +91,15 @@ def random_placement(rng: random.Random, cluster: PlaceCluster) -> dict[str, tup
         first = rng.randint(0, cluster.model.layers - length)
         placement[node.name] = (first, first + length)
     return placement
+
+
+class Steps:
+    """A clock that advances by a tick at every look: a search of so many steps, whatever the machine."""
+
+    def __init__(self, tick: float = 1.0) -> None:
+        self._tick = tick
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += self._tick
+        return self.now

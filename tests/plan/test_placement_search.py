@@ -10,7 +10,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan.clusters import helix_cluster, kind, needs_helix, random_cluster, random_placement, small_cluster
+from plan.clusters import (
+    Steps,
+    helix_cluster,
+    kind,
+    needs_helix,
+    random_cluster,
+    random_placement,
+    small_cluster,
+)
 
 from hetlb.core.paths.stages import SINK, SOURCE, Edge, LinkSpec
 from hetlb.plan.highs import Interrupt, SolveLimits
@@ -28,17 +36,6 @@ from hetlb.plan.placement.place_search import PlacementSearch
 from hetlb.plan.placement.simulator import PlacementSimulator
 
 LENGTHS = [(100, 20), (50, 40)]
-
-
-class Steps:
-    """A clock that advances by one at every look: a search of so many steps, whatever the machine."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
 
 
 def steps(count: float, *, seed: int = 0, interrupt: Interrupt | None = None) -> SolveLimits:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan.clusters import Steps
 
 from hetlb.cli.main import main
 from hetlb.config.fleet import load_fleet
@@ -22,7 +23,7 @@ from hetlb.core.types import Role
 from hetlb.errors import ConfigError, PlanError
 from hetlb.plan.check import check_split
 from hetlb.plan.disaggregation.cost import GroupTable, PaperCost, ProfileCost, capacity_of
-from hetlb.plan.disaggregation.exhaustive import Exhaustive
+from hetlb.plan.disaggregation.exhaustive import SEARCH_S, Exhaustive, find_exhaustively
 from hetlb.plan.disaggregation.network import LINK_SHARE, Network
 from hetlb.plan.disaggregation.partition import assign_roles, partition
 from hetlb.plan.disaggregation.rates import both_rate, decode_rate, prefill_rate
@@ -39,7 +40,7 @@ from hetlb.plan.disaggregation.split_cluster import (
 from hetlb.plan.disaggregation.split_deploy import commands, lay_out, write_fleet
 from hetlb.plan.disaggregation.split_files import load_split
 from hetlb.plan.disaggregation.split_search import SplitSearch
-from hetlb.plan.disaggregation.split_simulation import different, simulate_plan
+from hetlb.plan.disaggregation.split_simulation import different, judge, simulate_plan
 from hetlb.plan.highs import Interrupt, SolveLimits
 from hetlb.plan.throughput import saturated_rate
 from hetlb.sim.engine_limits import EngineLimits
@@ -327,17 +328,45 @@ def test_an_interrupt_ends_the_search_with_what_it_has() -> None:
     assert all(plan.throughput > 0 for plan in found.plans)
 
 
-def test_beside_the_best_of_all_every_plan_is_simulated_that_a_search_would_simulate() -> None:
-    of = cluster([machine("h", "H100", 3), machine("l", "L40", 2)])
+@pytest.mark.parametrize("looks", [100.0, 400.0, 1500.0])
+def test_a_search_ends_with_its_time(looks: float) -> None:
+    of = cluster([machine("h", "H100", 6), machine("a", "A100", 6)], OPT_30B)
+    limits = SolveLimits(deadline=looks, clock=Steps())
+    assert SplitSearch(GroupTable(of, ProfileCost(of))).run(limits).plans
+    assert limits.clock() <= 1.1 * looks
+
+
+@given(of=clusters, count=st.integers(1, 5))
+@settings(max_examples=15)
+def test_with_every_plan_tried_all_is_simulated_that_a_search_would_simulate(
+    of: SplitCluster, count: int
+) -> None:
+    """The best in simulation is chosen, so that what `--exhaustive` says is never worse than the search."""
     table = GroupTable(of, ProfileCost(of))
-    best, found = Exhaustive(table).run(SolveLimits()), SplitSearch(table).run(SolveLimits(), most_steps=500)
-    assert best is not None
+    every = find_exhaustively(table, SolveLimits(clock=Steps(0.01)))
+    found = SplitSearch(table).run(SolveLimits(clock=Steps(0.01)).within(SEARCH_S))
+    if not found.plans:
+        assert not every.plans
+        return
 
     def shapes(plans: list[SplitPlan]) -> set[object]:
         return {tuple(sorted((g.role, g.tensor_parallel_size, g.capacity) for g in p.groups)) for p in plans}
 
-    for count in (1, 2, 4):
-        assert shapes(different([best, *found.plans], count + 1)) >= shapes(different(found.plans, count))
+    assert every.plans[0].throughput >= found.plans[0].throughput * (1 - 1e-9)
+    assert shapes(different(every.plans, count + 1)) >= shapes(different(found.plans, count))
+
+
+def test_a_cluster_where_the_best_plan_is_not_the_best_in_simulation() -> None:
+    of = cluster([machine("h", "H100", 1), machine("l", "L40", 2)], rows=((1000, 100),))
+    cost = ProfileCost(of)
+    table = GroupTable(of, cost)
+    every = find_exhaustively(table, SolveLimits(clock=Steps(0.01)))
+    found = SplitSearch(table).run(SolveLimits(clock=Steps(0.01)).within(SEARCH_S))
+    best, searched = (
+        judge(of, different(plans, count), cost, SolveLimits())[0].simulated.request_throughput
+        for plans, count in ((every.plans, 3), (found.plans, 2))
+    )
+    assert best >= searched
 
 
 def test_a_plan_serves_in_simulation_what_it_says() -> None:

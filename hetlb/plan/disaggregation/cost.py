@@ -81,6 +81,10 @@ class CostModel(Protocol):
         """Relative time of a layer on such a stage."""
         ...
 
+    def most(self, stages: Sequence[GroupStage], role: Role, kv_cache_tokens: int) -> float:
+        """Requests/s that a group cannot exceed, computed in microseconds."""
+        ...
+
     def capacity(self, stages: Sequence[GroupStage], role: Role, kv_cache_tokens: int) -> float:
         """Requests/s of a group."""
         ...
@@ -94,61 +98,96 @@ def capacity_of(cluster: SplitCluster, stages: Sequence[GroupStage]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The best stages of a composition: (place of the machine in it, GPUs, layers)."""
+    """Stages of a composition: (place of the machine in it, GPUs, layers), and the most that they serve."""
 
     stages: tuple[tuple[int, int, int], ...]
-    capacity: float
+    most: float
     kv_cache_tokens: int
+
+    def group(self, composition: Composition, role: Role, capacity: float) -> ServerGroup:
+        """The layout on the machines of a composition."""
+        stages = tuple(GroupStage(composition[at][0], gpus, layers) for at, gpus, layers in self.stages)
+        return ServerGroup(role, stages, capacity, self.kv_cache_tokens)
 
 
 class GroupTable:
-    """The best group of every composition and role, computed when it is asked for."""
+    """The best group of every composition and role, computed when it is asked for.
+
+    `promised` and `most` are before the bubbles of pipelines, whose simulation takes nearly all the time: a
+    search asks for `group` and `capacity` where these would be good enough.
+    """
 
     def __init__(self, cluster: SplitCluster, cost: CostModel) -> None:
         self.cluster = cluster
         self._cost = cost
-        self._known: dict[tuple[object, Role], _Layout | None] = {}
+        self._alike: dict[Composition, object] = {}
+        self._known: dict[tuple[object, Role], list[_Layout]] = {}
+        self._best: dict[tuple[object, Role], tuple[_Layout, float] | None] = {}
         self._groups: dict[tuple[Composition, Role], ServerGroup | None] = {}
 
     def group(self, composition: Composition, role: Role) -> ServerGroup | None:
         """The group with the most requests/s; None where the model or a request does not fit."""
         key = composition, role
-        if key in self._groups:
-            return self._groups[key]
-        cluster = self.cluster
-        rates = cluster.links.bytes_per_s
-        alike = (
-            tuple((cluster.kinds[m], n) for m, n in composition),
-            tuple(rates[a][b] for (a, _), (b, _) in pairwise(composition)),
-        )
-        if (alike, role) not in self._known:
-            self._known[alike, role] = self._best(composition, role)
-        found = self._known[alike, role]
-        group = None
-        if found is not None:
-            stages = tuple(GroupStage(composition[at][0], gpus, layers) for at, gpus, layers in found.stages)
-            group = ServerGroup(role, stages, found.capacity, found.kv_cache_tokens)
-        self._groups[key] = group
-        return group
+        if key not in self._groups:
+            same = self._kind(composition), role
+            if same not in self._best:
+                self._best[same] = self._find(composition, role)
+            found = self._best[same]
+            self._groups[key] = None if found is None else found[0].group(composition, role, found[1])
+        return self._groups[key]
 
     def capacity(self, composition: Composition, role: Role) -> float:
         """Requests/s of the best group, 0 without one."""
         group = self.group(composition, role)
         return 0.0 if group is None else group.capacity
 
-    def _best(self, composition: Composition, role: Role) -> _Layout | None:
-        best: _Layout | None = None
-        position = {m: at for at, (m, _) in enumerate(composition)}
-        workload = self.cluster.workload
-        need = workload.longest_prompt + 1 if role is Role.PREFILL else workload.longest_tokens
-        for stages in self._layouts(composition, role):
-            tokens = capacity_of(self.cluster, stages)
-            if tokens < need:
-                continue
-            capacity = self._cost.capacity(stages, role, tokens)
-            if capacity > 0.0 and (best is None or capacity > best.capacity * (1.0 + 1e-12)):
-                placed = tuple((position[s.machine], s.gpus, s.layers) for s in stages)
-                best = _Layout(placed, capacity, tokens)
+    def promised(self, composition: Composition, role: Role) -> ServerGroup | None:
+        """A group that no group of these GPUs serves more than; it may serve less itself."""
+        layouts = self._ranked(composition, role)
+        return layouts[0].group(composition, role, layouts[0].most) if layouts else None
+
+    def most(self, composition: Composition, role: Role) -> float:
+        """Requests/s that no group of these GPUs exceeds."""
+        layouts = self._ranked(composition, role)
+        return layouts[0].most if layouts else 0.0
+
+    def _kind(self, composition: Composition) -> object:
+        """What makes two compositions alike: kinds of machines, GPUs in each, links between them."""
+        if composition not in self._alike:
+            kinds, rates = self.cluster.kinds, self.cluster.links.bytes_per_s
+            self._alike[composition] = (
+                tuple((kinds[m], n) for m, n in composition),
+                tuple(rates[a][b] for (a, _), (b, _) in pairwise(composition)),
+            )
+        return self._alike[composition]
+
+    def _ranked(self, composition: Composition, role: Role) -> list[_Layout]:
+        """All layouts that hold the model and a request, those that promise the most first."""
+        key = self._kind(composition), role
+        if key not in self._known:
+            self._known[key] = []
+            position = {m: at for at, (m, _) in enumerate(composition)}
+            workload = self.cluster.workload
+            need = workload.longest_prompt + 1 if role is Role.PREFILL else workload.longest_tokens
+            for stages in self._layouts(composition, role):
+                tokens = capacity_of(self.cluster, stages)
+                most = self._cost.most(stages, role, tokens) if tokens >= need else 0.0
+                if most > 0.0:
+                    placed = tuple((position[s.machine], s.gpus, s.layers) for s in stages)
+                    self._known[key].append(_Layout(placed, most, tokens))
+            self._known[key].sort(key=lambda each: -each.most)
+        return self._known[key]
+
+    def _find(self, composition: Composition, role: Role) -> tuple[_Layout, float] | None:
+        """The best layout with its requests/s."""
+        best: tuple[_Layout, float] | None = None
+        for layout in self._ranked(composition, role):
+            if best is not None and layout.most <= best[1] * (1.0 + 1e-12):
+                break
+            stages = layout.group(composition, role, 0.0).stages
+            capacity = self._cost.capacity(stages, role, layout.kv_cache_tokens)
+            if capacity > (0.0 if best is None else best[1] * (1.0 + 1e-12)):
+                best = layout, capacity
         return best
 
     def _layouts(self, composition: Composition, role: Role) -> Iterator[tuple[GroupStage, ...]]:
@@ -244,15 +283,19 @@ class ProfileCost:
             for a, b in pairwise(stages)
         ]
 
-    def capacity(self, stages: Sequence[GroupStage], role: Role, kv_cache_tokens: int) -> float:
-        """Requests/s by the composed latency model; 0 where its limits hold no request."""
-        workload = self._cluster.workload
+    def most(self, stages: Sequence[GroupStage], role: Role, kv_cache_tokens: int) -> float:
+        """Requests/s by the composed latency model, without bubbles; 0 where its limits hold no request."""
         if kv_cache_tokens < _FEWEST_TOKENS:
             return 0.0
-        profile = self._composed(stages, kv_cache_tokens)
-        spec = engine_spec(profile)
-        served = rate(role, spec.latency, spec.limits, workload, self._cluster.slo)
-        return served * self._bubbles(stages, spec) if role is Role.BOTH else served
+        spec = engine_spec(self._composed(stages, kv_cache_tokens))
+        return rate(role, spec.latency, spec.limits, self._cluster.workload, self._cluster.slo)
+
+    def capacity(self, stages: Sequence[GroupStage], role: Role, kv_cache_tokens: int) -> float:
+        """Requests/s by the composed latency model and the bubbles of its pipeline."""
+        most = self.most(stages, role, kv_cache_tokens)
+        if most == 0.0 or role is not Role.BOTH or len(stages) == 1:
+            return most
+        return most * self._bubbles(stages, engine_spec(self._composed(stages, kv_cache_tokens)))
 
     def _bubbles(self, stages: Sequence[GroupStage], spec: EngineSpec) -> float:
         """Prompts and answers in one pipeline; groups of one role have batches that are alike."""
@@ -410,6 +453,10 @@ class PaperCost:
             for stage in stages
         )
         return seconds + self._pp_s(stages, batch, output)
+
+    def most(self, stages: Sequence[GroupStage], role: Role, kv_cache_tokens: int) -> float:
+        """Requests/s: nothing is simulated."""
+        return self.capacity(stages, role, kv_cache_tokens)
 
     def capacity(self, stages: Sequence[GroupStage], role: Role, kv_cache_tokens: int) -> float:
         """Requests/s."""

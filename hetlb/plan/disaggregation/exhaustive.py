@@ -8,15 +8,19 @@ and what is left of every machine adds at most its best value per GPU.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 from hetlb.plan.disaggregation.cost import MOST_GPUS, GroupTable
 from hetlb.plan.disaggregation.network import Network
 from hetlb.plan.disaggregation.split_cluster import Composition, Role, ServerGroup, SplitPlan
+from hetlb.plan.disaggregation.split_search import SplitSearch, SplitsFound
 from hetlb.plan.highs import SolveLimits
 
 _WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _ROUNDING = 1e-9
+#: Seconds of the search for plans beside the best.
+SEARCH_S = 4.0
 
 
 def compositions(table: GroupTable) -> Iterator[Composition]:
@@ -98,3 +102,15 @@ def _value(group: ServerGroup, weight: float) -> float:
     if group.role is Role.PREFILL:
         return weight * group.capacity
     return (1.0 - weight) * group.capacity if group.role is Role.DECODE else group.capacity
+
+
+def find_exhaustively(table: GroupTable, limits: SolveLimits) -> SplitsFound:
+    """The best plan of all and, for the simulation that chooses, those that a search finds beside it."""
+    search = Exhaustive(table)
+    best = search.run(limits)
+    colocated = Exhaustive(table, (Role.BOTH,)).run(limits)
+    if best is None:
+        return SplitsFound()
+    others = SplitSearch(table, seed=limits.seed).run(limits.within(SEARCH_S))
+    bound = best.throughput if search.complete else math.inf
+    return SplitsFound([best, *others.plans], colocated or others.colocated, bound)

@@ -6,6 +6,9 @@ Machines that are alike are a class (in a small cluster every machine is one), a
 many GPUs of machines of some classes in a role. The program chooses how many of each template, and how much
 KV flows from class to class: what prefill templates of a class emit and decode templates take in, within the
 links between the classes. Which machine a group is on is left to `place`, first fit by size.
+
+A template has what its group promises, until a solution uses it: then its pipeline is simulated and the
+program solved again, first without integers. So few templates are simulated, and every bound holds.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +34,8 @@ _FEW_GPUS = 8
 _MANY_TEMPLATES = 2000
 #: Choices of templates that are placed, beside the best one.
 _MOST_CHOICES = 6
+#: A template of which so few are used in a solution is not in it.
+_LEAST_NUMBER = 1e-6
 #: Machines of one group; beyond two, all hold equally many of its GPUs.
 _MOST_MACHINES = 8
 
@@ -40,10 +45,14 @@ Shape = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A group up to the choice of machines; `group` is one that has its shape."""
+    """A group up to the choice of machines; `group` is one that has its shape.
+
+    Until it is `exact`, its capacity may be more than it serves.
+    """
 
     shape: Shape
     group: ServerGroup
+    exact: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,7 @@ class Templates:
 
     def __init__(self, table: GroupTable, limits: SolveLimits) -> None:
         cluster = table.cluster
+        self._table = table
         self.cluster = cluster
         self.members = _classes(cluster)
         #: True if every composition that fits has a template.
@@ -75,9 +85,9 @@ class Templates:
             if composition is None:
                 continue
             for role in Role:
-                group = table.group(composition, role)
+                group = table.promised(composition, role)
                 if group is not None:
-                    self.templates.append(Template(shape, group))
+                    self.templates.append(Template(shape, group, role is not Role.BOTH))
         if len(self.templates) > _MANY_TEMPLATES:
             self.templates = list(self._worthwhile())
 
@@ -128,23 +138,60 @@ class Templates:
 
     def solve(self, limits: SolveLimits, roles: Sequence[Role] = tuple(Role)) -> Solved | None:
         """The best numbers of templates in these roles found within the limits."""
-        cluster, own = self.cluster, [t for t in self.templates if t.group.role in roles]
-        if not own:
-            return None
+        own = [at for at, template in enumerate(self.templates) if template.group.role in roles]
+        found: Solved | None = None
+        integer = False
+        while own:
+            incumbents: list[NDArray[np.float64]] = []
+            program, numbers = self._program(own, integer)
+            solution = program.solve(limits, on_solution=incumbents.append)
+            if solution is None:
+                break
+            used = [at for at in own if solution.values[numbers[at]] > _LEAST_NUMBER]
+            if integer:
+                values = (solution.values, *reversed(incumbents[-_MOST_CHOICES:]))
+                choices = tuple(dict.fromkeys(self._choice(numbers, each) for each in values))
+                found = Solved(choices, solution.bound)
+            if integer and (limits.over or not self._simulate(used)):
+                break
+            integer = integer or limits.over or not self._simulate(used)
+        return found
+
+    def _choice(
+        self, numbers: dict[int, int], values: NDArray[np.float64]
+    ) -> tuple[tuple[Template, int], ...]:
+        counts = {at: round(values[number]) for at, number in numbers.items()}
+        return tuple((self.templates[at], count) for at, count in counts.items() if count > 0)
+
+    def _simulate(self, used: Sequence[int]) -> bool:
+        """Give templates what their groups serve; False where all had it."""
+        promised = [at for at in used if not self.templates[at].exact]
+        for at in promised:
+            shape, role = self.templates[at].shape, self.templates[at].group.role
+            composition = self._example(shape)
+            group = None if composition is None else self._table.group(composition, role)
+            group = group or replace(self.templates[at].group, capacity=0.0)
+            self.templates[at] = Template(shape, group, exact=True)
+        return bool(promised)
+
+    def _program(self, own: Sequence[int], integer: bool) -> tuple[LinearProgram, dict[int, int]]:
+        """The program over templates, and the column of the number of each."""
+        cluster = self.cluster
         program = LinearProgram()
         gpus: list[list[tuple[int, float]]] = [[] for _ in self.members]
         sent: list[list[tuple[int, float]]] = [[] for _ in self.members]
         taken: list[list[tuple[int, float]]] = [[] for _ in self.members]
-        numbers = []
+        numbers = {}
         totals = [len(m) * cluster.machines[m[0]].gpus for m in self.members]
-        for template in own:
+        for at in own:
+            template = self.templates[at]
             role, capacity = template.group.role, template.group.capacity
             need: dict[int, int] = {}
             for c, n in template.shape:
                 need[c] = need.get(c, 0) + n
             most = min(totals[c] // n for c, n in need.items())
-            number = program.column(capacity if role is Role.BOTH else 0.0, 0.0, most, integer=True)
-            numbers.append(number)
+            number = program.column(capacity if role is Role.BOTH else 0.0, 0.0, most, integer=integer)
+            numbers[at] = number
             for c, n in need.items():
                 gpus[c].append((number, float(n)))
             if role is not Role.BOTH:
@@ -154,6 +201,16 @@ class Templates:
                     (sent if role is Role.PREFILL else taken)[c].append((rate, share))
         for c, entries in enumerate(gpus):
             program.row(entries, upper=totals[c])
+        self._add_links(program, sent, taken)
+        return program, numbers
+
+    def _add_links(
+        self,
+        program: LinearProgram,
+        sent: Sequence[list[tuple[int, float]]],
+        taken: Sequence[list[tuple[int, float]]],
+    ) -> None:
+        """Rows for the KV flows from class to class, within the links between them."""
         into: list[list[tuple[int, float]]] = [[] for _ in self.members]
         for c, entries in enumerate(sent):
             out = []
@@ -164,19 +221,6 @@ class Templates:
             program.row([*entries, *out], 0.0, 0.0)
         for d, entries in enumerate(taken):
             program.row([*entries, *into[d]], 0.0, 0.0)
-        incumbents: list[NDArray[np.float64]] = []
-        solution = program.solve(limits, on_solution=incumbents.append)
-        if solution is None:
-            return None
-        choices = [
-            tuple(
-                (template, round(values[number]))
-                for template, number in zip(own, numbers, strict=True)
-                if round(values[number]) > 0
-            )
-            for values in (solution.values, *reversed(incumbents[-_MOST_CHOICES:]))
-        ]
-        return Solved(tuple(dict.fromkeys(choices)), solution.bound)
 
     def _shares(self, group: ServerGroup) -> dict[int, float]:
         """Share of the layers on each class."""

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hetlb.plan.disaggregation.cost import MOST_GPUS, GroupTable
 from hetlb.plan.disaggregation.network import Network
@@ -163,28 +162,35 @@ class SplitSearch:
     @staticmethod
     def _part(limits: SolveLimits, share: float) -> SolveLimits:
         """Limits of a part of the search: a share of what is left, but time enough for a small problem."""
-        now = time.monotonic()
+        now = limits.clock()
         left = min(limits.deadline - now, 1e6)
-        return SolveLimits(1e-3, now + max(_LEAST_S, left * share), limits.seed, limits.interrupt)
+        return replace(limits, gap=1e-3, deadline=now + max(_LEAST_S, left * share))
 
     # --- evaluation ---
 
     def _state(self, parts: list[Part], least: float = 0.0) -> _State:
-        """A candidate's figures; the flow is computed where it could be more than `least`."""
+        """A candidate's figures; pipelines and flows are computed where it could serve more than `least`."""
         state = _State(parts)
-        for composition, role in parts:
-            capacity = self._table.capacity(composition, role)
-            if role is Role.PREFILL:
-                state.prefill += capacity
-            elif role is Role.DECODE:
-                state.decode += capacity
-            else:
-                state.both += capacity
-        state.throughput = min(state.prefill, state.decode) + state.both
+        self._sum(state, self._table.most)
+        if least == 0.0 or state.throughput > least:
+            self._sum(state, self._table.capacity)
         if state.throughput > least and state.prefill > 0.0 and state.decode > 0.0:
             state.plan = self._plan(state)
             state.throughput = state.plan.throughput
         return state
+
+    @staticmethod
+    def _sum(state: _State, capacity: Callable[[Composition, Role], float]) -> None:
+        """Put together what the groups of a candidate serve, if links were no limit."""
+        by_role = dict.fromkeys(Role, 0.0)
+        for composition, role in state.parts:
+            by_role[role] += capacity(composition, role)
+        state.prefill, state.decode, state.both = (
+            by_role[Role.PREFILL],
+            by_role[Role.DECODE],
+            by_role[Role.BOTH],
+        )
+        state.throughput = min(state.prefill, state.decode) + state.both
 
     def _plan(self, state: _State) -> SplitPlan:
         return self._network.solve(self._groups(state.parts))
