@@ -20,7 +20,7 @@ from hetlb.cli.top import FleetScreen
 REQUESTS = 6_000
 #: The engines are as slow as large models are, so that two cores carry what keeps all three of them busy.
 TIME_SCALE = 8
-RATE = 10
+RATE = 12
 MINUTES_SEEN_MS = 150_000
 #: Parts of the page that the docs explain by number, in their order.
 PARTS = (
