@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     switch("--combine", choices=tuple(COMBINE_FORMS), help="form of the workload formula")
     add("--theta", "constant of the workload formula", "X", FINITE)
     for flag, value, text in (
-        ("--kv-used", "FRACTION", "promised fraction of an instance's KV cache (repeatable)"),
+        ("--kv-used", "FRACTION", "reserved fraction of an instance's KV cache (repeatable)"),
         ("--load", "SECONDS", "work already assigned to an instance (repeatable)"),
     ):
         switch(flag, action="append", default=[], metavar=f"NAME={value}", help=text)

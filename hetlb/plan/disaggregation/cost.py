@@ -152,7 +152,7 @@ class GroupTable:
         return layouts[0].most if layouts else 0.0
 
     def _kind(self, composition: Composition) -> object:
-        """What makes two compositions alike: kinds of machines, GPUs in each, links between them."""
+        """Likeness of compositions: kinds of machines, GPUs in each, links between them."""
         if composition not in self._alike:
             kinds, rates = self.cluster.kinds, self.cluster.links.bytes_per_s
             self._alike[composition] = (
