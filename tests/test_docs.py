@@ -135,6 +135,12 @@ def test_the_site_has_no_dead_link_and_no_page_without_a_place(tmp_path: Path) -
     assert (tmp_path / "configs" / "deploy" / "fleet.yaml").is_file()
 
 
+def test_the_site_has_every_page() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text()
+    pages = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
+    assert [name for name in pages if name not in nav] == []
+
+
 def test_the_manual_page_has_every_command(tmp_path: Path) -> None:
     """The page that `make man` writes."""
     page = tmp_path / "hetlb.1"
