@@ -192,6 +192,16 @@ def test_autoscalers_name_metrics_that_are_there(name: str) -> None:
         assert f"| `{metric}` | gauge |" in described
 
 
+def test_keda_counts_the_servers_of_the_deployment_that_it_scales() -> None:
+    """A model may have servers of other kinds, which the Deployment does not start."""
+    document = yaml.safe_load((ROOT / "configs" / "autoscaling" / "keda.yaml").read_text())
+    name = document["spec"]["scaleTargetRef"]["name"]
+    query = document["spec"]["triggers"][0]["metadata"]["query"]
+    used = re.findall(r"hetlb_instance_\w+(\{[^}]*\})?", query)
+    assert len(used) == 4
+    assert set(used) == {f'{{server=~"{name}-.*"}}'}
+
+
 # --- events ---
 
 
