@@ -177,6 +177,21 @@ def test_hetlb_binds_late_and_in_order() -> None:
     assert (bound.request.id, bound.instance) == (128, leases[-1].instance)
 
 
+def test_hetlb_waits_for_a_full_instance_only_where_its_score_is_better_with_the_wait() -> None:
+    """With requests still coming: whole answers are sooner for the wait, first tokens are not."""
+    room = Capacity(kv_cache_tokens=100_000, kv_tokens_per_request=10_000, max_num_seqs=8)
+    fleet = [spec("fast", capacity=room), spec("slow", capacity=room, slower=6.0)]
+    used = {}
+    for weight in (0.0, 20.0):
+        params = PolicyParams(weights=(("first_token_s", weight),))
+        scheduler, chosen = make_scheduler(fleet, "hetlb", params=params), []
+        for i in range(30):
+            commands = scheduler.on_arrival(request(i), 0.5 * i)
+            chosen += [each.lease.instance for each in commands if isinstance(each, Dispatch)]
+        used[weight] = (chosen.count("fast"), chosen.count("slow"))
+    assert used == {0.0: (8, 0), 20.0: (8, 8)}
+
+
 def test_hetlb_waits_for_memory_but_never_starves_a_large_request() -> None:
     scheduler = make_scheduler([spec("a", kv=10_000)], "hetlb")
     large = dispatched(scheduler.on_arrival(request(1, prompt=9500, max_tokens=400), 0.0))

@@ -7,8 +7,9 @@
    file order of equals.
 3. Hold: a slower instance is passed over where the faster ones, one of which is full (or no more requests
    come), would be done with all that waits before it were done with one long answer: a slow-server threshold
-   (Lin, Kumar, Optimal control of a queueing system with two heterogeneous servers, 1984). A request with
-   targets waits for a full instance that can meet them while those with room cannot.
+   (Lin, Kumar, Optimal control of a queueing system with two heterogeneous servers, 1984); while requests
+   come, only where the score of the full one is better, the wait for it included. A request with targets
+   waits for a full instance that can meet them while those with room cannot.
 
 Scoring reads and changes nothing.
 """
@@ -315,18 +316,22 @@ class Evaluation:
         fastest = self.ratings[fleet.order[0]]
         least_s = self._long_answer_s(fastest)
         rate = ctx.demand.rate(fastest.own_s, ctx.now) * self._share
-        speed, wait = 0.0, rate <= 0.0
+        ended = rate <= 0.0
+        speed, full_score = 0.0, math.inf
         todo = ctx.waiting * self._share + size_of(ctx.request, ctx.predicted_output)
+        wait_weight = self.weights[0] + self.weights[1]
         for i in fleet.order:
             each = self.ratings[i]
-            if wait and speed > rate and each.state == ROOM:
+            full = full_score < math.inf
+            if (ended or full) and speed > rate and each.state == ROOM:
                 done_s = todo / (speed - rate) + least_s
-                if done_s < self._long_answer_s(each):
+                sooner = ended or full_score + wait_weight * todo / speed < each.score
+                if sooner and done_s < self._long_answer_s(each):
                     each.state, each.done_s = HELD, done_s
             if availabilities is None or availabilities[i][0] == NORMAL:
                 speed += fleet.costs[i].speed
-            if each.state == NO_SLOT or each.state == NO_MEMORY:
-                wait = True
+            if not full and (each.state == NO_SLOT or each.state == NO_MEMORY):
+                full_score = each.score
 
     def _long_answer_s(self, each: Rating) -> float:
         """Seconds that one long answer takes on an instance, half of what runs there beside it."""
