@@ -15,9 +15,23 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from hetlb.loadtest.curves import Line, against_rate, distribution, in_flight, output_rate, policies_of
-from hetlb.loadtest.report import comparison_title, milliseconds, percent, rate_text, seconds
+from hetlb.loadtest.metrics import METRICS
+from hetlb.loadtest.report import (
+    ReportCell,
+    ReportRow,
+    ReportTable,
+    comparison_table,
+    comparison_title,
+    instances_table,
+    latency_table,
+    milliseconds,
+    percent,
+    rate_text,
+    search_table,
+    throughput_table,
+)
 from hetlb.loadtest.runs import MeasuredRun
-from hetlb.loadtest.verdict import SUSPECT, VALID, verdict_of
+from hetlb.loadtest.verdict import SUSPECT, verdict_of
 from hetlb.pages import asset, content_hash, inline_module, inline_style
 
 _LATENCIES = (("ttft", "TTFT"), ("itl", "ITL"), ("e2el", "E2EL"))
@@ -31,33 +45,15 @@ _GLANCE: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("mean_e2el_ms", "E2EL mean", milliseconds),
     ("p99_e2el_ms", "E2EL p99", milliseconds),
 )
+_PERCENTILES = (99.0,)
+_INSTANCE_LATENCIES = {
+    "median_ttft_ms": "TTFT p50",
+    "p99_ttft_ms": "TTFT p99",
+    "median_tpot_ms": "TPOT p50",
+    "p99_e2el_ms": "E2EL p99",
+}
 #: Further groups are folded.
 _OPEN_GROUPS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class ReportCell:
-    """Text of a cell; `difference` is off a baseline, `is_sure` where its interval leaves out 0."""
-
-    text: str
-    difference: str | None = None
-    is_sure: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ReportRow:
-    """Cells of a row and the verdict of the runs it rests on."""
-
-    cells: Sequence[ReportCell]
-    verdict: str = VALID
-
-
-@dataclass(frozen=True, slots=True)
-class ReportTable:
-    """Headings and rows."""
-
-    heads: Sequence[str]
-    rows: Sequence[ReportRow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +102,13 @@ def report(document: Mapping[str, Any], measured: Sequence[MeasuredRun]) -> str:
         "policies": _policies(comparisons, runs),
         "rounds": comparisons[0]["rounds"] if comparisons else 0,
         "confidence": percent(comparisons[0]["confidence"]) if comparisons else "",
-        "search": _search(search) if search else None,
-        "search_share": percent(search[0]["slo_attainment"]) if search else "",
+        "search": search_table(search) if search else None,
         "rates": _rates(measured, charts),
         "distributions": list(_distributions(measured, charts)),
         "timelines": list(_timelines(measured, charts)),
-        "runs_table": _runs_table(runs),
+        "runs_tables": [throughput_table(runs), latency_table(runs, METRICS, _PERCENTILES)],
         "differences": [
-            ReportGroup(comparison_title(each), each["verdict"], False, table=_comparison(each))
+            ReportGroup(comparison_title(each), each["verdict"], False, table=comparison_table(each))
             for each in comparisons
         ],
         "metadata_rows": [(key, _plain(value)) for key, value in metadata.items()],
@@ -126,10 +121,6 @@ def report(document: Mapping[str, Any], measured: Sequence[MeasuredRun]) -> str:
     }
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     return environment.from_string(asset("report.html.j2", "hetlb.loadtest")).render(context).lstrip() + "\n"
-
-
-def _row(*texts: str, verdict: str = VALID) -> ReportRow:
-    return ReportRow([ReportCell(text) for text in texts], verdict)
 
 
 def _policies(
@@ -166,51 +157,6 @@ def _against(figure: Mapping[str, Any], show: Callable[[float], str]) -> ReportC
         return ReportCell(show(figure["mean"]))
     is_sure = figure["low"] is not None and (figure["low"] > 0 or figure["high"] < 0)
     return ReportCell(show(figure["mean"]), f"{100 * figure['relative']:+.1f} %", is_sure)
-
-
-def _runs_table(runs: Sequence[Mapping[str, Any]]) -> ReportTable:
-    heads = ["run", "completed", "failed", "req/s", "output tok/s", "goodput/s", "SLO met"]
-    heads += [f"{name} {figure}" for _, name in _LATENCIES for figure in ("p50", "p99")] + ["TPOT p50"]
-    rows = []
-    for run in runs:
-        cells = [
-            _name(run),
-            f"{run['completed']:,}",
-            f"{run['failed']:,}",
-            f"{run['request_throughput']:,.2f}",
-            f"{run['output_throughput']:,.0f}",
-            f"{run['request_goodput']:,.2f}",
-            "-" if run["slo_attainment"] is None else percent(run["slo_attainment"]),
-        ]
-        cells += [
-            milliseconds(run[f"{key}_{name}_ms"]) for name, _ in _LATENCIES for key in ("median", "p99")
-        ]
-        verdict = run["client"]["verdict"]
-        rows.append(_row(*cells, milliseconds(run["median_tpot_ms"]), verdict=verdict))
-    return ReportTable(heads, rows)
-
-
-def _comparison(comparison: Mapping[str, Any]) -> ReportTable:
-    verdict = comparison["verdict"]
-    rows = []
-    for name, figure in comparison["figures"].items():
-        interval = "-" if figure["low"] is None else f"{figure['low']:+,.4g} to {figure['high']:+,.4g}"
-        relative = "-" if figure["relative"] is None else f"{100 * figure['relative']:+.1f} %"
-        values = (figure["baseline_mean"], figure["mean"])
-        texts = (*(f"{value:,.4g}" for value in values), f"{figure['difference']:+,.4g}", relative, interval)
-        rows.append(_row(name, *texts, verdict=verdict))
-    level = percent(comparison["confidence"])
-    compared = (comparison["baseline"], comparison["policy"])
-    return ReportTable(("figure", *compared, "difference", "relative", f"{level} interval"), rows)
-
-
-def _search(searches: Sequence[Mapping[str, Any]]) -> ReportTable:
-    rows = []
-    for each in searches:
-        found = (each["max_request_rate"], each["lowest_missed_rate"])
-        rates = ("none" if rate is None else f"{rate:.4g}" for rate in found)
-        rows.append(_row(each["policy"] or "-", *rates, str(len(each["probes"])), verdict=each["verdict"]))
-    return ReportTable(("policy", "met at, req/s", "missed at, req/s", "rates measured"), rows)
 
 
 def _rates(measured: Sequence[MeasuredRun], charts: _Charts) -> ReportGroup:
@@ -272,39 +218,8 @@ def _timelines(measured: Sequence[MeasuredRun], charts: _Charts) -> Iterable[Rep
             charts.add("Output", output_rate(records, names), x, {**y, "label": "tokens/s"}),
         )
         verdict = each.run["client"]["verdict"]
-        yield ReportGroup(_name(each.run), verdict, number < _OPEN_GROUPS, numbers, _instances(each.run))
-
-
-def _instances(run: Mapping[str, Any]) -> ReportTable | None:
-    if not run["instances"]:
-        return None
-    total = run["total_output_tokens"] or 1
-    latencies = ("median_ttft", "p99_ttft", "median_tpot", "p99_e2el")
-    rows = [
-        _row(
-            entry["name"],
-            f"{entry['completed']:,}",
-            f"{entry['failed']:,}",
-            percent(entry["total_output_tokens"] / total),
-            *(milliseconds(entry[f"{key}_ms"]) for key in latencies),
-            seconds(entry["last_finish_s"]),
-            "-" if entry["preemptions"] is None else f"{entry['preemptions']:,}",
-            "-" if entry["kv_peak"] is None else percent(entry["kv_peak"]),
-            verdict=run["client"]["verdict"],
-        )
-        for entry in run["instances"]
-    ]
-    heads = (
-        "instance",
-        "completed",
-        "failed",
-        "share of output",
-        "TTFT p50",
-        "TTFT p99",
-        "TPOT p50",
-        "E2EL p99",
-    )
-    return ReportTable((*heads, "last end", "preempted", "KV peak"), rows)
+        table = instances_table(each.run, _INSTANCE_LATENCIES) if names else None
+        yield ReportGroup(_name(each.run), verdict, number < _OPEN_GROUPS, numbers, table)
 
 
 def _marked(name: str, measured: Iterable[MeasuredRun]) -> str:

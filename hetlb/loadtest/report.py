@@ -6,15 +6,73 @@ A table shows nothing that is not in the runs it is given, and fits 80 columns f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from hetlb.loadtest.verdict import SUSPECT
+from hetlb.loadtest.verdict import SUSPECT, VALID
 
 #: More instances than this get no columns of their own.
 _MAX_INSTANCE_COLUMNS = 4
+_NO_LATENCIES: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class ReportCell:
+    """Text of a cell; `difference` is off a baseline, `is_sure` where its interval leaves out 0."""
+
+    text: str
+    difference: str | None = None
+    is_sure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReportRow:
+    """Cells of a row and the verdict of the runs it rests on."""
+
+    cells: Sequence[ReportCell]
+    verdict: str = VALID
+
+
+def row(*texts: str, verdict: str = VALID) -> ReportRow:
+    """A row of plain cells."""
+    return ReportRow([ReportCell(text) for text in texts], verdict)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportTable:
+    """A table for terminals and pages. A heading that begins with `>` is of numbers, to the right.
+
+    A terminal shows verdicts as the last column: `always_verdict`, else where one is SUSPECT.
+    """
+
+    heads: Sequence[str]
+    rows: Sequence[ReportRow]
+    title: str | None = None
+    caption: str | None = None
+    padding: int = 1
+    always_verdict: bool = False
+
+    @property
+    def labels(self) -> list[str]:
+        """The headings on one line each."""
+        return [head.removeprefix(">").replace("\n", " ") for head in self.heads]
+
+    def __rich__(self) -> Table:
+        found = _table(self.title)
+        found.caption, found.padding = self.caption, (0, self.padding)
+        for head in self.heads:
+            justify: Any = "right" if head.startswith(">") else "left"
+            found.add_column(head.removeprefix(">"), justify=justify, overflow="fold")
+        flagged = self.always_verdict or any(each.verdict == SUSPECT for each in self.rows)
+        if flagged:
+            found.add_column("verdict")
+        for each in self.rows:
+            found.add_row(*(cell.text for cell in each.cells), *([each.verdict] if flagged else []))
+        return found
 
 
 def runs_table(
@@ -75,138 +133,120 @@ def runs_table(
     return table
 
 
-def throughput_table(runs: Sequence[Mapping[str, Any]]) -> Table:
-    """Build a table with throughput and verdict, one line per run of `hetlb bench`."""
+def throughput_table(runs: Sequence[Mapping[str, Any]]) -> ReportTable:
+    """Throughput and verdict, one row per run of `hetlb bench`."""
     limits = any(run["slo_attainment"] is not None for run in runs)
     failures = any(run["failed"] for run in runs)
-    table = _table(None)
-    name_columns = _add_name_columns(table, runs)
-    for heading in ("requests", "req/s", "output\ntok/s", "total\ntok/s"):
-        table.add_column(heading, justify="right")
-    if failures:
-        table.add_column("failed", justify="right")
-    if limits:
-        table.add_column("met the\nlimits", justify="right")
-    table.add_column("verdict")
+    names = _name_heads(runs)
+    heads = [*names, ">requests", ">req/s", ">output\ntok/s", ">total\ntok/s"]
+    heads += [">failed"] * failures + [">met the\nlimits"] * limits
+    rows = []
     for run in runs:
         cells = [
-            *_names(run, name_columns),
+            *_names(run, names),
             f"{run['completed'] + run['failed']:,}",
             f"{run['request_throughput']:,.2f}",
             f"{run['output_throughput']:,.0f}",
             f"{run['total_token_throughput']:,.0f}",
         ]
-        if failures:
-            cells.append(f"{run['failed']:,}")
-        if limits:
-            cells.append("-" if run["slo_attainment"] is None else percent(run["slo_attainment"]))
-        table.add_row(*cells, run["client"]["verdict"])
-    return table
+        cells += [f"{run['failed']:,}"] * failures + [_share_text(run["slo_attainment"])] * limits
+        rows.append(row(*cells, verdict=run["client"]["verdict"]))
+    return ReportTable(heads, rows, always_verdict=True)
 
 
 def latency_table(
     runs: Sequence[Mapping[str, Any]], metrics: Sequence[str], percentiles: Sequence[float]
-) -> Table:
-    """One line per run of `hetlb bench`: median and highest of `percentiles` of each of `metrics`."""
-    highest = f"p{max(percentiles):g}"
-    table = _table(None)
-    table.padding = (0, 0)  # all figures fit on 80 columns
-    table.caption = "milliseconds, from the time a request was due"
-    name_columns = _add_name_columns(table, runs)
-    for name in metrics:
-        for heading in ("p50", highest):
-            table.add_column(f"{name.upper()}\n{heading}", justify="right")
-    flagged = _add_verdict_column(table, [run["client"]["verdict"] for run in runs])
+) -> ReportTable:
+    """Median and highest of `percentiles` of each of `metrics`, one row per run of `hetlb bench`."""
+    highest, names = f"p{max(percentiles):g}", _name_heads(runs)
+    heads = [*names, *(f">{name.upper()}\n{each}" for name in metrics for each in ("p50", highest))]
+    rows = []
     for run in runs:
         figures = [run[f"{key}_{name}_ms"] for name in metrics for key in ("median", highest)]
-        verdict = [run["client"]["verdict"]] if flagged else []
         cells = [f"{figure:.1f}" if figure < 10 else f"{figure:,.0f}" for figure in figures]
-        table.add_row(*_names(run, name_columns), *cells, *verdict)
-    return table
+        rows.append(row(*_names(run, names), *cells, verdict=run["client"]["verdict"]))
+    caption = "milliseconds, from the time a request was due"
+    return ReportTable(heads, rows, caption=caption, padding=0)  # all figures fit on 80 columns
 
 
-def instances_table(run: Mapping[str, Any]) -> Table:
-    """One line per instance of one run."""
-    table = _table(None)
-    for heading in ("instance", "requests", "output tokens", "share", "last end", "preempted", "KV peak"):
-        table.add_column(heading, justify="left" if heading == "instance" else "right")
-    for each in run["instances"]:
-        table.add_row(
+def instances_table(run: Mapping[str, Any], latencies: Mapping[str, str] = _NO_LATENCIES) -> ReportTable:
+    """One row per instance of one run; `latencies` are columns more: headings by figure."""
+    heads = [
+        "instance",
+        ">requests",
+        ">output tokens",
+        ">share",
+        *(f">{head}" for head in latencies.values()),
+    ]
+    rows = [
+        row(
             each["name"],
             f"{each['completed']:,}",
             f"{each['total_output_tokens']:,}",
             percent(_share(run, each)),
+            *(milliseconds(each[key]) for key in latencies),
             seconds(each["last_finish_s"]),
             "-" if each["preemptions"] is None else f"{each['preemptions']:,}",
-            "-" if each["kv_peak"] is None else percent(each["kv_peak"]),
+            _share_text(each["kv_peak"]),
         )
-    return table
+        for each in run["instances"]
+    ]
+    return ReportTable([*heads, ">last end", ">preempted", ">KV peak"], rows)
 
 
-def classes_table(run: Mapping[str, Any]) -> Table:
-    """One line per service class of one run."""
-    table = _table(None)
-    for heading in (
-        "class",
-        "requests",
-        "failed",
-        "attainment",
-        "mean TTFT",
-        "p99 TTFT",
-        "mean TPOT",
-        "p99 E2EL",
-    ):
-        table.add_column(heading, justify="left" if heading == "class" else "right")
-    for name, each in run["classes"].items():
-        table.add_row(
+def classes_table(run: Mapping[str, Any]) -> ReportTable:
+    """One row per service class of one run."""
+    latencies = {
+        "mean TTFT": "mean_ttft",
+        "p99 TTFT": "p99_ttft",
+        "mean TPOT": "mean_tpot",
+        "p99 E2EL": "p99_e2el",
+    }
+    rows = [
+        row(
             name,
             f"{each['requests']:,}",
             f"{each['refused']:,}",
-            "-" if each["attainment"] is None else percent(each["attainment"]),
-            *(milliseconds(each[f"{key}_ms"]) for key in ("mean_ttft", "p99_ttft", "mean_tpot", "p99_e2el")),
+            _share_text(each["attainment"]),
+            *(milliseconds(each[f"{key}_ms"]) for key in latencies.values()),
         )
-    return table
+        for name, each in run["classes"].items()
+    ]
+    return ReportTable(
+        ["class", ">requests", ">failed", ">attainment", *(f">{key}" for key in latencies)], rows
+    )
 
 
-def comparison_table(comparison: Mapping[str, Any]) -> Table:
+def comparison_table(comparison: Mapping[str, Any]) -> ReportTable:
     """One policy against the baseline, at one rate."""
-    suspect = f", {SUSPECT}" if comparison["verdict"] == SUSPECT else ""
-    table = _table(comparison_title(comparison) + suspect)
-    table.add_column("figure")
-    for heading in (comparison["baseline"], comparison["policy"], "difference"):
-        table.add_column(heading, justify="right")
-    table.add_column(f"{percent(comparison['confidence'])} interval", justify="right")
+    rows = []
     for name, figure in comparison["figures"].items():
         change = "" if figure["relative"] is None else f" ({100 * figure['relative']:+.1f} %)"
         interval = "-" if figure["low"] is None else f"{figure['low']:+,.4g} to {figure['high']:+,.4g}"
-        table.add_row(
-            name,
-            f"{figure['baseline_mean']:,.4g}",
-            f"{figure['mean']:,.4g}",
-            f"{figure['difference']:+,.4g}{change}",
-            interval,
-        )
-    return table
+        means = (f"{figure['baseline_mean']:,.4g}", f"{figure['mean']:,.4g}")
+        rows.append(row(name, *means, f"{figure['difference']:+,.4g}{change}", interval))
+    heads = (
+        comparison["baseline"],
+        comparison["policy"],
+        "difference",
+        f"{percent(comparison['confidence'])} interval",
+    )
+    suspect = f", {SUSPECT}" if comparison["verdict"] == SUSPECT else ""
+    return ReportTable(
+        ["figure", *(f">{head}" for head in heads)], rows, comparison_title(comparison) + suspect
+    )
 
 
-def search_table(searches: Sequence[Mapping[str, Any]]) -> Table:
+def search_table(searches: Sequence[Mapping[str, Any]]) -> ReportTable:
     """The highest rate of every policy that meets the limits."""
-    share = percent(searches[0]["slo_attainment"])
-    table = _table(f"Highest rate at which {share} of the requests meet the limits, requests/s")
-    table.add_column("policy")
-    for heading in ("met at", "missed at", "probes"):
-        table.add_column(heading, justify="right")
-    flagged = _add_verdict_column(table, [each["verdict"] for each in searches])
+    rows = []
     for each in searches:
-        met, missed = each["max_request_rate"], each["lowest_missed_rate"]
-        table.add_row(
-            each["policy"] or "-",
-            "none" if met is None else f"{met:.4g}",
-            "none" if missed is None else f"{missed:.4g}",
-            str(len(each["probes"])),
-            *([each["verdict"]] if flagged else []),
-        )
-    return table
+        found = (each["max_request_rate"], each["lowest_missed_rate"])
+        rates = ("none" if rate is None else f"{rate:.4g}" for rate in found)
+        rows.append(row(each["policy"] or "-", *rates, str(len(each["probes"])), verdict=each["verdict"]))
+    share = percent(searches[0]["slo_attainment"])
+    title = f"Highest rate at which {share} of the requests meet the limits, requests/s"
+    return ReportTable(["policy", ">met at", ">missed at", ">probes"], rows, title)
 
 
 def comparison_title(comparison: Mapping[str, Any]) -> str:
@@ -251,26 +291,19 @@ def _table(title: str | None) -> Table:
     )
 
 
-def _add_name_columns(table: Table, runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Add the columns that tell the runs apart."""
-    columns = ["policy"] if any(run["policy"] for run in runs) else []
-    columns += ["rate", "round"] if any(run["round"] > 1 for run in runs) else ["rate"]
-    for heading in columns:
-        table.add_column(heading, justify="left" if heading == "policy" else "right", overflow="fold")
-    return columns
+def _name_heads(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Headings of the columns that tell the runs apart."""
+    heads = ["policy"] if any(run["policy"] for run in runs) else []
+    return [*heads, ">rate", ">round"] if any(run["round"] > 1 for run in runs) else [*heads, ">rate"]
 
 
-def _add_verdict_column(table: Table, verdicts: Sequence[str]) -> bool:
-    """Add a column for the verdicts unless all are VALID; returns whether there is one."""
-    if SUSPECT not in verdicts:
-        return False
-    table.add_column("verdict")
-    return True
+def _names(run: Mapping[str, Any], heads: Sequence[str]) -> list[str]:
+    cells = {"policy": run["policy"] or "-", ">rate": rate_text(run), ">round": str(run["round"])}
+    return [cells[head] for head in heads]
 
 
-def _names(run: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
-    cells = {"policy": run["policy"] or "-", "rate": rate_text(run), "round": str(run["round"])}
-    return [cells[column] for column in columns]
+def _share_text(share: float | None) -> str:
+    return "-" if share is None else percent(share)
 
 
 def _share(run: Mapping[str, Any], each: Mapping[str, Any]) -> float:

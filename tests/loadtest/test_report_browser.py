@@ -101,8 +101,8 @@ def test_every_cell_of_a_list_has_its_heading(browser: Any, tmp_path: Path) -> N
     look = Look(browser, path.as_uri())
     try:
         look.page.set_viewport_size({"width": 360, "height": 900})
-        cell = look.page.locator("td[data-label='goodput/s']").first
-        assert cell.evaluate("each => getComputedStyle(each, '::before').content") == '"goodput/s"'
+        cell = look.page.locator("td[data-label='req/s']").first
+        assert cell.evaluate("each => getComputedStyle(each, '::before').content") == '"req/s"'
         assert look.page.locator(".flag, .banner, .suspect").count() == 0
     finally:
         look.close()
