@@ -19,8 +19,7 @@ from rich.console import Console
 
 from hetlb.cli import profile_live
 from hetlb.cli.flags import FINITE, SHARE, add_json, declare, real, whole
-from hetlb.cli.profile_log import from_log
-from hetlb.cli.profile_running import from_proxy
+from hetlb.cli.profile_corrected import write_corrected
 from hetlb.config.profile_file import (
     EngineInfo,
     Hardware,
@@ -135,10 +134,8 @@ def run(args: argparse.Namespace) -> int:
     degrees = _degrees(args)
     _make_folder(args.out)
     kind, _, file = (args.source or "").partition(":")
-    if kind == "log" and file:
-        return from_log(args, Path(file))
-    if kind == "proxy" and file:
-        return from_proxy(args, file)
+    if kind in ("log", "proxy") and file:
+        return write_corrected(args, kind, file)
     if args.url is not None:
         live = profile_live.measure(args)
         written = [_finish(args, args.out, _from_live(args, live, degrees[0]))]

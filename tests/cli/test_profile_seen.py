@@ -13,7 +13,7 @@ from socketserver import BaseRequestHandler, TCPServer
 import pytest
 
 from hetlb.cli.main import main
-from hetlb.cli.profile_running import counters
+from hetlb.cli.profile_corrected import counters
 from hetlb.config.profile_file import load_profile
 from hetlb.core.types import Outcome
 from hetlb.proxy.telemetry.counters import InstanceTotals
