@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections import deque
 from typing import Final
 
@@ -39,15 +38,15 @@ class Ratios:
         if predicted_s <= 0.0 or true_s <= 0.0:
             return
         ratio = true_s / predicted_s
-        self._covered.append(ratio <= self.quantile(0.9))
+        self._covered.append(ratio <= self.quantile(_BOUND))
         if len(self._newest) == _KEPT:
             oldest = self._newest.popleft()
-            del self._ordered[bisect_left(self._ordered, oldest)]
+            del self._ordered[_rank(self._ordered, oldest)]
             was_predicted_s, was_true_s = self._pairs.popleft()
             self._predicted_s -= was_predicted_s
             self._true_s -= was_true_s
         self._newest.append(ratio)
-        insort(self._ordered, ratio)
+        self._ordered.insert(_rank(self._ordered, ratio), ratio)
         self._pairs.append((predicted_s, true_s))
         self._predicted_s += predicted_s
         self._true_s += true_s
@@ -55,7 +54,7 @@ class Ratios:
     def over(self, ratio: float) -> float:
         """The probability that an answer takes more than `ratio` times its forecast."""
         n = float(len(self._ordered))
-        seen = n - bisect_left(self._ordered, ratio)
+        seen = n - _rank(self._ordered, ratio)
         prior = 0.5 * math.erfc(math.log(max(ratio, 1e-9)) / (_PRIOR_SPREAD * math.sqrt(2.0)))
         return (seen + _PRIOR_WEIGHT * prior) / (n + _PRIOR_WEIGHT)
 
@@ -63,7 +62,7 @@ class Ratios:
         """The ratio that a share of the answers stays within; by the assumed spread while few are known."""
         n = len(self._ordered)
         if n < _PRIOR_WEIGHT:
-            return math.exp(_PRIOR_SPREAD * normal_quantile(share))
+            return _PRIOR_90 if share == _BOUND else math.exp(_PRIOR_SPREAD * normal_quantile(share))
         return self._ordered[min(n - 1, math.ceil(share * (n + 1)) - 1)]
 
     @property
@@ -87,6 +86,23 @@ def normal_quantile(share: float) -> float:
         else:
             high = middle
     return high
+
+
+#: Share of answers that the bound whose coverage is told is to cover, and the bound before the first ones.
+_BOUND: Final = 0.9
+_PRIOR_90: Final = math.exp(_PRIOR_SPREAD * normal_quantile(_BOUND))
+
+
+def _rank(ordered: list[float], ratio: float) -> int:
+    """Number of ratios below one."""
+    low, high = 0, len(ordered)
+    while low < high:
+        middle = (low + high) >> 1
+        if ordered[middle] < ratio:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 class ForecastErrors:

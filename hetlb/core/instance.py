@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from mypy_extensions import mypyc_attr
-
 from hetlb.core.adapters import DEFAULT_SLOTS, AdapterSlots
 from hetlb.core.forecast_errors import ForecastErrors
 from hetlb.core.health import HealthTracker
 from hetlb.core.latency import DEFAULT_LATENCY, LatencyModel
-from hetlb.core.objective import UNSTATED
+from hetlb.core.occupancy import JOINING_STEPS, SIGNAL_STALE_S, EngineLoad, Occupancy
 from hetlb.core.peak_ewma import PeakEwma
 from hetlb.core.prefix_index import PrefixIndex, Tree
 from hetlb.core.speed import SpeedTracker
@@ -43,8 +41,6 @@ DEFAULT_MAX_NUM_SEQS: Final = 256
 DEFAULT_TOKEN_BUDGET: Final = 2048
 #: Seconds before an instance with a notice is gone by which nothing runs there any more.
 NOTICE_MARGIN_S: Final = 1.5
-#: A scrape older than this says nothing about now.
-SIGNAL_STALE_S: Final = 5.0
 #: Below this KV use an engine that lets requests wait lacks places, not memory.
 KV_ROOM: Final = 0.8
 #: Loads of an instance are kept for fewer sequences than this.
@@ -78,120 +74,6 @@ class ChangeCounter:
 
 #: Latency model and tokens per iteration of one engine; slots and KV cache in tokens of all; engines.
 Parameters: TypeAlias = tuple[LatencyModel, int, int, int, int]
-
-
-#: Steps until the first token of a request whose KV cache has come: half of the running one, and its own.
-JOINING_STEPS: Final = 1.5
-
-
-@mypyc_attr(acyclic=True)
-class EngineLoad:
-    """Load of each engine of an instance at a number of sequences, and the duration of its steps then.
-
-    `batch` of `slots` sequences run on each; of the instance's tokens in context `context_share` are theirs.
-    With C tokens in context a decode step takes `step_s + token_s * C`, one with a sequence more
-    `next_step_s + next_token_s * C`.
-    `kv_cache_tokens` and `all_slots` are those of all `engines`; `asynchronous`: it schedules so.
-    It is never changed.
-    """
-
-    __slots__ = (
-        "all_slots", "asynchronous", "batch", "budget", "context_share", "engines", "kv_cache_tokens",
-        "latency", "next_step_s", "next_token_s", "slots", "step_s", "token_s",
-    )  # fmt: skip
-
-    def __init__(self, instance: Instance) -> None:
-        sequences = instance.unfinished_sequences
-        self.kv_cache_tokens = float(instance.kv_cache_tokens)
-        self.latency = latency = instance.latency
-        self.asynchronous = instance.capacity.async_scheduling is True
-        self.budget = float(instance.token_budget)
-        self.engines = float(instance.engines)
-        slots, share = instance.max_num_seqs, 1.0 / instance.engines
-        self.all_slots = float(slots)
-        self.slots = slots * share
-        self.context_share = share
-        self.batch = batch = sequences * share
-        if sequences > slots:
-            self.context_share = share * slots / sequences
-            self.batch = batch = self.slots
-        self.next_step_s, self.next_token_s = latency.step_line(batch + 1.0)
-        fewer = instance.known_load(sequences - 1)
-        if fewer is not None and fewer.batch + 1.0 == batch:
-            self.step_s, self.token_s = fewer.next_step_s, fewer.next_token_s
-        else:
-            self.step_s, self.token_s = latency.step_line(batch)
-
-    def own_batch(self, sequences: float) -> float:
-        """Sequences of one request on each engine that has some: they are spread over all engines."""
-        return 1.0 if sequences <= self.engines else sequences / self.engines
-
-
-@mypyc_attr(acyclic=True)
-class Occupancy:
-    """Ledger of an instance until its next change, as scoring reads it. It is never changed.
-
-    `running` sequences that have not ended, `empty` if none and no tokens are booked; tokens:
-    `context` of all sequences, each answer half-grown, `pending` prompt tokens per engine, `kv_tokens`
-    expected in use, and `kv_excess` more while `sample_at` is not stale; `kv_utilization` as promised.
-    Prompts of `incoming` of them are elsewhere still, since `oldest_at`.
-    """
-
-    __slots__ = (
-        "context", "empty", "incoming", "kv_excess", "kv_tokens", "kv_utilization", "load", "oldest_at",
-        "pending", "running", "sample_at",
-    )  # fmt: skip
-
-    def __init__(self, instance: Instance) -> None:
-        self.load = instance.load
-        running = instance.unfinished_sequences
-        self.running = float(running)
-        self.empty = not running and not instance.kv_tokens
-        self.context = (instance.promised_tokens + instance.prompt_tokens) / 2.0 - instance.finished_kv_tokens
-        self.kv_utilization = instance.kv_utilization
-        self.pending = float(instance.pending_prompt_tokens) / self.load.engines
-        self.kv_tokens = (instance.kv_tokens + instance.kv_prompt_tokens) / 2.0 - instance.finished_kv_tokens
-        sample_at = instance.sample_at
-        self.kv_excess = instance.kv_excess_tokens
-        self.sample_at = -math.inf if sample_at is None else sample_at
-        self.incoming = float(len(instance.incoming))
-        self.oldest_at = 0.0
-        if instance.incoming:
-            self.oldest_at = next(iter(instance.incoming.values())).dispatched_at
-
-    def same_as(self, other: Occupancy) -> bool:
-        """True if both say the same."""
-        return (
-            self.load.batch == other.load.batch
-            and self.load.latency is other.load.latency
-            and self.empty == other.empty
-            and self.running == other.running
-            and self.context == other.context
-            and self.kv_utilization == other.kv_utilization
-            and self.pending == other.pending
-            and self.kv_tokens == other.kv_tokens
-            and self.kv_excess == other.kv_excess
-            and self.sample_at == other.sample_at
-            and self.incoming == other.incoming
-            and self.oldest_at == other.oldest_at
-        )
-
-    def ending(self, answer_s: float, now: float) -> float:
-        """Answers that will have ended when a prompt that is prefilled elsewhere from now on comes to decode.
-
-        An answer takes `answer_s`. The oldest of those on their way shows how long that takes; at most as
-        many end as are on their way.
-        """
-        if self.incoming <= 0.0 or answer_s <= 0.0:
-            return 0.0
-        ended = (self.running - self.incoming) * (now - self.oldest_at) / answer_s
-        return ended if ended < self.incoming else self.incoming
-
-    def expected_kv_tokens(self, now: float) -> float:
-        """Tokens of the KV cache in use: see `Instance.expected_kv_tokens`."""
-        if self.kv_excess and now - self.sample_at <= SIGNAL_STALE_S:
-            return self.kv_tokens + self.kv_excess
-        return self.kv_tokens
 
 
 class Instance:
@@ -421,10 +303,7 @@ class Instance:
 
     def expected_kv_tokens(self, now: float) -> float:
         """Tokens of the KV cache in use: every answer half-grown, or what the engine said, if more."""
-        expected = (self.kv_tokens + self.kv_prompt_tokens) / 2.0 - self.finished_kv_tokens
-        if self.kv_excess_tokens and self.sample_at is not None and now - self.sample_at <= SIGNAL_STALE_S:
-            expected += self.kv_excess_tokens
-        return expected
+        return self.occupancy.expected_kv_tokens(now)
 
     def kv_used_tokens(self, now: float) -> float:
         """Tokens in use: what we promised, or what the engine reports if that is more and fresh."""
@@ -468,6 +347,7 @@ class Instance:
         self.profiled = spec.latency is not None
         self.nominal = self.latency = spec.latency or DEFAULT_LATENCY
         self.speed = SpeedTracker(self.profiled, now)
+        self._occupancy = None
         for lease in self.leases.values():
             lease.mark = lease.first_mark = None
         self.learn_capacity(spec.capacity)
@@ -550,7 +430,7 @@ class Instance:
         self.pending_prompt_tokens += lease.unread_tokens
         self.in_flight += 1
         self.sequences += lease.request.sequences
-        if lease.request.service is not UNSTATED and lease.request.service.stated:
+        if lease.request.service.stated:
             self.stated_sequences += lease.request.sequences
         if lease.request.sequences > 1:
             self.groups[lease.id] = lease
@@ -642,7 +522,7 @@ class Instance:
             self.pending_prompt_tokens -= lease.unread_tokens
         self.in_flight -= 1
         self.sequences -= lease.request.sequences
-        if lease.request.service is not UNSTATED and lease.request.service.stated:
+        if lease.request.service.stated:
             self.stated_sequences -= lease.request.sequences
         if lease.request.sequences > 1:
             del self.groups[lease.id]

@@ -231,6 +231,15 @@ class LatencyModel(PickleByFields):
         """
         return self.request_s + (1.5 if asynchronous else 0.5) * running_step_s
 
+    @property
+    def least_token_s(self) -> float:
+        """Seconds that each prompt token takes at least, whatever runs beside it."""
+        better = self.better_prefill
+        if better is not None:
+            return better.least_token_s
+        rising = self.k1 >= 0.0 and self.k2 >= 0.0 and self.k3 >= 0.0
+        return self.k1 if rising and (self.k4 >= 0.0 or self.k8 >= 0.0) else 0.0
+
     def prefill_s(self, prompt_tokens: float, sequences: float = 1.0, cached_tokens: float = 0.0) -> float:
         """Seconds to prefill `sequences` prompts of `prompt_tokens` tokens each in one pass of their own.
 

@@ -12,8 +12,20 @@ from hetlb.core.pickle_by_fields import PickleByFields
 
 
 @mypyc_attr(acyclic=True)
+class _Targets(PickleByFields):
+    """`stated`: True if it has a target. Derived from its fields and none itself."""
+
+    __slots__ = ("stated",)
+
+    stated: bool
+
+    def _state(self, nearest_s: float) -> None:
+        object.__setattr__(self, "stated", nearest_s < math.inf)
+
+
+@mypyc_attr(acyclic=True)
 @dataclass(frozen=True, slots=True)
-class ServiceClass(PickleByFields):
+class ServiceClass(_Targets):
     """Objective of one class of requests of a model.
 
     Targets: `ttft_s` until the first token, `tpot_s` for each further one, `e2e_s` until the whole answer;
@@ -32,6 +44,9 @@ class ServiceClass(PickleByFields):
     first_token_weight: float | None = None
     refuse_hopeless: bool = False
 
+    def __post_init__(self) -> None:
+        self._state(min(self.ttft_s, self.tpot_s, self.e2e_s))
+
     @property
     def parts(self) -> tuple[str, float, float, float, float, bool, float | None, bool]:
         """Its fields in their order."""
@@ -45,11 +60,6 @@ class ServiceClass(PickleByFields):
             self.first_token_weight,
             self.refuse_hopeless,
         )
-
-    @property
-    def stated(self) -> bool:
-        """True if it has a target."""
-        return min(self.ttft_s, self.tpot_s, self.e2e_s) < math.inf
 
     def met(self, ttft_s: float, e2e_s: float, output_tokens: int) -> bool:
         """True if an answer met every target; TPOT is (E2E - TTFT) / (tokens - 1)."""

@@ -22,7 +22,6 @@ from hetlb.core.holds import Holds
 from hetlb.core.instance import Instance
 from hetlb.core.journal import Booked, Journal, booked
 from hetlb.core.ledger import Ledger
-from hetlb.core.objective import UNSTATED
 from hetlb.core.placement import Placement
 from hetlb.core.policies.registry import make_policy
 from hetlb.core.predictor import OnlinePredictor, Predictor
@@ -166,7 +165,7 @@ class Scheduler:
         predicted, long = self._predictor.outlook(request) if request.generates else (0.0, 0.0)
         demand.arrived(size_of(request, predicted), now)
         demand.mix.add(request.prompt_tokens, predicted)
-        if request.service is not UNSTATED and request.service.stated:
+        if request.service.stated:
             demand.protected.arrived(request.service, request.prompt_tokens, predicted, now)
         if self.queue.held and self.queue.ahead(request):
             return self._backlog.push(request, now, predicted) + self._backlog.flush(now)

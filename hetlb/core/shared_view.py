@@ -23,7 +23,6 @@ from typing import Final
 
 from hetlb.core.instance import Instance
 from hetlb.core.journal import Booked, Change, Journal, Waiting
-from hetlb.core.policies.groups import LARGEST_WHOLE
 from hetlb.core.remote_leases import RemoteLeases
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Command, Outcome, Request
@@ -34,6 +33,8 @@ _RATE_S: Final = 1.0
 _MOST_UNSEEN: Final = 8.0
 #: An instance of the own share may be so much worse than the best, at most (a share of the score).
 _MOST_WORSE: Final = 0.15
+#: Larger fleets are not dealt out: that costs more than a decision.
+_MOST_DEALT: Final = 128
 
 
 class SharedView:
@@ -115,7 +116,7 @@ class SharedView:
         if not self._remote.of:
             return scheduler.on_arrival(request, now)
         expected = self._unseen(now)
-        if expected and len(scheduler.instances) <= LARGEST_WHOLE:
+        if expected and len(scheduler.instances) <= _MOST_DEALT:
             request.preferred = self._share()
             request.preferred_within = min(_MOST_WORSE, expected)
         unseen = int(self._rng.random() * (0.5 + expected))

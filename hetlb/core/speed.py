@@ -51,19 +51,19 @@ class Mark(PickleByFields):
         self.prompts = prompts
 
 
-class _RecentRate:
-    """Rate of a count over about its last `MEMORY_S` seconds, older events weighing less."""
+@mypyc_attr(acyclic=True)
+class RecentRate:
+    """Rate of a count over about its last `MEMORY_S` seconds, older events weighing less; never changed."""
 
     __slots__ = ("_at", "_per_s")
 
-    def __init__(self, now: float) -> None:
-        self._at = now
-        self._per_s = 0.0
+    def __init__(self, at: float, per_s: float = 0.0) -> None:
+        self._at = at
+        self._per_s = per_s
 
-    def add(self, count: float, now: float) -> None:
-        """Add a count of now."""
-        self._per_s = self.per_s(now) + count / MEMORY_S
-        self._at = now
+    def plus(self, count: float, now: float) -> RecentRate:
+        """The rate with a count of now."""
+        return RecentRate(now, self.per_s(now) + count / MEMORY_S)
 
     def per_s(self, now: float) -> float:
         """The rate now."""
@@ -79,7 +79,6 @@ class SpeedTracker:
         "_expected_s",
         "_most",
         "_observed_s",
-        "_prefilling",
         "_profiled",
         "_prompt_tokens",
         "_prompts",
@@ -90,6 +89,7 @@ class SpeedTracker:
         "last",
         "last_expected_s",
         "last_mixed",
+        "prefilling",
     )  # fmt: skip
 
     def __init__(self, profiled: bool, now: float) -> None:
@@ -100,7 +100,8 @@ class SpeedTracker:
         self._at = now
         self._sequence_s = self._token_s = 0.0
         self._prompt_tokens = self._prompts = 0
-        self._prefilling = _RecentRate(now)
+        #: Prompt tokens that were prefilled.
+        self.prefilling = RecentRate(now)
         # The default model is a guess: the first answer may replace it.
         self._observed_s = self._expected_s = PRIOR_S if profiled else 0.0
         #: Factor for the model's durations.
@@ -138,11 +139,7 @@ class SpeedTracker:
         """Prompts of so many tokens together have been prefilled."""
         self._prompts += prompts
         self._prompt_tokens += tokens
-        self._prefilling.add(tokens, now)
-
-    def prefill_per_s(self, now: float) -> float:
-        """Prompt tokens that were prefilled per second over about the last `MEMORY_S` seconds."""
-        return self._prefilling.per_s(now)
+        self.prefilling = self.prefilling.plus(tokens, now)
 
     def mark(self) -> Mark:
         """The work so far, `elapsed` up to now."""

@@ -41,14 +41,16 @@ def _first_cell(axis: tuple[int, ...]) -> _Cell:
 
 
 class _Cells(PickleByFields):
-    """First cells of the axes of a grid, derived from its fields and none themselves."""
+    """First cells of the axes of a grid and its least factor, derived from its fields and none themselves."""
 
-    __slots__ = ("_first_batches", "_first_lengths")
+    __slots__ = ("_first_batches", "_first_lengths", "_least")
 
     _first_batches: _Cell
     _first_lengths: _Cell
+    _least: float
 
-    def _cut(self, batches: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+    def _cut(self, batches: tuple[int, ...], lengths: tuple[int, ...], least: float) -> None:
+        object.__setattr__(self, "_least", least)
         object.__setattr__(self, "_first_batches", _first_cell(batches))
         object.__setattr__(self, "_first_lengths", _first_cell(lengths))
 
@@ -74,7 +76,12 @@ class PrefillGrid(_Cells):
             )
         if not all(math.isfinite(value) and abs(value) < 50 for row in self.log_ratio for value in row):
             raise ValueError("log_ratio: expected numbers between -50 and 50")
-        self._cut(self.batches, self.lengths)
+        self._cut(self.batches, self.lengths, math.exp(min([min(row) for row in self.log_ratio])))
+
+    @property
+    def least(self) -> float:
+        """The least factor of all."""
+        return self._least
 
     def factor(self, batch: float, length: float) -> float:
         """Measured / predicted at a point; beyond the grid that of its edge."""
@@ -170,6 +177,11 @@ class PnormPrefill(PickleByFields):
                 dense_s = floor_s
         attention_s += decodes_s
         return dense_s + (attention_s if attention_s > least_s else least_s)
+
+    @property
+    def least_token_s(self) -> float:
+        """Seconds that each prompt token takes in a pass at least."""
+        return self.token_s if self.grid is None else self.token_s * self.grid.least
 
     def elasticity(self, batch: float, input_tokens: float) -> tuple[float, float]:
         """d log(seconds) / d log(batch) and / d log(input_tokens) without the grid; both rise with either."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Final
 
 from hetlb.core.journal import Booked
-from hetlb.core.policies.groups import LARGEST_WHOLE
 from hetlb.core.policies.hetlb import PASSED_OVER
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
@@ -31,6 +30,8 @@ from hetlb.proxy.upstream import Upstream
 
 #: Instances of a large fleet out of which those for the gateway's retries are taken.
 _LOOKED_AT: Final = 32
+#: Fallbacks of larger fleets are not ranked.
+MOST_RANKED: Final = 128
 _REASONS: Final = {
     Outcome.CONNECT_FAILED: (RejectReason.CONNECT_FAILED, "No instance accepted the connection."),
     Outcome.NO_RESPONSE: (RejectReason.NO_RESPONSE, "The instance closed the connection without answering."),
@@ -111,7 +112,7 @@ class PickDriver(Driver):
             return []
         decision = next(iter(reversed(self.decisions)))
         chosen = decision.lease.instance
-        if len(self.scheduler.instances) > LARGEST_WHOLE:
+        if len(self.scheduler.instances) > MOST_RANKED:
             return self._neighbours(decision.lease, count)
         # One that is passed over has room: only the chosen one, which has failed then, was sooner.
         others = [

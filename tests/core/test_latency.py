@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.core.latency import IterationRule, LatencyModel, ideal_batch, processing_s
-from hetlb.core.step_times import DecodeTable, PrefillGrid, SplitKv
+from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillGrid, SplitKv
 
 MODEL = LatencyModel(k1=1.1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=3e-7, k8=1.3e-2)
 
@@ -91,6 +91,24 @@ def test_prompts_that_wait_are_read_first_and_decodes_run_beside_them() -> None:
 
 
 GRID = PrefillGrid((1, 4, 16), (128, 1024), ((-0.08, 0.06), (0.02, -0.05), (0.0, 0.04)))
+
+
+@given(
+    st.sampled_from(
+        (None, PnormPrefill(0.01, 1e-4, 1e-9, 2.0, GRID), PnormPrefill(0.01, 1e-4, 1e-9, 4.0, None, 128))
+    ),
+    st.sampled_from((None, MixedTerm(1e-5, 1e-8, 1e-7, 2e-7))),
+    st.tuples(st.integers(1, 9000), st.integers(0, 9000), st.integers(0, 20_000), st.integers(0, 300)),
+    st.sampled_from((1.0, 0.5, 3.0)),
+)
+def test_a_prompt_token_takes_at_least_its_least_time_whatever_runs_beside_it(
+    better: PnormPrefill | None, mixed: MixedTerm | None, load: tuple[int, int, int, int], scale: float
+) -> None:
+    prompt, cached, pending, batch = load
+    model = replace(MODEL, better_prefill=better, mixed=mixed).scaled(scale)
+    new = max(1, prompt - cached)
+    seconds = model.first_token_s(prompt, min(cached, prompt), pending, batch, 900.0 * batch, 2048)
+    assert 0.0 < model.least_token_s * (new + pending) <= seconds * (1.0 + 1e-9)
 
 
 @st.composite

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
-from helpers import FAST, make_scheduler, request, spec
+from helpers import make_scheduler, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.core.objective import ServiceClass
-from hetlb.core.policies.groups import LARGEST_WHOLE
-from hetlb.core.policies.hetlb import NOT_LOOKED_AT
+from hetlb.core.policies.hetlb import TERMS, Evaluation
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Candidate, Capacity, Command, Dispatch, EngineSample, Lease, Outcome, Request
@@ -28,6 +28,7 @@ ARRIVALS = st.tuples(
     st.sampled_from((0.0, 0.01, 0.3, 4.0)), st.integers(1, 3000), st.integers(1, 400),
     st.sampled_from((1, 1, 1, 4)), st.sampled_from(("", "x", "y")), st.sampled_from(CLASSES),
 )  # fmt: skip
+WEIGHTS = tuple(term.weight for term in TERMS)
 EVENTS = st.lists(
     st.one_of(ARRIVALS, ARRIVALS, st.sampled_from(("first", "end", "scrape", "fail"))),
     min_size=1,
@@ -133,31 +134,37 @@ def test_scoring_changes_nothing_and_an_instance_s_numbers_are_its_own(
         assert watched.tell(event) == left_alone.tell(event)
 
 
-@settings(max_examples=8, deadline=None)
-@given(
-    st.integers(LARGEST_WHOLE + 1, 300),
-    st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 300)), min_size=1, max_size=60),
-    st.integers(1, 3),
-)
-def test_the_groups_of_a_large_fleet_rate_and_choose_as_a_look_at_all_of_it_would(
-    count: int, asked: list[tuple[int, int]], slots: int
+@settings(max_examples=60, deadline=None)
+@given(EVENTS, ARRIVALS, st.integers(0, 5000), st.booleans(), st.booleans())
+def test_what_is_ruled_out_by_a_bound_is_what_rating_all_rules_out(
+    events: list[object], probe: tuple[object, ...], waiting: int, stopped: bool, throttled: bool
 ) -> None:
-    capacity = Capacity(max_num_seqs=slots, kv_cache_tokens=100_000)
-    fleet = [spec(f"i{n}", latency=FAST.scaled(1.0 + n % 5), capacity=capacity) for n in range(count)]
-    scheduler = make_scheduler(fleet, "hetlb")
-    placement, ready = scheduler.placement, scheduler.fleet.ready["m"]
-    for number, (prompt, most) in enumerate(asked):
-        one = request(number, prompt=prompt, max_tokens=most)
-        ctx = placement.context(one, float(most), 0, 0.0, None)
-        whole = {each.instance: each for each in placement.policy.score(ctx, ready.able)}
-        choice = placement.policy.choose(ctx, ready.able)
-        assert choice is not None
-        looked = [each for each in choice.candidates() if each.reason != NOT_LOOKED_AT]
-        assert len(looked) < count
-        for each in looked:
-            assert (each.terms, each.score) == (whole[each.instance].terms, whole[each.instance].score)
-        least = min(each.score for each in looked if each.eligible)
-        chosen = ready.able[choice.index].name
-        assert whole[chosen].score == least
-        assert choice.forecast.end_s == whole[chosen].forecast["end_s"]  # type: ignore[index]
-        scheduler.on_arrival(one, 0.0)
+    """The choice, its figures and all candidates are those of an evaluation that rates every instance."""
+    _, prompt, most, sequences, key, service = probe
+    asked = request(
+        999, prompt=prompt, max_tokens=most, sequences=sequences, service=service,
+        prefix_keys=((key, prompt),) if key else (),
+    )  # fmt: skip
+
+    numbers = itertools.count(10_000)
+
+    def look(scheduler: Scheduler, now: float) -> None:
+        later = now + (100.0 if stopped else 0.05)
+        availabilities = [(i % 3, "throttled" if i % 3 else "") for i in range(4)] if throttled else None
+        ctx = scheduler.placement.context(asked, 60.0, waiting, later, availabilities)
+        instances = scheduler.instances
+        glanced, rated = Evaluation(ctx, instances, WEIGHTS), Evaluation(ctx, instances, WEIGHTS)
+        found, everyone = glanced.best(), rated.ratings
+        for i, (each, least) in enumerate(zip(everyone, glanced._least_scores(), strict=True)):
+            assert least <= each.score or not each.has_room
+            assert rated._least_long_answer_s(i) <= rated._long_answer_s(each)
+        able = [each for each in everyone if each.has_room]
+        best = min(able, key=lambda each: (each.last, each.score), default=None)
+        assert (found and found.index) == (best and best.index)
+        assert (found and found.score) == (best and best.score)
+        scheduler.on_arrival(request(next(numbers), prompt=50), later)  # they tell of what was before
+        assert [each.document() for each in glanced()] == [each.document() for each in rated()]
+
+    run = Run("hetlb", look)
+    for event in events:
+        run.tell(event)

@@ -129,12 +129,12 @@ def test_the_rate_of_prefill_follows_within_the_memory() -> None:
     """1000 tokens count 1/e after the memory; asking changes nothing."""
     tracker = SpeedTracker(True, 0.0)
     tracker.prefilled(1, 1000, 0.0)
-    assert tracker.prefill_per_s(0.0) == pytest.approx(1000.0 / MEMORY_S)
+    assert tracker.prefilling.per_s(0.0) == pytest.approx(1000.0 / MEMORY_S)
     for _ in range(2):
-        assert tracker.prefill_per_s(HALF_S) == pytest.approx(500.0 / MEMORY_S)
+        assert tracker.prefilling.per_s(HALF_S) == pytest.approx(500.0 / MEMORY_S)
     tracker.prefilled(1, 500, HALF_S)
-    assert tracker.prefill_per_s(HALF_S) == pytest.approx(1000.0 / MEMORY_S)
-    assert tracker.prefill_per_s(2 * HALF_S) == pytest.approx(500.0 / MEMORY_S)
+    assert tracker.prefilling.per_s(HALF_S) == pytest.approx(1000.0 / MEMORY_S)
+    assert tracker.prefilling.per_s(2 * HALF_S) == pytest.approx(500.0 / MEMORY_S)
 
 
 def test_the_factor_is_the_ratio_of_the_sums() -> None:

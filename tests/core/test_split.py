@@ -303,8 +303,8 @@ def test_what_is_read_at_the_decode_instance_counts_for_a_while() -> None:
         scheduler.on_first_token(lease, number + 0.6)
         lease.output_tokens = 2
         scheduler.on_lease_ended(lease, Outcome.OK, number + 0.7)
-    assert d.speed.prefill_per_s(60.0) == pytest.approx(500.0, rel=0.05)
-    assert d.speed.prefill_per_s(180.0) < 5.0
+    assert d.speed.prefilling.per_s(60.0) == pytest.approx(500.0, rel=0.05)
+    assert d.speed.prefilling.per_s(180.0) < 5.0
 
 
 def test_an_answer_pays_for_the_prompts_to_come_where_it_decodes() -> None:

@@ -8,14 +8,13 @@ import pytest
 from helpers import make_scheduler, spec
 
 from hetlb.config.fleet_tables import ProxyTable
-from hetlb.core.policies.groups import LARGEST_WHOLE
 from hetlb.core.types import AdminState, AdminStateSet, Capacity, Dispatch, Request
-from hetlb.pick.pick_driver import PickDriver
+from hetlb.pick.pick_driver import MOST_RANKED, PickDriver
 from hetlb.proxy.driver import DriverSetup
 from hetlb.proxy.token_estimator import TokenEstimator
 
 
-@pytest.mark.parametrize("count", [30, 3 * LARGEST_WHOLE])
+@pytest.mark.parametrize("count", [30, 3 * MOST_RANKED])
 async def test_fallbacks_can_take_the_request_and_are_not_the_chosen_one(count: int) -> None:
     capacity = Capacity(max_num_seqs=8, kv_cache_tokens=100_000)
     scheduler = make_scheduler([spec(f"i{n}", capacity=capacity) for n in range(count)], "hetlb")

@@ -19,6 +19,7 @@ from hetlb.core.demand import Demand
 from hetlb.core.forecast import Forecast
 from hetlb.core.instance import Instance
 from hetlb.core.latency import ideal_batch, processing_s
+from hetlb.core.occupancy import Occupancy
 from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.prefix_index import Held
 from hetlb.core.transfer import TransferTimes
@@ -273,21 +274,21 @@ def pair_choice(
 
 def forecast(ctx: SchedulingContext, instance: Instance) -> Forecast:
     """Forecast of the request on an instance."""
-    mix = ctx.demand.mix
+    mix, seen = ctx.demand.mix, instance.occupancy
     return Forecast(
-        instance,
+        seen,
         ctx.request,
         ctx.predicted_output,
         float(cached_at(ctx, instance)),
         mix.costs(instance),
-        prompts_per_s(ctx, instance),
+        prompts_per_s(ctx, seen),
+        instance.caches_prefixes,
     )
 
 
-def prompts_per_s(ctx: SchedulingContext, instance: Instance) -> float:
+def prompts_per_s(ctx: SchedulingContext, seen: Occupancy) -> float:
     """Mean prompts that each engine of an instance prefilled per second lately."""
-    mean_tokens = max(1.0, ctx.demand.mix.prefill)
-    return instance.speed.prefill_per_s(ctx.now) / (instance.engines * mean_tokens)
+    return seen.prefilling.per_s(ctx.now) / (seen.load.engines * max(1.0, ctx.demand.mix.prefill))
 
 
 def cached_at(ctx: SchedulingContext, instance: Instance) -> int:

@@ -27,6 +27,7 @@ from hetlb.core.demand import size_of
 from hetlb.core.forecast import Forecast
 from hetlb.core.forecast_errors import normal_quantile
 from hetlb.core.instance import Instance
+from hetlb.core.occupancy import Occupancy
 from hetlb.core.policies.base import (
     Choice,
     Policy,
@@ -37,7 +38,6 @@ from hetlb.core.policies.base import (
     paper_work,
     prompts_per_s,
 )
-from hetlb.core.policies.groups import LARGEST_WHOLE, Group, Groups
 from hetlb.core.throttle import BLOCKED, DEPRIORITISED, NORMAL
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import Candidate
@@ -46,8 +46,9 @@ from hetlb.core.types import Candidate
 PASSED_OVER: Final = "passed over"
 #: Reason of an instance without room.
 FULL: Final = "full"
-#: Reason of an instance of a large fleet that is in none of the groups looked at.
-NOT_LOOKED_AT: Final = "not looked at: the fleet is large, and others were"
+
+#: A bound counts so much of itself, as its sum may be rounded up.
+_ROUNDING: Final = 1.0 - 1e-9
 
 #: States of an instance: room, or the reason why not.
 ROOM: Final = 0
@@ -106,10 +107,15 @@ class Rating(Forecast):
 
 @mypyc_attr(acyclic=True, free_list_len=1)
 class Evaluation:
-    """Every instance rated for one request, as it was at the time; `candidates` is for people."""
+    """The instances for one request, as they were at the time; `candidates` is for people.
+
+    Each is glanced at: has it room, and what is its score at least. Those that this cannot rule out are
+    rated in full, the others when somebody asks: the outcome is that of rating all.
+    """
 
     __slots__ = (
-        "_ctx", "_half_grown", "_output", "_prompt", "_share", "fleet", "instances", "ratings", "weights",
+        "_booked", "_ctx", "_done_s", "_full_score", "_half_grown", "_kept", "_least", "_output", "_prompt",
+        "_prompts", "_seen", "_states", "fleet", "instances", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -117,65 +123,142 @@ class Evaluation:
         ctx: SchedulingContext,
         instances: Sequence[Instance],
         weights: tuple[float, ...],
-        share: float = 1.0,
         hold: bool = True,
     ) -> None:
-        """Rate `instances`, there for a `share` of the demand. Without `hold` none is passed over."""
-        mix, service = ctx.demand.mix, ctx.request.service
+        """Look at `instances`. Without `hold` none is passed over."""
+        mix, request = ctx.demand.mix, ctx.request
+        service = request.service
         self._ctx = ctx
-        self._share = share
         if service.stated or service.background:
             weights = (0.0, *weights[1:])
         elif service.first_token_weight is not None:
             weights = (service.first_token_weight, *weights[1:])
         self.weights = weights
         self.fleet = mix.fleet(instances)
-        self.instances = self.fleet.members
-        self._prompt = float(ctx.request.prompt_tokens)
+        self.instances = members = self.fleet.members
+        self._prompt = float(request.prompt_tokens)
         self._output = ctx.predicted_output
+        sequences = float(request.sequences)
+        self._prompts = prompts = 1.0 if sequences <= 1.0 else float(-(-request.sequences // request.samples))
+        #: Tokens of the KV cache that it takes where nothing of it is.
+        self._booked = prompts * self._prompt + sequences * self._output / 2.0
         #: Tokens that an answer of the mean request has, half-grown.
         self._half_grown = mix.output / 2.0
-        self.ratings = [self._rate(i, each) for i, each in enumerate(self.instances)]
+        self._seen: list[Occupancy] = []
+        self._states: list[int] = []
+        self._kept: list[Rating | None] = [None] * len(members)
+        #: Of those that may be passed over, seconds until the faster ones have done all that waits.
+        self._done_s: list[float] | None = None
+        #: The score of a full one of these, with the wait for it.
+        self._full_score: list[float] = []
+        for each in members:
+            seen = each.occupancy
+            self._seen.append(seen)
+            self._states.append(ROOM if seen.empty else self._room(each, seen))
         if ctx.availabilities is not None:
             self._heed(ctx.availabilities)
-        if hold and len(self.ratings) > 1:
+        self._least = self._least_scores()
+        if service.background or ctx.demand.protected.count > 0 or ctx.adapter_load_s > 0.0:
+            self._rate_all()  # errors and slots, which these go by, may have changed when somebody asks
+        if hold and len(members) > 1:
             if service.stated:
                 self._wait_for_targets()
             self._hold()
 
+    @property
+    def ratings(self) -> list[Rating]:
+        """Every instance rated in full."""
+        return [self._rating(i) for i in range(len(self.instances))]
+
     def best(self, among: Sequence[int] | None = None) -> Rating | None:
-        """The rating with room and the lowest score, the first of several; None if none has room."""
-        found: Rating | None = None
-        for each in self.ratings:
-            if each.state != ROOM or (among is not None and each.index not in among):
-                continue
-            if (
-                found is None
-                or each.last < found.last
-                or (each.last == found.last and each.score < found.score)
-            ):
-                found = each
+        """The rating with room and the lowest score, the first of several; None if none has room.
+
+        Those that are to be taken only if no other can come last.
+        """
+        least, states = self._least, self._states
+        able = [i for i in range(len(states)) if states[i] == ROOM and (among is None or i in among)]
+        if not able:
+            return None
+        first = able[0]
+        for i in able:
+            if least[i] < least[first]:
+                first = i
+        found = self._better(first, None)
+        for i in able:
+            if i != first and (found is None or found.last or least[i] <= found.score):
+                found = self._better(i, found)
         return found
 
+    def _better(self, index: int, found: Rating | None) -> Rating | None:
+        """The better of an instance, unless it is passed over, and the best so far."""
+        each = self._rating(index)
+        if each.state != ROOM:
+            return found
+        if found is None or each.last < found.last:
+            return each
+        if each.last > found.last or each.score > found.score:
+            return found
+        return each if each.score < found.score or index < found.index else found
+
+    def _least_scores(self) -> list[float]:
+        """For each with room a score that its own is not below; infinite for the others.
+
+        The prompt's tokens count at the least that one takes on such an instance, the delay of those that run
+        there by the longer steps alone.
+        """
+        output, w, states, held = self._output, self.weights, self._states, self._ctx.held
+        prompt = self._prompt if self._prompt > 1.0 else 1.0
+        first_weight, own_weight, others_weight = w[0] + w[1], w[1] * output, w[2] * output
+        context, alone = self._prompt + output / 2.0, self._ctx.request.sequences == 1
+        found: list[float] = []
+        for i, seen in enumerate(self._seen):
+            if states[i] != ROOM:
+                found.append(math.inf)
+                continue
+            if not alone:
+                found.append(0.0)
+                continue
+            load = seen.load
+            with_s = load.next_step_s + load.next_token_s * (seen.context + context)
+            new = prompt if held is None else self._uncached(i)
+            least = first_weight * (seen.joining_s + load.prompt_token_s * (seen.unread + new))
+            least += own_weight * with_s
+            if with_s > seen.now_s:
+                least += others_weight * load.batch * (with_s - seen.now_s)
+            found.append(least * _ROUNDING)
+        return found
+
+    def _uncached(self, index: int) -> float:
+        """Tokens of the prompt that an instance is to compute."""
+        new = self._prompt - cached_at(self._ctx, self.instances[index])
+        return new if new > 1.0 else 1.0
+
+    def _rating(self, index: int) -> Rating:
+        """An instance rated in full."""
+        each = self._kept[index]
+        if each is None:
+            each = self._kept[index] = self._rate(index, self.instances[index])
+        return each
+
     def _rate(self, index: int, instance: Instance) -> Rating:
-        ctx, cost, w = self._ctx, self.fleet.costs[index], self.weights
-        prompts_s = prompts_per_s(ctx, instance)
+        ctx, cost, w, seen = self._ctx, self.fleet.costs[index], self.weights, self._seen[index]
+        service = ctx.request.service
+        prompts_s = prompts_per_s(ctx, seen)
         cached = float(cached_at(ctx, instance))
-        each = Rating(instance, ctx.request, self._output, cached, cost, prompts_s)
+        each = Rating(seen, ctx.request, self._output, cached, cost, prompts_s, instance.caches_prefixes)
         each.index = index
-        each.last = False
+        each.last = ctx.availabilities is not None and ctx.availabilities[index][0] == DEPRIORITISED
         each.own_s = each.first_token_s + self._output * each.with_s
         each.done_s = each.adapter_s = each.loss_s = each.miss = 0.0
         adapters = instance.adapters
         if adapters is not None and ctx.adapter_load_s > 0.0:
-            wait_s = self._half_grown * each.now_s
+            wait_s = self._half_grown * seen.now_s
             each.adapter_s = adapters.cost_s(ctx.request.model, ctx.adapter_load_s, wait_s)
-        if ctx.request.service.stated:
+        if service.stated:
             each.miss = self._miss(each, instance)
             each.loss_s = each.miss * self._stake_s(each)
         if instance.stated_sequences:
             each.loss_s += self._lost_by_others_s(each, instance)
-        each.state = self._room(each, instance)
         each.score = (
             w[0] * each.first_token_s
             + w[1] * each.own_s
@@ -183,40 +266,56 @@ class Evaluation:
             + w[3] * each.loss_s
             + w[4] * each.adapter_s
         )
+        self._judge(each)
         return each
+
+    def _judge(self, each: Rating) -> None:
+        """Set the state of an instance rated in full."""
+        each.state = self._states[each.index]
+        if self._done_s is not None:
+            each.done_s = self._done_s[each.index]
+            sooner = each.state == ROOM and self._full_score[each.index] < each.score
+            if sooner and each.done_s < self._long_answer_s(each):
+                each.state = HELD
+
+    def _rate_all(self) -> None:
+        """Rate all, and keep what requests with targets need free of the background."""
+        for each in self.ratings:
+            if each.state == ROOM and self._ctx.request.service.background and not self._leaves_room(each):
+                each.state = self._states[each.index] = KEPT_FREE
 
     # --- filter ---
 
-    def _room(self, each: Rating, instance: Instance) -> int:
-        """Room for the request: a slot, and KV cache for what of it is not there, its answer half-grown."""
-        seen, load, request = each.seen, each.load, self._ctx.request
-        if seen.empty:
-            return ROOM
-        ending = seen.ending(each.now_s * self._half_grown * 2.0, self._ctx.now)
-        if seen.running - ending >= load.all_slots:
+    def _room(self, instance: Instance, seen: Occupancy) -> int:
+        """Room for the request beside others: a slot, and KV cache for what of it is not there."""
+        ending = 0.0
+        if seen.incoming > 0.0:
+            ending = seen.ending(seen.now_s * self._half_grown * 2.0, self._ctx.now)
+        if seen.running - ending >= seen.load.all_slots:
             return NO_SLOT
         if not instance.tried and seen.running >= instance.untried_sequences(self._ctx.now):
             return NO_SLOT
-        prompts = float(-(-request.sequences // request.samples))
-        own = prompts * (self._prompt - each.cached) + request.sequences * self._output / 2.0
-        used = seen.expected_kv_tokens(self._ctx.now) + own
-        used -= ending * (self._ctx.demand.mix.booked + self._half_grown)
-        if used > load.kv_cache_tokens:
-            return NO_MEMORY
-        if request.service.background and not self._leaves_room(each, instance, used):
-            return KEPT_FREE
-        return ROOM
+        return NO_MEMORY if self._used_tokens(instance, seen, ending) > seen.load.kv_cache_tokens else ROOM
 
-    def _leaves_room(self, each: Rating, instance: Instance, used: float) -> bool:
+    def _used_tokens(self, instance: Instance, seen: Occupancy, ending: float) -> float:
+        """Tokens of its KV cache in use with the request, its answer half-grown."""
+        ctx = self._ctx
+        used = seen.expected_kv_tokens(ctx.now) + self._booked
+        if ctx.held is not None:
+            used -= self._prompts * cached_at(ctx, instance)
+        return used - ending * (ctx.demand.mix.booked + self._half_grown) if ending > 0.0 else used
+
+    def _leaves_room(self, each: Rating) -> bool:
         """True if requests with targets will still meet them there beside this one of the background.
 
         They are taken to come to the instances that can meet their targets as fast as these are, and to be as
         many at once as all but a share of 1 - attainment of Poisson arrivals make. Forecasts count at the
         quantile of their errors at that attainment.
         """
+        instance, seen = self.instances[each.index], each.seen
         demand, load, latency = self._ctx.demand, each.load, each.load.latency
         protected, now = demand.protected, self._ctx.now
-        rate = protected.rate(now) * self._share
+        rate = protected.rate(now)
         # None is expected while this one runs.
         if not instance.stated_sequences and rate * each.end_s < 1.0 - protected.attainment:
             return True
@@ -238,13 +337,15 @@ class Evaluation:
         step_s = protected.tpot_s / slow if protected.tpot_s < math.inf else each.step_s
         to_come = max(0.0, most(rate * protected.output * step_s) - instance.stated_sequences / load.engines)
         batch = load.batch + each.own + to_come
+        ending = seen.ending(seen.now_s * self._half_grown * 2.0, now)
+        used = self._used_tokens(instance, seen, ending)
         if batch > load.slots or used + to_come * load.engines * context > load.kv_cache_tokens:
             return False
-        tokens = each.context + each.own * (self._prompt + self._output / 2.0) + to_come * context
+        tokens = seen.context + each.own * (self._prompt + self._output / 2.0) + to_come * context
         share = each.with_s / each.step_s
         if latency.step_s(batch, tokens) / share * slow > protected.tpot_s:
             return False
-        pending = each.seen.pending + each.prompts * (self._prompt - each.cached)
+        pending = seen.pending + each.prompts * (self._prompt - each.cached)
         if protected.ttft_s < math.inf:
             pending += max(0.0, most(rate * protected.ttft_s) - 1.0) * protected.prompt
             first_s = latency.joining_s(each.with_s, load.asynchronous) + latency.first_token_s(
@@ -254,12 +355,10 @@ class Evaluation:
         return True
 
     def _heed(self, availabilities: Sequence[tuple[int, str]]) -> None:
-        """Restrain instances by their availability: later, or not now."""
-        for each in self.ratings:
-            availability = availabilities[each.index][0]
-            each.last = availability == DEPRIORITISED
-            if availability == BLOCKED and each.state == ROOM:
-                each.state = RESTRAINED
+        """Leave out instances that may not be taken now by their availability."""
+        for i, (availability, _) in enumerate(availabilities):
+            if availability == BLOCKED and self._states[i] == ROOM:
+                self._states[i] = RESTRAINED
 
     # --- targets ---
 
@@ -285,15 +384,16 @@ class Evaluation:
     def _lost_by_others_s(self, each: Rating, instance: Instance) -> float:
         """Seconds lost by requests with targets that run there and miss them because of this one."""
         protected = self._ctx.demand.protected
-        if protected.tpot_s == math.inf or each.now_s <= 0.0:
+        now_s = each.seen.now_s
+        if protected.tpot_s == math.inf or now_s <= 0.0:
             return 0.0
         batch, output = each.load.batch, max(1.0, protected.output)
         sequences = self._ctx.request.sequences / each.own * batch
         # Half-grown in the mean, they are delayed by its prompt and by longer steps for what is left.
         prompt_s = (each.others_s - each.joining_s(self._output)) / sequences if sequences > 0.0 else 0.0
         left = min(self._output, output / 2.0)
-        more_s = (max(0.0, prompt_s) + left * max(0.0, each.with_s - each.now_s)) / output
-        step_s = each.now_s * each.step_s / each.with_s
+        more_s = (max(0.0, prompt_s) + left * max(0.0, each.with_s - now_s)) / output
+        step_s = now_s * each.step_s / each.with_s
         over = instance.errors.step.over
         missed = over(protected.tpot_s / (step_s + more_s)) - over(protected.tpot_s / step_s)
         stake_s = protected.output * protected.tpot_s / (1.0 - protected.attainment)
@@ -305,39 +405,53 @@ class Evaluation:
         if full and min(full) < 0.5:
             for each in self.ratings:
                 if each.state == ROOM and each.miss > 0.5:
-                    each.state = MISSES
+                    each.state = self._states[each.index] = MISSES
 
     # --- hold ---
 
     def _hold(self) -> None:
         """Pass slower instances over where waiting for the faster ones is sooner, waiting included."""
-        ctx, fleet = self._ctx, self.fleet
+        ctx, fleet, states = self._ctx, self.fleet, self._states
         availabilities = ctx.availabilities
-        fastest = self.ratings[fleet.order[0]]
-        least_s = self._long_answer_s(fastest)
-        rate = ctx.demand.rate(fastest.own_s, ctx.now) * self._share
+        fastest = self._rating(fleet.order[0])
+        rate = ctx.demand.rate(fastest.own_s, ctx.now)
         ended = rate <= 0.0
+        if not ended and NO_SLOT not in states and NO_MEMORY not in states:
+            return
+        least_s = self._long_answer_s(fastest)
         speed, full_score = 0.0, math.inf
-        todo = ctx.waiting * self._share + size_of(ctx.request, ctx.predicted_output)
+        todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
         wait_weight = self.weights[0] + self.weights[1]
+        self._done_s, self._full_score = [math.inf] * len(states), [math.inf] * len(states)
         for i in fleet.order:
-            each = self.ratings[i]
-            full = full_score < math.inf
-            if (ended or full) and speed > rate and each.state == ROOM:
-                done_s = todo / (speed - rate) + least_s
-                sooner = ended or full_score + wait_weight * todo / speed < each.score
-                if sooner and done_s < self._long_answer_s(each):
-                    each.state, each.done_s = HELD, done_s
+            state, full = states[i], full_score < math.inf
+            if (ended or full) and speed > rate and state == ROOM:
+                done_s = self._done_s[i] = todo / (speed - rate) + least_s
+                score = self._full_score[i] = -math.inf if ended else full_score + wait_weight * todo / speed
+                if score < self._least[i] and done_s < self._least_long_answer_s(i):
+                    states[i] = HELD
             if availabilities is None or availabilities[i][0] == NORMAL:
                 speed += fleet.costs[i].speed
-            if not full and (each.state == NO_SLOT or each.state == NO_MEMORY):
-                full_score = each.score
+            if not full and state in (NO_SLOT, NO_MEMORY):
+                full_score = self._rating(i).score
+        for each in self._kept:
+            if each is not None:
+                self._judge(each)
 
     def _long_answer_s(self, each: Rating) -> float:
         """Seconds that one long answer takes on an instance, half of what runs there beside it."""
-        long = self._ctx.long_output
-        context = each.context * 0.5 + self._prompt + long / 2.0
-        return each.first_token_s + long * each.load.latency.step_s(each.load.batch * 0.5 + 1.0, context)
+        return each.first_token_s + self._long_decode_s(each.seen)
+
+    def _least_long_answer_s(self, index: int) -> float:
+        """Seconds that `_long_answer_s` is not below."""
+        seen = self._seen[index]
+        first_s = seen.joining_s + seen.load.prompt_token_s * (seen.unread + self._uncached(index))
+        return (first_s + self._long_decode_s(seen)) * _ROUNDING
+
+    def _long_decode_s(self, seen: Occupancy) -> float:
+        load, long = seen.load, self._ctx.long_output
+        context = seen.context * 0.5 + self._prompt + long / 2.0
+        return long * (load.half_step_s + load.half_token_s * context)
 
     # --- for people ---
 
@@ -389,13 +503,10 @@ class Hetlb(Policy):
 
     def __init__(self, params: PolicyParams, rng: random.Random) -> None:
         super().__init__(params, rng)
-        self._groups = Groups()
         stated = dict(params.weights)
         self._weights = tuple([stated.get(term.name, term.weight) for term in TERMS])
 
     def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice | None:
-        if len(instances) > LARGEST_WHOLE and ctx.availabilities is None:
-            return self._choose_of_many(ctx, instances)
         evaluation = Evaluation(ctx, instances, self._weights)
         found = evaluation.best()
         if found is None:
@@ -404,25 +515,6 @@ class Hetlb(Policy):
             found = _preferred(ctx, evaluation, found)
         work_s = paper_work(ctx, evaluation.instances[found.index])[2]
         return Choice(found.index, work_s, evaluation, found)
-
-    def _choose_of_many(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice | None:
-        """The best of two groups or three; of the first other one that has room where those have none."""
-        groups, looked = self._groups.in_order(instances, ctx.request.id, ctx.held)
-        evaluations: list[tuple[Group, Evaluation]] = []
-        best: Rating | None = None
-        index = 0
-        for n, group in enumerate(groups):
-            if n >= looked and best is not None:
-                break
-            evaluation = Evaluation(ctx, group.instances, self._weights, share=group.share)
-            evaluations.append((group, evaluation))
-            found = evaluation.best()
-            if found is not None and (best is None or found.score < best.score):
-                index, best = group.indices[found.index], found
-        if best is None:
-            return None
-        work_s = paper_work(ctx, instances[index])[2]
-        return Choice(index, work_s, lambda: _of_many(instances, evaluations), best)
 
     def choose_split(
         self, ctx: SchedulingContext, instances: Sequence[Instance], transfers: TransferTimes, mixed: bool
@@ -442,15 +534,4 @@ def _preferred(ctx: SchedulingContext, evaluation: Evaluation, best: Rating) -> 
     found = evaluation.best(among)
     if found is None or found.score > (1.0 + request.preferred_within) * best.score:
         return best
-    return found
-
-
-def _of_many(
-    instances: Sequence[Instance], evaluations: Sequence[tuple[Group, Evaluation]]
-) -> list[Candidate]:
-    """Candidates of a large fleet for people."""
-    found = [Candidate(each.name, math.inf, eligible=False, reason=NOT_LOOKED_AT) for each in instances]
-    for group, evaluation in evaluations:
-        for i, candidate in zip(group.indices, evaluation(), strict=True):
-            found[i] = candidate
     return found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.core.instance import JOINING_STEPS
+from hetlb.core.occupancy import JOINING_STEPS
 from hetlb.core.policies.base import (
     MAX_WORKLOAD_S,
     OWN_PREFILL_TOKENS,
@@ -219,14 +219,14 @@ class _Pairs:
         Every answer is charged all of that, though one more beside others adds little to it: else answers
         would stay wherever there are some, and no instance would come to prefill alone.
         """
-        prompts_s = prompts_per_s(self._ctx, self._evaluation.instances[each.index])
+        prompts_s = prompts_per_s(self._ctx, each.seen)
         beside_s = self._evaluation.fleet.costs[each.index].beside_s
         return self._first * prompts_s * decode_s * (0.5 * each.with_s + beside_s)
 
     def _wait_for_prefill_s(self, each: Rating) -> float:
         """Seconds by which prompts that are yet to come delay a sequence that joins, by those of late."""
-        instance, cost = self._evaluation.instances[each.index], self._evaluation.fleet.costs[each.index]
-        share = instance.speed.prefill_per_s(self._ctx.now) * cost.token_prefill_s / instance.engines
+        cost = self._evaluation.fleet.costs[each.index]
+        share = each.seen.prefilling.per_s(self._ctx.now) * cost.token_prefill_s / each.load.engines
         return min(share, _MOST_PREFILL) * cost.prefill_s if cost.prefill_s > each.with_s else 0.0
 
     def candidates(self, pair: _Pair | None) -> list[Candidate]:
