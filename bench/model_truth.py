@@ -36,7 +36,6 @@ from statistics import fmean, median
 from contexts import longest_contexts
 
 from hetlb.cli.main import main as hetlb
-from hetlb.cli.simulate_against import engine_of
 from hetlb.config.profile_file import Profile, load_profile
 from hetlb.core.latency import LatencyModel
 from hetlb.core.step_times import MixedTerm
@@ -44,6 +43,7 @@ from hetlb.errors import HetlbError
 from hetlb.profiler.sources import assumed_host
 from hetlb.sim.against import Engine, errors, fit_corrections, reach, replay
 from hetlb.sim.against_logs import LoggedRequest, read_log
+from hetlb.sim.against_report import engine_of
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence

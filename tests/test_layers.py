@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "websocket": set(),
     "config": {"core", "plan", "workload", "image_tokens"},
     "plan": {"core", "config", "sim", "profiler", "workload"},
-    "sim": {"core", "config", "workload"},
+    "sim": {"core", "config", "workload", "plots"},
     "profiler": {"core", "config", "workload", "plots"},
     "proxy": {"core", "config", "image_tokens", "websocket", "workload", "pages"},
     "workers": {"core", "config", "proxy"},

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from hetlb.cli.adminclient import AdminClient
-from hetlb.cli.simulate_against import engine_of
 from hetlb.config.profile_file import Profile, ProfileSource, load_profile
 from hetlb.core.latency import LatencyModel
 from hetlb.core.latency import corrected as corrected_model
@@ -20,6 +19,7 @@ from hetlb.errors import InputError, TraceError
 from hetlb.profiler.sources import corrected, write_profile
 from hetlb.sim.against import errors, fit_corrections, reach, replay, varies_enough
 from hetlb.sim.against_logs import read_log
+from hetlb.sim.against_report import engine_of
 
 #: Seconds expected of a part before it is corrected by a proxy.
 _LEAST_S = 30.0

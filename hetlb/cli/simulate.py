@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from hetlb.cli.flags import add_json, add_load, declare, whole
-from hetlb.cli.simulate_plot import write_plot
 from hetlb.config.fleet import load_fleet
+from hetlb.config.profile_file import load_profile
 from hetlb.core.eventlog import Replay
 from hetlb.core.latency import IterationRule
 from hetlb.core.paths.path_log import dispatches, is_path_log
@@ -31,6 +29,8 @@ from hetlb.loadtest.report import percent, runs_table
 from hetlb.plan.placement.check_path import check_path
 from hetlb.sim.simulation_sweep import TRACE, Ran, Study, StudyCell, StudyLoad, run_sweep
 from hetlb.sim.study import by_policy_and_rate, make_study, median_run, run_document, watch
+from hetlb.sim.sweep_plot import rate_in_words, write_sweep_plot
+from hetlb.tables import bar
 from hetlb.workload.content import PromptContent, contents_of
 from hetlb.workload.traces import Row, read_trace
 
@@ -70,8 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate or replay, and print."""
     if args.against is not None:
-        from hetlb.cli.simulate_against import run_against  # scipy takes half a second
-
         return run_against(args)
     if args.event_log is not None:
         if args.config is not None or args.trace is not None:
@@ -114,11 +112,32 @@ def run(args: argparse.Namespace) -> int:
     runs = [run_document(study, each, rates[each.cell.rate]) for each in ran]
     medians = [] if len(seeds) == 1 else [median_run(each) for each in by_policy_and_rate(runs).values()]
     if args.plot is not None:
-        write_plot(args.plot, medians or runs, ran)
+        write_sweep_plot(args.plot, medians or runs, ran)
     if args.json:
         print(json.dumps({"runs": runs} | ({"medians": medians} if medians else {}), allow_nan=False))
     else:
         print_tables(medians or runs, list(rates.values()), len(seeds))
+    return 0
+
+
+def run_against(args: argparse.Namespace) -> int:
+    """Hold the log of a real server against its profile, and print how right that is."""
+    from hetlb.sim.against import compare  # scipy takes half a second
+    from hetlb.sim.against_logs import read_log
+    from hetlb.sim.against_report import comparison_document, engines, print_comparison, write_against_plot
+
+    log = read_log(args.against)
+    profile = load_profile(args.profile) if args.profile is not None else None
+    try:
+        comparison = compare(log, engines(args.against, log, profile), args.hash_block_size)
+    except TraceError as error:
+        raise TraceError(f"{args.against}: {error}") from error
+    if args.plot is not None:
+        write_against_plot(args.plot, comparison)
+    if args.json:
+        print(json.dumps(comparison_document(log, profile, comparison), allow_nan=False))
+    else:
+        print_comparison(profile, comparison)
     return 0
 
 
@@ -166,23 +185,9 @@ def sweep(study: Study, cells: Sequence[StudyCell], jobs: int | None = None) -> 
     if jobs is None:
         worth = 1 + len(cells) * study.load.count // _REQUESTS_WORTH_A_PROCESS
         jobs = min(_cores(), worth)
-    console = Console(stderr=True)
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    with progress:
-        bar = progress.add_task(f"simulating {len(cells)} run" + "s" * (len(cells) > 1), total=None)
+    with bar(f"simulating {len(cells)} run" + "s" * (len(cells) > 1)) as show:
         return run_sweep(
-            study,
-            cells,
-            jobs=jobs,
-            on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            study, cells, jobs=jobs, on_progress=lambda done, total: show(completed=done, total=total)
         )
 
 
@@ -195,7 +200,7 @@ def print_tables(runs: Sequence[Mapping[str, Any]], rates: Sequence[str], seeds:
     """One table for every rate."""
     console = Console()
     for rate in rates:
-        words = [] if len(rates) == 1 else [_rate_in_words(rate)]
+        words = [] if len(rates) == 1 else [rate_in_words(rate if rate == TRACE else float(rate))]
         words += [] if seeds == 1 else [f"medians of {seeds} seeds"]
         here = [each for each in runs if each["request_rate"] == rate]
         reference = here[0]["steady_bound"]["total_token_throughput"]
@@ -217,12 +222,6 @@ def _prefix_hits(run: Mapping[str, Any]) -> float:
         sum(each[key] for each in run["instances"]) for key in ("prefix_hit_tokens", "prefilled_tokens")
     )
     return hit / (hit + computed) if hit else 0.0
-
-
-def _rate_in_words(rate: str) -> str:
-    if rate == TRACE:
-        return "arrivals of the trace"
-    return "all at once" if math.isinf(float(rate)) else f"{rate} requests/s"
 
 
 def _check_paths(path: Path, lines: Iterable[str], as_json: bool) -> int:

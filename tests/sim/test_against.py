@@ -16,7 +16,6 @@ from helpers import request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.cli.simulate_against import engines
 from hetlb.core.eventlog import RecordingScheduler, encode_setup
 from hetlb.core.latency import LatencyModel
 from hetlb.core.policies.base import PolicyParams
@@ -36,6 +35,7 @@ from hetlb.sim.against import (
     varies_enough,
 )
 from hetlb.sim.against_logs import Log, LoggedRequest, read_log
+from hetlb.sim.against_report import engines
 from hetlb.sim.engine_limits import EngineLimits
 
 TRUE = LatencyModel(

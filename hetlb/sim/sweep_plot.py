@@ -1,4 +1,4 @@
-"""The picture of `hetlb simulate`: throughput, latency distributions, and the fleet over time.
+"""The picture of simulated runs: throughput, latency distributions, and the fleet over time.
 
 Nothing is smoothed. Throughput is that of every run (medians where there are several seeds) beside
 the sum of what the instances reach alone; below it the runs that were watched, all at one rate: the share of
@@ -24,7 +24,7 @@ _HELD = "#24292f"
 _FAINT = "#868e96"
 
 
-def write_plot(path: Path, runs: Sequence[Mapping[str, Any]], ran: Sequence[Ran]) -> None:
+def write_sweep_plot(path: Path, runs: Sequence[Mapping[str, Any]], ran: Sequence[Ran]) -> None:
     """Draw `runs` (as in the JSON) and what was watched of `ran`. Raises `InputError`."""
     watched = [each for each in ran if each.watched is not None]
     policies = list(dict.fromkeys(run["policy"] for run in runs))
@@ -35,7 +35,7 @@ def write_plot(path: Path, runs: Sequence[Mapping[str, Any]], ran: Sequence[Ran]
     figure = new_figure(_WIDTH_IN, sum(heights))
     parts = figure.subfigures(len(heights), 1, height_ratios=heights)
     _draw_throughput(parts[0], runs, looks)
-    when = _rate_in_words(watched[0].cell.rate)
+    when = rate_in_words(watched[0].cell.rate)
     _draw_latencies(parts[1], watched, looks, when)
     for part, band in zip(parts[2:], bands, strict=True):
         _draw_fleet(part, band, width, when)
@@ -81,7 +81,7 @@ def _draw_bars(axis: Any, runs: Sequence[Mapping[str, Any]], looks: Mapping[str,
             axis.axhline(reference["total_token_throughput"], color=_HELD, linestyle=style, label=label, lw=1)
     axis.margins(y=0.15)
     axis.set_ylabel("tokens/s, prompt and output")
-    axis.set_title(_rate_in_words(_rate(runs[0]["request_rate"])), fontsize=9, loc="left")
+    axis.set_title(rate_in_words(_rate(runs[0]["request_rate"])), fontsize=9, loc="left")
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
@@ -221,7 +221,8 @@ def _tick(rate: float | str) -> str:
     return "at once" if math.isinf(rate) else f"{rate:g}"
 
 
-def _rate_in_words(rate: float | str) -> str:
+def rate_in_words(rate: float | str) -> str:
+    """A rate as a person reads it."""
     if isinstance(rate, str):
         return "arrivals of the trace"
-    return "all requests at once" if math.isinf(rate) else f"{rate:g} requests/s"
+    return "all at once" if math.isinf(rate) else f"{rate:g} requests/s"

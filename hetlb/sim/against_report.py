@@ -1,9 +1,8 @@
-"""`hetlb simulate --against LOG`: a log of a real server replayed on a profile, and how right that is."""
+"""A log held against the engine model, as a document, as tables and as a picture."""
 
 from __future__ import annotations
 
-import argparse
-import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,30 +10,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hetlb.cli.against_plot import write_against_plot
-from hetlb.config.profile_file import Profile, load_profile
-from hetlb.errors import ConfigError, ProfileError, TraceError
-from hetlb.sim.against import Comparison, Engine, compare
-from hetlb.sim.against_logs import Log, read_log
+from hetlb.config.profile_file import Profile
+from hetlb.errors import ConfigError, ProfileError
+from hetlb.plots import new_figure, plot_distribution, save_figure, tidy
+from hetlb.sim.against import Comparison, Engine
+from hetlb.sim.against_logs import Log
 from hetlb.sim.engine_limits import EngineLimits
 
-
-def run_against(args: argparse.Namespace) -> int:
-    """Replay, compare and print."""
-    log = read_log(args.against)
-    profile = load_profile(args.profile) if args.profile is not None else None
-    by_name = engines(args.against, log, profile)
-    try:
-        comparison = compare(log, by_name, args.hash_block_size)
-    except TraceError as error:
-        raise TraceError(f"{args.against}: {error}") from error
-    if args.plot is not None:
-        write_against_plot(args.plot, comparison)
-    if args.json:
-        print(json.dumps(document(log, profile, comparison), allow_nan=False))
-    else:
-        print_comparison(profile, comparison)
-    return 0
+_MEASURED, _SIMULATED = "#24292f", "#d9480f"
 
 
 def engines(path: Path, log: Log, profile: Profile | None) -> dict[str, Engine]:
@@ -71,7 +54,7 @@ def engine_of(profile: Profile) -> Engine:
     return Engine(profile.latency, limits)
 
 
-def document(log: Log, profile: Profile | None, found: Comparison) -> dict[str, Any]:
+def comparison_document(log: Log, profile: Profile | None, found: Comparison) -> dict[str, Any]:
     """The comparison as JSON; seconds, shares as fractions."""
     return {
         "log": log.kind,
@@ -134,3 +117,38 @@ def print_comparison(profile: Profile | None, found: Comparison) -> None:
     for line in profile.assumed if profile is not None else ():
         console.print(f"assumed {line}")
     console.print(f"[bold]{found.verdict}[/bold]")
+
+
+def write_against_plot(path: Path, found: Comparison) -> None:
+    """Draw whole answers by arrival, three distributions, and the KV cache in use. Raises `InputError`."""
+    figure = new_figure(11.0, 6.4)
+    above, below = figure.subplots(2, 3)
+    arrivals = [each.arrival_s for each in found.measured]
+    for axes, name in ((above[0], "ttft_s"), (above[1], "e2e_s")):
+        axes.plot(arrivals, [getattr(each, name) for each in found.measured], ".", color=_MEASURED, ms=3)
+        axes.plot(arrivals, [getattr(each, name) for each in found.simulated], ".", color=_SIMULATED, ms=3)
+        _label(axes, "arrival (s)", f"{name.removesuffix('_s').upper()} (s)")
+    above[2].plot(
+        [at_s for at_s, _ in found.kv], [100.0 * used for _, used in found.kv], lw=0.8, color=_SIMULATED
+    )
+    _label(above[2], "time (s)", "KV cache in use (%), simulated")
+    tpot = [(each.e2e_s - each.ttft_s) / max(1, m.output_tokens - 1)
+            for m, each in zip(found.measured, found.simulated, strict=True)]  # fmt: skip
+    pairs: tuple[tuple[str, Sequence[float], Sequence[float]], ...] = (
+        ("TTFT (s)", [m.ttft_s for m in found.measured], [s.ttft_s for s in found.simulated]),
+        ("TPOT (s)", [m.tpot_s for m in found.measured], tpot),
+        ("E2E (s)", [m.e2e_s for m in found.measured], [s.e2e_s for s in found.simulated]),
+    )
+    for axes, (name, measured, simulated) in zip(below, pairs, strict=True):
+        plot_distribution(axes, measured, label="measured", color=_MEASURED)
+        plot_distribution(axes, simulated, label="simulated", color=_SIMULATED)
+        _label(axes, name, "share of the requests")
+    below[0].legend(frameon=False)
+    figure.suptitle(found.verdict)
+    save_figure(figure, path)
+
+
+def _label(axes: Any, x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    tidy(axes)
