@@ -136,6 +136,33 @@ def paper(workload: str, name: str) -> Any:
     return row
 
 
+def latency(workload: str) -> Any:
+    """Mean seconds to the last token in setting 1: split and not, at 75 % of what the latter serves."""
+    of = clusters.setting("het1", workload)
+    cost = ProfileCost(of)
+    split, _ = search(of, cost, 4.0, roles=SPLIT_ROLES)
+    whole, _ = search(of, cost, 4.0, roles=(Role.BOTH,))
+    rate = 0.75 * best(whole)
+    row: dict[str, Any] = {"workload": workload, "req_s": rate}
+    for label, found in (("split", split), ("whole", whole)):
+        served = simulate_plan(of, found.plans[0], cost, rate=rate)
+        row[f"{label}_s"] = served.ttft_s + served.tpot_s * (of.workload.output_tokens - 1)
+    return row
+
+
+def four(workload: str) -> Any:
+    """Appendix G: output tokens/s of OPT-30B on four H100, every plan tried."""
+    of = clusters.cluster(
+        [clusters.machine("h100", "H100", 4)], clusters.OPT_30B, clusters.WORKLOADS[workload]
+    )
+    table = GroupTable(of, ProfileCost(of))
+    row: dict[str, Any] = {"workload": workload}
+    for label, roles in (("split", SPLIT_ROLES), ("whole", (Role.BOTH,))):
+        plan = Exhaustive(table, roles).run(SolveLimits())
+        row[label] = 0.0 if plan is None else plan.throughput * of.workload.output_tokens
+    return row
+
+
 #: Plans whose order is compared with that in simulation, out of all that a search comes across.
 RANKED = 5
 EVERY_PLAN: dict[str, Any] = {"kept": 100_000, "kept_share": 0.5}
@@ -237,6 +264,8 @@ PARTS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "scale": (scale, [(64, 20.0), (320, 60.0)]),
     "swaps": (swaps, [(name, w) for name in clusters.SETTINGS for w in ("HPLD", "LPHD", "online")]),
     "paper": (paper, [(w, name) for w in clusters.WORKLOADS for name in ("homogeneous", "het1", "het5")]),
+    "latency": (latency, [(w,) for w in clusters.WORKLOADS]),
+    "four": (four, [(w,) for w in clusters.WORKLOADS]),
     "simulated": (
         simulated,
         [("het1", w) for w in clusters.WORKLOADS]
