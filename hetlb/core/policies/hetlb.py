@@ -110,7 +110,7 @@ class Evaluation:
     """The instances for one request, as they were at the time; `candidates` is for people.
 
     Each is glanced at: has it room, and what is its score at least. Those that this cannot rule out are
-    rated in full, the others when somebody asks: the outcome is that of rating all.
+    rated in full, the others on demand: the outcome is that of rating all.
     """
 
     __slots__ = (
@@ -159,7 +159,7 @@ class Evaluation:
             self._heed(ctx.availabilities)
         self._least = self._least_scores()
         if service.background or ctx.demand.protected.count > 0 or ctx.adapter_load_s > 0.0:
-            self._rate_all()  # errors and slots, which these go by, may have changed when somebody asks
+            self._rate_all()  # errors and slots, which these go by, may have changed by then
         if hold and len(members) > 1:
             if service.stated:
                 self._wait_for_targets()
