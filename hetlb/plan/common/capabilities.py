@@ -84,7 +84,7 @@ VLLM_FACTS = (
     ),
     Fact(
         Status.UNTRIED,
-        "NIXL between servers of several GPUs: a prefill server of two ranks starts, no transfer was run",
+        "NIXL between servers of several GPUs: servers of two ranks start and answer, no transfer was run",
         connector=NIXL,
     ),
     Fact(
