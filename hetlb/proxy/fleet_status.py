@@ -16,7 +16,7 @@ from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import CAUSES, AdminState, Health
 from hetlb.proxy.beliefs import BeliefSource, slots_source, speed_source
-from hetlb.proxy.dashboard.samples import WINDOW_S, QueueMemory
+from hetlb.proxy.dashboard.samples import WINDOW_S, Levels
 from hetlb.proxy.telemetry.history import History
 
 #: From this load on a model is busy.
@@ -103,12 +103,11 @@ def status(
     scheduler: Scheduler,
     pools: dict[str, list[Instance]],
     history: History,
-    queues: QueueMemory,
+    levels: Levels,
     now: float,
 ) -> dict[str, Any]:
     """The body of `GET /v1/status`: the fleet as the worst of its models has it, and each model."""
     waiting = scheduler.queue.by_model()
-    queues.look(waiting, now)
     rows = list(history.between(now - WINDOW_S, now + 1.0))
     ended: dict[str, int] = {}
     failed: dict[str, int] = {}
@@ -117,7 +116,7 @@ def status(
         if CAUSES[row.outcome] == "engine":
             failed[row.instance] = failed.get(row.instance, 0) + 1
     found = [
-        _of_model(scheduler, model, instances, waiting.get(model, 0), ended, failed, queues, now)
+        _of_model(scheduler, model, instances, waiting.get(model, 0), ended, failed, levels, now)
         for model, instances in pools.items()
     ]
     if not found:
@@ -143,7 +142,7 @@ def _of_model(
     waiting: int,
     ended: dict[str, int],
     failed: dict[str, int],
-    queues: QueueMemory,
+    levels: Levels,
     now: float,
 ) -> ModelStatus:
     wanted = [each for each in instances if each.admin is AdminState.READY and not each.asleep]
@@ -157,7 +156,7 @@ def _of_model(
     capacity = _capacity(scheduler, model, able)
     load, limited_by = _load(able, waiting, rate, capacity)
     headroom = None if capacity is None else max(0.0, capacity * (1.0 - load))
-    advice = _trouble(wanted, able, waiting, failed, ended, queues.grows(model, waiting, now))
+    advice = _trouble(wanted, able, waiting, failed, ended, levels.grows(model, waiting, now))
     if advice:
         state = State.DEGRADED
     elif load >= BUSY or waiting:

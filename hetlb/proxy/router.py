@@ -22,7 +22,6 @@ from hetlb.core.prefix_index import PrefixKey
 from hetlb.core.types import RejectReason, Request
 from hetlb.proxy.access import Tenant
 from hetlb.proxy.client_response import ClientSide
-from hetlb.proxy.continuation import Continuation
 from hetlb.proxy.driver import ExchangeDriver
 from hetlb.proxy.engine_request import EngineRequest
 from hetlb.proxy.exchange import Exchange
@@ -39,6 +38,7 @@ from hetlb.proxy.telemetry.request_record import RequestRecord
 
 if TYPE_CHECKING:
     from hetlb.core.block_index import PromptBlocks
+    from hetlb.proxy.continuation import Continuation
     from hetlb.proxy.http.multipart import FormReader
     from hetlb.proxy.telemetry.tracing import Tracing
 
@@ -281,41 +281,19 @@ class Router:
         prefix_keys: tuple[PrefixKey, ...] = ()
         blocks: PromptBlocks | None = None
         if generates:
-            ids = token_ids(call) if call.ids else None
-            prefix_keys = (
-                id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
-            )
-            if ids and prompts == 1 and (block_tokens := driver.block_tokens):
-                from hetlb.core.block_index import block_digests
-
-                salt = () if call.cache_salt is None else (call.cache_salt,)
-                # The last token of a prompt is always computed.
-                blocks = block_tokens, block_digests(ids[0][:-1], block_tokens, salt)
-            session = session_key(head.fields.get(self._session_header), owner, model)
-            if session is not None and prompts == 1:
-                prefix_keys = (session, *prefix_keys)
+            prefix_keys, blocks = self._prefix(head, call, model, owner)
         splittable = (
             driver.splits
             and prompts * call.n == 1
             and pinned is None
             and driver.transfers.may_split(kind, head.path, pieces[0])
         )
-        how = self.resume.get((model, service.name), driver.table.resume)
-        resumes = (
-            generates
-            and prompts * call.n == 1
-            and head.path in _RESUMED_PATHS
-            and pinned is None
-            and how is not False
-            and driver.resumes
-        )
-        asks_ids = (
-            resumes
-            and call.stream
-            and not call.tools
-            and body_bytes <= MAX_INJECT_BYTES
-            and pieces[0].find(b'"return_token_ids"') < 0
-        )
+        outgoing = EngineRequest(head, pieces, body_bytes, engine_text)
+        rest = None
+        if generates and pinned is None and head.path in _RESUMED_PATHS:
+            rest = self._rest(
+                kind, call, outgoing, self.resume.get((model, service.name), driver.table.resume)
+            )
         call.text = call.tools = call.ids = b""  # the prompt is in the body; not twice in memory
         request = Request(
             id=request_id,
@@ -338,7 +316,6 @@ class Router:
             service=service,
         )
         now = driver.now()
-        outgoing = EngineRequest(head, pieces, body_bytes, engine_text)
         if kind is _REALTIME:
             from hetlb.proxy.realtime import Session
 
@@ -349,17 +326,45 @@ class Router:
         else:
             exchange = Exchange(driver, client, outgoing, kind, call, request, text, now, owner)
         exchange.address = self._address_of(head, client.address)
-        if resumes:
-            exchange.rest = Continuation(
-                kind,
-                outgoing,
-                by_text=how is True,
-                asks_ids=asks_ids,
-                hides_usage=call.hold_usage,
-            )
+        exchange.rest = rest
         if self.tracing is not None:
             exchange.trace = self.tracing.begin(head.fields.get(b"traceparent"))
         return exchange
+
+    def _prefix(
+        self, head: RequestHead, call: Call, model: str, owner: str | None
+    ) -> tuple[tuple[PrefixKey, ...], PromptBlocks | None]:
+        """Keys of the prefixes of a request's prompt, the longest first, and the digests of its blocks."""
+        ids = token_ids(call) if call.ids else None
+        keys = id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
+        blocks: PromptBlocks | None = None
+        if ids and call.prompts == 1 and (block_tokens := self._driver.block_tokens):
+            from hetlb.core.block_index import block_digests
+
+            salt = () if call.cache_salt is None else (call.cache_salt,)
+            # The last token of a prompt is always computed.
+            blocks = block_tokens, block_digests(ids[0][:-1], block_tokens, salt)
+        session = session_key(head.fields.get(self._session_header), owner, model)
+        if session is not None and call.prompts == 1:
+            keys = (session, *keys)
+        return keys, blocks
+
+    def _rest(self, kind: Kind, call: Call, outgoing: EngineRequest, how: Resume) -> Continuation | None:
+        """Continuation of an answer whose engine is lost (`how`: `proxy.resume`), None where it ends."""
+        if how is False or call.prompts * call.n != 1 or not self._driver.resumes:
+            return None
+        from hetlb.proxy.continuation import Continuation
+
+        body = outgoing.body
+        asks_ids = (
+            call.stream
+            and not call.tools
+            and len(body) <= MAX_INJECT_BYTES
+            and body.find(b'"return_token_ids"') < 0
+        )
+        return Continuation(
+            kind, outgoing, by_text=how is True, asks_ids=asks_ids, hides_usage=call.hold_usage
+        )
 
     def _address_of(self, head: RequestHead, peer: str) -> str:
         """Address of the client: of `peer` and `X-Forwarded-For` the last that is no trusted proxy."""

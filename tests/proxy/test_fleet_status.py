@@ -21,7 +21,7 @@ from hetlb.core.types import (
 )
 from hetlb.proxy.beliefs import BeliefSource, believed, slots_source, speed_source
 from hetlb.proxy.dashboard.routes import pools
-from hetlb.proxy.dashboard.samples import QueueMemory
+from hetlb.proxy.dashboard.samples import Levels
 from hetlb.proxy.fleet_status import status
 from hetlb.proxy.telemetry.history import History
 
@@ -35,7 +35,7 @@ class Watched:
         capacity = Capacity(kv_cache_tokens=10**7, kv_tokens_per_request=10**7, max_num_seqs=slots)
         self.scheduler: Scheduler = make_scheduler([spec(name, capacity=capacity) for name in names], "hetlb")
         self.history = History()
-        self.queues = QueueMemory()
+        self.levels = Levels()
         self.leases: list[Lease] = []
         self.number = 0
         self.now = 100.0
@@ -64,7 +64,8 @@ class Watched:
         self.scheduler.on_instance(Probed(name, ProbeResult.REFUSED, "connection refused"), self.now)
 
     def look(self) -> dict[str, Any]:
-        return status(self.scheduler, pools(self.scheduler), self.history, self.queues, self.now)
+        self.levels.sample(self.scheduler, self.now)
+        return status(self.scheduler, pools(self.scheduler), self.history, self.levels, self.now)
 
 
 def test_without_traffic_it_is_well() -> None:

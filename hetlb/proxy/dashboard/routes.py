@@ -18,7 +18,7 @@ from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Dispatch, Lease
 from hetlb.pages import asset
-from hetlb.proxy.dashboard.samples import BIN_S, Levels, QueueMemory
+from hetlb.proxy.dashboard.samples import BIN_S, Levels
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.telemetry.prometheus import MetricsSource
 
@@ -69,7 +69,6 @@ class Dashboard:
         self._fleet = fleet
         self._made: Snapshots | None = None
         self._levels = Levels()
-        self._queues = QueueMemory()
         self._timer: asyncio.TimerHandle | None = None
         files = {path: _file_handler(*file) for path, file in _FILES.items()}
         #: The handlers that ask for no token.
@@ -94,10 +93,8 @@ class Dashboard:
 
     def _sample(self) -> None:
         source = self._source
-        now = source.now()
         self._timer = asyncio.get_running_loop().call_later(BIN_S, self._sample)
-        self._levels.sample(source.scheduler, now)
-        self._queues.look(source.scheduler.queue.by_model(), now)
+        self._levels.sample(source.scheduler, source.now())
 
     @property
     def _snapshots(self) -> Snapshots:
@@ -105,7 +102,7 @@ class Dashboard:
         if self._made is None:
             from hetlb.proxy.dashboard.snapshot import Snapshots
 
-            self._made = Snapshots(self._source, self._fleet, self._levels, self._queues)
+            self._made = Snapshots(self._source, self._fleet, self._levels)
         return self._made
 
     async def _events(self, request: web.Request) -> web.StreamResponse:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from itertools import islice
 from typing import Any, Final
 
@@ -16,7 +15,7 @@ BIN_S: Final = 2.0
 LEVELS_KEPT: Final = 16
 #: Stretches that a sample may stand for at most.
 LATE: Final = 5
-#: Requests that ended within so many seconds count.
+#: Requests that ended within so many seconds count; a queue grows in the half of it.
 WINDOW_S: Final = 30.0
 #: So many times the size of `WINDOW_S` before, and more than a few: a queue grows.
 GROWN: Final = 1.3
@@ -27,14 +26,14 @@ class Levels:
     """Samples every `BIN_S`: requests in flight and KV cache reserved by instance, and the queue."""
 
     def __init__(self) -> None:
-        #: By number of the stretch: requests that wait; by instance, those in flight and the KV share.
-        self._samples: dict[int, tuple[int, dict[str, tuple[int, float]]]] = {}
+        #: By number of the stretch: waiting requests by model; those in flight and KV share by instance.
+        self._samples: dict[int, tuple[dict[str, int], dict[str, tuple[int, float]]]] = {}
 
     def sample(self, scheduler: Scheduler, now: float) -> None:
         """Keep how things stand now, of the first instances alone; forget what is no longer shown."""
         index = math.floor(now / BIN_S)
         self._samples[index] = (
-            len(scheduler.queue),
+            scheduler.queue.by_model(),
             {
                 each.name: (each.in_flight, round(each.kv_tokens / each.kv_cache_tokens, 4))
                 for each in islice(scheduler.instances, LEVELS_KEPT)
@@ -58,33 +57,19 @@ class Levels:
             return [None if each is None or name not in each[1] else each[1][name][place] for each in shown]
 
         return {
-            "queue": [None if each is None else each[0] for each in shown],
+            "queue": [None if each is None else sum(each[0].values()) for each in shown],
             "in_flight": {name: column(name, 0) for name in names},
             "kv_reserved": {name: column(name, 1) for name in names},
         }
-
-
-class QueueMemory:
-    """Requests in the queue by model, at the times at which it was looked at."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, dict[str, int]]] = deque()
-
-    def look(self, waiting: dict[str, int], now: float) -> None:
-        """Keep what waits now; forget what is older than two windows."""
-        seen = self._seen
-        if seen and now - seen[-1][0] < WINDOW_S / 60:
-            return
-        seen.append((now, dict(waiting)))
-        while seen[0][0] < now - 2 * WINDOW_S:
-            seen.popleft()
 
     def grows(self, model: str, waiting: int, now: float) -> bool:
         """True if the queue of a model has grown throughout: half a window ago, and since."""
         if waiting < LEAST_QUEUE:
             return False
-        before = [(at, sizes.get(model, 0)) for at, sizes in self._seen if now - at >= WINDOW_S / 6]
-        half = [size for at, size in before if now - at <= WINDOW_S / 2]
-        if not half:
-            return False
-        return waiting >= GROWN * max(half) and half[-1] >= half[0]
+        first, last = math.ceil((now - WINDOW_S / 2) / BIN_S), math.floor((now - WINDOW_S / 6) / BIN_S)
+        half = [
+            self._samples[index][0].get(model, 0)
+            for index in range(first, last + 1)
+            if index in self._samples
+        ]
+        return bool(half) and waiting >= GROWN * max(half) and half[-1] >= half[0]

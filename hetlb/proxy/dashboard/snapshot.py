@@ -14,7 +14,7 @@ from hetlb.proxy.dashboard.decisions import newest
 from hetlb.proxy.dashboard.event_stream import EventStream
 from hetlb.proxy.dashboard.figures import Accuracy, Series
 from hetlb.proxy.dashboard.routes import DashboardSource, pools
-from hetlb.proxy.dashboard.samples import Levels, QueueMemory
+from hetlb.proxy.dashboard.samples import Levels
 from hetlb.proxy.fleet_status import status
 
 #: Decisions listed on the page.
@@ -29,12 +29,10 @@ class Snapshots:
         source: DashboardSource,
         fleet: Callable[[], dict[str, Any]],
         levels: Levels,
-        queues: QueueMemory,
     ) -> None:
         self._source = source
         self._fleet = fleet
         self._levels = levels
-        self._queues = queues
         self._series = Series(source.history)
         self._accuracy = Accuracy(source.history)
         self.events = EventStream(lambda: msgspec.json.encode(self.event()))
@@ -42,7 +40,7 @@ class Snapshots:
     def status(self) -> dict[str, Any]:
         """The body of `GET /v1/status`."""
         source = self._source
-        return status(source.scheduler, pools(source.scheduler), source.history, self._queues, source.now())
+        return status(source.scheduler, pools(source.scheduler), source.history, self._levels, source.now())
 
     def event(self) -> dict[str, Any]:
         """One event of the stream: all that the page shows, at one moment."""
