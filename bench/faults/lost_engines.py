@@ -213,6 +213,7 @@ def fleet_file(urls: list[str], workers: int, model: str, idle_s: float = 1.0) -
                 "idle_timeout_s": idle_s,
                 "first_byte_timeout_s": 20.0,
                 "request_log": False,
+                "resume": "ids",
                 "workers": workers,
             },
             "health": {"slow_start_s": 0.0},
