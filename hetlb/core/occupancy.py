@@ -25,16 +25,14 @@ class EngineLoad:
 
     `batch` of `slots` sequences run on each; of the instance's tokens in context `context_share` are theirs.
     With C tokens in context a decode step takes `step_s + token_s * C`, one with a sequence more
-    `next_step_s + next_token_s * C`, one with a sequence more and half of the others
-    `half_step_s + half_token_s * C`; a prompt token takes at least `prompt_token_s`.
+    `next_step_s + next_token_s * C`; a prompt token takes at least `prompt_token_s`.
     `kv_cache_tokens` and `all_slots` are those of all `engines`; `asynchronous`: it schedules so.
     It is never changed.
     """
 
     __slots__ = (
-        "all_slots", "asynchronous", "batch", "budget", "context_share", "engines", "half_step_s",
-        "half_token_s", "kv_cache_tokens", "latency", "next_step_s", "next_token_s", "prompt_token_s",
-        "slots", "step_s", "token_s",
+        "all_slots", "asynchronous", "batch", "budget", "context_share", "engines", "kv_cache_tokens",
+        "latency", "next_step_s", "next_token_s", "prompt_token_s", "slots", "step_s", "token_s",
     )  # fmt: skip
 
     def __init__(self, instance: Instance) -> None:
@@ -54,7 +52,6 @@ class EngineLoad:
             self.batch = batch = self.slots
         self.prompt_token_s = latency.least_token_s
         self.next_step_s, self.next_token_s = latency.step_line(batch + 1.0)
-        self.half_step_s, self.half_token_s = latency.step_line(batch * 0.5 + 1.0)
         fewer = instance.known_load(sequences - 1)
         if fewer is not None and fewer.batch + 1.0 == batch:
             self.step_s, self.token_s = fewer.next_step_s, fewer.next_token_s

@@ -177,6 +177,16 @@ def test_hetlb_binds_late_and_in_order() -> None:
     assert (bound.request.id, bound.instance) == (128, leases[-1].instance)
 
 
+def test_hetlb_passes_none_over_in_favour_of_its_equal() -> None:
+    room = Capacity(kv_cache_tokens=100_000, kv_tokens_per_request=10_000, max_num_seqs=8)
+    slow = [spec(name, capacity=room, slower=6.0) for name in ("slow-0", "slow-1")]
+    scheduler, chosen = make_scheduler([spec("fast", capacity=room), *slow], "hetlb"), []
+    for i in range(18):
+        commands = scheduler.on_arrival(request(i), 0.1 * i)
+        chosen += [each.lease.instance for each in commands if isinstance(each, Dispatch)]
+    assert [chosen.count(name) for name in ("fast", "slow-0", "slow-1")] == [8, 5, 4]
+
+
 def test_hetlb_waits_for_a_full_instance_only_where_its_score_is_better_with_the_wait() -> None:
     """With requests still coming: whole answers are sooner for the wait, first tokens are not."""
     room = Capacity(kv_cache_tokens=100_000, kv_tokens_per_request=10_000, max_num_seqs=8)

@@ -8,8 +8,9 @@
 3. Hold: a slower instance is passed over where the faster ones, one of which is full (or no more requests
    come), would be done with all that waits before it were done with one long answer: a slow-server threshold
    (Lin, Kumar, Optimal control of a queueing system with two heterogeneous servers, 1984); while requests
-   come, only where the score of the full one is better, the wait for it included. A request with targets
-   waits for a full instance that can meet them while those with room cannot.
+   come, only where the score of the full one is better, the wait for it included. None is passed over for a
+   worse one that ends a long answer no sooner. A request with targets waits for a full instance that can meet
+   them while those with room cannot.
 
 Scoring reads and changes nothing.
 """
@@ -437,9 +438,21 @@ class Evaluation:
         for each in self._kept:
             if each is not None:
                 self._judge(each)
+        best = self.best()
+        if best is not None:
+            self._release(best)
+
+    def _release(self, best: Rating) -> None:
+        """Pass none over for one that is worse and ends a long answer no sooner: its busier equal."""
+        long_s = self._long_answer_s(best)
+        for i, least in enumerate(self._least):
+            if i != best.index and least < best.score:
+                each = self._rating(i)
+                if each.state == HELD and each.score < best.score and self._long_answer_s(each) <= long_s:
+                    each.state = self._states[i] = ROOM
 
     def _long_answer_s(self, each: Rating) -> float:
-        """Seconds that one long answer takes on an instance, half of what runs there beside it."""
+        """Seconds that one long answer takes on an instance, at the steps of now."""
         return each.first_token_s + self._long_decode_s(each.seen)
 
     def _least_long_answer_s(self, index: int) -> float:
@@ -450,8 +463,8 @@ class Evaluation:
 
     def _long_decode_s(self, seen: Occupancy) -> float:
         load, long = seen.load, self._ctx.long_output
-        context = seen.context * 0.5 + self._prompt + long / 2.0
-        return long * (load.half_step_s + load.half_token_s * context)
+        context = seen.context + self._prompt + long / 2.0
+        return long * (load.next_step_s + load.next_token_s * context)
 
     # --- for people ---
 
