@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from document import number_text, replace_sections, table
@@ -141,33 +141,39 @@ def _cell(record: Record, fleet: Fleet, traffic: Traffic, name: str) -> str:
 
 def behind(document: dict[str, Any]) -> str:
     """Cases in which hetlb with or without profiles is behind the best other router, the worst first."""
-    found = []
+    found: dict[tuple[str, str, str, str], dict[str, float]] = {}
     for own, fleet, traffic, figure, ratio, other in _ratios(Record(document)):
         if ratio < 1.0 - CLOSE:
-            where = f"`{fleet.name}`, {traffic.title.partition(':')[0]}"
-            found.append(
-                (ratio, f"- {TITLES[own]}: {FIGURES[figure][0]} at {where}: {1 / ratio:.2f} x {other}")
-            )
-    lines = [line for _, line in sorted(found)]
-    return "\n".join(lines) + "\n" if lines else f"Nowhere by more than {CLOSE:.0%}.\n"
+            case = (f"`{fleet.name}`", traffic.title.partition(":")[0], FIGURES[figure][0], other)
+            found.setdefault(case, {})[own] = 1.0 / ratio
+    if not found:
+        return f"Nowhere by more than {CLOSE:.0%}.\n"
+    worst = sorted(found, key=lambda case: -max(found[case].values()))
+    return table(["fleet", "load", "figure", "best other", *_SET], _by_own(worst, found)) + "\n"
 
 
 def means(document: dict[str, Any]) -> str:
     """Geometric means over the fleets of the best other router's figure over hetlb's, by load."""
-    logs: dict[tuple[str, str, str], list[float]] = {}
+    logs: dict[tuple[str, str], dict[str, list[float]]] = {}
     for own, fleet, traffic, figure, ratio, _ in _ratios(Record(document)):
         if not fleet.real:
-            logs.setdefault((own, traffic.name, figure), []).append(math.log(ratio))
-    rows = [
-        [
-            TITLES[own],
-            TRAFFIC[load].title.partition(":")[0],
-            FIGURES[figure][0],
-            f"{math.exp(statistics.fmean(x)):.2f}",
-        ]
-        for (own, load, figure), x in logs.items()
+            case = (traffic.title.partition(":")[0], FIGURES[figure][0])
+            logs.setdefault(case, {}).setdefault(own, []).append(math.log(ratio))
+    found = {
+        case: {own: math.exp(statistics.fmean(x)) for own, x in each.items()} for case, each in logs.items()
+    }
+    return table(["load", "figure", *_SET], _by_own(list(found), found)) + "\n"
+
+
+#: Headings of columns for each of `OWN`.
+_SET = [TITLES[own].partition(", ")[2] for own in OWN]
+
+
+def _by_own(cases: Sequence[tuple[str, ...]], found: Mapping[Any, Mapping[str, float]]) -> list[list[str]]:
+    """A row for each case, with a ratio for each of `OWN` that has one."""
+    return [
+        [*case, *(f"{found[case][own]:.2f}" if own in found[case] else "" for own in OWN)] for case in cases
     ]
-    return table(["", "load", "figure", "times better than the best other"], rows) + "\n"
 
 
 def _ratios(record: Record) -> Iterator[tuple[str, Fleet, Traffic, str, float, str]]:
