@@ -146,6 +146,7 @@ def test_anchors_and_merged_keys(tmp_path: Path) -> None:
         ("- " * 100, "expected valid YAML: expected at most 32 levels, got more"),
         ("weights: {a: .inf}", "weights.a: expected a finite number, got inf (line 1)"),
         ("weights: {a: 1e999}", "weights.a: expected a finite number, got inf (line 1)"),
+        ("a.b]c: 1", "a.b]c: unknown key, expected one of items, weights, text (line 1)"),
         ("weights: {a: .nan}", "weights.a: expected a finite number, got nan (line 1)"),
         ("weights:\n  a: 1e-320", "expected 0 or a size from 1e-100 to 1e100, got 1e-320 (line 2)"),
         (f"weights: {{a: {'9' * 5000}}}", "weights.a: expected a number, got '99999"),

@@ -241,7 +241,7 @@ def with_lines(path: Path, mistakes: list[InputError]) -> InputError:
         begin = f"{path}: "
         key = text[len(begin) :].partition(": ")[0] if text.startswith(begin) else ""
         while key and key not in builder.lines:
-            key = re.sub(r"(\.[^.\[\]]*|\[[^\]]*\]|^[^.\[]+)$", "", key)
+            key = key[: max(key.rfind("."), key.rfind("["), 0)]
         return builder.lines.get(key, 0)
 
     placed = [(line_of(str(each)), each) for each in mistakes]
