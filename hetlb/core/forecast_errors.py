@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from functools import cache
 from typing import Final
 
+from hetlb.core.binary_search import first_at_least
 from hetlb.core.types import Lease
 
 #: Ratios are those of the newest so many answers.
@@ -13,6 +15,8 @@ _KEPT: Final = 200
 #: Spread of ln(true / forecast) that is assumed before answers have shown it, and its weight in answers.
 _PRIOR_SPREAD: Final = 0.25
 _PRIOR_WEIGHT: Final = 8.0
+#: Share of the answers that the bound is to cover whose coverage is shown.
+_BOUND: Final = 0.9
 
 
 class Ratios:
@@ -41,12 +45,12 @@ class Ratios:
         self._covered.append(ratio <= self.quantile(_BOUND))
         if len(self._newest) == _KEPT:
             oldest = self._newest.popleft()
-            del self._ordered[_rank(self._ordered, oldest)]
+            del self._ordered[first_at_least(self._ordered, oldest)]
             was_predicted_s, was_true_s = self._pairs.popleft()
             self._predicted_s -= was_predicted_s
             self._true_s -= was_true_s
         self._newest.append(ratio)
-        self._ordered.insert(_rank(self._ordered, ratio), ratio)
+        self._ordered.insert(first_at_least(self._ordered, ratio), ratio)
         self._pairs.append((predicted_s, true_s))
         self._predicted_s += predicted_s
         self._true_s += true_s
@@ -54,7 +58,7 @@ class Ratios:
     def over(self, ratio: float) -> float:
         """The probability that an answer takes more than `ratio` times its forecast."""
         n = float(len(self._ordered))
-        seen = n - _rank(self._ordered, ratio)
+        seen = n - first_at_least(self._ordered, ratio)
         prior = 0.5 * math.erfc(math.log(max(ratio, 1e-9)) / (_PRIOR_SPREAD * math.sqrt(2.0)))
         return (seen + _PRIOR_WEIGHT * prior) / (n + _PRIOR_WEIGHT)
 
@@ -62,7 +66,7 @@ class Ratios:
         """The ratio that a share of the answers stays within; by the assumed spread while few are known."""
         n = len(self._ordered)
         if n < _PRIOR_WEIGHT:
-            return _PRIOR_90 if share == _BOUND else math.exp(_PRIOR_SPREAD * normal_quantile(share))
+            return math.exp(_PRIOR_SPREAD * normal_quantile(share))
         return self._ordered[min(n - 1, math.ceil(share * (n + 1)) - 1)]
 
     @property
@@ -76,6 +80,7 @@ class Ratios:
         return sum(self._covered) / len(self._covered) if self._covered else None
 
 
+@cache
 def normal_quantile(share: float) -> float:
     """The quantile of the standard normal distribution, by bisection of `math.erf`."""
     low, high = -8.0, 8.0
@@ -86,23 +91,6 @@ def normal_quantile(share: float) -> float:
         else:
             high = middle
     return high
-
-
-#: Share of answers that the bound whose coverage is told is to cover, and the bound before the first ones.
-_BOUND: Final = 0.9
-_PRIOR_90: Final = math.exp(_PRIOR_SPREAD * normal_quantile(_BOUND))
-
-
-def _rank(ordered: list[float], ratio: float) -> int:
-    """Number of ratios below one."""
-    low, high = 0, len(ordered)
-    while low < high:
-        middle = (low + high) >> 1
-        if ordered[middle] < ratio:
-            low = middle + 1
-        else:
-            high = middle
-    return low
 
 
 class ForecastErrors:

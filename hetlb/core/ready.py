@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from hetlb.core.binary_search import first_at_least
 from hetlb.core.instance import Instance, tokens_of
 from hetlb.core.types import AdminState, Candidate, Health, Request, Role
 
@@ -61,11 +61,11 @@ class ReadyInstances:
     def fit_of(self, request: Request) -> int:
         """The smallest class of instances that can take a request; the largest where none can."""
         limits = self.limits
-        return 0 if len(limits) < 2 else min(first_at_least(limits, tokens_of(request)), len(limits) - 1)
+        return 0 if len(limits) < 2 else min(bisect_left(limits, tokens_of(request)), len(limits) - 1)
 
     def class_of(self, instance: Instance) -> int:
         """The class of an instance."""
-        return 0 if len(self.limits) < 2 else first_at_least(self.limits, _longest(instance))
+        return 0 if len(self.limits) < 2 else bisect_left(self.limits, _longest(instance))
 
     def choices(
         self, request: Request, tried: Sequence[str] | None, now: float, *, holds_back: bool

@@ -18,16 +18,19 @@ def with_field(body: bytes, name: bytes, value: bytes) -> bytes:
 
 
 class EngineRequest:
-    """Request of one client for whichever engine gets it. `label` is its `x-request-id` there."""
+    """Request of one client for whichever engine gets it, its body of `size` bytes.
 
-    __slots__ = ("_pieces", "_size", "head", "label")
+    `label` is its `x-request-id` there.
+    """
+
+    __slots__ = ("_pieces", "head", "label", "size")
 
     def __init__(self, head: RequestHead, pieces: list[bytes], size: int, label: str) -> None:
         """`pieces` of the body have `size` bytes together."""
         self.head = head
         self.label = label.encode("ascii")
         self._pieces = pieces
-        self._size = size
+        self.size = size
 
     @property
     def body(self) -> bytes:
@@ -39,12 +42,12 @@ class EngineRequest:
         if b'"cache_salt"' not in self._pieces[0]:
             salt = b'"hetlb-%b"' % secrets.token_hex(8).encode("ascii")
             self._pieces = [with_field(self._pieces[0], b"cache_salt", salt)]
-            self._size = len(self._pieces[0])
+            self.size = len(self._pieces[0])
 
     def send(self, connection: EngineConnection, lines: bytes, instead: bytes | None) -> None:
         """Send it with these lines as its head, and the body `instead` of its own if there is one."""
         pieces = self._pieces if instead is None else [instead]
-        size = self._size if instead is None else len(instead)
+        size = self.size if instead is None else len(instead)
         if not size and self.head.method in _BODILESS:
             connection.send(b"%bx-request-id: %b\r\n\r\n" % (lines, self.label), pieces)
             return

@@ -519,9 +519,7 @@ class Exchange(RequestRecord):
             self.finish(ends.LAST_MISSING)
             return True
         generated = 0 if rest.leg is None else rest.leg.seam.generated
-        # A plain answer is sent once it is whole: what breaks off then was generated.
-        finished = answer is not None and answer.begun and answer.stream is None
-        unsaid = not generated and not finished and end is not ends.NOTICE
+        unsaid = not generated and end is not ends.NOTICE
         if self.dropped and unsaid:
             return False  # run twice, and not a token: the request itself may be what kills engines
         self.lease.output_tokens = 0 if answer is None else answer.tokens_so_far

@@ -334,7 +334,7 @@ class Router:
     def _prefix(
         self, head: RequestHead, call: Call, model: str, owner: str | None
     ) -> tuple[tuple[PrefixKey, ...], PromptBlocks | None]:
-        """Keys of the prefixes of a request's prompt, the longest first, and the digests of its blocks."""
+        """Keys of what a request's prompt begins with, and the digests of its blocks."""
         ids = token_ids(call) if call.ids else None
         keys = id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
         blocks: PromptBlocks | None = None
@@ -355,12 +355,11 @@ class Router:
             return None
         from hetlb.proxy.continuation import Continuation
 
-        body = outgoing.body
         asks_ids = (
             call.stream
             and not call.tools
-            and len(body) <= MAX_INJECT_BYTES
-            and body.find(b'"return_token_ids"') < 0
+            and outgoing.size <= MAX_INJECT_BYTES
+            and outgoing.body.find(b'"return_token_ids"') < 0
         )
         return Continuation(
             kind, outgoing, by_text=how is True, asks_ids=asks_ids, hides_usage=call.hold_usage

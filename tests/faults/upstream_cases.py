@@ -316,7 +316,7 @@ async def shorter_than_it_says(rig: Rig) -> None:
 
 @case("U12", "short-length-resumed", outcomes={"no_response": 1}, proxy={"resume": "ids"})
 async def shorter_than_it_says_and_resumed(rig: Rig) -> None:
-    answer = await rig.ask("short-length", stream=False, runs=6)
+    answer = await rig.ask("short-length", stream=False, runs=2)
     assert answer.status == 502, answer.body
 
 

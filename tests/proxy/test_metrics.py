@@ -79,7 +79,7 @@ async def stream(running: Any) -> None:
 
 # --- histograms ---
 
-BOUNDS = (0.01, 0.1, 1.0, 10.0)
+BOUNDS = [0.01, 0.1, 1.0, 10.0]
 
 
 @given(st.lists(st.one_of(st.floats(0, 20), st.sampled_from(BOUNDS))))

@@ -436,17 +436,6 @@ async def test_a_plain_answer_that_is_cut_is_made_again(
         assert proxy.ended == [("ok", "stream", 200)]
 
 
-async def test_a_plain_answer_that_breaks_off_was_generated_and_is_made_more_than_twice(
-    start: Start, engine: EmulatedEngine
-) -> None:
-    asked = body("chat", False)
-    whole = await ask(engine.url, "chat", asked)
-    got, bodies, proxy = await resumed(start, engine, "chat", asked, [Cut(400, "fin"), Cut(400, "rst")])
-    assert (got.status, got.text, got.finish, got.usage) == (200, whole.text, whole.finish, whole.usage)
-    assert (got.headers["x-hetlb-resumed"], len(bodies)) == ("2", 3)
-    assert proxy.ended == [("ok", "stream", 200)]
-
-
 async def test_an_answer_is_resumed_a_bounded_number_of_times(start: Start, engine: EmulatedEngine) -> None:
     asked = body("completions", True, max_tokens=400)
     cuts = [Cut(2000, "rst") for _ in range(20)]

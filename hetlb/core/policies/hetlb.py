@@ -289,14 +289,16 @@ class Evaluation:
 
     def _room(self, instance: Instance, seen: Occupancy) -> int:
         """Room for the request beside others: a slot, and KV cache for what of it is not there."""
-        ending = 0.0
-        if seen.incoming > 0.0:
-            ending = seen.ending(seen.now_s * self._half_grown * 2.0, self._ctx.now)
+        ending = self._ending(seen)
         if seen.running - ending >= seen.load.all_slots:
             return NO_SLOT
         if not instance.tried and seen.running >= instance.untried_sequences(self._ctx.now):
             return NO_SLOT
         return NO_MEMORY if self._used_tokens(instance, seen, ending) > seen.load.kv_cache_tokens else ROOM
+
+    def _ending(self, seen: Occupancy) -> float:
+        """Mean answers that will have ended when a prompt that is elsewhere still comes to decode."""
+        return seen.ending(seen.now_s * self._half_grown * 2.0, self._ctx.now)
 
     def _used_tokens(self, instance: Instance, seen: Occupancy, ending: float) -> float:
         """Tokens of its KV cache in use with the request, its answer half-grown."""
@@ -338,8 +340,7 @@ class Evaluation:
         step_s = protected.tpot_s / slow if protected.tpot_s < math.inf else each.step_s
         to_come = max(0.0, most(rate * protected.output * step_s) - instance.stated_sequences / load.engines)
         batch = load.batch + each.own + to_come
-        ending = seen.ending(seen.now_s * self._half_grown * 2.0, now)
-        used = self._used_tokens(instance, seen, ending)
+        used = self._used_tokens(instance, seen, self._ending(seen))
         if batch > load.slots or used + to_come * load.engines * context > load.kv_cache_tokens:
             return False
         tokens = seen.context + each.own * (self._prompt + self._output / 2.0) + to_come * context

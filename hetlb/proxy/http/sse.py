@@ -257,7 +257,8 @@ def pass_events(chunks: bytes, shape: TextShape) -> tuple[int, bytes]:
     position: i64 = 0
     size: i64
     digit: i64
-    events, out = 0, b""
+    events = 0
+    out: list[bytes] = []
     while position < length:
         start, size = position, 0
         while start < length and size < _MOST:
@@ -295,11 +296,9 @@ def pass_events(chunks: bytes, shape: TextShape) -> tuple[int, bytes]:
         if 10 in text:
             return 0, b""
         if instead:
-            line = CHUNK_LINES[width + len(text) + len(instead) - 2]
-            each = b"".join((line, beginning, text, instead))
-            out = out + each if events else each
+            out += (CHUNK_LINES[width + len(text) + len(instead) - 2], beginning, text, instead)
         events += 1
-    return events, out if instead else chunks
+    return events, b"".join(out) if instead else chunks
 
 
 _REFUSAL = re.compile(rb'"code":\s?"?4[0-9][0-9]"?[,}\s]')

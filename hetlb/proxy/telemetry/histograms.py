@@ -1,6 +1,6 @@
 """Histograms that cost the hot path next to nothing: counts in a list, sums when they are read.
 
-An observation is one search in a short tuple and two additions, no allocation; a gap between two
+An observation is one search in a short list and two additions, no allocation; a gap between two
 tokens is one addition to a list that is there already. Counts only grow.
 """
 
@@ -23,7 +23,7 @@ class Histogram:
     __slots__ = ("_bounds", "_counts", "_sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = tuple(bounds)
+        self._bounds = list(bounds)
         #: By the first bound that is not below the value; the last one for values above all.
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
@@ -55,7 +55,7 @@ class Histogram:
         return _histogram, (self._bounds, self._counts, self._sum)
 
 
-def _histogram(bounds: tuple[float, ...], counts: list[int], total: float) -> Histogram:
+def _histogram(bounds: list[float], counts: list[int], total: float) -> Histogram:
     histogram = Histogram(bounds)
     histogram._counts = counts
     histogram._sum = total
