@@ -7,14 +7,7 @@ from typing import Any
 
 import msgspec
 
-from hetlb.emulator.replies import (
-    LAST_CHUNK,
-    ChatReply,
-    EventChoice,
-    PlainChoice,
-    ReplyChoice,
-    chunk,
-)
+from hetlb.emulator.replies import LAST_CHUNK, ChatReply, ReplyChoice, chunk
 from hetlb.openai.answers import event
 from hetlb.openai.requests import ApiError
 
@@ -24,12 +17,10 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 class MessagesReply(ChatReply):
     """One message: blocks of thinking, text and tool use."""
 
+    ALIKE = False
     #: The type of the block that the stream is in, and the number of it.
     _block = ""
     _block_number = -1
-
-    def choice_type(self) -> type[ReplyChoice]:
-        return EventChoice if self.generation.stream else PlainChoice
 
     def _usage(self) -> dict[str, int]:
         usage = self.usage

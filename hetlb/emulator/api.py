@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import msgspec
@@ -22,7 +22,6 @@ from hetlb.emulator.data_parallel import EngineGroup
 from hetlb.emulator.generation import Generation, Reader
 from hetlb.emulator.http import Connection, HttpMessage
 from hetlb.emulator.kv_transfer import KvExchange
-from hetlb.emulator.real_time import EmulatedSequence
 from hetlb.emulator.replies import (
     VERSION,
     ChatReply,
@@ -65,7 +64,7 @@ class Api:
             "/v1/responses": {"POST": self._generator(reader.response, ResponsesReply)},
             "/v1/messages": {"POST": self._generator(reader.message, MessagesReply)},
             "/v1/messages/count_tokens": {"POST": self._count_tokens},
-            "/v1/embeddings": {"POST": self._embeddings},
+            "/v1/embeddings": {"POST": self._generator(reader.embedding, EmbeddingReply)},
         }
         if kv is not None:
             self._routes["/kv_transfer/pull"] = {"POST": self._pull}
@@ -101,34 +100,25 @@ class Api:
                 raise
             request_id = generation.request_id if kind is ResponsesReply else message.request_id
             reply = kind(connection, generation, self._reader.max_model_len, request_id or self._new_id())
-            if self._kv is not None:
+            if self._kv is not None and generation.generates:
                 self._kv.prepare(reply, generation.kv_transfer_params)
             if generation.stream:
                 connection.start_stream()
-            self._run(connection, reply.choices, reply)
+            connection.watch(lambda: self._leave(reply))
+            self._engines.submit(reply.choices)
 
         return handle
 
-    def _embeddings(self, connection: Connection, message: HttpMessage) -> None:
-        model, prompts = self._reader.embedding(message.body)
-        reply = EmbeddingReply(connection, model, prompts, message.request_id or self._new_id())
-        self._run(connection, reply.choices)
+    def _leave(self, reply: Reply) -> None:
+        """The client of a reply has left."""
+        self._engines.abort(reply.choices)
+        if self._kv is not None:
+            self._kv.abandon(reply)
 
     def _count_tokens(self, connection: Connection, message: HttpMessage) -> None:
         tokens = self._reader.message_tokens(message.body)
         body = {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
         connection.respond(200, _encode(body))
-
-    def _run(
-        self, connection: Connection, choices: Sequence[EmulatedSequence], reply: Reply | None = None
-    ) -> None:
-        def gone() -> None:
-            self._engines.abort(choices)
-            if self._kv is not None and reply is not None:
-                self._kv.abandon(reply)
-
-        connection.watch(gone)
-        self._engines.submit(choices)
 
     # --- between engines ---
 

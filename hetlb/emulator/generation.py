@@ -86,7 +86,7 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
 
 
 class Generation(msgspec.Struct, kw_only=True):
-    """One checked request for text: `n` answers to each of `prompts`.
+    """One checked request: `n` answers to each of `prompts`; an embedding `generates` none.
 
     `tool` is the call that the model answers with, `reasoning` the share of an answer that is reasoning.
     `max_tokens` is the client's cap on each answer, None if it gave none. The model would stop by itself
@@ -97,12 +97,12 @@ class Generation(msgspec.Struct, kw_only=True):
     model: str
     prompts: list[Prompt]
     n: int = 1
-    max_tokens: int | None
-    stops_after: int | None
-    draws: bool
-    min_tokens: int
-    temperature: float
-    stream: bool
+    max_tokens: int | None = None
+    stops_after: int | None = None
+    draws: bool = False
+    min_tokens: int = 0
+    temperature: float = 1.0
+    stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
     echo: bool = False
@@ -110,8 +110,14 @@ class Generation(msgspec.Struct, kw_only=True):
     tool: ToolCall | None = None
     reasoning: float = 0.0
     token_ids: bool = False
+    generates: bool = True
     #: Id of the answer that the body itself names.
     request_id: str = ""
+
+    @property
+    def varies(self) -> bool:
+        """True if events of a stream tell more than the next token's text."""
+        return bool(self.continuous_usage or self.echo or self.token_ids or self.tool or self.reasoning)
 
     def reasoning_tokens(self, output_tokens: int) -> int:
         """Count of the first output tokens that are reasoning."""
@@ -121,6 +127,8 @@ class Generation(msgspec.Struct, kw_only=True):
 
     def length(self, prompt: Prompt, index: int, max_model_len: int) -> tuple[int, str]:
         """Output tokens of answer `index` to `prompt`, and its finish_reason."""
+        if not self.generates:
+            return 0, "stop"
         room = max_model_len - prompt.tokens
         limit = room if self.max_tokens is None else min(self.max_tokens, room)
         stops = self.stops_after
@@ -205,12 +213,12 @@ class Reader:
         generation.request_id = (fields.request_id or "").removeprefix("resp_")
         return generation
 
-    def embedding(self, body: bytes) -> tuple[str, list[Prompt]]:
-        """`POST /v1/embeddings`: the model and the prompts."""
+    def embedding(self, body: bytes) -> Generation:
+        """`POST /v1/embeddings`: prompts without answers."""
         fields = read(body, EmbeddingRequest)
         prompts, model = self._prompts(fields.input, "input"), self.model(fields.model)
         self._room(prompts)
-        return model, prompts
+        return Generation(model=model, prompts=prompts, generates=False)
 
     # --- parts ---
 

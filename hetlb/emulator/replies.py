@@ -1,8 +1,7 @@
 """Answers of the emulated engine, in the shapes of vLLM 0.32 as far as a client can use them.
 
 The text of every answer is ` t0 t1 t2 ...`, one word a token, so that a reader sees what is missing or out of
-order. What does not change from token to token is built once per answer: a token costs one formatting and one
-write.
+order.
 """
 
 from __future__ import annotations
@@ -21,30 +20,18 @@ from hetlb.openai import answers
 from hetlb.openai.requests import ApiError
 
 VERSION = "0.32.0"
+#: Stands for the text of a token in an event that is made once for many: a character that nothing else holds.
+_MARK = "\ue000"
 FINGERPRINT = f"vllm-{VERSION}-emulated"
 
-#: Stands where a token's text goes while a template is built: a character that nothing else holds.
-_MARK = "\ue000"
 LAST_CHUNK = b"0\r\n\r\n"
 
 _encode = msgspec.json.encode
-_words = ""
-_word_count = 0
 
 
 def words(count: int) -> str:
     """The text of the first `count` tokens of any answer."""
-    global _words, _word_count
-    if count > _word_count:
-        more = max(count, 2 * _word_count, 1024)
-        _words += "".join([f" t{number}" for number in range(_word_count, more)])
-        _word_count = more
-    length = 2 * count  # " t" of each, then the digits: one each, one more from 10 on, and so on
-    step = 1
-    while step <= count:
-        length += count - step if step > 1 else count
-        step *= 10
-    return _words[:length]
+    return "".join([f" t{number}" for number in range(count)])
 
 
 def chunk(data: bytes) -> bytes:
@@ -73,6 +60,8 @@ class Reply:
 
     #: Begins the id.
     PREFIX = ""
+    #: True if the events of a stream, but for the last, may differ in nothing but the token's text.
+    ALIKE = False
 
     def __init__(self, out: Out, generation: Generation, max_model_len: int, request_id: str) -> None:
         self.out = out
@@ -87,16 +76,12 @@ class Reply:
         self.kv_source: dict[str, Any] | None = None
         self.kv_done = False
         self.choices: list[ReplyChoice] = []
-        kind = self.choice_type()
         for prompt in generation.prompts:
             for number in range(generation.n):
                 output, reason = generation.length(prompt, number, max_model_len)
-                self.choices.append(kind(self, len(self.choices), prompt, output, reason))
+                self.choices.append(ReplyChoice(self, len(self.choices), prompt, output, reason))
         self.open = len(self.choices)
-
-    def choice_type(self) -> type[ReplyChoice]:
-        """Class of the choices, by the way their tokens are sent."""
-        return EventChoice if self.generation.stream else PlainChoice
+        self.alike = self.ALIKE and not generation.varies
 
     @property
     def usage(self) -> dict[str, int]:
@@ -160,7 +145,7 @@ class Reply:
 class ReplyChoice(EmulatedSequence):
     """One of the answers of a reply. `sent` counts its tokens."""
 
-    __slots__ = ("index", "prompt", "reasoning_tokens", "reply", "sent")
+    __slots__ = ("_template", "index", "prompt", "reasoning_tokens", "reply", "sent")
 
     def __init__(self, reply: Reply, index: int, prompt: Prompt, output_tokens: int, reason: str) -> None:
         super().__init__(prompt.tokens, output_tokens, reason)
@@ -169,6 +154,7 @@ class ReplyChoice(EmulatedSequence):
         self.index = index
         self.prompt = prompt
         self.sent = 0
+        self._template = b""
         self.reasoning_tokens = reply.generation.reasoning_tokens(output_tokens)
 
     @property
@@ -187,13 +173,23 @@ class ReplyChoice(EmulatedSequence):
         said = self.prompt.said
         return self.reply.text(said + self.output_tokens)[len(self.reply.text(said)) :]
 
-    def next_word(self) -> tuple[bytes, str]:
-        """Begin the next token: what opens the stream, if anything does now, and its text."""
-        opening, word = b"", f" {self.reply.word}{self.prompt.said + self.sent}"
-        if not self.sent:
-            opening = self.reply.opening()
+    def token(self) -> None:
+        if self.reply.generation.stream:
+            self.reply.out.write(self._event())
+
+    def finish(self) -> None:
+        self.reply.finished(self, self._event(last=True) if self.reply.generation.stream else b"")
+
+    def _event(self, *, last: bool = False) -> bytes:
+        """The next token of a stream, and before the first one what opens it."""
+        opening = b"" if self.sent else self.reply.opening()
+        word = f" {self.reply.word}{self.prompt.said + self.sent}"
         self.sent += 1
-        return opening, word
+        if last or not self.reply.alike:
+            return opening + chunk(self.reply.event(self, word, last=last))
+        if not self._template:
+            self._template = self.reply.event(self, _MARK)
+        return opening + chunk(self._template.replace(_MARK.encode(), word.encode()))
 
     @property
     def ids(self) -> list[int] | None:
@@ -216,71 +212,10 @@ class ReplyChoice(EmulatedSequence):
         return "".join([tool.piece(number) for number in pieces])
 
 
-class PlainChoice(ReplyChoice):
-    """Its text goes out with the whole answer."""
-
-    __slots__ = ()
-
-    def finish(self) -> None:
-        self.reply.finished(self)
-
-
-class StreamChoice(ReplyChoice):
-    """Every token is an event that differs from the one before in nothing but the token's number."""
-
-    __slots__ = ("_head", "_prefix", "_suffix", "_widen_at", "_write")
-
-    def __init__(self, reply: Reply, index: int, prompt: Prompt, output_tokens: int, reason: str) -> None:
-        super().__init__(reply, index, prompt, output_tokens, reason)
-        self._write = reply.out.write
-        self._head = self._prefix = self._suffix = b""
-        self._widen_at = 0
-
-    def token(self) -> None:
-        number = self.prompt.said + self.sent
-        if number >= self._widen_at:
-            self._widen(number)
-        self.sent += 1
-        self._write(b"%b%d%b" % (self._prefix, number, self._suffix))
-
-    def finish(self) -> None:
-        opening, word = self.next_word()
-        event = self.reply.event(self, word, last=True)
-        self.reply.finished(self, opening + chunk(event))
-
-    def _widen(self, number: int) -> None:
-        """Rebuild the constant part of a chunk for token numbers with one more digit."""
-        if self.sent == 0:
-            head, _, tail = self.reply.event(self, _MARK).partition(_MARK.encode())
-            self._head = head + f" {self.reply.word}".encode()
-            self._suffix = tail + b"\r\n"
-            if opening := self.reply.opening():
-                self._write(opening)
-        digits = len(str(number))
-        size = len(self._head) + digits + len(self._suffix) - 2
-        self._prefix = b"%x\r\n%b" % (size, self._head)
-        self._widen_at = 10**digits
-
-
-class EventChoice(ReplyChoice):
-    """Every token is an event built anew, for streams whose events count something."""
-
-    __slots__ = ()
-
-    def token(self) -> None:
-        self.reply.out.write(self._event(last=False))
-
-    def finish(self) -> None:
-        self.reply.finished(self, self._event(last=True))
-
-    def _event(self, *, last: bool) -> bytes:
-        opening, word = self.next_word()
-        return opening + chunk(self.reply.event(self, word, last=last))
-
-
 class OpenAIReply(Reply):
     """Common part of completions and chat."""
 
+    ALIKE = True
     CHAT = False
 
     def __init__(self, out: Out, generation: Generation, max_model_len: int, request_id: str) -> None:
@@ -324,13 +259,6 @@ class OpenAIReply(Reply):
 class CompletionReply(OpenAIReply):
     """`POST /v1/completions`."""
 
-    def choice_type(self) -> type[ReplyChoice]:
-        generation = self.generation
-        if not generation.stream:
-            return PlainChoice
-        varies = generation.continuous_usage or generation.echo or generation.token_ids
-        return EventChoice if varies else StreamChoice
-
     def content(self, choice: ReplyChoice) -> str:
         echoed = choice.prompt.text if self.generation.echo else ""
         return echoed + choice.text
@@ -347,13 +275,6 @@ class ChatReply(OpenAIReply):
 
     CHAT = True
     _opened = False
-
-    def choice_type(self) -> type[ReplyChoice]:
-        generation = self.generation
-        if not generation.stream:
-            return PlainChoice
-        varies = generation.continuous_usage or generation.tool is not None or generation.reasoning
-        return EventChoice if varies or generation.token_ids else StreamChoice
 
     def content(self, choice: ReplyChoice) -> dict[str, Any]:
         tool = self.generation.tool
@@ -490,49 +411,25 @@ def _part(text: str) -> dict[str, Any]:
     return {"annotations": [], "text": text, "type": "output_text"}
 
 
-class EmbeddingReply:
-    """`POST /v1/embeddings`: prompts that are read and have no output."""
+class EmbeddingReply(Reply):
+    """`POST /v1/embeddings`: prompts without an output."""
 
-    def __init__(self, out: Out, model: str, prompts: list[Prompt], request_id: str) -> None:
-        self.out = out
-        self.model = model
-        self.prompts = prompts
-        self.id = f"embd-{request_id}"
-        self.created = int(time.time())
-        self.choices = [EmbeddingChoice(self, prompt) for prompt in prompts]
-        self.open = len(self.choices)
+    PREFIX = "embd-"
 
-    def finished(self) -> None:
-        """One of the prompts has been read."""
-        self.open -= 1
-        if self.open:
-            return
-        tokens = sum(prompt.tokens for prompt in self.prompts)
-        body = {
+    def body(self) -> dict[str, Any]:
+        prompts = self.generation.prompts
+        data = [
+            {"index": index, "object": "embedding", "embedding": _embedding(prompt)}
+            for index, prompt in enumerate(prompts)
+        ]
+        return {
             "id": self.id,
             "object": "list",
             "created": self.created,
-            "model": self.model,
-            "data": [
-                {"index": index, "object": "embedding", "embedding": _embedding(prompt)}
-                for index, prompt in enumerate(self.prompts)
-            ],
-            "usage": answers.usage(tokens, 0),
+            "model": self.generation.model,
+            "data": data,
+            "usage": self.usage,
         }
-        self.out.respond(200, _encode(body))
-
-
-class EmbeddingChoice(EmulatedSequence):
-    """One prompt of an embedding request."""
-
-    __slots__ = ("_reply",)
-
-    def __init__(self, reply: EmbeddingReply, prompt: Prompt) -> None:
-        super().__init__(prompt.tokens, 0)
-        self._reply = reply
-
-    def finish(self) -> None:
-        self._reply.finished()
 
 
 def _embedding(prompt: Prompt) -> list[float]:

@@ -22,7 +22,7 @@ from hetlb.openai.requests import (
     read,
 )
 from hetlb.stage.stage_messages import Sampling, pack
-from hetlb.stage.text import Ending, StopStrings, TemplateError, TextModel
+from hetlb.stage.text import Ending, TemplateError, TextModel
 
 #: Answers to one request, most likely tokens, stop strings and their characters.
 _MOST_SEQUENCES: Final = 128
@@ -135,7 +135,7 @@ class QuestionReader:
                 asked.append(Question(prompt, msgspec.structs.replace(common, seed=seed), ending))
         return Questions(fields, asked, sum(map(len, prompts)), logprobs)
 
-    def _ending(self, fields: Fields, prompt: int, stop: StopStrings, longest: int) -> Ending:
+    def _ending(self, fields: Fields, prompt: int, stop: tuple[str, ...], longest: int) -> Ending:
         """Build the stopping rules after `prompt` tokens. Raises `ApiError` when no room is left."""
         wanted = fields.cap
         if wanted is None:
@@ -219,14 +219,14 @@ def _truncated(fields: SampledRequest, tokens: list[int], longest: int) -> list[
     return tokens[:count] if fields.truncation_side == "right" else tokens[max(0, len(tokens) - count) :]
 
 
-def _stop_strings(fields: SampledRequest) -> StopStrings:
+def _stop_strings(fields: SampledRequest) -> tuple[str, ...]:
     stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     if not all(stop):
         raise bad("stop cannot contain an empty string.", "stop")
     if len(stop) > _MOST_STOPS or sum(map(len, stop)) > _MOST_STOP_CHARACTERS:
         limits = f"at most {_MOST_STOPS} strings of {_MOST_STOP_CHARACTERS} characters in all"
         raise bad(f"stop must be {limits}.", "stop")
-    return StopStrings(stop)
+    return tuple(stop)
 
 
 def _flattened(message: dict[str, Any]) -> dict[str, Any]:

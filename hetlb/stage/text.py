@@ -1,16 +1,15 @@
 """Tokenizer and chat template of a model's folder, and the text of an answer as its tokens come.
 
-Pieces of a stream joined are the text of the whole; nothing of a stop string leaves before it is
-certain that it is none.
+Pieces of a stream joined are the text of the whole. As in vLLM, as many characters as a stop string could
+still take are held back.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -138,57 +137,6 @@ class TextModel:
         return lambda token: decoder.step(tokenizer, token) or ""
 
 
-class StopStrings:
-    """The texts that end an answer, as an Aho-Corasick automaton: a character costs the same however many.
-
-    A state is the longest end of the text so far with which a stop string begins; 0 is the empty one.
-    """
-
-    def __init__(self, stops: Sequence[str] = ()) -> None:
-        self._next: list[dict[str, int]] = [{}]
-        #: By state: its length, and the length of the longest stop string that it ends with.
-        self._length = [0]
-        self._match = [0]
-        for stop in stops:
-            self._add(stop)
-        self._shorter = [0] * len(self._next)
-        ready = deque(self._next[0].values())
-        while ready:
-            state = ready.popleft()
-            self._match[state] = self._match[state] or self._match[self._shorter[state]]
-            for letter, child in self._next[state].items():
-                self._shorter[child] = self.step(self._shorter[state], letter)
-                ready.append(child)
-
-    def _add(self, stop: str) -> None:
-        state = 0
-        for letter in stop:
-            if letter not in self._next[state]:
-                self._next[state][letter] = len(self._next)
-                self._next.append({})
-                self._length.append(self._length[state] + 1)
-                self._match.append(0)
-            state = self._next[state][letter]
-        self._match[state] = len(stop)
-
-    def __bool__(self) -> bool:
-        return len(self._next) > 1
-
-    def step(self, state: int, letter: str) -> int:
-        """The state after one more character."""
-        while state and letter not in self._next[state]:
-            state = self._shorter[state]
-        return self._next[state].get(letter, 0)
-
-    def length(self, state: int) -> int:
-        """Characters that may be the beginning of a stop string."""
-        return self._length[state]
-
-    def match(self, state: int) -> int:
-        """Length of the stop string that ends here, the longest one; 0 if none does."""
-        return self._match[state]
-
-
 @dataclass(frozen=True, slots=True)
 class Ending:
     """Conditions that end an answer: tokens of the model and of the client, texts, length."""
@@ -197,8 +145,18 @@ class Ending:
     min_tokens: int = 0
     eos: frozenset[int] = frozenset()
     stop_tokens: frozenset[int] = frozenset()
-    stop: StopStrings = field(default_factory=StopStrings)
+    stop: tuple[str, ...] = ()
     keeps_stop: bool = False
+
+    def stopped(self, text: str) -> str | None:
+        """The stop string that is complete first, the longest of those; None without one."""
+        found = [(at + len(each), -len(each), each) for each in self.stop if (at := text.find(each)) >= 0]
+        return min(found)[2] if found else None
+
+    @property
+    def held(self) -> int:
+        """Characters at the end of a text that may begin a stop string, at most."""
+        return max(map(len, self.stop), default=1) - 1
 
 
 @dataclass(slots=True)
@@ -218,9 +176,8 @@ class AnswerText:
         self._decode = decode
         self._ending = ending
         self._tokens = 0
-        #: Text that may be the beginning of a stop string, and the state that it led to.
+        #: Text that may be the beginning of a stop string.
         self._held = ""
-        self._state = 0
 
     def add(self, token: Token) -> Piece:
         """The next token."""
@@ -229,16 +186,14 @@ class AnswerText:
         if number in ending.eos or number in ending.stop_tokens:
             reason = number if number in ending.stop_tokens else None
             return Piece(self._held, token, "stop", reason)
-        new = self._decode(number)
-        text = self._held + new
-        if ending.stop and self._tokens > ending.min_tokens:
-            for at, letter in enumerate(new, len(self._held) + 1):
-                self._state = ending.stop.step(self._state, letter)
-                if size := ending.stop.match(self._state):
-                    stop = text[at - size : at]
-                    return Piece(text[: at if ending.keeps_stop else at - size], token, "stop", stop)
+        text = self._held + self._decode(number)
+        sure = len(text)
+        if self._tokens > ending.min_tokens:
+            if (stop := ending.stopped(text)) is not None:
+                at = text.find(stop)
+                return Piece(text[: at + len(stop) * ending.keeps_stop], token, "stop", stop)
+            sure = max(0, sure - ending.held)
         if self._tokens >= ending.max_tokens:
             return Piece(text, token, "length")
-        sure = len(text) - ending.stop.length(self._state)
         self._held = text[sure:]
         return Piece(text[:sure], token)

@@ -15,7 +15,7 @@ from stage.toy import EOS, make_folder
 from hetlb.errors import ConfigError
 from hetlb.stage.checkpoint import load_config, stage_tensors, tensor_files
 from hetlb.stage.stage_messages import Token
-from hetlb.stage.text import AnswerText, Ending, StopStrings, TemplateError, TextModel
+from hetlb.stage.text import AnswerText, Ending, TemplateError, TextModel
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128,
@@ -30,8 +30,7 @@ def config_of(folder: Path, **changed: Any) -> Any:
 
 def read(text: str, **ending: Any) -> tuple[str, str | None, int | str | None, list[str]]:
     """An answer byte by byte: its text, why it ended, and the pieces."""
-    stop = StopStrings(ending.pop("stop", ()))
-    answer = AnswerText(chr, Ending(**{"max_tokens": 1000, "stop": stop} | ending))
+    answer = AnswerText(chr, Ending(**{"max_tokens": 1000} | ending))
     pieces = []
     for number, letter in enumerate(text):
         piece = answer.add(Token(1, number, ord(letter)))
@@ -42,7 +41,7 @@ def read(text: str, **ending: Any) -> tuple[str, str | None, int | str | None, l
 
 
 def test_stop_strings_end_an_answer_and_never_leave() -> None:
-    assert read("one two three", stop=("two",)) == ("one ", "stop", "two", [*"one ", "", "", ""])
+    assert read("one two three", stop=("two",)) == ("one ", "stop", "two", ["", "", *"one ", ""])
     assert read("one two three", stop=("two",), keeps_stop=True)[0] == "one two"
     assert read("abcabd", stop=("abd",))[:3] == ("abc", "stop", "abd")
     assert read("abc", stop=("cd",))[0] == "ab", "what may begin a stop string is held back"
@@ -54,10 +53,15 @@ def test_stop_strings_end_an_answer_and_never_leave() -> None:
 
 @given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_pieces_joined_are_the_text_before_the_first_stop(text: str, stop: list[str]) -> None:
-    found, finish, _, _ = read(text + "!", stop=tuple(stop))
+    found, finish, _, pieces = read(text + "!", stop=tuple(stop), max_tokens=len(text) + 1)
+    longest = max(map(len, stop))
+    for number in range(1, len(pieces)):
+        assert len("".join(pieces[:number])) > number - longest, (
+            "no more is held than a stop string could take"
+        )
     ends = [at + len(each) for each in stop if (at := text.find(each)) >= 0]
     if not ends:
-        assert (found, finish) == (text + "!", None)
+        assert (found, finish) == (text + "!", "length")
     else:
         seen = text[: min(ends)]
         assert finish == "stop"

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import random
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -190,33 +189,3 @@ async def test_a_route_does_not_make_a_keyless_stage_connect_anywhere(folder: Pa
             await channel.close()
     finally:
         await stage.kill()
-
-
-# --- what a request may ask ---
-
-
-def steps(stop: list[str], text: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Steps of the automaton that an answer takes."""
-    from hetlb.stage.stage_messages import Token
-    from hetlb.stage.text import AnswerText, Ending, StopStrings
-
-    found = StopStrings(stop)
-    answered = AnswerText(chr, Ending(10**6, stop=found))
-    count = 0
-    plain = StopStrings.step
-
-    def counted(self: Any, state: int, letter: str) -> int:
-        nonlocal count
-        count += 1
-        return plain(self, state, letter)
-
-    monkeypatch.setattr(StopStrings, "step", counted)
-    for number, letter in enumerate(text):
-        answered.add(Token(1, number, ord(letter)))
-    monkeypatch.setattr(StopStrings, "step", plain)
-    return count
-
-
-def test_a_token_costs_the_same_however_many_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "ab" * 200
-    assert steps(["zq"], text, monkeypatch) == steps([f"ab{i}" for i in range(5000)], text, monkeypatch)
