@@ -18,7 +18,7 @@ import msgspec
 from rich.console import Console
 
 from hetlb.cli import profile_live
-from hetlb.cli.flags import FINITE, SHARE, add_json, declare, real, whole
+from hetlb.cli.flags import FINITE, add_json, declare, real, whole
 from hetlb.cli.profile_corrected import write_corrected
 from hetlb.config.profile_file import (
     EngineInfo,
@@ -81,7 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     switch("--form", choices=tuple(PrefillForm), help=forms)
     add("--plot", "picture of measured and fitted times", "P.png", Path)
     add("--licence", "licence of the data")
-    add("--attribution", "origin of the data")
     add("--kv-cache-tokens", "tokens that the KV cache holds", "N", whole(1))
     add("--max-num-seqs", "most sequences of a batch", "N", whole(1))
     add("--kv-bytes-per-token", "KV cache per token, over all GPUs", "N", whole(1))
@@ -110,8 +109,6 @@ def _add_estimates(parser: argparse.ArgumentParser) -> None:
     add("--bandwidth", "memory bytes/s of one GPU", "B", FINITE)
     add("--parameters", "parameters of the model", "P", FINITE)
     add("--bytes-per-parameter", "bytes of a weight (default 2)", "B", FINITE, 2.0)
-    add("--flops-efficiency", "share of peak FLOP/s reached (default 0.5)", "SHARE", SHARE, 0.5)
-    add("--bandwidth-efficiency", "share of the bandwidth reached (default 0.7)", "SHARE", SHARE, 0.7)
     group = parser.add_argument_group("without a server")
     add = declare(group)
     host = "host time of every iteration; 0 where the points hold it (default: roofline 2, else assumed)"
@@ -265,8 +262,7 @@ def _from_csv(args: argparse.Namespace, path: Path, tp: int | None) -> _Made:
     chosen = read_csv(path, system=args.system, model=args.model, tp=tp)
     degree = chosen.tensor_parallel_size or tp
     engine = _engine(args, degree, name=chosen.backend or "vllm", version=chosen.backend_version)
-    words = {"licence": args.licence, "attribution": args.attribution}
-    source = ProfileSource(kind="csv", name=path.name, system=chosen.system, **words)
+    source = ProfileSource(kind="csv", name=path.name, system=chosen.system, licence=args.licence)
     return _make(
         args, chosen.points, source, engine, chosen.system, chosen.model, where=str(path), name=path.stem
     )
@@ -336,13 +332,11 @@ def _from_roofline(args: argparse.Namespace, tp: int | None) -> _Made:
         bytes_per_parameter=args.bytes_per_parameter,
         kv_bytes_per_token=args.kv_bytes_per_token,
         tensor_parallel_size=tp or 1,
-        flops_efficiency=args.flops_efficiency,
-        bandwidth_efficiency=args.bandwidth_efficiency,
         step_overhead_s=overhead_ms / 1e3,
     )
     note = (
-        f"estimated, not measured: {args.peak_flops:g} FLOP/s at {args.flops_efficiency:g}, "
-        f"{args.bandwidth:g} bytes/s at {args.bandwidth_efficiency:g}, {overhead_ms:g} ms a step; "
+        f"estimated, not measured: {args.peak_flops:g} FLOP/s at {roofline.flops_efficiency:g}, "
+        f"{args.bandwidth:g} bytes/s at {roofline.bandwidth_efficiency:g}, {overhead_ms:g} ms a step; "
         "the errors are of the fit to this estimate"
     )
     source = ProfileSource(kind="roofline", measured=False, system=args.system, note=note)

@@ -11,13 +11,10 @@ import json
 import math
 import re
 import sys
+from itertools import count
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
-
 from hetlb.cli.flags import add_json, declare, whole
-from hetlb.cli.search_plot import write_plot
 from hetlb.config.cluster import load_cluster
 from hetlb.errors import InputError
 from hetlb.plan.check import check
@@ -27,6 +24,7 @@ from hetlb.plan.layouts import LayoutTarget
 from hetlb.plan.search_report import print_result, result_document
 from hetlb.plan.throughput import SloLimits
 from hetlb.plan.tp_search import degrees, search
+from hetlb.tables import bar
 
 #: The most rows of a trace that are estimated on.
 MAX_ROWS = 2000
@@ -50,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parallel = "put equal instances of a machine behind one URL"
     switch("--data-parallel", action="store_true", help=parallel)
     add("--write-fleet", "fleet file of the best layouts", "FLEET.yaml", Path)
-    add("--plot", "picture of the ranking", "P.png", Path)
     add_json(parser)
 
 
@@ -61,19 +58,19 @@ def run(args: argparse.Namespace) -> int:
     sample = sample_rows(cluster, args.trace, args.num_prompts)
     kinds = {machine.kind: machine for machine in cluster.machines}
     total = sum(len(degrees(machine)) for machine in kinds.values())
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("searching", total=total)
+    with bar("searching") as show:
+        done = count(1)
         throughputs = Throughputs(sample.rows, args.estimate)
         estimator = throughputs.estimator(cluster.profiles)
-        plans = search(cluster.model, cluster.machines, estimator, lambda: progress.advance(task))
+        plans = search(
+            cluster.model, cluster.machines, estimator, lambda: show(completed=next(done), total=total)
+        )
         check(cluster.model, cluster.machines, plans)
-        progress.update(task, description="simulating layouts", total=None)
+        show(description="simulating layouts", total=None)
         found = lay_out(cluster, sample, target, plans, throughputs, args.pipeline_parallel)
     document = result_document(found, args.data_parallel)
     if found.choice.layouts and args.write_fleet is not None:
         write_fleet(args.write_fleet, found, args.data_parallel)
-    if args.plot is not None:
-        write_plot(args.plot, plans, args.estimate)
     if args.json:
         print(json.dumps(document, allow_nan=False))
     else:

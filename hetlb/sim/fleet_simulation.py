@@ -74,8 +74,7 @@ _REJECTED = {
 class FleetSimulation:
     """One run. `engines` has an entry for every instance of the set-up, by name.
 
-    `series` is filled while the run goes on; `on_progress` is told how many requests have ended, once per
-    simulated second. The clock begins at `start_s`; nothing of the plan is due before.
+    `series` is filled meanwhile. The clock begins at `start_s`; nothing of the plan is due before.
 
     At each of `restarts_s` the proxy is replaced: a scheduler that knows nothing takes what arrives from then
     on, the old one serves what it has to the end. The first one has seen the answers of `history`.
@@ -95,7 +94,6 @@ class FleetSimulation:
         model: str,
         rule: IterationRule = IterationRule.TOKEN,
         series: FleetSeries | None = None,
-        on_progress: Callable[[int], None] | None = None,
         start_s: float = 0.0,
         restarts_s: Sequence[float] = (),
         history: Sequence[PlannedRequest] = (),
@@ -119,7 +117,6 @@ class FleetSimulation:
             spec.name: FleetEngine(spec.name, engines[spec.name], rule, self._events) for spec in setup.specs
         }
         self._series = series
-        self._on_progress = on_progress
         self._flights = [Flight(planned) for planned in plan]
         self._by_id = {flight.planned.index: flight for flight in self._flights}
         self._gaps = Gaps()
@@ -265,8 +262,6 @@ class FleetSimulation:
             for scheduler in schedulers:
                 self._carry_out(scheduler, scheduler.on_scrape(name, sample, self._events.now))
         self._events.push(self._events.now + SCRAPE_INTERVAL_S, SCRAPE, None)
-        if self._on_progress is not None:
-            self._on_progress(len(self._flights) - self._open)
 
     def _on_look(self, series: FleetSeries) -> None:
         series.begin(self._events.now, len(self.scheduler.queue))

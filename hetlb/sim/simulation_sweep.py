@@ -14,9 +14,8 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from ctypes import c_longlong
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait as wait_for_any
 from typing import Any, TypeAlias
@@ -38,8 +37,6 @@ from hetlb.workload.traces import Row
 #: The arrivals that the trace recorded, in place of a rate.
 TRACE = "trace"
 _INFINITE = float("inf")
-#: Seconds between looks at the progress of other processes.
-_LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +138,6 @@ class _Split:
 
 
 _Task: TypeAlias = StudyCell | _Alone | _Split
-_Report: TypeAlias = Callable[[int], None]
 
 
 def run_sweep(
@@ -153,7 +149,7 @@ def run_sweep(
 ) -> list[Ran]:
     """Run every cell on `jobs` processes; results in the order of `cells`.
 
-    `on_progress` is told how many requests have been simulated, and of how many. Raises `HetlbError` if a
+    `on_progress` is told how many runs and yardsticks are done, and of how many. Raises `HetlbError` if a
     process is killed, and whatever a run raises.
     """
     # Alike engines are alike alone; and the order of the requests is the rows', unless arrivals are replayed.
@@ -162,7 +158,7 @@ def run_sweep(
     alones = [_Alone(name, order) for order in sorted(orders, key=str) for name in kinds.values()]
     split_seeds = list(dict.fromkeys(cell.seed for cell in cells if cell.rate == _INFINITE))
     tasks = len(alones) + len(split_seeds) + len(cells)
-    with _Workers(study, min(jobs, tasks), tasks, on_progress) as workers:
+    with _Workers(study, min(jobs, tasks), lambda done: on_progress(done, tasks)) as workers:
         alone = {task: workers.submit(task) for task in alones}
         runs = [workers.submit(cell) for cell in cells]
         workers.wait(alone.values())
@@ -198,9 +194,9 @@ def _order(rate: float | str) -> float | str:
 # --- one task, in whichever process ---------------------------------------------------------------------
 
 
-def _perform(study: Study, task: _Task, report: _Report) -> Any:
+def _perform(study: Study, task: _Task) -> Any:
     if isinstance(task, StudyCell):
-        return _run(study, task, report)
+        return _run(study, task)
     if isinstance(task, _Alone):
         return _alone(study, task)
     plan = study.load.plan(_INFINITE, task.seed)
@@ -224,7 +220,7 @@ def _alone(study: Study, task: _Alone) -> tuple[float, float]:
     return whole.tokens_per_s, full_tokens_per_s(spec, plan, study.rule)
 
 
-def _run(study: Study, cell: StudyCell, report: _Report) -> tuple[dict[str, Any], Watched | None]:
+def _run(study: Study, cell: StudyCell) -> tuple[dict[str, Any], Watched | None]:
     series = FleetSeries(spec.name for spec in study.setup.specs) if cell.watched else None
     result = FleetSimulation(
         replace(study.setup, policy=cell.policy, seed=cell.seed),
@@ -233,7 +229,6 @@ def _run(study: Study, cell: StudyCell, report: _Report) -> tuple[dict[str, Any]
         model=study.model,
         rule=study.rule,
         series=series,
-        on_progress=report,
         classes=study.classes,
     ).run()
     if series is None:
@@ -254,21 +249,16 @@ def _run(study: Study, cell: StudyCell, report: _Report) -> tuple[dict[str, Any]
 class _Workers:
     """Performs tasks in `jobs` processes, or here if that is one."""
 
-    def __init__(self, study: Study, jobs: int, tasks: int, on_progress: Callable[[int, int], None]) -> None:
+    def __init__(self, study: Study, jobs: int, on_done: Callable[[int], None]) -> None:
         self._study = study
-        self._each = study.load.count
-        self._total = tasks * self._each
-        self._on_progress = on_progress
-        self._submitted: list[Future[Any]] = []
+        self._on_done = on_done
+        self._done = 0
         self._others = frozenset(multiprocessing.active_children())
         self._pool: ProcessPoolExecutor | None = None
         if jobs > 1:
             # Not forked: the caller may have threads.
             context = multiprocessing.get_context("spawn")
-            self._done = context.RawArray(c_longlong, tasks)
-            self._pool = ProcessPoolExecutor(jobs, context, _begin_worker, (study, self._done))
-        else:
-            self._done = (c_longlong * tasks)()
+            self._pool = ProcessPoolExecutor(jobs, context, _begin_worker, (study,))
 
     def __enter__(self) -> _Workers:
         return self
@@ -288,37 +278,29 @@ class _Workers:
 
     def submit(self, task: _Task) -> Future[Any]:
         """The result of a task, in time."""
-        slot = len(self._submitted)
-        if self._pool is None:
-            future: Future[Any] = Future()
-            future.set_result(_perform(self._study, task, lambda ended: self._report(slot, ended)))
-            self._report(slot, self._each)
-        else:
+        if self._pool is not None:
             with _interrupts_blocked():
-                future = self._pool.submit(_perform_in_worker, task, slot)
-        self._submitted.append(future)
+                return self._pool.submit(_perform_in_worker, task)
+        future: Future[Any] = Future()
+        future.set_result(_perform(self._study, task))
+        self._count()
         return future
 
     def wait(self, futures: Iterable[Future[Any]]) -> None:
         """Wait until all of these are done. Raises what the first that fails raises."""
-        pending = set(futures)
-        while pending:
-            done, pending = wait(pending, timeout=_LOOK_S, return_when=FIRST_COMPLETED)
-            for slot, future in enumerate(self._submitted):
-                if future.done():
-                    self._done[slot] = self._each
-            self._on_progress(sum(self._done), self._total)
-            for future in done:
-                try:
-                    future.result()
-                except BrokenProcessPool as error:
-                    raise HetlbError(
-                        "a process of the simulation was killed, perhaps for want of memory: fewer --jobs?"
-                    ) from error
+        for future in as_completed(futures):
+            if self._pool is not None:
+                self._count()
+            try:
+                future.result()
+            except BrokenProcessPool as error:
+                raise HetlbError(
+                    "a process of the simulation was killed, perhaps for want of memory: fewer --jobs?"
+                ) from error
 
-    def _report(self, slot: int, ended: int) -> None:
-        self._done[slot] = ended
-        self._on_progress(sum(self._done), self._total)
+    def _count(self) -> None:
+        self._done += 1
+        self._on_done(self._done)
 
 
 @contextlib.contextmanager
@@ -331,12 +313,12 @@ def _interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_worker: tuple[Study, Any] | None = None
+_study: Study | None = None
 
 
-def _begin_worker(study: Study, done: Any) -> None:
-    global _worker
-    _worker = (study, done)
+def _begin_worker(study: Study) -> None:
+    global _study
+    _study = study
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -347,11 +329,6 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _perform_in_worker(task: _Task, slot: int) -> Any:
-    assert _worker is not None, "expected a process begun by _begin_worker"
-    study, done = _worker
-
-    def report(ended: int) -> None:
-        done[slot] = ended
-
-    return _perform(study, task, report)
+def _perform_in_worker(task: _Task) -> Any:
+    assert _study is not None, "expected a process begun by _begin_worker"
+    return _perform(_study, task)

@@ -96,8 +96,7 @@ def test_progress_ends_with_everything_done() -> None:
             jobs=jobs,
             on_progress=lambda done, total, to=seen: to.append((done, total)),
         )
-        assert seen == sorted(seen)
-        assert seen[-1] == ((2 + 3) * 60, (2 + 3) * 60)
+        assert seen == [(done, 2 + 3) for done in range(1, 6)]
 
 
 def test_an_interrupted_sweep_leaves_no_process() -> None:
