@@ -147,7 +147,8 @@ class Backlog:
             waited_s=now - head.entry.arrived_at,
         )
         if found is None:
-            if key.retry and not placement.able(request, ready, now)[0]:
+            # The rest of an answer was lost by all it was at: like a new request it may go back there.
+            if request.id in self._retries.attempts and not placement.able(request, ready, now)[0]:
                 return self.give_up(request, unsent=False)
             return None
         if key.retry and not self._retries.allowed(len(self._ledger.leased)):

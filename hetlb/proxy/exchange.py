@@ -545,7 +545,8 @@ class Exchange(RequestRecord):
         """Answer in our own words, with these header lines. `end` is that of the lease, if any."""
         response = self.response
         if response.state is STARTED:
-            self._break(ends.BROKEN if end is None or end.outcome is Outcome.NO_RESPONSE else end, message)
+            end = ends.BROKEN if end is None or end.outcome is Outcome.NO_RESPONSE else end
+            self._break(end, message.removesuffix("."))
             return
         if response.state is HEARTBEATS:
             response.error_event(answer, message)

@@ -264,6 +264,37 @@ def test_refused_by_the_only_one_it_waits_from_now_on() -> None:
     assert scheduler.next_deadline() is None
 
 
+def broken(names: str) -> Scheduler:
+    """A fleet of which all are lost while one of them has sent two tokens of an answer."""
+    scheduler = fleet(names)
+    lease = arrived(scheduler, 1)
+    scheduler.on_first_token(lease, 0.1)
+    for name in names:
+        scheduler.on_instance(Probed(name, ProbeResult.REFUSED), 0.2)
+    commands = scheduler.on_lease_ended(lease, Outcome.BROKEN_STREAM, 0.3, generated=2)
+    assert not [each for each in commands if isinstance(each, Dispatch | Reject)]
+    return scheduler
+
+
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_the_rest_of_an_answer_waits_while_all_are_lost(names: str) -> None:
+    scheduler = broken(names)
+    assert scheduler.on_tick(20.0) == []
+    found: list[Lease] = []
+    for _ in range(2):
+        commands = scheduler.on_instance(Probed("a", ProbeResult.OK), 21.0)
+        found += [each.lease for each in commands if isinstance(each, Dispatch)]
+    assert [(each.request.id, each.instance, each.request.generated) for each in found] == [(1, "a", 2)]
+    scheduler.check_integrity()
+
+
+def test_the_rest_of_an_answer_waits_for_an_instance_as_long_as_any() -> None:
+    scheduler = broken("ab")
+    assert scheduler.on_tick(30.0) == []
+    assert rejected(scheduler.on_tick(30.3)) is RejectReason.NO_INSTANCE
+    scheduler.check_integrity()
+
+
 def test_a_first_token_frees_a_place_in_the_budget_of_retries() -> None:
     scheduler = fleet("ab")
     leases = [arrived(scheduler, number) for number in range(6)]
