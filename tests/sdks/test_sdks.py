@@ -1,22 +1,27 @@
 """Clients' own SDKs get the same answers from an engine and through hetlb: every case is asked of both.
 
+Streams also by two engines, of which one is lost in the middle.
+
 openai and curl are at hand in development; `make test-sdks` brings anthropic, litellm and langchain-openai.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from helpers import HANG_S
+from proxy.cutter import Cut, Cutter
 
 import hetlb.demo
 from hetlb.loadtest.fleet_admin import fleet_admin
@@ -69,6 +74,58 @@ def urls() -> Iterator[Urls]:
         asyncio.run(proxy.ready())
         asyncio.run(up(proxy.urls[1]))
         yield Urls(engine.urls[0], proxy.urls[0])
+
+
+class Lost(NamedTuple):
+    """hetlb in front of an engine by two wires, which are cut as `cuts` says."""
+
+    url: str
+    cuts: list[Cut]
+    wires: list[Cutter]
+
+    @property
+    def runs(self) -> int:
+        """Requests that the engine got."""
+        return sum(len(each.bodies) for each in self.wires)
+
+
+@contextlib.contextmanager
+def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """A loop in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@pytest.fixture(scope="module")
+def lost(urls: Urls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lost]:
+    cuts: list[Cut] = []
+    wires = [Cutter(int(urls.engine.rpartition(":")[2]), cuts) for _ in range(2)]
+    with running_loop() as loop, helper_processes() as helpers:
+
+        def run(work: Any) -> Any:
+            return asyncio.run_coroutine_threadsafe(work, loop).result(HANG_S)
+
+        for wire in wires:
+            run(wire.__aenter__())
+        path = tmp_path_factory.mktemp("lost") / "fleet.yaml"
+        fleet = {
+            "version": 1, "listen": {"port": 0}, "admin": {"port": 0}, "proxy": {"resume": "ids"},
+            "models": [{"name": MODEL, "instances": [{"url": wire.url} for wire in wires]}],
+        }  # fmt: skip
+        path.write_text(json.dumps(fleet))
+        proxy = helpers.start("proxy", "serve", "--config", str(path))
+        asyncio.run(proxy.ready())
+        asyncio.run(up(proxy.urls[1]))
+        yield Lost(proxy.urls[0], cuts, wires)
+        for wire in wires:
+            run(wire.__aexit__())
 
 
 #: Clients of the test that runs.
@@ -398,6 +455,32 @@ def test_the_answer_is_the_same_from_the_engine_and_through_hetlb(
     case: Callable[[str], Any], urls: Urls
 ) -> None:
     assert plain(case(urls.engine)) == plain(case(urls.proxy))
+
+
+RESUMED = [
+    openai_chat, openai_chat_stream, openai_chat_stream_without_usage, litellm_stream, langchain_invoke,
+    langchain_stream, curl_chat, curl_stream,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["fin", "rst"])
+@pytest.mark.parametrize("case", RESUMED, ids=lambda case: case.__name__)
+def test_the_answer_is_the_same_where_an_engine_is_lost_in_the_middle(
+    case: Callable[[str], Any], how: str, urls: Urls, lost: Lost
+) -> None:
+    whole, before = plain(case(urls.engine)), lost.runs
+    lost.cuts.append(Cut(1500 if "stream" in case.__name__ else 300, how))
+    assert plain(case(lost.url)) == whole
+    assert (lost.runs - before, lost.cuts) == (2, [])
+
+
+def test_the_sdk_of_anthropic_is_told_of_an_engine_that_is_lost(lost: Lost) -> None:
+    """What is not resumed ends with an error event, and not as if it were whole."""
+    before = lost.runs
+    lost.cuts.append(Cut(900, "rst"))
+    with pytest.raises(sdk("anthropic").APIError, match="The answer broke off"):
+        anthropic_stream(lost.url)
+    assert (lost.runs - before, lost.cuts) == (1, [])
 
 
 @pytest.mark.skipif("HETLB_ALL_SDKS" not in os.environ, reason="make test-sdks sets it")
