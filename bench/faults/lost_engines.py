@@ -327,7 +327,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     runs = Counter(name for each in cutters for body in each.bodies for name in _NAME.findall(body))
     got = [(each, answer._replace(runs=runs[b"r%d" % n])) for n, (each, answer) in enumerate(got)]
     whole = [(each, answer) for each, answer in got if not answer.error]
-    same = [each for each, answer in whole if answer[:3] == each.whole[:3]]
+    same = [answer for each, answer in whole if answer[:3] == each.whole[:3]]
     for each, answer in got:
         if answer.error:
             print("not whole:", each.path, each.body, answer.runs, "runs:", answer.error)
@@ -341,6 +341,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         "not_eligible": sum(bool(a.error) and not a.text and a.runs == 2 for _, a in got),
         "lost": dict(lost),
         "runs": dict(sorted(Counter(answer.runs for _, answer in got).items())),
+        "same_of_those_run_again": sum(answer.runs > 1 for answer in same),
         "most_runs_of_a_plain_one": max((a.runs for e, a in got if not e.body.get("stream")), default=0),
         **({"replaced": len(running) - 1} if args.replace else {}),
     }

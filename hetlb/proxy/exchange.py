@@ -334,7 +334,9 @@ class Exchange(RequestRecord):
         if end is ends.HEAD_CUT:
             # Part of an answer is an answer, unless the request may be run again.
             end = ends.JUNK if self.rest is None else ends.DROPPED
-        may_go_on = end is not ends.LOCAL if begun else end is ends.DROPPED and response.state is STARTED
+        # Of the rest of an answer the head may have come: vLLM sends it before it has prefilled the prompt.
+        unbegun = response.state is STARTED and end in (ends.DROPPED, ends.BROKEN)
+        may_go_on = end is not ends.LOCAL if begun else unbegun
         if self.transfer is not None and not begun and end is not ends.LOCAL:
             self.transfer.decode_failed(end)
         elif may_go_on and self._go_on(ends.BROKEN if begun else end):

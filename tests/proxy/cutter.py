@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 from typing import NamedTuple
 
+#: Where an answer of a head alone ends.
+AFTER_HEAD = -1
+
 
 class Cut(NamedTuple):
-    """Where an answer ends, in bytes with its head, and how: `fin`, `rst` or `hang`."""
+    """Where an answer ends, in bytes with its head or `AFTER_HEAD`, and how: `fin`, `rst` or `hang`."""
 
     after: int
     how: str
@@ -51,7 +54,7 @@ class Cutter:
             while data := await engine_reader.read(65536):
                 if left < 0 and self.bodies and self._cuts:
                     cut = self._cuts.pop(0)
-                    left = cut.after
+                    left = data.index(b"\r\n\r\n") + 4 if cut.after == AFTER_HEAD else cut.after
                 if cut is not None:
                     writer.write(data[:left])
                     left -= len(data)

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from emulator.conftest import make_profile
 from helpers import HANG_S, turns_until
-from proxy.cutter import Cut, Cutter
+from proxy.cutter import AFTER_HEAD, Cut, Cutter
 from proxy.test_proxying import Start
 
 from hetlb.core.types import AdminState, AdminStateSet, Capacity, EngineSample, InstanceAdded, Outcome
@@ -154,6 +154,19 @@ async def test_a_stream_that_is_cut_anywhere_is_whole(
                 same(await ask(f"http://127.0.0.1:{proxy.port}", kind, asked), whole)
             resumed += sum(proxy.driver.totals.resumptions.values())
         assert resumed > 40
+
+
+@pytest.mark.parametrize("after", [0, 1, AFTER_HEAD])
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+async def test_an_engine_that_is_lost_before_it_goes_on_is_one_more(
+    start: Start, engine: EmulatedEngine, kind: str, after: int
+) -> None:
+    asked = body(kind, True)
+    whole = await ask(engine.url, kind, asked)
+    cuts = [Cut(3000, "rst"), Cut(after, "fin"), Cut(after, "rst")]
+    got, bodies, _ = await resumed(start, engine, kind, asked, cuts)
+    same(got, whole)
+    assert len(bodies) == 4
 
 
 async def wire_bytes(url: str, kind: str, asked: dict[str, Any]) -> int:
