@@ -341,7 +341,7 @@ class Exchange(RequestRecord):
             self.transfer.decode_failed(end)
         elif may_go_on and self._go_on(ends.BROKEN if begun else end):
             return
-        elif response.state is STARTED and not begun and end in ends.NOTHING_SENT:
+        elif (response.state is STARTED or self.resumed) and not begun and end in ends.NOTHING_SENT:
             # The rest of an answer: it waits for as long as nothing accepts it.
             self._driver.goes_on(self.request, self.back_to_queue(RETRIED), end)
         elif response.state is STARTED or (response.state is HEARTBEATS and response.held_up):

@@ -204,10 +204,13 @@ async def test_a_stream_that_is_cut_near_its_end_says_nothing_twice(
             same(await ask(f"http://127.0.0.1:{proxy.port}", kind, asked), whole)
 
 
-async def test_the_rest_waits_for_an_instance_that_accepts_it(start: Start, engine: EmulatedEngine) -> None:
-    asked = body("chat", True)
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+async def test_the_rest_waits_for_an_instance_that_accepts_it(
+    start: Start, engine: EmulatedEngine, stream: bool
+) -> None:
+    asked = body("chat", stream)
     whole = await ask(engine.url, "chat", asked)
-    async with Cutter(engine.port, [Cut(3000, "hang")]) as one:
+    async with Cutter(engine.port, [Cut(3000 if stream else 300, "hang")]) as one:
         proxy = await proxied(start, one.url)
         asking = asyncio.create_task(ask(f"http://127.0.0.1:{proxy.port}", "chat", asked))
         await turns_until(lambda: one.cut == 1)
