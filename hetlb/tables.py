@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,10 +25,19 @@ def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[str
 
 @contextmanager
 def bar(words: str) -> Iterator[Callable[..., Any]]:
-    """A bar on a terminal's stderr, nothing elsewhere; call what it gives with new words or figures."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    """A bar on a terminal's stderr, nothing elsewhere.
+
+    Call what it gives with `description`, `completed` and `total`, and a `note` behind the bar.
+    """
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=8),  # a load test's line fits on 80 columns
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
     with Progress(
-        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+        *columns, console=console, transient=True, refresh_per_second=4, disable=not console.is_terminal
     ) as progress:
-        task = progress.add_task(words, total=None)
+        task = progress.add_task(words, total=None, note="")
         yield lambda **changes: progress.update(task, **changes)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hetlb.config import yaml_file
 from hetlb.config.mistakes import mistakes_in, short
-from hetlb.config.yaml_file import NonNegative, Positive, convert, load_yaml, parse_yaml
+from hetlb.config.yaml_file import NonNegative, Positive, convert, load_yaml, parse_yaml, yaml_text
 from hetlb.errors import ConfigError, InputError
 
 
@@ -226,3 +226,16 @@ def test_mistakes_are_told_together_but_not_all() -> None:
 @given(value=DOCUMENTS | st.text() | st.binary() | st.integers(10**4000, 10**5000))
 def test_a_value_is_shown_in_sixty_characters(value: Any) -> None:
     assert len(short(value)) <= 60
+
+
+def test_what_is_written_is_read_as_it_was(tmp_path: Path) -> None:
+    document = {
+        "name": "12e4",
+        "rate": 5e-8,
+        "big": 1e16,
+        "rows": [[1, 2.5], [3, 4.0]],
+        "words": ["yes", "0.32"],
+    }
+    path = tmp_path / "f.yaml"
+    path.write_text(yaml_text(document))
+    assert parse_yaml(path, ConfigError) == document

@@ -127,11 +127,8 @@ def run(args: argparse.Namespace) -> int:
     require(*(["jinja2"] if args.html else []), *(["scipy"] if args.rounds > 1 else []))
     bench = _Bench(args)
     try:
-        with (
-            Screen(quiet=args.disable_tqdm) as screen,
-            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-        ):
-            outcome = runner.run(bench.run(screen))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            outcome = runner.run(bench.run(Screen(quiet=args.disable_tqdm)))
     except asyncio.CancelledError:
         return 1  # told to stop; Ctrl-C comes as a KeyboardInterrupt
     document = bench.document(outcome)

@@ -60,13 +60,12 @@ def run(args: argparse.Namespace) -> int:
         with (
             resources.as_file(resources.files("hetlb.demo")) as data,
             helper_processes() as helpers,
-            Screen() as screen,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
             if args.split:
                 result = runner.run(run_split_demo(data, helpers, args.num_prompts, args.seed))
             else:
-                demo = _Demo(data, helpers, screen, args.num_prompts, args.seed)
+                demo = _Demo(data, helpers, args.num_prompts, args.seed)
                 result = runner.run(demo.run())
     except asyncio.CancelledError:
         return 1  # told to stop; Ctrl-C comes as a KeyboardInterrupt
@@ -91,14 +90,13 @@ class _Demo:
         self,
         data: Path,
         helpers: Helpers,
-        screen: Screen,
         num_prompts: int | None,
         seed: int,
     ) -> None:
         self._profiles = {name: data / f"{name}.yaml" for name in ENGINES}
         self._plan = make_plan(read_trace(data / "trace.csv"), num_prompts, math.inf, random.Random(seed))
         self._helpers = helpers
-        self._screen = screen
+        self._screen = Screen()
         self._seed = seed
         self._began_s = time.monotonic()
 

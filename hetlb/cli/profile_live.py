@@ -22,8 +22,6 @@ from typing import Annotated
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as Bars
 
 from hetlb.cli.flags import declare, whole
 from hetlb.config.yaml_file import load_yaml
@@ -35,6 +33,7 @@ from hetlb.profiler.fit import Point, StepKind
 from hetlb.profiler.grid import DEFAULT_GRID, Size, clip
 from hetlb.profiler.sample_file import Identity, SampleFile
 from hetlb.profiler.sweep import REPEATS, BusyError, Sweep, SweepProgress, learn_max_num_seqs, settled
+from hetlb.tables import bar
 
 _PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 _DEFAULT_BUDGET = "5m"
@@ -132,12 +131,13 @@ async def _measure(
         file = SampleFile(args.out.with_name(args.out.name + ".samples"), identity, fresh=args.fresh)
         if file.samples:
             console.print(f"{file.path}: going on after {len(file.samples)} samples", highlight=False)
-        with _bars(console) as bars:
-            task = bars.add_task("warming up", total=None, left="")
+        with bar("warming up") as draw:
 
             def show(progress: SweepProgress) -> None:
-                now, left = str(progress.now), f"about {progress.left_s:.0f} s left"
-                bars.update(task, description=now, completed=progress.done, total=progress.planned, left=left)
+                note = f"{progress.done}/{progress.planned}, about {progress.left_s:.0f} s left"
+                draw(
+                    description=str(progress.now), completed=progress.done, total=progress.planned, note=note
+                )
 
             sweep = Sweep(
                 client,
@@ -200,15 +200,3 @@ def _kept(file: SampleFile) -> Iterator[None]:
 def _step(point: Point, tokens: float) -> Point:
     """The step of a decode point: streams show the time of a token, `tokens` of which come out of a step."""
     return replace(point, seconds=tokens * point.seconds) if point.phase is StepKind.DECODE else point
-
-
-def _bars(console: Console) -> Bars:
-    return Bars(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[left]}"),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )

@@ -56,11 +56,20 @@ class _Resolver(yaml.resolver.Resolver):
     """PyYAML's rules of what plain text means, with YAML 1.2's floats (PyYAML reads `5e-8` as text)."""
 
 
-_Resolver.add_implicit_resolver(
-    f"{_PREFIX}float", re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's writer, which quotes text that the reader would take for such a float."""
+
+
+_FLOAT: Final = re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
+for _each in (_Resolver, _Dumper):
+    _each.add_implicit_resolver(f"{_PREFIX}float", _FLOAT, list("-+0123456789"))
 _resolver: Any = _Resolver()
 _scalars = yaml.constructor.SafeConstructor()
+
+
+def yaml_text(document: dict[str, Any]) -> str:
+    """A document as YAML: lists and mappings of plain values on one line each."""
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
 
 
 class _Open:

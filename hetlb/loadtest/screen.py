@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
-from collections.abc import AsyncIterator
-from types import TracebackType
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from hetlb.loadtest.generator import LoadProgress
+from hetlb.tables import bar
 
 _REDRAW_S = 0.25
 
@@ -25,31 +23,7 @@ class Screen:
     """Progress of the runs of one command."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        console = Console(stderr=True, highlight=False, markup=False)
-        self._live = console.is_terminal and not quiet
-        self._bars = Bars(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=4),  # a line fits on 80 columns
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[live]}"),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not self._live,
-            transient=True,
-            auto_refresh=False,
-        )
-
-    def __enter__(self) -> Screen:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._bars.stop()
+        self._live = sys.stderr.isatty() and not quiet
 
     def say(self, text: str) -> None:
         """A line for the viewer."""
@@ -58,7 +32,7 @@ class Screen:
 
     def warn(self, text: str) -> None:
         """A line that is printed in any case."""
-        self._bars.console.print(text, soft_wrap=True)
+        print(text, file=sys.stderr, flush=True)
 
     @contextlib.asynccontextmanager
     async def bar(self, label: str, progress: LoadProgress, total: int) -> AsyncIterator[None]:
@@ -66,21 +40,20 @@ class Screen:
         if not self._live:
             yield
             return
-        bar = self._bars.add_task(label, total=total, live="")
-        drawing = asyncio.create_task(self._draw(bar, progress))
-        try:
-            yield
-        finally:
-            drawing.cancel()
-            self._bars.remove_task(bar)
-            self._bars.refresh()
+        with bar(label) as show:
+            drawing = asyncio.create_task(_draw(show, progress, total))
+            try:
+                yield
+            finally:
+                drawing.cancel()
 
-    async def _draw(self, bar: TaskID, progress: LoadProgress) -> None:
-        start_s = time.monotonic()
-        while True:
-            await asyncio.sleep(_REDRAW_S)
-            live = live_figures(progress, time.monotonic() - start_s)
-            self._bars.update(bar, completed=progress.ended, live=live, refresh=True)
+
+async def _draw(show: Callable[..., Any], progress: LoadProgress, total: int) -> None:
+    start_s = time.monotonic()
+    while True:
+        await asyncio.sleep(_REDRAW_S)
+        figures = live_figures(progress, time.monotonic() - start_s)
+        show(completed=progress.ended, total=total, note=f"{progress.ended:,}/{total:,}, {figures}")
 
 
 def live_figures(progress: LoadProgress, elapsed_s: float) -> str:

@@ -29,6 +29,7 @@ from hetlb.config.profile_file import (
     sections,
     with_latency,
 )
+from hetlb.config.yaml_file import yaml_text
 from hetlb.core.latency import LatencyModel
 from hetlb.core.step_times import SplitKv
 from hetlb.errors import ProfileError
@@ -334,35 +335,8 @@ def _report(form: str, error: ErrorSummary) -> PhaseReport:
 
 
 def profile_text(profile: Profile) -> str:
-    """The profile as YAML that reads well: one line per table, one per row of a grid, 6 digits."""
-    document = _drop_empty(msgspec.to_builtins(profile))
-    if not document.get("assumed"):
-        document.pop("assumed", None)
-    if not document.get("grid", {}).get("mixed", True):
-        del document["grid"]["mixed"]
-    lines = []
-    for key, value in document.items():
-        if key == "assumed":
-            lines += ["assumed:", *(f"  - {_flow(each)}" for each in value)]
-        elif key in ("grid", "better_prefill", "fit"):
-            lines.append(f"{key}:")
-            for inner, content in value.items():
-                if key == "grid":
-                    lines.append(f"  {inner}:")
-                    if inner == "prefill_passes":
-                        lines[-1] += f" {_flow(content)}"
-                    else:
-                        lines += [f"    - {_flow(row)}" for row in content]
-                elif inner == "grid":
-                    lines.append("  grid:")
-                    lines += [f"    {axis}: {_flow(content[axis])}" for axis in ("batches", "lengths")]
-                    lines.append("    log_ratio:")
-                    lines += [f"      - {_flow(row)}" for row in content["log_ratio"]]
-                else:
-                    lines.append(f"  {inner}: {_flow(content)}")
-        else:
-            lines.append(f"{key}: {_flow(value)}")
-    return "\n".join(lines) + "\n"
+    """The profile as YAML that reads well: one line per row of a grid, 6 digits, nothing that is empty."""
+    return yaml_text(_written(msgspec.to_builtins(profile)))
 
 
 def write_profile(path: Path, profile: Profile) -> None:
@@ -370,19 +344,10 @@ def write_profile(path: Path, profile: Profile) -> None:
     write_text(path, profile_text(profile), ProfileError)
 
 
-def _drop_empty(value: Any) -> Any:
+def _written(value: Any) -> Any:
     if isinstance(value, dict):
-        kept = {key: _drop_empty(inner) for key, inner in value.items() if inner is not None}
-        return {key: inner for key, inner in kept.items() if inner != {}}
-    return value
-
-
-def _flow(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_flow(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_flow(inner) for inner in value) + "]"
-    if isinstance(value, float):
-        return f"{value:.6g}" if value else "0.0"
-    # JSON's text is valid YAML, quotes and escapes included.
-    return msgspec.json.encode(value).decode()
+        kept = {key: _written(inner) for key, inner in value.items() if inner is not None}
+        return {key: inner for key, inner in kept.items() if inner not in ({}, [])}
+    if isinstance(value, list):
+        return [_written(inner) for inner in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -17,9 +17,9 @@ def test_a_run_so_far_in_a_few_words() -> None:
 
 
 async def test_without_a_terminal_only_warnings_are_written(capsys: pytest.CaptureFixture[str]) -> None:
-    with Screen() as screen:
-        screen.say("news")
-        async with screen.bar("a run", LoadProgress(), 10):
-            pass
-        screen.warn("SUSPECT: late")
+    screen = Screen()
+    screen.say("news")
+    async with screen.bar("a run", LoadProgress(), 10):
+        pass
+    screen.warn("SUSPECT: late")
     assert capsys.readouterr() == ("", "SUSPECT: late\n")
