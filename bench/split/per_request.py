@@ -2,10 +2,10 @@
 
     python bench/split/per_request.py [--fleets A,B] [--requests 600] [--seeds 0,1,2] [--out FILE]
 
-Eight fleets of unequal servers, and the servers of `hetlb demo --split`; four mixes of lengths, 50 and 80 %
-of what the fleet can do unsplit, in the simulator, under the policy `hetlb`. Goodput: requests per second
-whose time to first token is within 3 times and whose time per output token is within 8 times of what the mean
-server of the fleet takes for it alone.
+Eight fleets of unequal servers, a pair of which one prefills and one decodes fast; four mixes of lengths, 50
+and 80 % of what the fleet can do unsplit, in the simulator, under the policy `hetlb`. Goodput: requests per
+second whose time to first token is within 3 times and whose time per output token is within 8 times of what
+the mean server of the fleet takes for it alone.
 Rows: every instance may do both (`mixed`), nothing is split (`whole`), and the best of all ways to give
 every instance one role (`fixed`).
 """
@@ -88,7 +88,7 @@ def h20() -> Profile:
 def profile_of(name: str) -> Profile:
     """A profile of the library, of the demo, or the one made here."""
     if name in DEMO:
-        return load_profile(ROOT / "hetlb" / "demo" / f"{name}.yaml")
+        return load_profile(Path(__file__).parent / f"{name}.yaml")
     return h20() if name == H20 else load_profile(ROOT / "profiling" / f"{name}.yaml")
 
 

@@ -21,7 +21,6 @@ import aiohttp
 import uvloop
 from rich.console import Console
 
-from hetlb.cli.demo_split import print_split_demo, run_split_demo
 from hetlb.cli.flags import add_json, declare, whole
 from hetlb.cli.signals import cancel_on_signals
 from hetlb.errors import HetlbError
@@ -48,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = declare(parser)
     add("--num-prompts", "requests of each run (default: all 800 of the trace)", "N", whole(1))
     add("--seed", "seed of the prompts (default 0)", kind=int, default=0)
-    parser.add_argument("--split", action="store_true", help="prefill at one engine, decode at another")
     add_json(parser)
 
 
@@ -62,22 +60,15 @@ def run(args: argparse.Namespace) -> int:
             helper_processes() as helpers,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            if args.split:
-                result = runner.run(run_split_demo(data, helpers, args.num_prompts, args.seed))
-            else:
-                demo = _Demo(data, helpers, args.num_prompts, args.seed)
-                result = runner.run(demo.run())
+            result = runner.run(_Demo(data, helpers, args.num_prompts, args.seed).run())
     except asyncio.CancelledError:
         return 1  # told to stop; Ctrl-C comes as a KeyboardInterrupt
     result["elapsed_s"] = time.monotonic() - started
     if args.json:
         print(json.dumps(result, allow_nan=False))
-    elif args.split:
-        print_split_demo(result)
     else:
         _print(result)
-    alone = () if args.split else result["standalone"]["instances"]
-    failed = sum(each["failed"] for each in (*alone, *result["runs"]))
+    failed = sum(each["failed"] for each in (*result["standalone"]["instances"], *result["runs"]))
     if failed:
         raise HetlbError(f"{failed} requests failed, so the figures mean little")
     return 0

@@ -57,13 +57,6 @@ class HelperProcess:
             raise HetlbError(f"{self.name} did not start: {self._last_words()}")
         self.urls = re.findall(r"http://[^\s)]+", line)
 
-    async def done(self) -> None:
-        """Wait for it to end. Raises `HetlbError` unless it ended well."""
-        assert self._process.stdout is not None
-        await asyncio.to_thread(self._process.stdout.read)
-        if self._process.wait():
-            raise HetlbError(f"{self.name} failed: {self._last_words()}")
-
     def check(self) -> None:
         """Raise `HetlbError` if it has ended."""
         status = self._process.poll()
@@ -97,9 +90,9 @@ class Helpers:
         self._processes.append(process)
         return process
 
-    async def engines(self, profiles: Mapping[str, Path], model: str, *flags: str) -> dict[str, str]:
+    async def engines(self, profiles: Mapping[str, Path], model: str) -> dict[str, str]:
         """Start an emulated engine of each profile at a free port; their addresses, once all are up."""
-        serves = ("--port", "0", "--served-model-name", model, *flags)
+        serves = ("--port", "0", "--served-model-name", model)
         started = {
             name: self.start(f"engine {name}", "engine", "--profile", str(profile), *serves)
             for name, profile in profiles.items()
@@ -108,21 +101,14 @@ class Helpers:
             await engine.ready()
         return {name: engine.urls[0] for name, engine in started.items()}
 
-    async def proxy(self, *models: Mapping[str, Any], name: str = "the proxy") -> tuple[str, str]:
-        """Start a proxy of models (tables of a fleet file) at free ports; its address and admin address."""
+    async def proxy(self, model: Mapping[str, Any]) -> tuple[str, str]:
+        """Start a proxy of a model (a table of a fleet file) at free ports; its address and admin address."""
         ports = {"listen": {"port": 0}, "admin": {"port": 0}}
         file = self._folder / f"{len(self._processes)}.yaml"
-        file.write_text(yaml.safe_dump({"version": 1, **ports, "models": list(models)}))
-        proxy = self.start(name, "serve", "--config", str(file))
+        file.write_text(yaml.safe_dump({"version": 1, **ports, "models": [model]}))
+        proxy = self.start("the proxy", "serve", "--config", str(file))
         await proxy.ready()
         return proxy.urls[0], proxy.urls[1]
-
-    async def run(self, name: str, *arguments: str) -> None:
-        """Start one and wait for its end. Raises `HetlbError` unless it ended well."""
-        process = self.start(name, *arguments)
-        await process.done()
-        self._processes.remove(process)
-        process.kill()
 
     def check(self) -> None:
         """Raise `HetlbError` if any has ended."""

@@ -17,13 +17,13 @@ import math
 from collections import OrderedDict
 from typing import Final
 
-from hetlb.core.latency import IterationRule
+from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.sim.adapter_slots import LoadedAdapters
 from hetlb.sim.decode_batch import DecodeBatch
 from hetlb.sim.delayed_view import DelayedView
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.engine_sequence import EngineSequence, SequenceState
-from hetlb.sim.iterations import IterationEnd, IterationRun, IterationTimes, Prefills
+from hetlb.sim.iterations import IterationEnd, IterationRun, Prefills
 from hetlb.sim.kv_blocks import KvBlocks, SharedKvBlocks
 from hetlb.sim.kv_fetches import KvFetches
 
@@ -67,7 +67,7 @@ class EngineModel:
 
     def __init__(
         self,
-        latency: IterationTimes,
+        latency: LatencyModel,
         limits: EngineLimits,
         rule: IterationRule = IterationRule.TOKEN,
         *,

@@ -1,44 +1,12 @@
-"""Iterations of an engine: their times, a stretch of equal ones, the prefill work of one, the results."""
+"""Iterations of an engine: a stretch of equal ones, the prefill work of one, the results."""
 
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.core.latency import IterationRule
-from hetlb.core.step_times import SplitKv
 from hetlb.sim.engine_sequence import EngineSequence
-
-
-class IterationTimes(Protocol):
-    """Times of an engine's iterations: those of a `LatencyModel`, or measured ones. Seconds."""
-
-    @property
-    def split_kv(self) -> SplitKv | None:
-        """Term of unequal contexts, if there is one."""
-
-    def uneven_s(self, batch: float, kv_tokens: float, longest: float) -> float:
-        """Return the time by which a decode step takes longer for its longest context."""
-
-    def step_s(self, batch: float, kv_tokens: float) -> float:
-        """Return the time of one decode step."""
-
-    def step_growth_s(self, batch: float) -> float:
-        """Return the growth of a step when each of its sequences has one more token."""
-
-    def iteration_s(
-        self,
-        prefill_tokens: float,
-        prompts: float,
-        longest: float,
-        batch: float,
-        kv_tokens: float,
-        attended: float,
-        rule: IterationRule,
-    ) -> float:
-        """Return the time of an iteration with prompt tokens, as `LatencyModel.iteration_s` has it."""
 
 
 @mypyc_attr(acyclic=True)
