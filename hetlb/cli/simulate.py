@@ -200,7 +200,7 @@ def print_tables(runs: Sequence[Mapping[str, Any]], rates: Sequence[str], seeds:
     """One table for every rate."""
     console = Console()
     for rate in rates:
-        words = [] if len(rates) == 1 else [rate_in_words(rate if rate == TRACE else float(rate))]
+        words = [] if len(rates) == 1 else [rate_in_words(rate)]
         words += [] if seeds == 1 else [f"medians of {seeds} seeds"]
         here = [each for each in runs if each["request_rate"] == rate]
         reference = here[0]["steady_bound"]["total_token_throughput"]
