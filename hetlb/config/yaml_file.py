@@ -34,8 +34,6 @@ _MOST_DIGITS: Final = 60
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PREFIX: Final = "tag:yaml.org,2002:"
-#: The key `<<` until its mapping ends.
-_MERGE: Final = "\0<<"
 
 
 def read_text(path: Path, error: type[InputError]) -> str:
@@ -72,113 +70,92 @@ def yaml_text(document: dict[str, Any]) -> str:
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
 
 
-class _Open:
-    """A list or a mapping whose end has not come."""
-
-    __slots__ = ("anchor", "key", "path", "value", "values_before")
-
-    def __init__(self, value: Any, anchor: str | None, values_before: int, path: str) -> None:
-        self.value = value
-        self.anchor = anchor
-        self.values_before = values_before
-        self.path = path
-        #: Key whose value comes next.
-        self.key: str | None = None
-
-
 class _Builder:
     """Plain data from the events of one document; `lines` are those of its keys and items, by their paths."""
 
-    def __init__(self, *, lines: bool = False) -> None:
+    def __init__(self, text: str, *, lines: bool = False) -> None:
+        self._parser = _Loader(text)
         self._keeps_lines = lines
         self.lines: dict[str, int] = {}
-        self._root: Any = None
-        self._documents = 0
         self._values = 0
-        self._open: list[_Open] = []
         #: Value of each anchor, and how many values it has.
         self._anchors: dict[str, tuple[Any, int]] = {}
 
-    def build(self, text: str) -> Any:
+    def build(self) -> Any:
         """The document's data. Raises `yaml.YAMLError`."""
-        parser = _Loader(text)
+        next_event, root = self._parser.get_event, None
         try:
-            while not isinstance(event := parser.get_event(), yaml.StreamEndEvent):
-                self._take(event)
+            next_event()  # the stream begins
+            if isinstance(next_event(), yaml.DocumentStartEvent):
+                root = self._value(next_event(), "", 0)
+                next_event()  # the document ends
+                if not isinstance(event := next_event(), yaml.StreamEndEvent):
+                    raise _wrong("expected a single document", event)
         finally:
-            parser.dispose()
-        return self._root
+            self._parser.dispose()
+        return root
 
-    def _take(self, event: Any) -> None:
-        if isinstance(event, yaml.ScalarEvent):
-            top = self._open[-1] if self._open else None
-            if top is not None and top.key is None and type(top.value) is dict:
-                merges = event.value == "<<" and event.implicit[0]
-                self._begin_value(top, _MERGE if merges else event.value, event)
-                return
-            value = _scalar(event)
-            if event.anchor is not None:
-                self._anchors[event.anchor] = value, 1
-            self._add(value, 1, event)
-        elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
-            self._push({} if isinstance(event, yaml.MappingStartEvent) else [], event)
-        elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
-            self._pop(event)
-        elif isinstance(event, yaml.AliasEvent):
+    def _value(self, event: Any, path: str, level: int) -> Any:
+        """The value that begins with an event, inside so many lists and mappings."""
+        before = self._values
+        if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self._anchors:
                 raise _wrong(f"expected the anchor of *{event.anchor} before it", event)
-            self._add(*self._anchors[event.anchor], event)
-        elif isinstance(event, yaml.DocumentStartEvent):
-            self._documents += 1
-            if self._documents > 1:
-                raise _wrong("expected a single document", event)
-
-    def _begin_value(self, top: _Open, key: str, event: Any) -> None:
-        if key in top.value:
-            raise _wrong(f"the key {short(key)} stands here twice", event)
-        top.key = key
-        if self._keeps_lines:
-            self.lines[f"{top.path}.{key}" if top.path else key] = event.start_mark.line + 1
-
-    def _push(self, value: Any, event: Any) -> None:
-        if len(self._open) >= MOST_LEVELS:
+            value, count = self._anchors[event.anchor]
+            self._count(count, event)
+            return value
+        self._count(1, event)
+        if isinstance(event, yaml.ScalarEvent):
+            value = _scalar(event)
+        elif level == MOST_LEVELS:
             raise _wrong(f"expected at most {MOST_LEVELS} levels, got more", event)
-        values = self._values
-        path = self._add(value, 1, event)
-        self._open.append(_Open(value, event.anchor, values, path))
+        else:
+            value = (self._list if isinstance(event, yaml.SequenceStartEvent) else self._mapping)(
+                path, level + 1
+            )
+        if event.anchor is not None:
+            self._anchors[event.anchor] = value, self._values - before
+        return value
 
-    def _pop(self, event: Any) -> None:
-        done = self._open.pop()
-        if type(done.value) is dict and _MERGE in done.value:
-            merged = done.value.pop(_MERGE)
-            for each in merged if isinstance(merged, list) else [merged]:
-                if not isinstance(each, dict):
-                    raise _wrong("expected a mapping, or a list of them, behind <<", event)
-                for key, value in each.items():
-                    done.value.setdefault(key, value)
-        if done.anchor is not None:
-            self._anchors[done.anchor] = done.value, self._values - done.values_before
-
-    def _add(self, value: Any, values: int, event: Any) -> str:
-        """Add a value to its container; returns its path if lines are tracked."""
+    def _count(self, values: int, event: Any) -> None:
         self._values += values
         if self._values > MOST_VALUES:
             raise _wrong(f"expected at most {MOST_VALUES} values, got more", event)
-        if not self._open:
-            self._root = value
+
+    def _list(self, path: str, level: int) -> list[Any]:
+        found: list[Any] = []
+        while not isinstance(event := self._parser.get_event(), yaml.SequenceEndEvent):
+            found.append(self._value(event, self._noted(f"{path}[{len(found)}]", event), level))
+        return found
+
+    def _mapping(self, path: str, level: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        merged: list[Any] | None = None
+        while not isinstance(event := self._parser.get_event(), yaml.MappingEndEvent):
+            if not isinstance(event, yaml.ScalarEvent):
+                raise _wrong("expected a plain key", event)
+            key = event.value
+            merges = key == "<<" and event.implicit[0]
+            if key in found or (merges and merged is not None):
+                raise _wrong(f"the key {short(key)} stands here twice", event)
+            at = self._noted(f"{path}.{key}" if path else key, event)
+            value = self._value(self._parser.get_event(), at, level)
+            if not merges:
+                found[key] = value
+                continue
+            merged = value if isinstance(value, list) else [value]
+            if not all(isinstance(each, dict) for each in merged):
+                raise _wrong("expected a mapping, or a list of them, behind <<", event)
+        for each in merged or ():
+            found = {**each, **found}
+        return found
+
+    def _noted(self, path: str, event: Any) -> str:
+        """The path, its line noted; "" where lines are not asked for."""
+        if not self._keeps_lines:
             return ""
-        top, path = self._open[-1], ""
-        if type(top.value) is list:
-            top.value.append(value)
-            if self._keeps_lines:
-                path = f"{top.path}[{len(top.value) - 1}]"
-                self.lines[path] = event.start_mark.line + 1
-            return path
-        key, top.key = top.key, None
-        if key is None:
-            raise _wrong("expected a plain key", event)
-        top.value[key] = value
-        return f"{top.path}.{key}" if top.path else key
+        self.lines[path] = event.start_mark.line + 1
+        return path
 
 
 def _scalar(event: Any) -> Any:
@@ -211,7 +188,7 @@ def parse_yaml(path: Path, error: type[InputError]) -> Any:
     """The plain data of a file. Raises `error`."""
     text = read_text(path, error)
     try:
-        return _Builder().build(text)
+        return _Builder(text).build()
     except yaml.MarkedYAMLError as caught:
         mark = caught.problem_mark or caught.context_mark
         where = f" line {mark.line + 1}:" if mark else ""
@@ -240,9 +217,9 @@ def convert(raw: Any, kind: type[_T]) -> _T:
 
 def with_lines(path: Path, mistakes: list[InputError]) -> InputError:
     """The mistakes of a file as one error: each with the line of its key, in the order of the lines."""
-    builder = _Builder(lines=True)
     try:
-        builder.build(read_text(path, InputError))
+        builder = _Builder(read_text(path, InputError), lines=True)
+        builder.build()
     except (yaml.YAMLError, InputError):
         return mistakes[0] if len(mistakes) == 1 else ConfigErrors(mistakes)
 

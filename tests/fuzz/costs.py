@@ -238,7 +238,7 @@ def kv_events(data: bytes) -> None:
 def yaml(data: bytes) -> None:
     """A file of instances: its plain data, and its mistakes."""
     with contextlib.suppress(YAMLError, UnicodeDecodeError):
-        mistakes_in(_Builder().build(data.decode()), InstanceFile)
+        mistakes_in(_Builder(data.decode()).build(), InstanceFile)
 
 
 def metrics(data: bytes) -> None:
