@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from hetlb.config.mistakes import short
 from hetlb.config.profile_file import Profile, load_named
 from hetlb.config.quantities import Quantity, read_bytes, read_memory, read_parameters
-from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml, read_text
+from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml, read_object
 from hetlb.errors import ConfigError
-from hetlb.plan.model_shape import ModelShape, read_shape, text_config
+from hetlb.plan.model_shape import read_shape
 from hetlb.plan.tp_search import Machine, PlanModel
+
+_T = TypeVar("_T")
 
 
 class ClusterModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -78,22 +80,13 @@ def kv_bytes_per_token(config: Mapping[str, Any], bytes_per_value: float) -> int
 
     Grouped-query attention counts its KV heads, not its query heads. Raises `ConfigError`.
     """
-
-    def whole(key: str) -> int:
-        value = config.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{key}: expected a whole number from 1, got {short(value)}")
-        return value
-
-    if "kv_lora_rank" in config:
+    shape = read_shape(config)
+    if not shape.kv_heads:
         raise ConfigError(
             "kv_lora_rank: expected a model whose cache holds keys and values per head; "
             "give model.kv_bytes_per_token for this one"
         )
-    layers, heads = whole("num_hidden_layers"), whole("num_attention_heads")
-    kv_heads = heads if config.get("num_key_value_heads") is None else whole("num_key_value_heads")
-    head_dim = whole("hidden_size") // heads if config.get("head_dim") is None else whole("head_dim")
-    return math.ceil(2 * layers * kv_heads * head_dim * bytes_per_value)
+    return math.ceil(2 * shape.layers * shape.kv_heads * shape.head_dim * bytes_per_value)
 
 
 def model_kv_bytes(
@@ -110,40 +103,16 @@ def model_kv_bytes(
         raise ConfigError(
             f"{path}: {where}kv_bytes_per_token: expected a value or {where}config, got neither"
         )
-    config_path = path.parent / config
+    return _of_config(path.parent / config, lambda raw: kv_bytes_per_token(raw, bytes_per_value))
+
+
+def _of_config(path: Path, read: Callable[[dict[str, Any]], _T]) -> _T:
+    """What is read of a `config.json`. Raises `ConfigError`."""
+    raw = read_object(path)
     try:
-        return kv_bytes_per_token(text_config(_model_config(config_path)), bytes_per_value)
-    except ConfigError as caught:
-        raise ConfigError(f"{config_path}: {caught}") from caught
-
-
-def _model_config(path: Path) -> dict[str, Any]:
-    """A `config.json`. Raises `ConfigError` without its path."""
-    try:
-        raw = msgspec.json.decode(read_text(path, ConfigError))
-    except msgspec.DecodeError as caught:
-        raise ConfigError(f"expected valid JSON: {caught}") from caught
-    if not isinstance(raw, dict):
-        raise ConfigError(f"the file: expected a mapping of keys, got {short(raw)}")
-    return raw
-
-
-def read_architecture(path: Path) -> Mapping[str, Any]:
-    """The part of a `config.json` that describes the language model. Raises `ConfigError`."""
-    try:
-        return text_config(_model_config(path))
+        return read(raw)
     except ConfigError as caught:
         raise ConfigError(f"{path}: {caught}") from caught
-
-
-def model_shape(path: Path, config: str | None) -> ModelShape | None:
-    """Sizes that vLLM must split evenly, None without a `config.json`. Raises `ConfigError`."""
-    if config is None:
-        return None
-    try:
-        return read_shape(_model_config(path.parent / config))
-    except ConfigError as caught:
-        raise ConfigError(f"{path.parent / config}: {caught}") from caught
 
 
 def _read_profiles(
@@ -186,7 +155,7 @@ def load_cluster(path: Path) -> Cluster:
         ),
         file.limits.max_input_tokens,
         file.limits.max_output_tokens,
-        model_shape(path, file.model.config),
+        None if file.model.config is None else _of_config(path.parent / file.model.config, read_shape),
     )
     profiles: dict[str, Profile] = {}
     machines: list[Machine] = []

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import msgspec
 
-from hetlb.config.cluster import model_kv_bytes, read_architecture
+from hetlb.config.cluster import model_kv_bytes
 from hetlb.config.quantities import Quantity, read_bytes, read_parameters, read_rate
-from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share
+from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, read_object
 from hetlb.errors import ConfigError
+from hetlb.plan.model_shape import text_config
 
 #: Bytes/s between GPUs of one machine and between machines where the file does not say: PCIe 4 x16, 5 Gbit/s.
 INSIDE, BETWEEN = 25e9, 0.625e9
@@ -112,7 +113,7 @@ def read_model(table: PlanModelTable, path: Path, where: str, needed: tuple[str,
         kv_bytes = read_bytes(kv_bytes, f"{path}: {where}.kv_bytes_per_token")
     if table.config is not None:
         kv_bytes = model_kv_bytes(path, f"{where}.", kv_bytes, table.config, table.kv_bytes_per_value)
-    raw = {} if table.config is None else read_architecture(path.parent / table.config)
+    raw = {} if table.config is None else text_config(read_object(path.parent / table.config))
     shape = {
         key: getattr(table, key) if getattr(table, key) is not None else raw.get(theirs)
         for key, theirs in _THEIRS.items()

@@ -6,6 +6,7 @@ deep or repeated too often by aliases is refused before it is built.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -48,6 +49,17 @@ def read_text(path: Path, error: type[InputError]) -> str:
         raise error(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught
     except UnicodeDecodeError as caught:
         raise error(f"{path}: expected UTF-8 text, got byte {caught.object[caught.start]:#04x}") from caught
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises `ConfigError`."""
+    try:
+        raw = json.loads(read_text(path, ConfigError))
+    except (ValueError, RecursionError) as caught:
+        raise ConfigError(f"{path}: expected valid JSON: {caught}") from caught
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: the file: expected a mapping of keys, got {short(raw)}")
+    return raw
 
 
 class _Resolver(yaml.resolver.Resolver):

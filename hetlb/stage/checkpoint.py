@@ -7,14 +7,13 @@ Only tensors of the wanted layers are read.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from hetlb.config.yaml_file import read_object
 from hetlb.errors import ConfigError
 
 FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
@@ -84,19 +83,6 @@ class ModelConfig:
         return 2 * self.kv_heads * self.head_dim * itemsize
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises `ConfigError`."""
-    try:
-        raw = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path}: expected a readable file: {os.strerror(error.errno or 0)}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: expected valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: the file: expected a mapping of keys, got {str(raw)[:60]!r}")
-    return raw
-
-
 class _Keys:
     """Typed look-ups in config.json."""
 
@@ -135,7 +121,7 @@ class _Keys:
 def load_config(folder: Path) -> ModelConfig:
     """Read config.json of a model. Raises `ConfigError`."""
     path = folder / "config.json"
-    keys = _Keys(path, read_json(path))
+    keys = _Keys(path, read_object(path))
     raw = keys.raw
     family = raw.get("model_type")
     if family not in FAMILIES:
@@ -258,7 +244,7 @@ def tensor_files(folder: Path, names: list[str]) -> Iterator[tuple[Path, list[st
     if not index.exists():
         yield folder / "model.safetensors", names
         return
-    files = read_json(index).get("weight_map")
+    files = read_object(index).get("weight_map")
     if not isinstance(files, dict):
         raise ConfigError(f"{index}: weight_map: expected a mapping from tensors to files")
     by_file: dict[str, list[str]] = {}

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from hetlb.config.yaml_file import read_object
 from hetlb.errors import ConfigError, InputError
-from hetlb.stage.checkpoint import read_json
 from hetlb.stage.stage_messages import Token
 
 #: Defaults of vLLM that a model's generation_config.json may change.
@@ -33,7 +33,7 @@ class TemplateError(Exception):
 
 def _optional_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; {} if the file is missing. Raises `ConfigError`."""
-    return read_json(path) if path.exists() else {}
+    return read_object(path) if path.exists() else {}
 
 
 class TextModel:

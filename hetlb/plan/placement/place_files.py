@@ -8,14 +8,14 @@ known ends); anything else is one `ConfigError` line with file, line, column and
 from __future__ import annotations
 
 import csv
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from hetlb.config.yaml_file import read_object
 from hetlb.core.paths.stages import SINK, SOURCE, BatchLimits, Curve, Edge, LinkSpec
 from hetlb.errors import ConfigError
 from hetlb.plan.placement.place_cluster import Holding, LayeredModel, MachineKind, PlaceCluster, PlaceNode
@@ -223,22 +223,8 @@ def read_links(path: Path, names: set[str], *, pruned: bool = False) -> dict[Edg
     return links
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as caught:
-        raise ConfigError(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught
-    except UnicodeDecodeError as caught:
-        raise ConfigError(f"{path}: expected UTF-8 text: {caught.reason}") from caught
-    except (ValueError, RecursionError) as caught:
-        raise ConfigError(f"{path}: expected valid JSON: {caught}") from caught
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: the file: expected a mapping of keys, got {str(raw)[:60]!r}")
-    return raw
-
-
 def _read_model(path: Path) -> LayeredModel:
-    raw = _read_json(path)
+    raw = read_object(path)
 
     def whole(key: str, most: int) -> int:
         value = raw.get(key)
@@ -257,7 +243,7 @@ def _read_model(path: Path) -> LayeredModel:
 def read_flows(path: Path, names: set[str]) -> dict[Edge, float]:
     """Tokens/s by link: `flows` of a plan that `hetlb place --json` printed. Raises `ConfigError`."""
     flows: dict[Edge, float] = {}
-    for i, each in enumerate(_read_json(path).get("flows") or ()):
+    for i, each in enumerate(read_object(path).get("flows") or ()):
         try:
             edge, rate = (each["from"], each["to"]), float(each["tokens_per_s"])
         except (KeyError, TypeError, ValueError) as caught:
@@ -272,7 +258,7 @@ def read_flows(path: Path, names: set[str]) -> dict[Edge, float]:
 
 def load_placement(path: Path, cluster: PlaceCluster) -> dict[str, tuple[int, int]]:
     """Read a placement: `{node: [first, end]}`. Raises `ConfigError` where it does not fit the cluster."""
-    raw = _read_json(path)
+    raw = read_object(path)
     nodes = {node.name: node for node in cluster.nodes}
     placement: dict[str, tuple[int, int]] = {}
     for name, value in raw.items():
