@@ -107,7 +107,7 @@ def model_kv_bytes(
 
 
 def _of_config(path: Path, read: Callable[[dict[str, Any]], _T]) -> _T:
-    """What is read of a `config.json`. Raises `ConfigError`."""
+    """Read a part of a `config.json`. Raises `ConfigError`."""
     raw = read_object(path)
     try:
         return read(raw)

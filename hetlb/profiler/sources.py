@@ -6,9 +6,6 @@ confirmed says so (`measured: false`).
 
 from __future__ import annotations
 
-import csv
-import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +29,7 @@ from hetlb.config.profile_file import (
 from hetlb.config.yaml_file import yaml_text
 from hetlb.core.latency import LatencyModel
 from hetlb.core.step_times import SplitKv
+from hetlb.csv_rows import CsvRow, csv_rows
 from hetlb.errors import ProfileError
 from hetlb.files import write_text
 from hetlb.profiler.fit import (
@@ -71,26 +69,18 @@ def read_csv(
     path: Path, *, system: str | None = None, model: str | None = None, tp: int | None = None
 ) -> Selection:
     """The points of one system, model and degree. Raises `ProfileError`, also where several are left."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = _read_rows(path, file)
-    except OSError as caught:
-        raise ProfileError(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught
-    except UnicodeDecodeError as caught:
-        raise ProfileError(f"{path}: expected UTF-8 text: {caught.reason}") from caught
-    except csv.Error as caught:
-        raise ProfileError(f"{path}: expected comma-separated values: {caught}") from caught
+    rows = [(row.cells, _point(row)) for row in csv_rows(path, REQUIRED_COLUMNS, ProfileError)]
     wanted = {"system": system, "model": model, "tp": None if tp is None else str(tp)}
     for column, value in wanted.items():
         if value is None:
             continue
-        names = sorted({row[0].get(column, "") for row in rows})
-        rows = [row for row in rows if row[0].get(column) == value]
+        names = sorted({cells.get(column, "").strip() for cells, _ in rows})
+        rows = [row for row in rows if row[0].get(column, "").strip() == value]
         if not rows:
             raise ProfileError(f"{path}: --{column}: expected one of {', '.join(names)}, got {value!r}")
     identity: dict[str, str | None] = {}
     for column in IDENTITY_COLUMNS:
-        names = sorted({row[0][column] for row in rows if column in row[0]})
+        names = sorted({cells[column].strip() for cells, _ in rows if column in cells})
         if len(names) > 1:
             flag = f"--{column}" if column in wanted else column
             raise ProfileError(f"{path}: {flag}: expected one to be chosen out of {', '.join(names)}")
@@ -106,50 +96,21 @@ def read_csv(
     )
 
 
-def _read_rows(path: Path, file: Any) -> list[tuple[dict[str, str], Point]]:
-    lines = csv.reader(file)
-    header = [name.strip() for name in next(lines, [])]
-    missing = [column for column in REQUIRED_COLUMNS if column not in header]
-    if missing:
-        raise ProfileError(
-            f"{path}: header: expected the columns {','.join(IDENTITY_COLUMNS + REQUIRED_COLUMNS)}, "
-            f"missing {','.join(missing)}"
-        )
-    rows = []
-    for cells in lines:
-        if not cells:
-            continue
-        where = f"{path}: line {lines.line_num}"
-        if len(cells) != len(header):
-            raise ProfileError(f"{where}: expected {len(header)} columns, got {len(cells)}")
-        row = dict(zip(header, (cell.strip() for cell in cells), strict=True))
-        rows.append(({c: row[c] for c in IDENTITY_COLUMNS if c in row}, _point(where, row)))
-    if not rows:
-        raise ProfileError(f"{path}: expected at least one row after the header, got none")
-    return rows
-
-
-def _point(where: str, row: dict[str, str]) -> Point:
-    if row["phase"] not in tuple(StepKind):
-        raise ProfileError(f"{where}: phase: expected prefill, decode or mixed, got {row['phase']!r}")
-    phase = StepKind(row["phase"])
-    if phase is StepKind.MIXED and MIXED_COLUMN not in row:
-        raise ProfileError(f"{where}: phase: expected a column {MIXED_COLUMN} for mixed steps, got none")
-    sizes = []
-    columns = (*(("tp",) if "tp" in row else ()), *((MIXED_COLUMN,) if phase is StepKind.MIXED else ()))
-    for column in ("batch", "length", *columns):
-        text = row[column]
-        if not (text.isascii() and text.isdigit() and 1 <= int(text) <= _MAX_SIZE):
-            raise ProfileError(f"{where}: {column}: expected a whole number from 1, got {text!r}")
-        sizes.append(int(text))
-    try:
-        latency_ms = float(row["latency_ms"])
-    except ValueError:
-        latency_ms = math.nan
-    if not (math.isfinite(latency_ms) and latency_ms > 0):
-        raise ProfileError(f"{where}: latency_ms: expected milliseconds above 0, got {row['latency_ms']!r}")
-    tokens = sizes[-1] if phase is StepKind.MIXED else 0
-    return Point(phase, sizes[0], sizes[1], latency_ms / 1e3, prefill_tokens=tokens)
+def _point(row: CsvRow) -> Point:
+    if row.get("phase") not in tuple(StepKind):
+        raise row.error("phase", "prefill, decode or mixed")
+    phase = StepKind(row.get("phase"))
+    if phase is StepKind.MIXED and MIXED_COLUMN not in row.cells:
+        raise row.error("phase", f"a column {MIXED_COLUMN} beside mixed steps")
+    if "tp" in row.cells:
+        row.whole("tp", 1, _MAX_SIZE)
+    return Point(
+        phase,
+        row.whole("batch", 1, _MAX_SIZE),
+        row.whole("length", 1, _MAX_SIZE),
+        row.number("latency_ms", "milliseconds above 0", positive=True) / 1e3,
+        prefill_tokens=row.whole(MIXED_COLUMN, 1, _MAX_SIZE) if phase is StepKind.MIXED else 0,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,20 +7,16 @@ known ends); anything else is one `ConfigError` line with file, line, column and
 
 from __future__ import annotations
 
-import csv
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from hetlb.config.yaml_file import read_object
 from hetlb.core.paths.stages import SINK, SOURCE, BatchLimits, Curve, Edge, LinkSpec
+from hetlb.csv_rows import MOST_COUNT, csv_rows
 from hetlb.errors import ConfigError
 from hetlb.plan.placement.place_cluster import Holding, LayeredModel, MachineKind, PlaceCluster, PlaceNode
-
-_T = TypeVar("_T")
 
 NODE_COLUMNS = ("node", "gpu_type", "region", "max_layers", "nic_in_bytes_per_s", "nic_out_bytes_per_s")
 LINK_COLUMNS = ("from", "to", "bytes_per_s", "latency_s")
@@ -29,9 +25,7 @@ LIMIT_COLUMNS = (
     "gpu_type", "layers", "tokens_per_s", "kv_entries_token_layer", "prompt_max_requests",
     "prompt_max_tokens", "decode_max_tokens", "decode_max_context_tokens",
 )  # fmt: skip
-#: Larger counts are mistakes: nothing is sized by an unchecked number.
 _MOST_LAYERS = 10_000
-_MOST_COUNT = 1 << 53
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,92 +51,12 @@ def load_cluster(files: ClusterFiles, *, pruned: bool = False) -> PlaceCluster:
     return PlaceCluster(model=model, nodes=nodes, kinds=kinds, links=links)
 
 
-class _Row:
-    """One line of a CSV file; converts its cells and says where they stand."""
-
-    __slots__ = ("_cells", "_line", "_path")
-
-    def __init__(self, path: Path, line: int, cells: dict[str, str]) -> None:
-        self._path = path
-        self._line = line
-        self._cells = cells
-
-    def text(self, column: str) -> str:
-        """A cell that is not empty."""
-        value = self._cells[column].strip()
-        if not value or not value.isprintable():
-            raise self.error(column, "a name")
-        return value
-
-    def whole(self, column: str, least: int, most: int = _MOST_COUNT) -> int:
-        """A whole number of at least `least`."""
-        return self._number(column, int, f"a whole number from {least}", lambda n: least <= n <= most)
-
-    def number(self, column: str, *, positive: bool) -> float:
-        """A finite number, greater than 0 or at least 0."""
-        words = "a number greater than 0" if positive else "a number from 0"
-        return self._number(
-            column, float, words, lambda n: math.isfinite(n) and (n > 0 if positive else n >= 0)
-        )
-
-    def _number(self, column: str, kind: Callable[[str], _T], words: str, fits: Callable[[_T], bool]) -> _T:
-        try:
-            value = kind(self._cells[column])
-        except ValueError:
-            raise self.error(column, words) from None
-        if not fits(value):
-            raise self.error(column, words)
-        return value
-
-    def get(self, column: str) -> str | None:
-        """A cell of a column that need not be there."""
-        return self._cells.get(column)
-
-    def error(self, column: str, expected: str) -> ConfigError:
-        """The error of a cell."""
-        got = self._cells[column]
-        return ConfigError(
-            f"{self._path}: line {self._line}: {column}: expected {expected}, got {got[:60]!r}"
-        )
-
-
-def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[_Row]:
-    """The rows of a CSV file that has these columns and perhaps more."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            lines = csv.reader(file)
-            header = [name.strip() for name in next(lines, [])]
-            for column in columns:
-                if column not in header:
-                    raise ConfigError(
-                        f"{path}: header: expected the columns {','.join(columns)}, got {','.join(header)!r}"
-                    )
-            found = False
-            for cells in lines:
-                if not cells:
-                    continue
-                if len(cells) != len(header):
-                    raise ConfigError(
-                        f"{path}: line {lines.line_num}: expected {len(header)} columns, got {len(cells)}"
-                    )
-                found = True
-                yield _Row(path, lines.line_num, dict(zip(header, cells, strict=True)))
-            if not found:
-                raise ConfigError(f"{path}: expected at least one row after the header, got none")
-    except OSError as caught:
-        raise ConfigError(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught
-    except UnicodeDecodeError as caught:
-        raise ConfigError(f"{path}: expected UTF-8 text: {caught.reason}") from caught
-    except csv.Error as caught:
-        raise ConfigError(f"{path}: expected comma-separated values: {caught}") from caught
-
-
 def read_layer_times(path: Path) -> dict[str, tuple[Curve, Curve]]:
     """Seconds of one layer by tokens of the batch, for prompts and decodes, by kind of machine. Raises
     `ConfigError`.
     """
     points: dict[tuple[str, str], dict[float, float]] = {}
-    for row in _rows(path, TIME_COLUMNS):
+    for row in csv_rows(path, TIME_COLUMNS, ConfigError):
         phase = row.text("phase")
         if phase not in ("prompt", "decode"):
             raise row.error("phase", "prompt or decode")
@@ -150,7 +64,7 @@ def read_layer_times(path: Path) -> dict[str, tuple[Curve, Curve]]:
         at = points.setdefault((row.text("gpu_type"), phase), {})
         if tokens in at:
             raise row.error("batch_tokens", "each batch size once")
-        at[tokens] = row.number("time_per_layer_ms", positive=False) / 1000.0
+        at[tokens] = row.number("time_per_layer_ms") / 1000.0
     curves: dict[str, tuple[Curve, Curve]] = {}
     for kind in dict.fromkeys(name for name, _ in points):
         pair = []
@@ -167,7 +81,7 @@ def read_layer_times(path: Path) -> dict[str, tuple[Curve, Curve]]:
 
 def _read_limits(path: Path, times: Mapping[str, tuple[Curve, Curve]]) -> dict[str, MachineKind]:
     holdings: dict[str, list[Holding]] = {}
-    for row in _rows(path, LIMIT_COLUMNS):
+    for row in csv_rows(path, LIMIT_COLUMNS, ConfigError):
         kind = row.text("gpu_type")
         if kind not in times:
             raise row.error("gpu_type", f"one of {', '.join(sorted(times))} (the kinds with layer times)")
@@ -180,14 +94,14 @@ def _read_limits(path: Path, times: Mapping[str, tuple[Curve, Curve]]) -> dict[s
             decodes=row.whole("decode_max_tokens", 1),
             decode_context=row.whole("decode_max_context_tokens", 1),
         )
-        rate = row.number("tokens_per_s", positive=True)
+        rate = row.number("tokens_per_s", "a number greater than 0", positive=True)
         held.append(Holding(rate, row.whole("kv_entries_token_layer", 1), batch))
     return {kind: MachineKind(kind, *times[kind], tuple(held)) for kind, held in holdings.items()}
 
 
 def _read_nodes(path: Path, kinds: Mapping[str, MachineKind]) -> tuple[PlaceNode, ...]:
     nodes: dict[str, PlaceNode] = {}
-    for row in _rows(path, NODE_COLUMNS):
+    for row in csv_rows(path, NODE_COLUMNS, ConfigError):
         name, kind = row.text("node"), row.text("gpu_type")
         if name in nodes or name in (SOURCE, SINK):
             raise row.error("node", f"every name once, and not {SOURCE} or {SINK}")
@@ -198,8 +112,8 @@ def _read_nodes(path: Path, kinds: Mapping[str, MachineKind]) -> tuple[PlaceNode
             kind=kind,
             region=row.text("region"),
             max_layers=row.whole("max_layers", 1, _MOST_LAYERS),
-            nic_in_bytes_per_s=row.number("nic_in_bytes_per_s", positive=True),
-            nic_out_bytes_per_s=row.number("nic_out_bytes_per_s", positive=True),
+            nic_in_bytes_per_s=row.number("nic_in_bytes_per_s", "a number greater than 0", positive=True),
+            nic_out_bytes_per_s=row.number("nic_out_bytes_per_s", "a number greater than 0", positive=True),
         )
     return tuple(nodes.values())
 
@@ -207,7 +121,7 @@ def _read_nodes(path: Path, kinds: Mapping[str, MachineKind]) -> tuple[PlaceNode
 def read_links(path: Path, names: set[str], *, pruned: bool = False) -> dict[Edge, LinkSpec]:
     """Links between nodes of these names, `source` and `sink`. Raises `ConfigError`."""
     links: dict[Edge, LinkSpec] = {}
-    for row in _rows(path, LINK_COLUMNS):
+    for row in csv_rows(path, LINK_COLUMNS, ConfigError):
         sender, receiver = row.text("from"), row.text("to")
         if sender not in names and sender != SOURCE:
             raise row.error("from", "a node of the nodes file or source")
@@ -217,8 +131,10 @@ def read_links(path: Path, names: set[str], *, pruned: bool = False) -> dict[Edg
             raise row.error("to", "another node than the sender")
         if (sender, receiver) in links:
             raise row.error("to", f"each link once, but {sender} to {receiver} stood before")
-        link = LinkSpec(row.number("bytes_per_s", positive=True), row.number("latency_s", positive=False))
-        if not pruned or row.get("kept_after_pruning") in (None, "1"):
+        link = LinkSpec(
+            row.number("bytes_per_s", "a number greater than 0", positive=True), row.number("latency_s")
+        )
+        if not pruned or row.get("kept_after_pruning") in ("", "1"):
             links[sender, receiver] = link
     return links
 
@@ -235,8 +151,8 @@ def _read_model(path: Path) -> LayeredModel:
     return LayeredModel(
         name=str(raw.get("model", "model")),
         layers=whole("num_layers", _MOST_LAYERS),
-        activation_bytes=whole("activation_bytes_per_token", _MOST_COUNT),
-        token_bytes=whole("token_bytes", _MOST_COUNT),
+        activation_bytes=whole("activation_bytes_per_token", MOST_COUNT),
+        token_bytes=whole("token_bytes", MOST_COUNT),
     )
 
 
@@ -286,5 +202,5 @@ def load_lengths(path: Path) -> list[tuple[int, int]]:
     """Prompt and output tokens of requests: the columns input_tokens and output_tokens of a CSV file."""
     return [
         (row.whole("input_tokens", 1, 1 << 31), row.whole("output_tokens", 1, 1 << 31))
-        for row in _rows(path, ("input_tokens", "output_tokens"))
+        for row in csv_rows(path, ("input_tokens", "output_tokens"), ConfigError)
     ]

@@ -1,0 +1,86 @@
+"""Rows of CSV files, cell by cell: what is wrong is one line with file, line, column and value."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hetlb.errors import InputError
+
+#: Larger counts are mistakes: nothing is sized by an unchecked number.
+MOST_COUNT = 1 << 53
+
+
+class CsvRow:
+    """One line of a file; its methods raise the error of that file."""
+
+    __slots__ = ("_error", "cells", "where")
+
+    def __init__(self, where: str, cells: dict[str, str], error: type[InputError]) -> None:
+        self.where = where
+        self.cells = cells
+        self._error = error
+
+    def text(self, column: str) -> str:
+        """A cell that is not empty."""
+        value = self.cells[column].strip()
+        if not value or not value.isprintable():
+            raise self.error(column, "a name")
+        return value
+
+    def whole(self, column: str, least: int, most: int = MOST_COUNT) -> int:
+        """A whole number from `least` to `most`."""
+        text = self.cells[column].strip()
+        if not (text.isascii() and text.isdigit() and len(text) <= 10 and least <= int(text) <= most):
+            raise self.error(column, f"a whole number from {least}")
+        return int(text)
+
+    def number(self, column: str, expected: str = "a number from 0", *, positive: bool = False) -> float:
+        """A finite number from 0, or above it; `expected` says what it is."""
+        try:
+            value = float(self.cells[column])
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < math.inf or (positive and value == 0):
+            raise self.error(column, expected)
+        return value
+
+    def get(self, column: str) -> str:
+        """A cell of a column that need not be there; "" without it."""
+        return self.cells.get(column, "").strip()
+
+    def error(self, column: str, expected: str) -> InputError:
+        """The error of a cell."""
+        return self._error(f"{self.where}: {column}: expected {expected}, got {self.cells[column][:60]!r}")
+
+
+def csv_rows(path: Path, columns: Sequence[str], error: type[InputError]) -> Iterator[CsvRow]:
+    """The rows of a file that has these columns and perhaps more, at least one. Raises `error`."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            lines = csv.reader(file)
+            header = [name.strip() for name in next(lines, [])]
+            if not set(columns) <= set(header):
+                raise error(
+                    f"{path}: header: expected the columns {','.join(columns)}, got {','.join(header)!r}"
+                )
+            found = False
+            for cells in lines:
+                if not cells:
+                    continue
+                where = f"{path}: line {lines.line_num}"
+                if len(cells) != len(header):
+                    raise error(f"{where}: expected {len(header)} columns, got {len(cells)}")
+                found = True
+                yield CsvRow(where, dict(zip(header, cells, strict=True)), error)
+            if not found:
+                raise error(f"{path}: expected at least one row after the header, got none")
+    except OSError as caught:
+        raise error(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught
+    except UnicodeDecodeError as caught:
+        raise error(f"{path}: expected UTF-8 text: {caught.reason}") from caught
+    except csv.Error as caught:
+        raise error(f"{path}: expected comma-separated values: {caught}") from caught
