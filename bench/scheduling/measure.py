@@ -27,8 +27,9 @@ import hetlb.core.speed as speed
 from hetlb.core.latency import IterationRule
 from hetlb.core.predictor import make_predictor
 from hetlb.core.types import Outcome
+from hetlb.sim.alone import run_alone
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.reference import alone_tok_s, fixed_split
+from hetlb.sim.reference import fixed_split
 from hetlb.workload.arrivals import PlannedRequest
 
 OTHERS = ("rr", "wrr", "least-requests", "least-kv", "p2c", "peak-ewma", "paper")
@@ -172,7 +173,7 @@ def refer(case: Case) -> dict[str, float]:
     specs, engines = _lab.fleet(case.kinds)
     plan = _plan(_lab, case, _per_instance * len(specs))
     setup = _lab.setup(specs, "rr", case.predictor, case.trace, case.seed)
-    alone = alone_tok_s(engines, plan, IterationRule.TOKEN)
+    alone = {name: run_alone(spec, plan, IterationRule.TOKEN).tokens_per_s for name, spec in engines.items()}
     oracle = {planned.index: max(1, planned.output_tokens) for planned in plan}
     predictor = make_predictor(
         case.predictor, rng=random.Random(case.seed), lengths=setup.lengths, oracle=oracle

@@ -19,8 +19,6 @@ _WAITING_WEIGHT = 4
 class EngineGroup:
     """All engines of one server."""
 
-    __slots__ = ("_next", "runners")
-
     def __init__(self, runners: Sequence[RealTimeEngine]) -> None:
         self.runners = tuple(runners)
         self._next = 0

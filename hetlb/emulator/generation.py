@@ -155,8 +155,6 @@ class Reader:
     methods raise `ApiError`.
     """
 
-    __slots__ = ("cached_block_size", "max_model_len", "served")
-
     def __init__(self, served: tuple[str, ...], max_model_len: int, cached_block_size: int = 0) -> None:
         self.served = served
         self.max_model_len = max_model_len

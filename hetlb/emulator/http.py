@@ -10,47 +10,29 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from email.utils import formatdate
+from http import HTTPStatus
 from typing import Any, cast
 from urllib.parse import unquote
 
 import httptools
 
-_PHRASES = {
-    200: b"OK",
-    400: b"Bad Request",
-    404: b"Not Found",
-    405: b"Method Not Allowed",
-    500: b"Internal Server Error",
-}
 
-
+@dataclass(frozen=True, slots=True)
 class HttpMessage:
     """One request: what the handlers look at. Header names were compared without regard to case."""
 
-    __slots__ = ("body", "content_type", "keep_alive", "method", "path", "request_id")
-
-    def __init__(
-        self,
-        method: str,
-        path: str,
-        content_type: str,
-        request_id: str,
-        body: bytes,
-        keep_alive: bool,
-    ) -> None:
-        self.method = method
-        self.path = path
-        self.content_type = content_type
-        self.request_id = request_id
-        self.body = body
-        self.keep_alive = keep_alive
+    method: str
+    path: str
+    content_type: str
+    request_id: str
+    body: bytes
+    keep_alive: bool
 
 
 class EmulatorListener:
     """State that the connections of one server share."""
-
-    __slots__ = ("_date", "_date_at", "connections", "handle", "keep_alive_s", "loop")
 
     def __init__(
         self,
@@ -76,26 +58,6 @@ class EmulatorListener:
 
 class Connection(asyncio.Protocol):
     """One client. It is the `Out` of the reply in progress."""
-
-    __slots__ = (
-        "_body",
-        "_busy",
-        "_content_type",
-        "_expects",
-        "_gone",
-        "_idle",
-        "_keep_alive",
-        "_listener",
-        "_method",
-        "_parser",
-        "_paused",
-        "_queue",
-        "_request_id",
-        "_running",
-        "_transport",
-        "_url",
-        "write",
-    )
 
     #: Sends bytes of a body, framed by the caller: the transport's own, for the price of one call.
     write: Callable[[bytes], None]
@@ -244,7 +206,7 @@ class Connection(asyncio.Protocol):
             b"HTTP/1.1 %d %b\r\n%b%bcontent-length: %d\r\n%bvary: Origin\r\n%b\r\n%b"
             % (
                 status,
-                _PHRASES[status],
+                HTTPStatus(status).phrase.encode(),
                 self._listener.date(),
                 extra,
                 len(body),

@@ -46,8 +46,6 @@ class IterationTokens:
     #: vLLM's own upper bounds.
     BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
-    __slots__ = ("count", "counts", "total")
-
     def __init__(self) -> None:
         self.counts = [0] * len(self.BOUNDS)
         self.count = 0
@@ -66,23 +64,6 @@ class IterationTokens:
 
 class RealTimeEngine:
     """One engine in real time. Durations of the model are multiplied by `time_scale`."""
-
-    __slots__ = (
-        "_arrivals",
-        "_boundary",
-        "_handle",
-        "_idle",
-        "_loop",
-        "_pending",
-        "_time_scale",
-        "began_at",
-        "finished",
-        "iteration_tokens",
-        "model",
-        "on_fetch",
-        "prompt_tokens",
-        "tokens_per_step",
-    )
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ class CampaignResult:
     search: list[dict[str, Any]] = field(default_factory=list)
 
 
+@dataclass(slots=True)
 class Campaign:
     """The runs of `spec` at `rates`. `admin_url` is needed for `policies`.
 
@@ -39,57 +40,46 @@ class Campaign:
     at which this share of the requests meets the limits of `spec`, starting from `rates`.
     """
 
-    def __init__(
-        self,
-        spec: LoadSpec,
-        rates: Sequence[Rate | Ramp],
-        screen: Screen,
-        *,
-        admin_url: str | None = None,
-        policies: Sequence[str] = (),
-        rounds: int = 1,
-        attainment: float | None = None,
-    ) -> None:
-        self._spec = spec
-        self._rates = rates
-        self._screen = screen
-        self._admin_url = admin_url
-        self._policies = policies
-        self._rounds = rounds
-        self._attainment = attainment
-        self._admin: FleetAdmin | None = None
-        self._instances: list[str] | None = None
-        self._outcome = CampaignResult()
+    spec: LoadSpec
+    rates: Sequence[Rate | Ramp]
+    screen: Screen
+    admin_url: str | None = None
+    policies: Sequence[str] = ()
+    rounds: int = 1
+    attainment: float | None = None
+    _admin: FleetAdmin | None = None
+    _instances: list[str] | None = None
+    _outcome: CampaignResult = field(default_factory=CampaignResult)
 
     async def run(self) -> CampaignResult:
         """Every run, in order."""
         async with contextlib.AsyncExitStack() as stack:
-            policies: Sequence[str | None] = self._policies or (None,)
-            if self._admin_url is not None:
-                self._admin = await stack.enter_async_context(fleet_admin(self._admin_url))
+            policies: Sequence[str | None] = self.policies or (None,)
+            if self.admin_url is not None:
+                self._admin = await stack.enter_async_context(fleet_admin(self.admin_url))
                 self._instances = await self._admin.instances()
-                policies = self._policies or (await self._admin.policy(),)
-            for rate in self._rates:
-                for number in range(1, self._rounds + 1):
+                policies = self.policies or (await self._admin.policy(),)
+            for rate in self.rates:
+                for number in range(1, self.rounds + 1):
                     for policy in turns(policies, number):
                         await self._measure(policy, rate, number)
-            if len(self._policies) > 1:
+            if len(self.policies) > 1:
                 runs = [each.run for each in self._outcome.measured]
-                self._outcome.comparison = comparisons(runs, self._policies)
-            if self._attainment is not None:
+                self._outcome.comparison = comparisons(runs, self.policies)
+            if self.attainment is not None:
                 for policy in policies:
-                    self._outcome.search.append(await self._search(policy, self._attainment))
+                    self._outcome.search.append(await self._search(policy, self.attainment))
         return self._outcome
 
     async def _measure(self, policy: str | None, rate: Rate | Ramp, number: int = 1) -> MeasuredRun:
-        if self._admin is not None and policy is not None and policy in self._policies:
+        if self._admin is not None and policy is not None and policy in self.policies:
             await self._admin.set_policy(policy)
             await self._admin.idle()
         progress = LoadProgress()
-        label = describe(policy, rate, number if self._rounds > 1 else None)
-        async with self._screen.bar(label, progress, self._spec.num_prompts):
+        label = describe(policy, rate, number if self.rounds > 1 else None)
+        async with self.screen.bar(label, progress, self.spec.num_prompts):
             measured = await measure(
-                self._spec,
+                self.spec,
                 rate,
                 policy=policy,
                 instances=self._instances,
@@ -100,9 +90,9 @@ class Campaign:
         self._outcome.measured.append(measured)
         run = measured.run
         speeds = f"{run['request_throughput']:,.2f} req/s, {run['output_throughput']:,.0f} output tokens/s"
-        self._screen.say(f"{label}: {speeds}")
+        self.screen.say(f"{label}: {speeds}")
         for reason in run["client"]["reasons"]:
-            self._screen.warn(f"{label}: SUSPECT: {reason}")
+            self.screen.warn(f"{label}: SUSPECT: {reason}")
         return measured
 
     async def _search(self, policy: str | None, attainment: float) -> dict[str, Any]:

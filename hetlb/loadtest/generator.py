@@ -38,17 +38,14 @@ _LAG_INTERVAL_S = 0.02
 _INSTANCE_HEADER = "x-hetlb-instance"
 
 
+@dataclass(slots=True)
 class LoadProgress:
     """Live counts of a run; a display reads them when it likes."""
 
-    __slots__ = ("completed", "failed", "output_tokens", "planned", "sent")
-
-    def __init__(self) -> None:
-        self.planned = 0
-        self.sent = 0
-        self.completed = 0
-        self.failed = 0
-        self.output_tokens = 0
+    sent: int = 0
+    completed: int = 0
+    failed: int = 0
+    output_tokens: int = 0
 
     @property
     def in_flight(self) -> int:
@@ -125,14 +122,12 @@ async def run_load(
         gc.unfreeze()
 
 
+@dataclass(slots=True)
 class _Attempt:
     """One request on one connection."""
 
-    __slots__ = ("record", "reused")
-
-    def __init__(self, record: RequestResult) -> None:
-        self.record = record
-        self.reused = False
+    record: RequestResult
+    reused: bool = False
 
 
 async def _on_reused(
@@ -176,7 +171,6 @@ class _Run:
 
     async def run(self) -> LoadResult:
         plan, progress, turns = self._plan, self._progress, self._turns
-        progress.planned = len(plan)
         closed_loop = turns is not None and all(planned.scheduled_s == 0 for planned in plan)
         allow_open_files(len(plan))
         records = [

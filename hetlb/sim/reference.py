@@ -6,7 +6,6 @@ Both use the same engine model as the runs they stand beside, with everything se
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from hetlb.core.latency import IterationRule
 from hetlb.core.predictor import Predictor
@@ -17,19 +16,6 @@ from hetlb.workload.arrivals import PlannedRequest
 
 #: Weight of a prompt token against one output token in `fixed_split`.
 _PROMPT_WEIGHT = 0.15
-
-
-def at_once(plan: Sequence[PlannedRequest]) -> list[PlannedRequest]:
-    """The same requests, in the same order, all due at the start."""
-    return [planned if planned.scheduled_s == 0.0 else replace(planned, scheduled_s=0.0) for planned in plan]
-
-
-def alone_tok_s(
-    engines: Mapping[str, EngineSpec], plan: Sequence[PlannedRequest], rule: IterationRule
-) -> dict[str, float]:
-    """Throughput, tokens/s, that each engine reaches alone on all requests; their sum is `bound`."""
-    plan = at_once(plan)
-    return {name: run_alone(spec, plan, rule).tokens_per_s for name, spec in engines.items()}
 
 
 def fixed_split(
@@ -48,7 +34,7 @@ def fixed_split(
     """
     assigned = dict.fromkeys(alone, 0.0)
     parts: dict[str, list[PlannedRequest]] = {name: [] for name in alone}
-    for planned in at_once(plan):
+    for planned in plan:
         request = Request(
             id=planned.index,
             model=model,

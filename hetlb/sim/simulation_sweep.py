@@ -28,7 +28,7 @@ from hetlb.errors import HetlbError
 from hetlb.sim.alone import full_tokens_per_s, requests_while_full, run_alone
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.reference import at_once, fixed_split
+from hetlb.sim.reference import fixed_split
 from hetlb.sim.series import FleetSeries
 from hetlb.workload.arrivals import PlannedRequest, Waves, make_plan
 from hetlb.workload.content import PromptContent
@@ -212,11 +212,11 @@ def _perform(study: Study, task: _Task) -> Any:
 def _alone(study: Study, task: _Alone) -> tuple[float, float]:
     """Tokens/s of one instance alone: on all requests of a run, and while it is full."""
     load, spec = study.load, study.engines[task.instance]
-    plan = at_once(load.plan(task.rate, 0))
+    plan = load.plan(task.rate, 0)
     whole = run_alone(spec, plan, study.rule)
     count = requests_while_full(spec, plan)
     if count > load.count:
-        plan = at_once(replace(load, num_prompts=count).plan(task.rate, 0))
+        plan = replace(load, num_prompts=count).plan(task.rate, 0)
     return whole.tokens_per_s, full_tokens_per_s(spec, plan, study.rule)
 
 

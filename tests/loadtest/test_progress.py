@@ -10,7 +10,7 @@ from hetlb.loadtest.screen import Screen, live_figures
 
 def test_a_run_so_far_in_a_few_words() -> None:
     progress = LoadProgress()
-    progress.planned, progress.sent, progress.completed, progress.output_tokens = 100, 30, 20, 4_000
+    progress.sent, progress.completed, progress.output_tokens = 30, 20, 4_000
     assert live_figures(progress, 2.0) == "10 in flight, 2,000 tok/s"
     progress.failed = 4
     assert live_figures(progress, 2.0) == "6 in flight, 2,000 tok/s, 4 failed"

@@ -21,12 +21,13 @@ from hetlb.core.queue import QueueLimits
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
 from hetlb.errors import HetlbError
+from hetlb.sim.alone import run_alone
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.reference import alone_tok_s, fixed_split
+from hetlb.sim.reference import fixed_split
 from hetlb.sim.series import FleetSeries
 from hetlb.sim.simulation_sweep import TRACE, Study, StudyCell, StudyLoad, run_sweep
 from hetlb.workload.traces import Row
@@ -80,7 +81,7 @@ def test_yardsticks_are_those_of_the_references() -> None:
     whole = study(1.0, 3.0, 1.0)
     ran = run_sweep(whole, [StudyCell("paper", math.inf, 7)])[0]
     plan = whole.load.plan(math.inf, 7)
-    alone = alone_tok_s(whole.engines, plan, whole.rule)
+    alone = {name: run_alone(spec, plan, whole.rule).tokens_per_s for name, spec in whole.engines.items()}
     assert ran.bound == {"total_token_throughput": sum(alone.values())}
     predictor = make_predictor("normal", rng=random.Random(7), lengths=whole.setup.lengths)
     split = fixed_split(whole.engines, plan, whole.rule, alone, predictor, model="m")
