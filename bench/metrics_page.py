@@ -32,8 +32,9 @@ from hetlb.core.queue import QueueLimits
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, EngineSample, Health, InstanceSpec, Outcome, Request
+from hetlb.proxy.service import FleetService
 from hetlb.proxy.telemetry.counters import Totals
-from hetlb.proxy.telemetry.prometheus import MetricsPage, MetricsSource
+from hetlb.proxy.telemetry.prometheus import MetricsPage
 
 FLEETS = (20, 200, 1000)
 JUDGED = 200
@@ -115,7 +116,7 @@ class Watch:
             last, used = now, cpu
 
 
-def fleet(count: int) -> MetricsSource:
+def fleet(count: int) -> FleetService:
     """A scheduler of `count` instances with reports and requests, and counters that were counted."""
     capacity = Capacity(kv_cache_tokens=100_000, kv_tokens_per_request=100_000, max_num_seqs=64)
     models = [f"org/model-{number}" for number in range(MODELS)]
@@ -155,14 +156,14 @@ def fleet(count: int) -> MetricsSource:
     source: Any = SimpleNamespace(
         scheduler=scheduler,
         totals=totals,
-        invalid_samples={},
+        watch=SimpleNamespace(scraper=SimpleNamespace(invalid_samples={})),
         lost_lines=0,
         workers=(),
         stages={},
         shared=None,
         now=lambda: 12.5,
     )
-    return cast(MetricsSource, source)
+    return cast(FleetService, source)
 
 
 def quantile(values: list[float], share: float) -> float:

@@ -56,8 +56,8 @@ async def _serve_some(log: Path, policy: str) -> None:
                 await asyncio.gather(*(ask(number) for number in range(150)))
         finally:
             await service.stop(10.0)
-        service.driver.scheduler.check_integrity()
-        assert service.driver.scheduler.in_flight == 0
+        service.scheduler.check_integrity()
+        assert service.scheduler.in_flight == 0
 
 
 @pytest.mark.parametrize("policy", ["hetlb", "paper", "p2c"])

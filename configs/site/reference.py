@@ -11,6 +11,7 @@ import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -237,7 +238,7 @@ class _Everything:
         spec = InstanceSpec(name="server", model="model", url="http://server:8000")
         self.scheduler = Scheduler(SchedulerSetup(specs=(spec,), policy="rr"))
         self.totals = Totals()
-        self.invalid_samples: dict[str, int] = {}
+        self.watch = SimpleNamespace(scraper=SimpleNamespace(invalid_samples={}))
         self.lost_lines = 0
         self.workers = ()
         self.shared = SharedFigures(True, 0, 0, 0.0, 0, 0, True)

@@ -26,6 +26,8 @@ from hetlb.core.types import (
 from hetlb.pick.foreign import ForeignLoad
 from hetlb.proxy.driver import Driver, DriverSetup
 from hetlb.proxy.exchange import Exchange
+from hetlb.proxy.scheduler_driver import SchedulerDriver
+from hetlb.proxy.scheduler_side import Carrier
 from hetlb.proxy.upstream import Upstream
 
 #: Instances of a large fleet out of which those for the gateway's retries are taken.
@@ -38,19 +40,40 @@ _REASONS: Final = {
 }
 
 
-class PickDriver(Driver):
-    """The scheduler's driver over streams of Envoy."""
+class PickScheduler(SchedulerDriver):
+    """The scheduler of a picker: engines have requests that are not ours, and Envoy moves none."""
 
-    def __init__(self, scheduler: Scheduler, setup: DriverSetup) -> None:
-        super().__init__(scheduler, setup)
-        #: Streams of the requests that are open, by request.
-        self.streams: dict[RequestId, Upstream] = {}
+    def __init__(self, scheduler: Scheduler, carrier: Carrier) -> None:
+        super().__init__(scheduler, carrier)
+        self.moves_busy = False
         #: Requests at the engines that are not ours.
         self.foreign = ForeignLoad(scheduler)
 
-    @property
-    def resumes(self) -> bool:
-        return False  # the answers are Envoy's
+    def sample(self, name: str, sample: EngineSample) -> None:
+        super().sample(name, sample)
+        self.carry_out(self.foreign.look(name, sample, self.carrier.now()))
+
+    def change(self, change: InstanceChange) -> None:
+        super().change(change)
+        now = self.carrier.now()
+        if isinstance(change, InstanceRemoved):
+            for name in (change.name, *change.more):
+                self.carry_out(self.foreign.gone(name, now))
+        elif isinstance(change, Probed) and change.result is ProbeResult.REFUSED:
+            self.carry_out(self.foreign.gone(change.name, now))
+
+
+class PickDriver(Driver):
+    """Driver of streams of Envoy."""
+
+    def __init__(self, scheduler: Scheduler, setup: DriverSetup) -> None:
+        super().__init__(setup)
+        self.scheduler = scheduler
+        self.picking = PickScheduler(scheduler, self)
+        self.scheduling = self.picking
+        self.resumes = False  # the answers are Envoy's
+        #: Streams of the requests that are open, by request.
+        self.streams: dict[RequestId, Upstream] = {}
 
     def pool(self, lease: Lease) -> Upstream:
         return self.streams[lease.request.id]
@@ -62,27 +85,12 @@ class PickDriver(Driver):
         super().finished(request_id)
         self.streams.pop(request_id, None)
 
-    def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool) -> None:
-        super().lease_ended(lease, outcome, retry=False)
-        if retry:  # the request is with Envoy, whose own retries are over
-            reason, detail = _REASONS[outcome]
-            request_id = lease.request.id
-            self.turn_down(self.exchanges[request_id], Reject(request_id, reason, detail, retry_after_s=1.0))
-
-    def busy(self, lease: Lease, retry_after_s: float) -> None:
-        self.carry_out(self.scheduler.on_busy(lease, retry_after_s, self.now(), may_move=False))
-
-    def sample(self, name: str, sample: EngineSample) -> None:
-        super().sample(name, sample)
-        self.carry_out(self.foreign.look(name, sample, self.now()))
-
-    def change(self, change: InstanceChange) -> None:
-        super().change(change)
-        if isinstance(change, InstanceRemoved):
-            for name in (change.name, *change.more):
-                self.carry_out(self.foreign.gone(name, self.now()))
-        elif isinstance(change, Probed) and change.result is ProbeResult.REFUSED:
-            self.carry_out(self.foreign.gone(change.name, self.now()))
+    def try_again(self, lease: Lease, outcome: Outcome) -> None:
+        """Turn the request down: it is with Envoy, whose own retries are over."""
+        scheduling = self.picking
+        scheduling.lease_ended(lease, outcome, self.now(), retry=False)
+        reason, detail = _REASONS[outcome]
+        self.reject(Reject(lease.request.id, reason, detail), scheduling.drain_rate.spread(1.0))
 
     def served_elsewhere(self, exchange: Exchange, instance: str) -> None:
         """Envoy reached the answering instance after another one failed: the lease moves there."""
@@ -94,23 +102,25 @@ class PickDriver(Driver):
         if instance not in self.scheduler.fleet.instances:
             return  # outside the fleet: the lease stays where it was booked
         commands = self.scheduler.on_lease_ended(lease, Outcome.NO_RESPONSE, now, retry=False)
-        self.totals.tried_again(lease.instance, Outcome.NO_RESPONSE)
+        self.counted.tried_again(lease.instance, Outcome.NO_RESPONSE)
         exchange.lease = self.scheduler.restore(live, now)
         exchange.retries += 1
-        self.carry_out(commands)
+        self.picking.carry_out(commands)
 
     def shed(self, exchange: Exchange) -> None:
         """Turn down a request that may not wait."""
         now, request_id = self.now(), exchange.request.id
-        self.cancelled(request_id, now)
+        scheduling = self.picking
+        scheduling.cancelled(request_id, now)
         detail = "Too many requests are waiting for an instance."
-        self.turn_down(exchange, Reject(request_id, RejectReason.QUEUE_FULL, detail, retry_after_s=1.0))
+        again_s = scheduling.drain_rate.retry_after_s(scheduling.waiting, now)
+        self.reject(Reject(request_id, RejectReason.QUEUE_FULL, detail), again_s)
 
     def fallbacks(self, count: int) -> list[str]:
         """Names of the instances that come next after the decision made last, the best first."""
         if count < 1:
             return []
-        decision = next(iter(reversed(self.decisions)))
+        decision = next(iter(reversed(self.picking.decisions)))
         chosen = decision.lease.instance
         if len(self.scheduler.instances) > MOST_RANKED:
             return self._neighbours(decision.lease, count)

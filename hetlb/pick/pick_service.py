@@ -19,7 +19,9 @@ from hetlb.pick.pick_driver import PickDriver
 from hetlb.pick.pick_server import PickServer, gateway_certificates
 from hetlb.proxy.discovery.inference_pool import ObjectiveSource
 from hetlb.proxy.discovery.source import Source
+from hetlb.proxy.driver import Driver, DriverSetup
 from hetlb.proxy.leader import Leader, LeaseLeader
+from hetlb.proxy.scheduler_driver import SchedulerDriver
 from hetlb.proxy.service import Service
 from hetlb.proxy.sharing import shared_url
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
@@ -37,7 +39,6 @@ class PickService(Service):
 
     driver: PickDriver
     server: PickServer
-    _make_driver = PickDriver
     _hands_over = False  # gRPC's listener cannot be given to another process
 
     def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
@@ -48,6 +49,10 @@ class PickService(Service):
         self.roster.on_coming = self._coming
         #: The lease of the picker that serves, where Kubernetes keeps it.
         self._lease = lease_of(fleet)
+
+    def _make_drivers(self, setup: DriverSetup) -> tuple[Driver, SchedulerDriver]:
+        driver = PickDriver(self.scheduler, setup)
+        return driver, driver.picking
 
     def _make_server(self) -> PickServer:
         return PickServer(self.driver, self, self.fleet, self._serves)

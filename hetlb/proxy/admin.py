@@ -11,8 +11,8 @@ import asyncio
 import hmac
 import ipaddress
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -20,38 +20,20 @@ from aiohttp import web
 from hetlb.core.instance import Instance
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import AdminState, AdminStateSet, Dispatch
+from hetlb.core.types import AdminState, AdminStateSet
 from hetlb.errors import ConfigError, InputError
 from hetlb.proxy.beliefs import believed
-from hetlb.proxy.dashboard.routes import Dashboard, DashboardSource, pools
-from hetlb.proxy.roster import Roster
+from hetlb.proxy.dashboard.routes import Dashboard, pools
 from hetlb.proxy.scheduling import DECISIONS_KEPT
 from hetlb.proxy.telemetry.prometheus import CONTENT_TYPE, MetricsPage, usage_document
+
+if TYPE_CHECKING:
+    from hetlb.proxy.service import FleetService
 
 _MAX_BODY_BYTES = 64 << 10
 #: An instance that leaves later than this has not been given notice yet.
 _MOST_NOTICE_S = 86_400
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class Control(DashboardSource, Protocol):
-    """Interface of the service for the admin listener."""
-
-    @property
-    def registration(self) -> bool: ...
-    @property
-    def admin_token(self) -> bytes | None: ...
-    @property
-    def readiness(self) -> str: ...
-    @property
-    def stages(self) -> Mapping[str, Callable[[], list[dict[str, Any]]]]: ...
-    @property
-    def roster(self) -> Roster: ...
-    def set_policy(self, name: str) -> None: ...
-    async def reload(self) -> str: ...
-    async def refresh(self) -> None: ...
-    async def settled(self) -> None: ...
-    async def last_decisions(self, count: int) -> Sequence[Dispatch]: ...
 
 
 def fleet_document(
@@ -173,7 +155,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 class _AdminApi:
     """Handlers of the admin listener: state to read, and what an operator changes."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: FleetService) -> None:
         self._control = control
         self._page = MetricsPage(control)
         self._dashboard = Dashboard(control, self._fleet)
@@ -208,7 +190,7 @@ class _AdminApi:
         # By what the request was routed to, not by how its path is spelt.
         if request.match_info.handler in (self._healthz, self._readyz, *self._dashboard.public):
             return await handler(request)
-        token = self._control.admin_token
+        token = self._control.access.admin_token
         if token is not None and not _has_token(request, token):
             reply = _refuse(401, "this needs the admin token: Authorization: Bearer TOKEN")
             reply.headers["WWW-Authenticate"] = "Bearer"
@@ -228,7 +210,7 @@ class _AdminApi:
         return name
 
     def _check_registration(self) -> None:
-        if not self._control.registration:
+        if not self._control.fleet.file.admin.registration:
             raise web.HTTPForbidden(text="admin.registration is false")
 
     # --- state ---
@@ -266,7 +248,7 @@ class _AdminApi:
             query.get("outcome", ""), float(longer),
         )  # fmt: skip
         filtered = wanted != Wanted()
-        recent = await control.last_decisions(DECISIONS_KEPT if filtered else int(text))
+        recent = control.scheduling.decisions.last(DECISIONS_KEPT if filtered else int(text))
         if filtered:
             recent = [each for each in recent if wanted.fits(each, control.now())]
             recent = recent if wanted.request and "last" not in query else recent[-int(text) :]
@@ -336,6 +318,6 @@ class _AdminApi:
         return _reply({"reloaded": await self._control.reload()})
 
 
-def make_app(control: Control) -> web.Application:
+def make_app(control: FleetService) -> web.Application:
     """The admin application over `control`."""
     return _AdminApi(control).app()

@@ -38,7 +38,7 @@ from hetlb.proxy.connection_states import (
     ClientState,
     Reading,
 )
-from hetlb.proxy.driver import ExchangeDriver
+from hetlb.proxy.driver import Driver
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.error_responses import Refusal
@@ -96,7 +96,7 @@ _HELD: Final = Reading.HELD
 class Clients:
     """All open connections, and what they share."""
 
-    def __init__(self, driver: ExchangeDriver, router: Router) -> None:
+    def __init__(self, driver: Driver, router: Router) -> None:
         self.driver = driver
         self.router = router
         self.table: ProxyTable = driver.table

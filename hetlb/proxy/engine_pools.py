@@ -18,6 +18,8 @@ class Target(NamedTuple):
     name: str
     incarnation: int
     url: str
+    #: Time at which it is gone, None without a notice.
+    leaves_at: float | None = None
 
 
 class EnginePools:

@@ -15,7 +15,6 @@ from hetlb.core.transition import Transition
 from hetlb.core.types import Lease, Outcome, RejectReason, Request
 from hetlb.proxy import ends
 from hetlb.proxy.client_response import HEARTBEATS, NOTHING, STARTED, ClientResponse, ClientSide
-from hetlb.proxy.driver_side import DriverSide
 from hetlb.proxy.ends import End
 from hetlb.proxy.engine_answer import LOOP_STATUS, EngineAnswer, response_id
 from hetlb.proxy.engine_request import EngineRequest
@@ -41,6 +40,7 @@ from hetlb.proxy.upstream import EngineConnection
 
 if TYPE_CHECKING:
     from hetlb.proxy.continuation import Continuation
+    from hetlb.proxy.driver import Driver
     from hetlb.proxy.kv_transfers import KvTransfer
 
 #: An answer goes on elsewhere so often at most: it may be what engines fail of.
@@ -67,7 +67,7 @@ class Exchange(RequestRecord):
 
     def __init__(
         self,
-        driver: DriverSide,
+        driver: Driver,
         client: ClientSide,
         outgoing: EngineRequest,
         kind: Kind,
@@ -124,7 +124,9 @@ class Exchange(RequestRecord):
             self.stop_engine()
             transfer.leave()
         if lease.decode is not None:
-            self.transfer = self._driver.transfers.transfer(self, lease)
+            transfers = self._driver.scheduling.transfers
+            assert transfers is not None, "expected an instance with kv_transfer"
+            self.transfer = transfers.transfer(self, lease)
             self.transfer.begin(now)
             return
         if not self.resumed:
@@ -172,7 +174,7 @@ class Exchange(RequestRecord):
     def engine_identified(self) -> None:
         """After a reconnect it was looked at what the engine serves: it may be another by now."""
         assert self._sent is not None
-        if self._driver.serves(self._sent):
+        if self._driver.scheduling.serves(self._sent):
             self.send(self._sent)
         else:
             self.engine_failed(ends.MOVED, "another model is served there")
@@ -199,7 +201,7 @@ class Exchange(RequestRecord):
             return
         if status == LOOP_STATUS and self._driver.forward_rules.came_back(head.headers):
             assert lease is not None
-            self._driver.came_back(lease.instance)
+            self._driver.scheduling.came_back(lease.instance)
             self.try_again(ends.LOOP)
             return
         answer = self.answer = EngineAnswer(head, length)
@@ -209,7 +211,7 @@ class Exchange(RequestRecord):
             # While both legs are on their way, what this says of the engine waits for the other one's answer.
             if self.phase is not _PREFILLING:
                 assert lease is not None
-                self._driver.busy(lease, busy_s)
+                self._driver.scheduling.busy(lease, busy_s, self._now())
         elif answer.is_stream:
             self.plain = False
             # The first event of a chat only says who speaks: it is no text.
@@ -254,13 +256,13 @@ class Exchange(RequestRecord):
             self.first_byte_at = now
         assert lease is not None
         if self.status < 400:
-            self._driver.first_token(lease, now)
+            self._driver.scheduling.first_token(lease, now)
             if self.kind is _RESPONSES and (made := response_id(payload)) is not None:
-                self._driver.remember_response(made, lease.instance, self.tenant)
+                self._driver.scheduling.remember_response(made, lease.instance, self.tenant)
         if stream is not None:
             self.response.stream_follows()
             if self.request.sequences == 1:
-                stream.count_gaps(self._driver.gaps(self.request.model))
+                stream.count_gaps(self._driver.counted.model(self.request.model).gaps)
         self.enter(FIRST_BYTE, now)
         return payload
 
@@ -483,7 +485,7 @@ class Exchange(RequestRecord):
         self.dropped = self.dropped or dropped
         if dropped and self.rest is not None and self.rest.leg is None:
             self.resumed += 1  # it may have been half done
-        self._driver.lease_ended(self.back_to_queue(RETRIED), end.told, retry=True)
+        self._driver.try_again(self.back_to_queue(RETRIED), end.told)
 
     def _lost(self, end: End, detail: str, rest: bytes = b"", event: bytes | None = None) -> None:
         """The engine is lost in the middle of its answer, of which `rest` is the last.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from hetlb.config.fleet import Fleet
 from hetlb.config.fleet_tables import ProxyTable
 from hetlb.proxy.access import Access
-from hetlb.proxy.driver import ExchangeDriver
+from hetlb.proxy.driver import Driver
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.model_names import ModelNames
 from hetlb.proxy.router import Router
@@ -54,7 +54,7 @@ class Listener(Protocol):
 class Front:
     """The listener over `driver`, and all that is kept of a request that ended."""
 
-    def __init__(self, driver: ExchangeDriver, server: Listener, fleet: Fleet, access: Access) -> None:
+    def __init__(self, driver: Driver, server: Listener, fleet: Fleet, access: Access) -> None:
         self._driver = driver
         self._fleet = fleet
         self.server = server

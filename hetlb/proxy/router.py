@@ -22,7 +22,7 @@ from hetlb.core.prefix_index import PrefixKey
 from hetlb.core.types import RejectReason, Request
 from hetlb.proxy.access import Tenant
 from hetlb.proxy.client_response import ClientSide
-from hetlb.proxy.driver import ExchangeDriver
+from hetlb.proxy.driver import Driver
 from hetlb.proxy.engine_request import EngineRequest
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.http import error_responses
@@ -33,6 +33,7 @@ from hetlb.proxy.http.openai_body import MAX_INJECT_BYTES, Call, inject_usage, r
 from hetlb.proxy.http.transfer_fields import without_transfer_fields
 from hetlb.proxy.model_names import ModelNames, alias_entries, rename_in_form, rename_in_json
 from hetlb.proxy.prefix_keys import id_keys, session_key, text_keys, token_ids
+from hetlb.proxy.scheduling import several_models
 from hetlb.proxy.service_classes import ServiceClasses
 from hetlb.proxy.telemetry.request_record import RequestRecord
 
@@ -79,7 +80,7 @@ class FleetView(Protocol):
 class Router:
     """Takes whole requests in. On the event loop only."""
 
-    def __init__(self, driver: ExchangeDriver, view: FleetView) -> None:
+    def __init__(self, driver: Driver, view: FleetView) -> None:
         self._driver = driver
         self._view = view
         self.configure(driver.table)
@@ -180,8 +181,7 @@ class Router:
             allowed = (b"POST",) if kept[1] else (b"GET", b"DELETE")
             if head.method not in allowed:
                 raise _method_not_allowed(allowed)
-            where = self._driver.pin(kept[0], None if tenant is None else tenant.name, strict=True)
-            return self._exchange(client, head, _PINNED, Call(), pieces, where, tenant)
+            return self._exchange(client, head, _PINNED, Call(), pieces, kept[0], tenant)
         if head.method != b"POST" and kind is not _PLAIN:
             raise _method_not_allowed((b"POST",))
         if form is not None:
@@ -197,13 +197,7 @@ class Router:
             pieces = [inject_usage(kind, call, pieces[0])]
         if self.names is not None and call.model is not None:
             pieces = self._rename(self.names, call, pieces, form is not None, tenant)
-        pinned: str | None = None
-        if call.continues is not None:
-            driver = self._driver
-            pinned = driver.pin(call.continues, None if tenant is None else tenant.name, strict=False)
-            if pinned is not None and call.model is not None and not driver.pinned_serves(pinned, call.model):
-                pinned = None  # of another model: it is not there, and the engine says so
-        return self._exchange(client, head, kind, call, pieces, pinned, tenant)
+        return self._exchange(client, head, kind, call, pieces, call.continues, tenant)
 
     def _session(
         self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
@@ -223,7 +217,7 @@ class Router:
     def _resolve(self, names: ModelNames, call: Call, tenant: Tenant | None) -> None:
         """Set the model that serves a request in place of the one it asks for. Raises `GateError` (403)."""
         asked = call.asked = call.model or ""
-        model = names.served(asked, self._driver.available)
+        model = names.served(asked, self._driver.scheduling.available)
         if model == asked:
             return
         # The right to an alias is one to what it stands for, and to what stands in for that.
@@ -250,11 +244,17 @@ class Router:
         kind: Kind,
         call: Call,
         pieces: list[bytes],
-        pinned: str | None,
+        response: str | None,
         tenant: Tenant | None,
     ) -> Exchange:
-        driver = self._driver
-        model = call.model or driver.model_at(pinned)
+        """The exchange of a request; `response` is the id of an answer that it asks for or continues."""
+        driver, scheduling = self._driver, self._driver.scheduling
+        owner = None if tenant is None else tenant.name
+        pinned: str | None = None
+        if response is not None:
+            model, pinned = scheduling.pin(call.model or "", response, owner, strict=kind is _PINNED)
+        else:
+            model = call.model or scheduling.only_model or several_models()
         if tenant is not None and kind is not _PINNED and not call.renamed and not tenant.may_use(model):
             raise GateError(403, f"This API key is not for the model `{model}`.")
         service = UNSTATED
@@ -277,16 +277,16 @@ class Router:
         else:  # engines take it for their own id: no tenant may choose that of another
             engine_text = text if tenant is None else f"{text}.{hex(request_id)[2:]}"
         generates: bool = kind.generates
-        owner = None if tenant is None else tenant.name
         prefix_keys: tuple[PrefixKey, ...] = ()
         blocks: PromptBlocks | None = None
         if generates:
             prefix_keys, blocks = self._prefix(head, call, model, owner)
+        transfers = scheduling.transfers if scheduling.splits else None
         splittable = (
-            driver.splits
+            transfers is not None
             and prompts * call.n == 1
             and pinned is None
-            and driver.transfers.may_split(kind, head.path, pieces[0])
+            and transfers.may_split(kind, head.path, pieces[0])
         )
         outgoing = EngineRequest(head, pieces, body_bytes, engine_text)
         rest = None
@@ -338,7 +338,7 @@ class Router:
         ids = token_ids(call) if call.ids else None
         keys = id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
         blocks: PromptBlocks | None = None
-        if ids and call.prompts == 1 and (block_tokens := self._driver.block_tokens):
+        if ids and call.prompts == 1 and (block_tokens := self._driver.scheduling.block_tokens):
             from hetlb.core.block_index import block_digests
 
             salt = () if call.cache_salt is None else (call.cache_salt,)

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from typing import Final, NoReturn
 
 from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import Dispatch, Health, HealthChanged, Reject, RejectReason
+from hetlb.core.types import Dispatch, Health, HealthChanged
 from hetlb.proxy.http.http1 import GateError
-from hetlb.proxy.http.retry_after import DrainRate
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
 
@@ -146,34 +145,9 @@ class Responses:
         return known[0]
 
 
-def served_at(scheduler: Scheduler, name: str) -> tuple[str, ...]:
-    """The models that an instance answers to, () where there is no such instance."""
-    for instance in scheduler.instances:
-        if instance.name == name:
-            return instance.served or (instance.spec.model,)
-    return ()
-
-
-def only_model(scheduler: Scheduler) -> str:
-    """The model of a fleet that serves one, "" of another."""
-    models = scheduler.models
-    if models and len({instance.spec.model for instance in scheduler.instances}) == 1:
-        return models[0]
-    return ""
-
-
 def several_models() -> NoReturn:
     """Refuse a request that names no model where there are several. Raises `GateError` (400)."""
     raise GateError(400, "model: expected the name of a model, since several are served here.")
-
-
-def retry_after_s(reject: Reject, drain_rate: DrainRate, waiting: int, now: float) -> float | None:
-    """Seconds until the client of a rejected request should try again, None where that is of no use."""
-    if reject.retry_after_s is None:
-        return None
-    if reject.reason in (RejectReason.QUEUE_FULL, RejectReason.QUEUE_EXPIRED):
-        return drain_rate.retry_after_s(waiting, now)
-    return drain_rate.spread(reject.retry_after_s)
 
 
 def log_loop(instance: str) -> None:

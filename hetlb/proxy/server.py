@@ -11,7 +11,7 @@ from typing import Any
 from hetlb.config.fleet_tables import ProxyTable
 from hetlb.proxy.access import Access, show_newest
 from hetlb.proxy.connection import LINGER_S, ClientConnection, Clients
-from hetlb.proxy.driver import ExchangeDriver
+from hetlb.proxy.driver import Driver
 from hetlb.proxy.router import FleetView, Router
 
 _SWEEP_S = 0.5
@@ -22,7 +22,7 @@ _PART_S = 1.0
 class ProxyServer:
     """Accepts connections of clients."""
 
-    def __init__(self, driver: ExchangeDriver, view: FleetView) -> None:
+    def __init__(self, driver: Driver, view: FleetView) -> None:
         self._driver = driver
         self.router = Router(driver, view)
         self.clients = Clients(driver, self.router)

@@ -15,21 +15,15 @@ import logging
 import secrets
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Reversible, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hetlb.config.fleet import Fleet, load_fleet
 from hetlb.config.fleet_tables import KvEventsTable, SharedTable
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import (
-    Dispatch,
-    EngineSample,
-    Health,
-    InstanceChange,
-    Lease,
-)
+from hetlb.core.types import Health, Lease
 from hetlb.errors import ConfigError, InputError
 from hetlb.proxy import systemd
 from hetlb.proxy.access import (
@@ -40,12 +34,12 @@ from hetlb.proxy.access import (
 from hetlb.proxy.admin import make_app
 from hetlb.proxy.admin_listener import AdminListener, named
 from hetlb.proxy.discovery.source import Source, Sources
-from hetlb.proxy.driver import Driver, DriverSetup
+from hetlb.proxy.driver import Driver, DriverSetup, with_scheduler
 from hetlb.proxy.engine_watch import EngineWatch
 from hetlb.proxy.front import Front, Listener
 from hetlb.proxy.reload import needs_restart, read_again
 from hetlb.proxy.roster import Roster
-from hetlb.proxy.scheduling import Decisions
+from hetlb.proxy.scheduler_driver import SchedulerDriver
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Offer, Takeover
@@ -56,7 +50,6 @@ from hetlb.proxy.telemetry.prometheus import SharedFigures, WorkerState
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 
 if TYPE_CHECKING:
-    from hetlb.core.block_index import KvEventBatch
     from hetlb.proxy.event_log import EventLog
     from hetlb.proxy.kv_events import KvEventReader
     from hetlb.proxy.sharing import Sharing
@@ -71,30 +64,22 @@ _GARBAGE = 20_000
 READINESS_LAG_S = 5.0
 
 
-class FleetDriver(Protocol):
-    """Interface of the scheduler's driver for a fleet's service."""
-
-    @property
-    def totals(self) -> Totals: ...
-    @property
-    def decisions(self) -> Decisions: ...
-    @property
-    def now(self) -> Callable[[], float]: ...
-    def change(self, change: InstanceChange) -> None: ...
-    def sample(self, name: str, sample: EngineSample) -> None: ...
-    def kv_events(self, name: str, batch: KvEventBatch) -> None: ...
-    def set_policy(self, name: str) -> None: ...
-
-
 class FleetService(ABC):
-    """A fleet and its scheduler: probes, reloads, the admin listener."""
+    """A fleet and its scheduler: probes, reloads, the admin listener.
 
-    driver: FleetDriver
+    The admin listener, the dashboard and `/metrics` read it as it is.
+    """
+
+    scheduling: SchedulerDriver
 
     #: Descriptions of the stages that an instance is made of, by its name.
     stages: Mapping[str, Callable[[], list[dict[str, Any]]]] = {}
     #: The view that other processes of the fleet share, None where this one is alone.
     sharing: Sharing | None = None
+    #: The processes that serve, where there are several.
+    workers: Sequence[WorkerState] = ()
+    #: True between SIGTERM and the closing of the listener: not ready, still accepting.
+    stopping_soon = False
 
     def __init__(
         self, fleet: Fleet, event_log: Path | None = None, load: Callable[[Path], Fleet] = load_fleet
@@ -102,13 +87,15 @@ class FleetService(ABC):
         """`load` reads the fleet file again at a reload."""
         self.fleet = fleet
         self._load = load
-        self._access = require_urls(fleet)
+        self.access = require_urls(fleet)
         #: Keys and certificates by instance; the driver and the watcher look here.
-        self._engines: dict[str, EngineAccess] = dict(self._access.engines)
-        self.admin = AdminListener(self._access.admin_tls)
+        self._engines: dict[str, EngineAccess] = dict(self.access.engines)
+        self.admin = AdminListener(self.access.admin_tls)
         #: The file as it was at the start: what cannot be reloaded is compared with it.
         self._started = fleet.written
         self._event_log = None if event_log is None else _open_event_log(event_log)
+        #: Clock, seconds.
+        self.now = asyncio.get_running_loop().time
         setup = SchedulerSetup(
             specs=fleet.instances,
             policy=fleet.file.policy.name,
@@ -119,24 +106,24 @@ class FleetService(ABC):
             lengths=fleet.output_lengths(),
             initial_health=Health.SUSPECT,
             health=fleet.health_params,
-            now=asyncio.get_running_loop().time(),
+            now=self.now(),
         )
         #: The scheduler in use.
-        self.scheduler = self._build_scheduler(setup)
+        self.scheduler = _build_scheduler(setup, self._event_log)
         self.watch = EngineWatch(
             fleet.file.scrape,
             self.scheduler,
             self._engines,
-            lambda change: self.driver.change(change),
-            lambda name, sample: self.driver.sample(name, sample),
+            lambda change: self.scheduling.change(change),
+            lambda name, sample: self.scheduling.sample(name, sample),
         )
         self.roster = Roster(
             fleet,
-            self._access,
+            self.access,
             self._engines,
             self.scheduler,
             self.watch.scraper,
-            lambda change: self.driver.change(change),
+            lambda change: self.scheduling.change(change),
         )
         #: File of what is learnt, None where none is stated.
         self._learnt: StateFile | None = None
@@ -150,12 +137,6 @@ class FleetService(ABC):
         self._offer = Offer(self.scheduler, lambda: (self._descriptors, self.admin.descriptors), self._leave)
         self._takeover: Takeover | None = None
         self.address = ("", 0)
-
-    def _build_scheduler(self, setup: SchedulerSetup) -> Scheduler:
-        try:
-            return Scheduler(setup) if self._event_log is None else self._event_log.scheduler(setup)
-        except ValueError as error:
-            raise ConfigError(f"policy.predictor: {error} (policy.trace names one)") from error
 
     # --- start-up ---
 
@@ -175,11 +156,6 @@ class FleetService(ABC):
 
             self._learnt = StateFile(self.fleet.base / stated, self.scheduler, token_estimator)
             self._learnt.load()
-
-    def _keep_learnt(self) -> None:
-        """Write what is learnt from now on."""
-        if self._learnt is not None:
-            self._learnt.start()
 
     def _discovery_sources(self) -> list[Source]:
         """Sources of instances, and the fleet file itself. Raises `ConfigError`."""
@@ -238,24 +214,14 @@ class FleetService(ABC):
     # --- what the admin surface sees and does ---
 
     @property
+    @abstractmethod
     def totals(self) -> Totals:
-        """The driver's counters."""
-        return self.driver.totals
-
-    @property
-    def invalid_samples(self) -> Mapping[str, int]:
-        """Scrapes with absurd values, by instance."""
-        return self.watch.scraper.invalid_samples
+        """Counters of all processes."""
 
     @property
     def lost_lines(self) -> int:
         """Lines of logs that a slow reader made us drop."""
         return 0 if self._event_log is None else self._event_log.lost
-
-    @property
-    def decisions(self) -> Reversible[Dispatch]:
-        """The last dispatches."""
-        return self.driver.decisions
 
     @abstractmethod
     def tokens_so_far(self, lease: Lease) -> int:
@@ -265,9 +231,6 @@ class FleetService(ABC):
     @abstractmethod
     def history(self) -> History:
         """The requests that ended lately."""
-
-    #: True between SIGTERM and the closing of the listener: not ready, still accepting.
-    stopping_soon = False
 
     @property
     def stopping(self) -> bool:
@@ -281,44 +244,15 @@ class FleetService(ABC):
             return "stopping"
         return self._why_none() or "ready"
 
-    @property
-    def admin_token(self) -> bytes | None:
-        """Token of the admin listener, None where it is on loopback and asks for nothing."""
-        return self._access.admin_token
-
-    @property
-    def registration(self) -> bool:
-        """True if instances may be added and removed through the admin surface."""
-        return self.fleet.file.admin.registration
-
-    def now(self) -> float:
-        """The driver's clock, seconds."""
-        return self.driver.now()
-
-    @property
-    @abstractmethod
-    def workers(self) -> Sequence[WorkerState]:
-        """The processes that serve, where there are several."""
-
-    @abstractmethod
     async def refresh(self) -> None:
         """Collect the counters of all processes."""
 
-    @abstractmethod
     async def settled(self) -> None:
         """Return when what an operator changed is in force in all processes."""
 
-    async def last_decisions(self, count: int) -> Sequence[Dispatch]:
-        """The last dispatches of all processes, the oldest first."""
-        return self.driver.decisions.last(count)
-
-    async def decision(self, lease: int) -> Dispatch | None:
-        """The dispatch with this number, None where it is not kept any more."""
-        return self.driver.decisions.find(lease)
-
     def set_policy(self, name: str) -> None:
         """An operator switched the policy."""
-        self.driver.set_policy(name)
+        self.scheduling.set_policy(name)
         tell(logger, Event.POLICY, "the policy is %s", name, policy=name)
 
     async def reload(self) -> str:
@@ -327,7 +261,7 @@ class FleetService(ABC):
         The file is read outside of the event loop. Raises `InputError`.
         """
         async with self._reloading:
-            reloads = self.driver.totals.reloads
+            reloads = self.scheduling.carrier.counted.reloads
             try:
                 fleet = await asyncio.to_thread(read_again, self.fleet, self._load)
                 access = await asyncio.to_thread(require_urls, fleet)
@@ -343,13 +277,12 @@ class FleetService(ABC):
         tell(logger, Event.RELOADED, "reloaded: %s", done)
         return done
 
-    @abstractmethod
     async def _agree(self, fleet: Fleet) -> None:
         """Prepare all processes for another fleet. Raises `ConfigError` where one cannot be."""
 
     async def _swap(self, fleet: Fleet, access: Access) -> str:
         """Serve another fleet from now on; what was kept as it is keeps its load. Says what changed."""
-        running, self.fleet, self._access = self.fleet, fleet, access
+        running, self.fleet, self.access = self.fleet, fleet, access
         done = await self.roster.replace(fleet, access)
         self._configure(fleet, access)
         if access.admin_tls is not None:
@@ -358,7 +291,7 @@ class FleetService(ABC):
             tell(logger, Event.CERTIFICATE, "certificates were read again")
         # A flag or an operator may have chosen another policy: only an edit of the file overrides that.
         if fleet.written.policy.name != running.written.policy.name:
-            self.driver.set_policy(fleet.written.policy.name)
+            self.scheduling.set_policy(fleet.written.policy.name)
         self.roster.refresh()
         self._read_kv_events(fleet)
         done += f", policy {self.scheduler.policy_name}"
@@ -374,7 +307,7 @@ class FleetService(ABC):
         if publisher is not None and self._kv_events is None:
             from hetlb.proxy.kv_events import KvEventReader
 
-            self._kv_events = KvEventReader(self.driver.kv_events)
+            self._kv_events = KvEventReader(self.scheduling.kv_events)
         if self._kv_events is not None:
             self._kv_events.set(name, publisher)
 
@@ -429,8 +362,7 @@ class Service(FleetService):
         self._stop = asyncio.Event()
         self._hurry = False
         table, key = self._shared_table(fleet)
-        self.driver = self._make_driver(
-            self.scheduler,
+        self.driver, self.scheduling = self._make_drivers(
             DriverSetup(
                 fleet.file.proxy,
                 TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
@@ -438,22 +370,25 @@ class Service(FleetService):
                 lambda ended: self._front.requests_ended(ended),
                 lambda record: self._front.request_refused(record),
                 self._engines,
-            ),
+            )
         )
-        self.driver.on_loop = self.roster.take_out
         self.driver.pools.on_reconnect = self.watch.reconnected
-        self.driver.probe_timeout_s = fleet.file.scrape.timeout_s
-        self.driver.limit(self._access.limits)
-        self.sharing = None if table is None else _share(table, key, self.driver)
+        scheduling = self.scheduling
+        scheduling.on_loop = self.roster.take_out
+        scheduling.probe_timeout_s = fleet.file.scrape.timeout_s
+        scheduling.limit(self.access.limits)
+        self.sharing = None if table is None else _share(table, key, scheduling)
         self.server: Listener = self._make_server()
-        self._front = Front(self.driver, self.server, fleet, self._access)
+        self._front = Front(self.driver, self.server, fleet, self.access)
         #: True if another process accepts in place of this one.
         self.replaced = False
 
     #: True if another process may take over the listeners.
     _hands_over = True
-    #: The driver and the listener; an endpoint picker has others.
-    _make_driver: Callable[[Scheduler, DriverSetup], Driver] = Driver
+
+    def _make_drivers(self, setup: DriverSetup) -> tuple[Driver, SchedulerDriver]:
+        """Make the drivers of exchanges and of the scheduler; an endpoint picker has others."""
+        return with_scheduler(self.scheduler, setup)
 
     @staticmethod
     def _shared_table(fleet: Fleet) -> tuple[SharedTable | None, str]:
@@ -477,7 +412,7 @@ class Service(FleetService):
         self._read_kv_events(self.fleet)
         await self._first_look()
         if takeover is not None:
-            await takeover.begin(self.scheduler, self.driver.carry_out)
+            await takeover.begin(self.scheduler, self.scheduling.carry_out)
         listen = self.fleet.file.listen
         with named("listen", listen.host, listen.port):
             self.address = await self.server.start(listen.host, listen.port, listeners.main)
@@ -487,7 +422,8 @@ class Service(FleetService):
             tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
         if self._hands_over:
             self._offer.open(self.address)
-        self._keep_learnt()
+        if self._learnt is not None:
+            self._learnt.start()
 
     @property
     def ready_line(self) -> str:
@@ -553,6 +489,11 @@ class Service(FleetService):
         """Lines of logs that a slow reader made us drop."""
         return super().lost_lines + self._front.lost_lines
 
+    @property
+    def totals(self) -> Totals:
+        """Everything counted so far."""
+        return self.driver.totals
+
     def tokens_so_far(self, lease: Lease) -> int:
         """Output tokens of a lease: all of them, or those that came until now."""
         return self.driver.tokens_so_far(lease)
@@ -568,23 +509,9 @@ class Service(FleetService):
         """True if no further request is to be sent here."""
         return self.stopping_soon or self.server.stopping
 
-    @property
-    def workers(self) -> Sequence[WorkerState]:
-        """None: this process serves alone."""
-        return ()
-
-    async def refresh(self) -> None:
-        """Nothing to do: the counters are here."""
-
-    async def settled(self) -> None:
-        """Nothing to do: a change is in force at once."""
-
-    async def _agree(self, fleet: Fleet) -> None:
-        """Nothing to do: this process serves alone."""
-
     def _configure(self, fleet: Fleet, access: Access) -> None:
         self._front.configure(fleet, access)
-        self.driver.limit(access.limits)
+        self.scheduling.limit(access.limits)
 
     # --- shutdown ---
 
@@ -600,6 +527,13 @@ class Service(FleetService):
             await self.sharing.close()
         await super().close()
         await self._front.close()
+
+
+def _build_scheduler(setup: SchedulerSetup, event_log: EventLog | None) -> Scheduler:
+    try:
+        return Scheduler(setup) if event_log is None else event_log.scheduler(setup)
+    except ValueError as error:
+        raise ConfigError(f"policy.predictor: {error} (policy.trace names one)") from error
 
 
 def _open_event_log(path: Path) -> EventLog:
@@ -652,7 +586,7 @@ def _url(address: tuple[str, int], tls: object | None) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def _share(table: SharedTable, key: str, driver: Driver) -> Sharing | None:
+def _share(table: SharedTable, key: str, scheduling: SchedulerDriver) -> Sharing | None:
     """Let a driver share its view; None where only a lease is shared. Raises `ConfigError`."""
     try:
         from hetlb.proxy.sharing import Sharing, shared_url
@@ -661,6 +595,6 @@ def _share(table: SharedTable, key: str, driver: Driver) -> Sharing | None:
     url = shared_url(table, key)
     if url is None:
         return None
-    sharing = Sharing(table, url, driver.scheduler, driver.carry_out, secrets.token_hex(6))
-    driver.view = sharing.view
+    sharing = Sharing(table, url, scheduling.scheduler, scheduling.carry_out, secrets.token_hex(6))
+    scheduling.view = sharing.view
     return sharing

@@ -23,7 +23,7 @@ import msgspec
 from hetlb.config.fleet import Fleet
 from hetlb.errors import HetlbError
 from hetlb.proxy.access import Access, EngineAccess
-from hetlb.proxy.driver import DriverSetup
+from hetlb.proxy.driver import Driver, DriverSetup
 from hetlb.proxy.front import Front
 from hetlb.proxy.scheduler_driver import EMITS_S
 from hetlb.proxy.server import ProxyServer
@@ -54,7 +54,7 @@ from hetlb.workers.protocol import (
 )
 from hetlb.workers.record_batches import pack
 from hetlb.workers.relay_channel import FROM_SCHEDULER, RelayChannel
-from hetlb.workers.relay_driver import RelayDriver
+from hetlb.workers.relay_driver import ID_BITS, RelayDriver
 
 logger = logging.getLogger("hetlb.workers")
 
@@ -79,9 +79,7 @@ class Relay:
         self._fleet = fleet
         self._access = require_urls(fleet)
         self._engines: dict[str, EngineAccess] = dict(self._access.engines)
-        self.driver = RelayDriver(
-            life,
-            fleet.queue_limits,
+        self.driver = Driver(
             DriverSetup(
                 fleet.file.proxy,
                 TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
@@ -89,8 +87,11 @@ class Relay:
                 lambda ended: self._front.requests_ended(ended),
                 lambda record: self._front.request_refused(record),
                 self._engines,
-            ),
+                (life << ID_BITS) + 1,
+            )
         )
+        self._scheduling = RelayDriver(fleet.queue_limits, self.driver)
+        self.driver.scheduling = self._scheduling
         self.driver.identify(state.own)
         self._server = ProxyServer(self.driver, self)
         self._front = Front(self.driver, self._server, fleet, self._access)
@@ -185,8 +186,8 @@ class Relay:
         )
         await channel.open(end)
         self._channel, self._scheduler = channel, scheduler
-        channel.send(Hello(VERSION, self._life, self._generation, self.driver.live_leases()))
-        self.driver.connected(channel)
+        channel.send(Hello(VERSION, self._life, self._generation, self._scheduling.live_leases()))
+        self._scheduling.connected(channel)
 
     def _lost(self, channel: RelayChannel[FromScheduler]) -> None:
         """Drop a closed channel."""
@@ -194,24 +195,24 @@ class Relay:
             return
         self._channel = None
         channel.close()
-        self.driver.disconnected()
+        self._scheduling.disconnected()
         self._control.send("lost", self._scheduler)
 
     def _receive(self, messages: list[FromScheduler]) -> None:
-        driver = self.driver
+        scheduling = self._scheduling
         for message in messages:
             if isinstance(message, DispatchMessage):
-                driver.dispatch(message)
+                scheduling.dispatch(message)
             elif isinstance(message, Rejected | Refused | PassOnMessage | AbortMessage):
-                driver.answer(message)
+                scheduling.answer(message)
             elif isinstance(message, Instances):
                 self._set_instances(message.instances)
             elif isinstance(message, ViewMessage):
                 self._set_view(message)
             elif isinstance(message, Learnt):
-                driver.token_estimator.learn(message.model, message.text_bytes, (), message.tokens)
+                self.driver.token_estimator.learn(message.model, message.text_bytes, (), message.tokens)
             elif isinstance(message, WaitingMessage):
-                driver.others_wait = message.requests
+                scheduling.others_wait = message.requests
             elif isinstance(message, Ask):
                 self._report(message.number)
             elif isinstance(message, Prepare):
@@ -227,13 +228,10 @@ class Relay:
                 self._engines[each.name] = access.unlisted(each.url, each.model, each.address)
             elif each.name in access.engines:
                 self._engines[each.name] = access.engines[each.name]
-        self.driver.instances(addresses)
+        self._scheduling.instances(addresses)
 
     def _set_view(self, view: ViewMessage) -> None:
-        self.driver.served = frozenset(view.names)
-        self.driver.only_model = view.only_model
-        self.driver.down = frozenset(view.down)
-        self.driver.engine_block_tokens = view.block_tokens
+        self._scheduling.set_view(view)
         self._models = msgspec.json.decode(view.models)
         self._routable = view.routable
         self._looked.set()
@@ -270,11 +268,11 @@ class Relay:
 
     def _report(self, number: int) -> None:
         """Send the counters, and the records of all requests that ended until now."""
-        channel, driver = self._channel, self.driver
+        channel, driver, scheduling = self._channel, self.driver, self._scheduling
         if channel is None:
             return
         totals, history = driver.totals, self._front.history
-        learnt, driver.learnt = driver.learnt, {}
+        learnt, scheduling.learnt = scheduling.learnt, {}
         records = history.rows_since(self._reported)
         self._reported = history.added
         while len(records) > _RECORDS_AT_ONCE:
@@ -289,7 +287,7 @@ class Relay:
                 pack(records),
                 pickle.dumps(totals, pickle.HIGHEST_PROTOCOL),
                 self._front.lost_lines,
-                [(each.id, driver.tokens_so_far(each)) for each in driver.recent if not each.ended],
+                [(each.id, driver.tokens_so_far(each)) for each in scheduling.recent if not each.ended],
                 sorted(driver.streaming(driver.now() - EMITS_S)),
                 [(model, *counts) for model, counts in learnt.items()],
             )

@@ -7,25 +7,22 @@ there is no scheduler process, streams go on and arrivals wait, within the limit
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from hetlb.core.journal import booked
 from hetlb.core.queue import QueueLimits
 from hetlb.core.types import Lease, Outcome, Reject, RejectReason, Request, RequestId
-from hetlb.proxy.driver import DriverSetup, ExchangeDriver
-from hetlb.proxy.ends import End
+from hetlb.proxy.driver import Driver
 from hetlb.proxy.engine_pools import Target
 from hetlb.proxy.exchange import Exchange
-from hetlb.proxy.exchange_states import TURNED_AWAY, Phase
+from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.endpoints import Kind
-from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.lease_wire import RequestFacts, WireBooked
 from hetlb.proxy.limits import Ticket
-from hetlb.proxy.scheduling import several_models
+from hetlb.proxy.scheduler_side import SchedulerSide
 from hetlb.proxy.scrape import read_model_list
 from hetlb.workers.held_answer import HeldAnswer
 from hetlb.workers.protocol import (
@@ -37,6 +34,7 @@ from hetlb.workers.protocol import (
     DispatchMessage,
     EndedMessage,
     FirstToken,
+    FromScheduler,
     InstanceAddress,
     LiveRequest,
     Made,
@@ -46,7 +44,9 @@ from hetlb.workers.protocol import (
     Rejected,
     RelayMessage,
     Used,
+    ViewMessage,
 )
+from hetlb.workers.relay_channel import RelayChannel
 
 #: Bits of a request's id below the number of its relay.
 ID_BITS: Final = 32
@@ -55,25 +55,18 @@ _RECENT: Final = 25
 _PINNED: Final = Kind.PINNED
 
 
-class Sender(Protocol):
-    """The channel, as a driver sees it."""
+class RelayDriver(SchedulerSide):
+    """The scheduler as a relay sees it: in another process, reached over a channel."""
 
-    def send(self, message: RelayMessage) -> None: ...
-    def post(self, message: RelayMessage) -> None: ...
-
-
-class RelayDriver(ExchangeDriver):
-    """Driver whose scheduler is in another process, reached over `sender`."""
-
-    def __init__(self, relay: int, limits: QueueLimits, setup: DriverSetup) -> None:
-        super().__init__(setup)
-        self._next_id = (relay << ID_BITS) + 1
+    def __init__(self, limits: QueueLimits, driver: Driver) -> None:
+        super().__init__()
         self._limits = limits
-        self._sender: Sender | None = None
-        self._alone_since = self.now()
+        self._driver = driver
+        self._channel: RelayChannel[FromScheduler] | None = None
+        self._alone_since = driver.now()
         self._targets: dict[str, Target] = {}
+        #: Incarnations of the instances as the scheduler process numbers them.
         self._incarnations: dict[str, int] = {}
-        self._leaving: dict[str, float] = {}
         self._next_incarnation = 1
         self._held: dict[RequestId, HeldAnswer] = {}
         #: The newest leases, for reports.
@@ -82,23 +75,18 @@ class RelayDriver(ExchangeDriver):
         self.learnt: dict[str, tuple[int, int]] = {}
         #: Models that engines served when connections to them were made again, by instance.
         self._read: dict[str, set[str]] = {}
-        self.pools.on_reconnect = self.reconnected
+        driver.pools.on_reconnect = self.reconnected
         #: True if requests wait somewhere: what frees an instance is said at once then.
         self.others_wait = False
-        #: Names that some instance answers to, and the one where there is one.
-        self.served: frozenset[str] = frozenset()
-        self.only_model = ""
-        #: Those of them of which no instance takes requests.
-        self.down: frozenset[str] = frozenset()
-        #: Tokens of a block of engines that publish KV events, as the scheduler process says.
-        self.engine_block_tokens = 0
+        self._view = ViewMessage([], "", b"[]", False)
+        self._served: frozenset[str] = frozenset()
 
     # --- the channel ---
 
     def live_leases(self) -> list[LiveRequest]:
         """Leases that another scheduler process books again: those on instances still in the fleet."""
-        now, live = self.now(), []
-        for exchange in self.exchanges.values():
+        now, live = self._driver.now(), []
+        for exchange in self._driver.exchanges.values():
             lease = exchange.lease
             if lease is None or exchange.phase is Phase.QUEUED:
                 continue
@@ -108,55 +96,92 @@ class RelayDriver(ExchangeDriver):
             live.append(LiveRequest(WireBooked.of(booked(lease, now)), exchange.tenant))
         return live
 
-    def connected(self, sender: Sender) -> None:
+    def connected(self, channel: RelayChannel[FromScheduler]) -> None:
         """Send waiting requests, oldest first, to a scheduler process that has the live leases."""
-        self._sender = sender
+        self._channel = channel
         self._incarnations.clear()
-        for exchange in _queued(self.exchanges):
-            sender.send(_arrival(exchange))
+        for exchange in self._queued():
+            channel.send(_arrival(exchange))
 
     def disconnected(self) -> None:
         """There is no scheduler process for now."""
-        self._sender = None
-        self._alone_since = self.now()
+        self._channel = None
+        self._alone_since = self._driver.now()
         for held in list(self._held.values()):
             held.pass_on()
 
     def _send(self, message: RelayMessage) -> None:
-        if self._sender is not None:
-            self._sender.send(message)
+        if self._channel is not None:
+            self._channel.send(message)
 
     def post(self, message: RelayMessage) -> None:
         """Send a message that nothing waits for, unless requests do."""
         if self.others_wait:
             self._send(message)
-        elif self._sender is not None:
-            self._sender.post(message)
+        elif self._channel is not None:
+            self._channel.post(message)
 
-    # --- facts ---
+    # --- the fleet ---
 
-    @property
-    def block_tokens(self) -> int:
-        return self.engine_block_tokens
+    def set_view(self, view: ViewMessage) -> None:
+        """The fleet is so, as the scheduler process says."""
+        self._view, self._served = view, frozenset(view.names)
 
     @property
     def models(self) -> Collection[str]:
-        return self.served
+        return self._served
+
+    @property
+    def only_model(self) -> str:
+        return self._view.only_model
+
+    @property
+    def block_tokens(self) -> int:
+        return self._view.block_tokens
 
     @property
     def waiting(self) -> int:
-        return len(_queued(self.exchanges))
+        return len(self._queued())
 
     def available(self, model: str) -> bool:
-        return model in self.served and model not in self.down
+        return model in self._served and model not in self._view.down
+
+    def targets(self) -> Collection[Target]:
+        return self._targets.values()
+
+    def serves(self, lease: Lease) -> bool:
+        names = self._read.get(lease.instance)
+        return not names or lease.request.model in names
+
+    def instances(self, addresses: Iterable[InstanceAddress]) -> None:
+        """These are all instances. Their incarnations are numbered here: they outlive a scheduler process."""
+        targets: dict[str, Target] = {}
+        incarnations: dict[str, int] = {}
+        now = self._driver.now()
+        for each in addresses:
+            name, known = each.name, self._targets.get(each.name)
+            incarnations[name] = each.incarnation
+            if known is None or (known.url, self._incarnations.get(name, each.incarnation)) != (
+                each.url,
+                each.incarnation,
+            ):
+                number, self._next_incarnation = self._next_incarnation, self._next_incarnation + 1
+            else:
+                number = known.incarnation
+            leaves_at = None if each.leaves_in_s is None else now + each.leaves_in_s
+            targets[name] = Target(name, number, each.url, leaves_at)
+        for name in self._read.keys() - targets.keys():
+            del self._read[name]
+        self._targets, self._incarnations = targets, incarnations
+        self._driver.instances_changed()
+
+    # --- facts ---
 
     def submit(self, exchange: Exchange) -> None:
-        self.exchanges[exchange.request.id] = exchange
-        if self._sender is None and not has_room(
-            self._limits, [each.request for each in _queued(self.exchanges)]
-        ):
+        request = exchange.request
+        if self._channel is None and not has_room(self._limits, [each.request for each in self._queued()]):
             detail = "Too many requests are waiting for an instance."
-            self.turn_down(exchange, Reject(exchange.request.id, RejectReason.QUEUE_FULL, detail, 1.0))
+            self._driver.reject(Reject(request.id, RejectReason.QUEUE_FULL, detail), 1.0)
             return
         self._send(_arrival(exchange))
 
@@ -164,129 +189,72 @@ class RelayDriver(ExchangeDriver):
         lease.first_token_at = now
         self.post(FirstToken(lease.request.id, lease.id))
 
-    def lease_ended(self, lease: Lease, outcome: Outcome, *, retry: bool) -> None:
+    def lease_ended(
+        self, lease: Lease, outcome: Outcome, now: float, *, retry: bool, generated: int | None = None
+    ) -> None:
         lease.ended = True
-        self._held.pop(lease.request.id, None)
-        if retry:
-            self._totals.tried_again(lease.instance, outcome)
+        request_id = lease.request.id
+        self._held.pop(request_id, None)
         ended = EndedMessage(
-            lease.request.id,
+            request_id,
             lease.id,
             outcome,
             lease.output_tokens,
             retry,
             lease.reported_cached_tokens,
+            generated is not None,
+            generated or 0,
         )
         if retry:
             self._send(ended)
         else:
             self.post(ended)
 
-    def _go_on(self, rest: Request, lease: Lease, end: End) -> None:
-        lease.ended = True
-        self._held.pop(rest.id, None)
-        self._send(
-            EndedMessage(
-                rest.id,
-                lease.id,
-                end.told,
-                lease.output_tokens,
-                True,
-                goes_on=True,
-                generated=rest.generated,
-            )
-        )
-
-    def busy(self, lease: Lease, retry_after_s: float) -> None:
-        if self._sender is not None:  # else the client gets what the engine said
+    def busy(self, lease: Lease, retry_after_s: float, now: float) -> None:
+        if self._channel is not None:  # else the client gets what the engine said
             request_id = lease.request.id
-            self._held[request_id] = HeldAnswer(self.exchanges[request_id], self._held)
+            self._held[request_id] = HeldAnswer(self._driver.exchanges[request_id], self._held)
             self._send(Busy(request_id, lease.id, retry_after_s))
 
     def cancelled(self, request_id: RequestId, now: float) -> None:
         self._send(Cancelled(request_id))
 
-    def retry_after_s(self, reject: Reject) -> float | None:
-        return reject.retry_after_s  # the scheduler process has looked at the whole queue
-
-    def learn_prompt(self, model: str, call: Call, tokens: int) -> None:
-        super().learn_prompt(model, call, tokens)
-        if not call.images:  # what their sizes mean each relay learns by itself
-            known_bytes, known_tokens = self.learnt.get(model, (0, 0))
-            self.learnt[model] = known_bytes + call.text_bytes, known_tokens + tokens
-
-    # --- answers that can be asked for again: the scheduler process knows where they are ---
+    def came_back(self, instance: str) -> None:
+        self._send(CameBack(instance))
 
     def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None:
         self._send(Made(response_id, instance, tenant))
 
-    def pin(self, response_id: str, tenant: str | None, *, strict: bool) -> str | None:
-        return response_id
+    def pin(
+        self, model: str, response_id: str, tenant: str | None, *, strict: bool
+    ) -> tuple[str, str | None]:
+        """The id stands for the instance: the scheduler process knows where the answer is."""
+        return model or self.only_model, response_id
 
-    def pinned_serves(self, pinned: str, model: str) -> bool:
-        return True
-
-    def model_at(self, pinned: str | None) -> str:
-        return self.only_model or ("" if pinned is not None else several_models())
-
-    # --- engines that turned out to be others ---
-
-    def came_back(self, instance: str) -> None:
-        self._send(CameBack(instance))
+    def learn_prompt(self, model: str, text_bytes: int, tokens: int) -> None:
+        known_bytes, known_tokens = self.learnt.get(model, (0, 0))
+        self.learnt[model] = known_bytes + text_bytes, known_tokens + tokens
 
     def reconnected(self, instance: str, body: bytes) -> None:
         """Record the models that a reconnected engine serves now."""
         self._read[instance] = {entry["id"] for entry in read_model_list(body)}
         self._send(ModelsRead(instance, body))
 
-    def serves(self, lease: Lease) -> bool:
-        names = self._read.get(lease.instance)
-        return not names or lease.request.model in names
-
-    # --- instances ---
-
-    def targets(self) -> Iterable[Target]:
-        return self._targets.values()
-
-    def instances(self, addresses: Iterable[InstanceAddress]) -> None:
-        """These are all instances. Their incarnations are numbered here: they outlive a scheduler process."""
-        targets: dict[str, Target] = {}
-        incarnations: dict[str, int] = {}
-        leaving: dict[str, float] = {}
-        for each in addresses:
-            name, known = each.name, self._targets.get(each.name)
-            same = self._incarnations.get(name, each.incarnation) == each.incarnation
-            if known is None or known.url != each.url or not same:
-                known = Target(name, self._next_incarnation, each.url)
-                self._next_incarnation += 1
-            targets[name] = known
-            incarnations[name] = each.incarnation
-            if each.leaves_in_s is not None:
-                leaving[name] = self.now() + each.leaves_in_s
-        for name in self._read.keys() - targets.keys():
-            del self._read[name]
-        self._targets, self._incarnations, self._leaving = targets, incarnations, leaving
-        self.drop_unused_pools()
-
-    @property
-    def leaving(self) -> dict[str, float]:
-        return self._leaving
-
     # --- commands ---
 
     def dispatch(self, command: DispatchMessage) -> None:
         """Dispatch a request, unless it has ended and the message crossed its end."""
-        exchange = self.exchanges.get(command.request)
+        driver = self._driver
+        exchange = driver.exchanges.get(command.request)
         if exchange is None:
             return
         if self._held.pop(command.request, None) is not None:
             assert exchange.lease is not None
-            self._totals.tried_again(exchange.lease.instance, Outcome.UPSTREAM_BUSY)
             exchange.lease.ended = True
-            exchange.back_to_queue(TURNED_AWAY)
+            driver.turned_away(exchange.lease)
         if command.model:
             exchange.request.model = command.model
-        target, now = self._targets[command.instance], self.now()
+        target, now = self._targets[command.instance], driver.now()
         lease = Lease(
             command.lease,
             exchange.request,
@@ -305,19 +273,19 @@ class RelayDriver(ExchangeDriver):
         self.recent.append(lease)
         if command.limit_lines is not None:
             exchange.ticket = _RelayTicket(self, command.request, command.limit_lines)
-        self.open_pool(target.incarnation, target.name, target.url)
+        driver.open_pool(target.incarnation, target.name, target.url)
         exchange.dispatched(
             lease, now, command.expected_s, command.expected_first_s, command.mixed, command.gives_ids
         )
 
     def answer(self, command: Rejected | Refused | PassOnMessage | AbortMessage) -> None:
         """Apply the scheduler process's answer to a request, unless it has ended."""
-        exchange = self.exchanges.get(command.request)
+        exchange = self._driver.exchanges.get(command.request)
         if exchange is None:
             return
         if isinstance(command, Rejected):
-            reject = Reject(command.request, command.reason, command.detail, command.retry_after_s)
-            self.turn_down(exchange, reject)
+            reject = Reject(command.request, command.reason, command.detail)
+            self._driver.reject(reject, command.retry_after_s)
         elif isinstance(command, Refused):
             limited = command.status == error_responses.RATE_LIMITED.status
             kind = error_responses.RATE_LIMITED if limited else error_responses.bad_request(command.status)
@@ -329,13 +297,14 @@ class RelayDriver(ExchangeDriver):
 
     # --- time ---
 
-    def _sweep(self) -> None:
-        super()._sweep()
-        waited_s = self.now() - self._alone_since if self._sender is None else -math.inf
-        if waited_s >= self._limits.no_instance_timeout_s:
-            for exchange in _queued(self.exchanges):
+    def sweep(self, now: float) -> None:
+        if self._channel is None and now - self._alone_since >= self._limits.no_instance_timeout_s:
+            for exchange in self._queued():
                 detail = "The scheduler is not there."
-                self.turn_down(exchange, Reject(exchange.request.id, RejectReason.NO_INSTANCE, detail, 1.0))
+                self._driver.reject(Reject(exchange.request.id, RejectReason.NO_INSTANCE, detail), 1.0)
+
+    def _queued(self) -> list[Exchange]:
+        return [each for each in self._driver.exchanges.values() if each.phase is Phase.QUEUED]
 
 
 class _RelayTicket(Ticket):
@@ -366,10 +335,6 @@ def arrival_of(request: Request, owner: str | None, *, strict: bool) -> Arrival:
 
 def _arrival(exchange: Exchange) -> Arrival:
     return arrival_of(exchange.request, exchange.tenant, strict=exchange.kind is _PINNED)
-
-
-def _queued(exchanges: dict[RequestId, Exchange]) -> list[Exchange]:
-    return [each for each in exchanges.values() if each.phase is Phase.QUEUED]
 
 
 def has_room(limits: QueueLimits, waiting: Sequence[Request]) -> bool:

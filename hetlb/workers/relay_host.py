@@ -9,39 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import random
 from collections.abc import Callable, Iterable, Mapping
-from time import perf_counter
 from typing import Final
 
+from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
-    Abort,
-    AdminStateSet,
     Dispatch,
-    InstanceChange,
     Lease,
     Outcome,
-    PassOn,
     Reject,
     Request,
     RequestId,
 )
-from hetlb.proxy.driver import SWEEP_S
 from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.http1 import GateError
-from hetlb.proxy.http.retry_after import DrainRate
-from hetlb.proxy.limits import Limiter, Ticket
+from hetlb.proxy.limits import Ticket
 from hetlb.proxy.scheduler_driver import EMITS_S, SchedulerDriver
-from hetlb.proxy.scheduling import (
-    Responses,
-    StallWatch,
-    log_loop,
-    only_model,
-    retry_after_s,
-    served_at,
-    several_models,
-)
+from hetlb.proxy.scheduler_side import Carrier
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.workers import protocol
 from hetlb.workers.protocol import (
@@ -129,8 +114,8 @@ class _OpenRequest:
             ticket.ended(_prompt_tokens(self.request), 0, now)
 
 
-class RelayHost(SchedulerDriver):
-    """The scheduler's driver over relays.
+class RelayHost(Carrier):
+    """Relays' requests, for the scheduler of this process: `scheduling` drives it.
 
     `registered` has the instances that stand in no file and the addresses that they must have (None where the
     name resolves itself); its owner alone changes it. `on_view` is called when what relays answer may differ.
@@ -143,39 +128,30 @@ class RelayHost(SchedulerDriver):
         registered: Mapping[str, str | None],
         on_view: Callable[[], None],
         on_report: Callable[[RelayLink, Report], None],
-        on_loop: Callable[[str], None] = lambda instance: None,
         on_models: Callable[[str, bytes], None] = lambda instance, body: None,
     ) -> None:
-        self.loop = loop
-        self.now = loop.time
-        self.schedule(scheduler)
+        super().__init__(loop)
+        self.scheduler = scheduler
+        self.scheduling = SchedulerDriver(scheduler, self)
         self._registered = registered
         self.links: list[RelayLink] = []
         self._on_view = on_view
         self._on_report = on_report
-        self._on_loop = on_loop
         self._on_models = on_models
         self._open: dict[RequestId, _OpenRequest] = {}
-        self._responses = Responses()
-        self._totals = Totals()
-        self._drain_rate = DrainRate(random.Random())
         self._streaming_at: dict[str, float] = {}
         #: Relays whose live leases are waited for, and the arrivals that wait for them.
         self._awaited: set[int] = set()
         self._early: list[tuple[RelayLink, Arrival]] = []
         #: Reloads of the fleet so far: a relay that serves another one is replaced.
         self.generation = 0
-        self.stalls = StallWatch(loop)
         #: True if requests wait, as the relays know it.
         self._waiting = False
-        self._sweeper = loop.call_later(SWEEP_S, self._sweep)
-        self._sweep_due = perf_counter() + SWEEP_S
 
     def close(self) -> None:
         """Stop the timers and close every channel."""
-        self.stalls.close()
-        self._stop_ticking()
-        self._sweeper.cancel()
+        super().close()
+        self.scheduling.close()
         for link in list(self.links):
             if link.channel is not None:
                 link.channel.close()
@@ -231,22 +207,23 @@ class RelayHost(SchedulerDriver):
             if isinstance(message, Arrival):
                 self._arrived(link, message, now)
             elif isinstance(message, FirstToken):
-                self._begun(message, now)
+                if (lease := self._lease_of(message.request, message.lease)) is not None:
+                    self.scheduling.first_token(lease, now)
             elif isinstance(message, EndedMessage):
                 self._ended(message, now)
             elif isinstance(message, Cancelled):
                 self._cancelled(message.request, now)
             elif isinstance(message, Busy):
-                self._busy(message, now)
+                if (lease := self._lease_of(message.request, message.lease)) is not None:
+                    self.scheduling.busy(lease, message.retry_after_s, now)
             elif isinstance(message, Made):
-                self._responses.add(message.response, message.instance, message.owner)
+                self.scheduling.remember_response(message.response, message.instance, message.owner)
             elif isinstance(message, Report):
                 self._reported(link, message, now)
             elif isinstance(message, Hello):
                 self._greeted(link, message, now)
             elif isinstance(message, CameBack):
-                log_loop(message.instance)
-                self._on_loop(message.instance)
+                self.scheduling.came_back(message.instance)
             elif isinstance(message, ModelsRead):
                 self._on_models(message.instance, message.body)
             elif isinstance(message, Used):
@@ -254,12 +231,12 @@ class RelayHost(SchedulerDriver):
                     found.used(message, now)
             elif isinstance(message, Prepared):
                 link.answered(-message.number, message.error)
-        self._tick_later()
-        self._say_waiting()
+        self.scheduling.tick_later()
+        self.ticked()
 
-    def _say_waiting(self) -> None:
+    def ticked(self) -> None:
         """Broadcast a change of whether requests wait."""
-        waiting = len(self.scheduler.queue) > 0
+        waiting = self.scheduling.waiting > 0
         if waiting != self._waiting:
             self._waiting = waiting
             self.broadcast(protocol.WaitingMessage(waiting))
@@ -280,7 +257,7 @@ class RelayHost(SchedulerDriver):
                 raise protocol.RelayProtocolError(str(error)) from error
             lease = self.scheduler.restore(booked, now)
             if lease is not None:
-                limiter = self._limiter(live.owner)
+                limiter = self.scheduling.limiter(live.owner)
                 ticket = None if limiter is None else limiter.adopt(now)
                 found = self._open[lease.request.id] = _OpenRequest(link, lease.request, True, ticket)
                 found.lease, found.lease_number = lease, booked.number
@@ -302,48 +279,24 @@ class RelayHost(SchedulerDriver):
         facts = arrival.request
         if facts.id >> ID_BITS != link.life or facts.id in self._open:
             raise protocol.RelayProtocolError(f"expected a new id of relay {link.life}, got {facts.id}")
-        model, pinned = facts.model, None
-        if arrival.response is not None:
-            try:
-                model, pinned = self._pin(arrival, arrival.response)
-            except GateError as error:
-                link.send(protocol.Refused(facts.id, error.status, error.message))
-                return
-        request = facts.request(model, pinned)
+        scheduling, response, pinned = self.scheduling, arrival.response, None
+        model = facts.model
         try:
-            ticket = admit(self._limiter(arrival.owner), request, now)
-        except Refusal as refusal:
-            link.send(
-                protocol.Refused(
-                    facts.id, refusal.status, refusal.message, refusal.retry_after_s, refusal.lines
-                )
-            )
+            if response is not None:
+                model, pinned = scheduling.pin(model, response, arrival.owner, strict=arrival.strict)
+            request = facts.request(model, pinned)
+            ticket = scheduling.admit(request, arrival.owner, _prompt_tokens(request), now)
+        except GateError as error:
+            again = (error.retry_after_s, error.lines) if isinstance(error, Refusal) else (None, b"")
+            link.send(protocol.Refused(facts.id, error.status, error.message, *again))
             return
         self._open[request.id] = _OpenRequest(link, request, bool(facts.model), ticket)
-        self._arrive(request, now)
+        scheduling.arrive(request, now)
 
-    def _pin(self, arrival: Arrival, response: str) -> tuple[str, str | None]:
-        """The model and the instance of a request about an earlier answer. Raises `GateError`."""
-        scheduler, model = self.scheduler, arrival.request.model
-        pinned = self._responses.find(response, arrival.owner, scheduler, strict=arrival.strict)
-        if pinned is None:
-            return model or only_model(scheduler) or several_models(), None
-        served = served_at(scheduler, pinned)
-        if arrival.strict or not model:
-            return served[0], pinned
-        # Of another model: it is not there, and the engine says so.
-        return model, pinned if model in served else None
-
-    def _lease_of(self, request_id: RequestId, lease_number: int) -> _OpenRequest | None:
-        """A request that still has the lease of this number."""
+    def _lease_of(self, request_id: RequestId, lease_number: int) -> Lease | None:
+        """The lease of a request, where that has this number."""
         found = self._open.get(request_id)
-        return None if found is None or found.lease_number != lease_number else found
-
-    def _begun(self, message: FirstToken, now: float) -> None:
-        found = self._lease_of(message.request, message.lease)
-        lease = None if found is None else found.lease
-        if lease is not None and (commands := self.scheduler.on_first_token(lease, now)):
-            self.carry_out(commands)
+        return None if found is None or found.lease_number != lease_number else found.lease
 
     def _cancelled(self, request_id: RequestId, now: float) -> None:
         found = self._open.get(request_id)
@@ -382,19 +335,12 @@ class RelayHost(SchedulerDriver):
             del self._open[found.request.id]
             found.settle(now)
         if lease is None:
-            self.carry_out(self.scheduler.on_cancelled(found.request.id, now))
+            self.scheduling.cancelled(found.request.id, now)
             return
         if not retry:
-            self._drain_rate.ended(now)
-        commands = self._end_lease(lease, outcome, now, retry, generated)
-        if not retry:
-            self._totals.believed(lease)
-        self.carry_out(commands)
-
-    def _busy(self, message: Busy, now: float) -> None:
-        found = self._lease_of(message.request, message.lease)
-        if found is not None and found.lease is not None:
-            self.carry_out(self.scheduler.on_busy(found.lease, message.retry_after_s, now))
+            self.scheduling.drain_rate.ended(now)
+            self.counted.believed(lease)
+        self.scheduling.lease_ended(lease, outcome, now, retry=retry, generated=generated)
 
     def _reported(self, link: RelayLink, report: Report, now: float) -> None:
         self._on_report(link, report)
@@ -411,38 +357,30 @@ class RelayHost(SchedulerDriver):
 
     # --- facts about instances ---
 
-    def _emits(self, name: str) -> bool:
+    def emits(self, name: str) -> bool:
         since = self._streaming_at.get(name)
         return since is not None and self.now() - since < EMITS_S
 
-    def change(self, change: InstanceChange) -> None:
-        super().change(change)
-        if isinstance(change, AdminStateSet):
-            self._instances_changed()
-
-    def _instances_changed(self) -> None:
+    def instances_changed(self) -> None:
         self.broadcast(instances_message(self.scheduler, self._registered, self.now()))
 
-    def _view_changed(self) -> None:
+    def view_changed(self) -> None:
         self._on_view()
 
     # --- commands ---
 
-    def _reject(self, command: Reject) -> None:
+    def reject(self, command: Reject, retry_after_s: float | None) -> None:
         found = self._open.pop(command.request_id)
         found.settle(self.now())
-        again_s = retry_after_s(command, self._drain_rate, len(self.scheduler.queue), self.now())
-        found.link.send(protocol.Rejected(command.request_id, command.reason, command.detail, again_s))
+        found.link.send(protocol.Rejected(command.request_id, command.reason, command.detail, retry_after_s))
 
-    def _pass_on(self, command: PassOn) -> None:
-        self._open[command.request_id].link.send(protocol.PassOnMessage(command.request_id))
+    def pass_on(self, request_id: RequestId) -> None:
+        self._open[request_id].link.send(protocol.PassOnMessage(request_id))
 
-    def _abort(self, command: Abort) -> None:
-        self._open[command.request_id].link.send(protocol.AbortMessage(command.request_id))
+    def abort(self, request_id: RequestId) -> None:
+        self._open[request_id].link.send(protocol.AbortMessage(request_id))
 
-    def _dispatch(self, command: Dispatch) -> None:
-        self._totals.decisions += 1
-        self.decisions.add(command)
+    def dispatch(self, command: Dispatch, instance: Instance, decode: Instance | None) -> None:
         lease, found = command.lease, self._open[command.request_id]
         found.lease, found.lease_number = lease, lease.id
         found.link.send(
@@ -457,43 +395,29 @@ class RelayHost(SchedulerDriver):
                 lease.expected_first_s,
                 lease.beside,
                 None if found.ticket is None else found.ticket.headers(lease.dispatched_at),
-                self.scheduler.holder(lease).gives_ids,
+                instance.gives_ids,
             )
         )
 
     # --- time ---
 
-    def _ticked(self) -> None:
-        self._say_waiting()
-
-    def _sweep(self) -> None:
-        self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
-        clock = perf_counter()
-        self._totals.lag.observe(max(0.0, clock - self._sweep_due))
-        self._sweep_due = clock + SWEEP_S
-        self._count_calls()
+    def swept(self, lag_s: float) -> None:
+        self.scheduling.count_calls()
         names = {each.name for each in self.scheduler.instances}
-        self._totals.keep(names)
+        self.counted.keep(names)
         for name in self._streaming_at.keys() - names:
             del self._streaming_at[name]
 
     @property
     def totals(self) -> Totals:
         """Counters of this process: decisions, ejections, reloads, the scheduler's calls."""
-        self._count_calls()
-        return self._totals
+        self.scheduling.count_calls()
+        return self.counted
 
 
 def _prompt_tokens(request: Request) -> int:
     """Tokens of all prompts of a request, as known at its arrival."""
     return request.prompt_tokens * (request.sequences // max(1, request.samples))
-
-
-def admit(limiter: Limiter | None, request: Request, now: float) -> Ticket | None:
-    """Count a request against the limits of its key, if it has some. Raises `Refusal`."""
-    if limiter is None:
-        return None
-    return limiter.admit(_prompt_tokens(request), (request.max_tokens or 0) * request.sequences, now)
 
 
 def instances_message(

@@ -29,7 +29,6 @@ from hetlb.core.types import (
 from hetlb.errors import ConfigError, InputError
 from hetlb.proxy.access import Access
 from hetlb.proxy.admin import make_app
-from hetlb.proxy.scheduling import only_model
 from hetlb.proxy.scrape import models_learned
 from hetlb.proxy.service import FIRST_ROUND_S, FleetService, tune_gc
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
@@ -37,7 +36,6 @@ from hetlb.proxy.takeover import Takeover
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.history import History
-from hetlb.proxy.telemetry.prometheus import WorkerState
 from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.workers.control import ChildControl, ChildState
 from hetlb.workers.protocol import Ask, Commit, FromRelay, Learnt, Prepare, RelayMessage, Report, ViewMessage
@@ -76,15 +74,15 @@ class SchedulerProcess(FleetService):
             self.roster.registered,
             self._view_changed,
             self._reported,
-            self.roster.take_out,
             self.watch.reconnected,
         )
         self.roster.on_edited = self._save
-        self.driver.probe_timeout_s = state.fleet.file.scrape.timeout_s
         self.driver.generation = state.generation
-        self.driver.limit(self._access.limits)
+        scheduling = self.scheduling = self.driver.scheduling
+        scheduling.on_loop = self.roster.take_out
+        scheduling.probe_timeout_s = state.fleet.file.scrape.timeout_s
+        scheduling.limit(self.access.limits)
         self._state = dataclasses.replace(state, admin=dict(state.admin))
-        self._states: Sequence[WorkerState] = ()
         self._reports = RelayReports(self.driver.links)
         self._view: ViewMessage | None = None
         self._view_timer: asyncio.TimerHandle | None = None
@@ -100,17 +98,17 @@ class SchedulerProcess(FleetService):
 
     def _catch_up(self, state: ChildState) -> None:
         """Know what the scheduler process before this one knew."""
-        driver, scraper = self.driver, self.watch.scraper
+        scheduling, scraper = self.scheduling, self.watch.scraper
         for spec, address in state.registered:
             self.roster.adopt(spec, address)
         for name, admin in state.admin.items():
-            driver.change(AdminStateSet(name, AdminState(admin)))
+            scheduling.change(AdminStateSet(name, AdminState(admin)))
         if state.policy is not None and state.policy != self.scheduler.policy_name:
-            driver.set_policy(state.policy)
+            scheduling.set_policy(state.policy)
         scraper.versions.update(state.versions)
         for name, entries in state.entries.items():
             scraper.models[name] = entries
-            driver.change(models_learned(name, entries))
+            scheduling.change(models_learned(name, entries))
 
     # --- life ---
 
@@ -127,7 +125,7 @@ class SchedulerProcess(FleetService):
             self._read_kv_events(self.fleet)
             await self._first_look(FIRST_ROUND_S if self._life == 1 else _NEXT_ROUND_S)
             if takeover is not None:
-                await takeover.begin(self.scheduler, self.driver.carry_out)
+                await takeover.begin(self.scheduler, self.scheduling.carry_out)
             self._looked = True
             self._send_view()
             self.driver.expect(link.life for link, _ in self._waiting)
@@ -138,7 +136,8 @@ class SchedulerProcess(FleetService):
             self._control.send("ready")
             if self._life > 1:
                 self._serving()
-            self._keep_learnt()
+            if self._learnt is not None:
+                self._learnt.start()
             tune_gc()
             await self._stop.wait()
         finally:
@@ -191,7 +190,7 @@ class SchedulerProcess(FleetService):
                     else:
                         self._waiting.append((link, end))
                 elif kind == "workers":
-                    self._states = rest[0]
+                    self.workers = rest[0]
                 elif kind == "reload":
                     self._do(self._reload_by_signal())
                 elif kind == "serving":
@@ -243,7 +242,7 @@ class SchedulerProcess(FleetService):
         scheduler = self.scheduler
         view = ViewMessage(
             scheduler.models,
-            only_model(scheduler),
+            self.scheduling.only_model,
             msgspec.json.encode(self.models()),
             self.routable(),
             scheduler.fleet.block_tokens,
@@ -314,11 +313,6 @@ class SchedulerProcess(FleetService):
     # --- what the admin surface sees ---
 
     @property
-    def workers(self) -> Sequence[WorkerState]:
-        """The processes, as the supervisor sees them."""
-        return self._states
-
-    @property
     def totals(self) -> Totals:
         """Counters of all processes, of relays that are gone too."""
         return self._reports.totals(self.driver.totals)
@@ -353,7 +347,7 @@ class SchedulerProcess(FleetService):
 
     def _configure(self, fleet: Fleet, access: Access) -> None:
         """Configure limits; relays already have the new fleet."""
-        self.driver.limit(access.limits)
+        self.scheduling.limit(access.limits)
 
     async def _reload_by_signal(self) -> None:
         with contextlib.suppress(InputError):  # it was logged

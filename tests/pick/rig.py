@@ -258,7 +258,7 @@ class Rig:
         driver, scheduler = self.picker.driver, self.picker.scheduler
         await turns_until(lambda: not driver.exchanges and not driver.streams)
         scheduler.check_integrity()
-        assert scheduler.in_flight == len(driver.foreign)
+        assert scheduler.in_flight == len(driver.picking.foreign)
         assert len(scheduler.queue) == 0
 
     @property

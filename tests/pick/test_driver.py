@@ -29,7 +29,7 @@ async def test_fallbacks_can_take_the_request_and_are_not_the_chosen_one(count: 
         request = Request(number, "m", 100, subset=subset if number % 2 else None)
         (command,) = scheduler.on_arrival(request, 0.0)
         assert isinstance(command, Dispatch)
-        driver.decisions.add(command)
+        driver.picking.decisions.add(command)
         found = driver.fallbacks(2)
         assert len(set(found)) == 2
         assert not {*found} & {command.lease.instance, *down}

@@ -291,7 +291,7 @@ async def test_without_a_picker_envoy_goes_on_by_itself_and_one_that_is_back_lea
         replies = await asyncio.gather(*sent)
         assert {reply.status for reply in replies} == {200}
         assert not any("x-hetlb-instance" in reply.headers for reply in replies)
-        await turns_until(lambda: not len(made.picker.driver.foreign))
+        await turns_until(lambda: not len(made.picker.driver.picking.foreign))
 
         await turns_until_picked(made)
 

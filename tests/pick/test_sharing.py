@@ -168,9 +168,9 @@ async def test_a_picker_that_dies_takes_its_leases_along_and_one_that_comes_lear
         await turns_until(lambda: both.booked[1] == 0)
         # One that comes now hears all there is.
         restarted = made.picker.sharing = Sharing(
-            first._table, both.server.url, made.picker.scheduler, made.picker.driver.carry_out, "ab"
+            first._table, both.server.url, made.picker.scheduler, made.picker.scheduling.carry_out, "ab"
         )
-        made.picker.driver.view = restarted.view
+        made.picker.scheduling.view = restarted.view
         restarted.start()
         await turns_until(lambda: both.booked[1] == 8)
         for engine in made.engines:

@@ -325,7 +325,7 @@ async def test_a_key_is_shown_nowhere(
             paths = ("/v1/fleet", "/metrics", "/v1/decisions")
             seen += [(await running.admin("GET", path, **bearer(TOKEN))).body for path in paths]
             service = running.service
-            shown = [service.fleet, service._access, service._engines, service.driver.decisions]
+            shown = [service.fleet, service.access, service._engines, service.scheduling.decisions]
             shown += [vars(running.service), *service.driver.pools.all()]
             seen += [repr(each).encode() for each in shown]
     streams = capfd.readouterr()

@@ -58,13 +58,13 @@ async def order_of(start: Start, bodies: list[bytes], headers: list[str], **tabl
     """In which order requests that wait together are sent, one at a time."""
     async with Upstream() as engine:
         proxy = await start(engine.url, limits=QueueLimits(), **table)
-        proxy.driver.change(AdminStateSet("i0", AdminState.DRAIN))
+        proxy.scheduling.change(AdminStateSet("i0", AdminState.DRAIN))
         clients = [Client(proxy) for _ in bodies]
         for number, (client, body, header) in enumerate(zip(clients, bodies, headers, strict=True)):
             await client.__aenter__()
             client.send(post(body, header, f"x-request-id: {number}"))
             await turns_until(lambda number=number: len(proxy.scheduler.queue) == number + 1)
-        proxy.driver.change(AdminStateSet("i0", AdminState.READY))
+        proxy.scheduling.change(AdminStateSet("i0", AdminState.READY))
         for client in clients:
             assert (await client.answer()).status == 200
             await client.__aexit__(None, None, None)

@@ -117,10 +117,10 @@ async def test_three_in_ten_leave_and_nothing_is_left_of_them() -> None:
             assert set(outcomes) == {Outcome.OK.value, Outcome.CLIENT_GONE.value}
             assert Phase.STREAMING in phases
             # Nothing is left: not in the ledger, not at the engines, no task.
-            driver.scheduler.check_integrity()
-            assert driver.scheduler.in_flight == 0
-            assert len(driver.scheduler.queue) == driver.scheduler.queue.bytes == 0
-            for instance in driver.scheduler.instances:
+            service.scheduler.check_integrity()
+            assert service.scheduler.in_flight == 0
+            assert len(service.scheduler.queue) == service.scheduler.queue.bytes == 0
+            for instance in service.scheduler.instances:
                 assert (instance.in_flight, instance.work_ns, instance.kv_tokens) == (0, 0, 0)
             for pool in driver.pools.all():
                 assert not pool.busy

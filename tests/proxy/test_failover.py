@@ -25,7 +25,7 @@ async def test_a_name_without_an_address_is_answered_elsewhere(tmp_path: Path) -
         async with serving(tmp_path, fleet) as running:
             lost = running.instance("lost").health
             # As before its name was taken out of the DNS.
-            running.service.driver.change(Probed("lost", ProbeResult.OK))
+            running.service.scheduling.change(Probed("lost", ProbeResult.OK))
             for _ in range(4):
                 reply = await running.ask()
                 assert (reply.status, reply.headers["x-hetlb-instance"]) == (200, "i0")

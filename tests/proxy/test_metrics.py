@@ -24,11 +24,12 @@ from proxy.services import Engine, Running, document, serving
 from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, USAGE, Upstream, Visit, chunk, plain
 
 from hetlb.core.types import CAUSES, EngineSample, InstanceRemoved, Outcome
-from hetlb.proxy.driver import SWEEP_S
+from hetlb.proxy.scheduler_side import SWEEP_S
+from hetlb.proxy.service import FleetService
 from hetlb.proxy.telemetry import prometheus
 from hetlb.proxy.telemetry.counters import ITL_S, MODELS_MAX, Totals
 from hetlb.proxy.telemetry.histograms import FINE_MS, GapHistogram, Histogram
-from hetlb.proxy.telemetry.prometheus import MetricsPage, MetricsSource, SharedFigures
+from hetlb.proxy.telemetry.prometheus import MetricsPage, SharedFigures
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 STREAM = SSE_HEAD + chunk(TOKEN) + chunk(TOKEN) + chunk(USAGE) + chunk(DONE) + LAST
@@ -225,7 +226,7 @@ def test_an_instance_that_left_is_forgotten_though_nothing_reads_the_page() -> N
     try:
         totals.tried_again("i1", Outcome.CONNECT_FAILED)
         totals.tried_again("i2", Outcome.CONNECT_FAILED)
-        proxy.driver.change(InstanceRemoved("i1"))
+        proxy.scheduling.change(InstanceRemoved("i1"))
         proxy.loop.turn(SWEEP_S)
         assert list(totals.instances) == ["i2"]
     finally:
@@ -365,19 +366,20 @@ async def test_the_series_of_an_instance_end_with_it(tmp_path: Path) -> None:
 # --- the page alone ---
 
 
-def source(count: int, totals: Totals | None = None, **more: Any) -> MetricsSource:
+def source(count: int, totals: Totals | None = None, **more: Any) -> FleetService:
     scheduler = make_scheduler([spec(f"node-{number:03}") for number in range(count)], "hetlb")
     scheduler.on_scrape("node-000", EngineSample(3, 1, 0.25), 10.0)
+    watch = SimpleNamespace(scraper=SimpleNamespace(invalid_samples={"node-001": 4}))
     return cast(
-        MetricsSource,
+        FleetService,
         SimpleNamespace(
-            scheduler=scheduler, totals=totals or Totals(), invalid_samples={"node-001": 4}, lost_lines=7,
+            scheduler=scheduler, totals=totals or Totals(), watch=watch, lost_lines=7,
             now=lambda: 12.5, workers=(), stages=STAGES, **{"shared": None, **more},
         ),
     )  # fmt: skip
 
 
-def written(about: MetricsSource) -> dict[str, Metric]:
+def written(about: FleetService) -> dict[str, Metric]:
     return parsed("".join(MetricsPage(about).pieces()))
 
 

@@ -587,7 +587,7 @@ async def test_a_client_that_leaves_closes_the_engines_connection(
 async def test_a_client_that_leaves_the_queue(start: Start) -> None:
     async with Upstream() as engine:
         proxy = await start(engine.url)
-        proxy.driver.change(AdminStateSet("i0", AdminState.DRAIN))
+        proxy.scheduling.change(AdminStateSet("i0", AdminState.DRAIN))
         async with Client(proxy) as client:
             client.send(post())
             await turns_until(lambda: len(proxy.scheduler.queue))
@@ -615,11 +615,11 @@ async def test_a_client_that_leaves_while_connecting(start: Start) -> None:
 async def test_a_queued_request_runs_when_the_instance_is_back(start: Start) -> None:
     async with Upstream() as engine:
         proxy = await start(engine.url)
-        proxy.driver.change(AdminStateSet("i0", AdminState.DRAIN))
+        proxy.scheduling.change(AdminStateSet("i0", AdminState.DRAIN))
         async with Client(proxy) as client:
             client.send(post())
             await turns_until(lambda: len(proxy.scheduler.queue))
-            proxy.driver.change(AdminStateSet("i0", AdminState.READY))
+            proxy.scheduling.change(AdminStateSet("i0", AdminState.READY))
             assert (await client.answer()).status == 200
         await proxy.settled()
 
@@ -627,7 +627,7 @@ async def test_a_queued_request_runs_when_the_instance_is_back(start: Start) -> 
 async def test_no_instance_within_the_limit_is_a_503(start: Start) -> None:
     async with Upstream() as engine:
         proxy = await start(engine.url, limits=QueueLimits(no_instance_timeout_s=0.01))
-        proxy.driver.change(AdminStateSet("i0", AdminState.DRAIN))
+        proxy.scheduling.change(AdminStateSet("i0", AdminState.DRAIN))
         answer = await ask(proxy, post())
     assert answer.status == 503
     assert int(answer.headers["retry-after"]) >= 1

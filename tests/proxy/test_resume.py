@@ -112,7 +112,7 @@ async def proxied(start: Start, *urls: str, vllm: bool = True, **table: Any) -> 
     proxy = await start(*urls, **{"resume": "ids", **table})
     if vllm:
         for each in proxy.scheduler.instances:
-            proxy.driver.sample(each.name, EngineSample(engine="vllm"))
+            proxy.scheduling.sample(each.name, EngineSample(engine="vllm"))
     return proxy
 
 
@@ -219,12 +219,12 @@ async def test_the_rest_waits_for_an_instance_that_accepts_it(
             pass
         spec = proxy.scheduler.instances[0].spec
         for name in ("gone", "gone too"):
-            proxy.driver.change(InstanceAdded(replace(spec, name=name, url=gone.url)))
-            proxy.driver.sample(name, EngineSample(engine="vllm"))
+            proxy.scheduling.change(InstanceAdded(replace(spec, name=name, url=gone.url)))
+            proxy.scheduling.sample(name, EngineSample(engine="vllm"))
     await turns_until(lambda: [each.routable for each in proxy.scheduler.instances].count(True) <= 1)
     assert not asking.done()
-    proxy.driver.change(InstanceAdded(replace(spec, name="last", url=engine.url)))
-    proxy.driver.sample("last", EngineSample(engine="vllm"))
+    proxy.scheduling.change(InstanceAdded(replace(spec, name="last", url=engine.url)))
+    proxy.scheduling.sample("last", EngineSample(engine="vllm"))
     same(await asking, whole)
 
 
@@ -348,9 +348,9 @@ async def test_where_all_but_one_are_lost_the_last_is_not_overrun(start: Start) 
         ]
         await turns_until(lambda: sum(each.cut for each in lost) == 3 * slots)
         spec = replace(proxy.scheduler.instances[0].spec, name="last", url=last.url)
-        proxy.driver.change(InstanceAdded(spec))
+        proxy.scheduling.change(InstanceAdded(spec))
         [instance] = [each for each in proxy.scheduler.instances if each.name == "last"]
-        proxy.driver.sample("last", EngineSample(engine="vllm"))
+        proxy.scheduling.sample("last", EngineSample(engine="vllm"))
         instance.learn_capacity(Capacity(max_num_seqs=slots))
         for each in lost:
             await each.__aexit__()
@@ -423,7 +423,7 @@ async def test_after_a_notice_what_cannot_end_goes_on_elsewhere(
         [exchange] = proxy.driver.exchanges.values()
         await turns_until(lambda: exchange.phase is (Phase.STREAMING if after else Phase.SENT))
         left = exchange.lease
-        proxy.driver.change(AdminStateSet(left.instance, AdminState.DRAIN, 0.0))
+        proxy.scheduling.change(AdminStateSet(left.instance, AdminState.DRAIN, 0.0))
         same(await asking, whole)
     assert dict(proxy.driver.totals.resumptions) == {("m", "notice"): 1}
     assert (left.outcome, exchange.lease.instance != left.instance) == (Outcome.CLIENT_GONE, True)
@@ -434,7 +434,7 @@ async def test_what_ends_in_time_stays_after_a_notice(start: Start, engine: Emul
     async with Cutter(engine.port, []) as one, Cutter(engine.port, []) as two:
         proxy = await proxied(start, one.url, two.url)
         for name in ("i0", "i1"):
-            proxy.driver.change(AdminStateSet(name, AdminState.READY, 3600.0))
+            proxy.scheduling.change(AdminStateSet(name, AdminState.READY, 3600.0))
         got = await ask(f"http://127.0.0.1:{proxy.port}", "chat", asked)
     assert (got.done, proxy.driver.totals.resumptions) == (True, {})
 

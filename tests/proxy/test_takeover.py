@@ -100,7 +100,7 @@ async def test_what_waits_in_the_old_process_has_the_right_of_way(tmp_path: Path
                 waiting = len(old.scheduler.queue)
                 await take_over(old, new)
                 late = [asyncio.create_task(request(session, new.address[1])) for _ in range(3)]
-                await turns_until(lambda: len(new.scheduler.queue) + new.driver.scheduler.in_flight >= 3)
+                await turns_until(lambda: len(new.scheduler.queue) + new.scheduler.in_flight >= 3)
                 assert waiting > 0
                 engine.released.set()
                 assert set(await asyncio.gather(*asking, *late)) == {200}

@@ -53,10 +53,10 @@ def answer(engines: Engines, number: int, response_id: str) -> None:
 
 
 def test_an_answer_belongs_to_the_first_it_was_made_for(proxy: Proxy) -> None:
-    driver = proxy.driver
+    driver = proxy.scheduling
     driver.remember_response("resp_1", "i1", "ann")
     driver.remember_response("resp_1", "i2", "bob")
-    assert driver.pin("resp_1", "ann", strict=True) == "i1"
+    assert driver.pin("", "resp_1", "ann", strict=True) == ("m", "i1")
     assert ask(proxy, "bob", "/v1/responses/resp_1", b"", method="GET").got.startswith(b"HTTP/1.1 404")
 
 
@@ -70,11 +70,11 @@ def test_a_client_cannot_name_its_answer(proxy: Proxy, engines: Engines) -> None
 
 
 def test_many_answers_of_one_tenant_make_another_forget_none(proxy: Proxy) -> None:
-    driver = proxy.driver
+    driver = proxy.scheduling
     driver.remember_response("resp_ann", "i1", "ann")
     for number in range(RESPONSES_KEPT + 50):
         driver.remember_response(f"resp_{number}", "i1", "bob")
-    assert driver.pin("resp_ann", "ann", strict=True) == "i1"
+    assert driver.pin("", "resp_ann", "ann", strict=True) == ("m", "i1")
     assert "resp_0" not in driver.responses
     assert len(driver.responses) == RESPONSES_KEPT
 

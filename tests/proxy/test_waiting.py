@@ -73,11 +73,11 @@ async def rest(client: Client) -> tuple[bytes, bool]:
 
 
 def drain(proxy: Any) -> None:
-    proxy.driver.change(AdminStateSet("i0", AdminState.DRAIN))
+    proxy.scheduling.change(AdminStateSet("i0", AdminState.DRAIN))
 
 
 def ready(proxy: Any) -> None:
-    proxy.driver.change(AdminStateSet("i0", AdminState.READY))
+    proxy.scheduling.change(AdminStateSet("i0", AdminState.READY))
 
 
 # --- heartbeats ---
@@ -221,13 +221,13 @@ async def test_a_dropped_request_is_tried_elsewhere_after_a_heartbeat_too(start:
     async with Upstream(dies) as bad, Upstream(STREAM) as good:
         proxy = await start(bad.url, good.url, **BEATS)
         for name in ("i0", "i1"):
-            proxy.driver.change(AdminStateSet(name, AdminState.DRAIN))
+            proxy.scheduling.change(AdminStateSet(name, AdminState.DRAIN))
         async with Client(proxy) as client:
             client.send(post(ASK_STREAM))
             await begun(proxy, client)
             ready(proxy)
             await bad.visit()
-            proxy.driver.change(AdminStateSet("i1", AdminState.READY))
+            proxy.scheduling.change(AdminStateSet("i1", AdminState.READY))
             other_is_ready.set()
             body, clean = await rest(client)
         await proxy.settled()

@@ -214,7 +214,7 @@ class World:
                     if lease is not None and number not in relay.asked and not relay.wire.down:
                         relay.finish(number)
                         relay.up.append(EndedMessage(number, lease.lease, Outcome.OK, 9, False))
-            self.host.carry_out(self.host.scheduler.on_tick(self.clock))
+            self.host.scheduling.carry_out(self.host.scheduler.on_tick(self.clock))
 
 
 @settings(max_examples=60)

@@ -7,8 +7,8 @@ fleet; everything else stands behind the admin listener's guard like any other p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Reversible
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -16,14 +16,12 @@ from aiohttp.typedefs import Handler
 
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import Dispatch, Lease
 from hetlb.pages import asset
 from hetlb.proxy.dashboard.samples import BIN_S, Levels
-from hetlb.proxy.telemetry.history import History
-from hetlb.proxy.telemetry.prometheus import MetricsSource
 
 if TYPE_CHECKING:
     from hetlb.proxy.dashboard.snapshot import Snapshots
+    from hetlb.proxy.service import FleetService
 
 _OWN, _SHARED = "hetlb.proxy.dashboard", "hetlb.pages"
 #: Path -> package of the file, its name, its type.
@@ -48,23 +46,10 @@ _HEADERS = {
 }
 
 
-class DashboardSource(MetricsSource, Protocol):
-    """Interface of the service for the page."""
-
-    @property
-    def history(self) -> History: ...
-    @property
-    def registration(self) -> bool: ...
-    @property
-    def decisions(self) -> Reversible[Dispatch]: ...
-    async def decision(self, lease: int) -> Dispatch | None: ...
-    def tokens_so_far(self, lease: Lease) -> int: ...
-
-
 class Dashboard:
     """The page over `source`; `fleet` gives the body of `GET /v1/fleet`."""
 
-    def __init__(self, source: DashboardSource, fleet: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, source: FleetService, fleet: Callable[[], dict[str, Any]]) -> None:
         self._source = source
         self._fleet = fleet
         self._made: Snapshots | None = None
@@ -113,7 +98,7 @@ class Dashboard:
         return web.Response(body=body, content_type="application/json")
 
     async def _get_decision(self, request: web.Request) -> web.Response:
-        dispatch = await self._source.decision(int(request.match_info["lease"]))
+        dispatch = self._source.scheduling.decisions.find(int(request.match_info["lease"]))
         if dispatch is None:
             raise web.HTTPNotFound(text="this decision is not kept any more")
         from hetlb.proxy.dashboard.decisions import decision_document

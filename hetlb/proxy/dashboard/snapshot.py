@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -13,9 +13,12 @@ from hetlb.proxy.dashboard import balance
 from hetlb.proxy.dashboard.decisions import newest
 from hetlb.proxy.dashboard.event_stream import EventStream
 from hetlb.proxy.dashboard.figures import Accuracy, Series
-from hetlb.proxy.dashboard.routes import DashboardSource, pools
+from hetlb.proxy.dashboard.routes import pools
 from hetlb.proxy.dashboard.samples import Levels
 from hetlb.proxy.fleet_status import status
+
+if TYPE_CHECKING:
+    from hetlb.proxy.service import FleetService
 
 #: Decisions listed on the page.
 DECISIONS_SHOWN: Final = 25
@@ -26,7 +29,7 @@ class Snapshots:
 
     def __init__(
         self,
-        source: DashboardSource,
+        source: FleetService,
         fleet: Callable[[], dict[str, Any]],
         levels: Levels,
     ) -> None:
@@ -45,11 +48,11 @@ class Snapshots:
     def event(self) -> dict[str, Any]:
         """One event of the stream: all that the page shows, at one moment."""
         source = self._source
-        scheduler, now = source.scheduler, source.now()
+        scheduler, now, totals = source.scheduler, source.now(), source.totals
         fleet = self._fleet()
         for model in fleet["models"]:
             for instance in model["instances"]:
-                counted = source.totals.instances.get(instance["name"])
+                counted = totals.instances.get(instance["name"])
                 instance["model_factors"] = None if counted is None else counted.model_factors()
         oldest_at = scheduler.queue.oldest_at()
         fleet["queue"]["models"] = scheduler.queue.by_model()
@@ -58,10 +61,10 @@ class Snapshots:
             "version": hetlb.__version__,
             "clock_s": now,
             "policies": list(POLICIES),
-            "registration": source.registration,
+            "registration": source.fleet.file.admin.registration,
             "decisions": {
-                "total": source.totals.decisions,
-                "last": newest(source.decisions, DECISIONS_SHOWN, source.tokens_so_far),
+                "total": totals.decisions,
+                "last": newest(source.scheduling.decisions, DECISIONS_SHOWN, source.tokens_so_far),
             },
             "fleet": fleet,
             "status": self.status(),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
@@ -27,6 +27,9 @@ from hetlb.proxy.beliefs import BeliefSource, slots_source
 from hetlb.proxy.telemetry.counters import AccountTotals, InstanceTotals, ModelTotals, Totals
 from hetlb.proxy.telemetry.histograms import GapHistogram, Histogram
 from hetlb.proxy.telemetry.metric_families import head
+
+if TYPE_CHECKING:
+    from hetlb.proxy.service import FleetService
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -62,26 +65,6 @@ class SharedFigures(NamedTuple):
     rejected: int = 0
 
 
-class MetricsSource(Protocol):
-    """Interface of the service for a scrape."""
-
-    @property
-    def scheduler(self) -> Scheduler: ...
-    @property
-    def totals(self) -> Totals: ...
-    @property
-    def invalid_samples(self) -> Mapping[str, int]: ...
-    @property
-    def lost_lines(self) -> int: ...
-    @property
-    def workers(self) -> Sequence[WorkerState]: ...
-    @property
-    def stages(self) -> Mapping[str, Callable[[], list[dict[str, Any]]]]: ...
-    @property
-    def shared(self) -> SharedFigures | None: ...
-    def now(self) -> float: ...
-
-
 # --- the page ---
 
 Number: TypeAlias = float | int
@@ -90,7 +73,7 @@ Number: TypeAlias = float | int
 class MetricsPage:
     """Writes the page; keeps the text of the labels from one scrape to the next."""
 
-    def __init__(self, source: MetricsSource) -> None:
+    def __init__(self, source: FleetService) -> None:
         self._source = source
         self._labels: dict[str, str] = {}
         self._process = CollectorRegistry()
@@ -134,7 +117,7 @@ class MetricsPage:
         buckets = (_buckets(f'event="{event}"', each) for event, each in calls.items())
         yield _family("hetlb_decision_seconds", chain.from_iterable(buckets))
         yield _family("hetlb_loop_lag_seconds", _buckets("", totals.lag))
-        yield from self._counted(instances, totals, source.invalid_samples)
+        yield from self._counted(instances, totals, source.watch.scraper.invalid_samples)
         yield from self._believed(instances, now)
         for name, states, state_of in _STATES:
             yield head(name)

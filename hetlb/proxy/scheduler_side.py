@@ -1,0 +1,194 @@
+"""Both sides of a driver: the scheduler as exchanges see it, and what carries out its commands.
+
+Facts go to a `SchedulerSide`: the scheduler of this process (`proxy/scheduler_driver.py`), or one that is
+reached over a channel (`workers/relay_driver.py`). Commands go to a `Carrier`: the exchanges of this process
+(`proxy/driver.py`), or those of relays (`workers/relay_host.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from time import perf_counter
+from typing import TYPE_CHECKING, Final
+
+from hetlb.core.instance import Instance
+from hetlb.core.types import Dispatch, Lease, Outcome, Reject, RequestId
+from hetlb.proxy.engine_pools import Target
+from hetlb.proxy.http.retry_after import DrainRate
+from hetlb.proxy.scheduling import StallWatch
+from hetlb.proxy.telemetry.counters import Totals
+
+if TYPE_CHECKING:
+    from hetlb.proxy.exchange import Exchange
+    from hetlb.proxy.kv_transfers import KvTransfers
+
+#: Deadlines of requests are looked at this often.
+SWEEP_S: Final = 0.5
+
+
+class SchedulerSide(ABC):
+    """The scheduler as the exchanges of a process see it, wherever it is."""
+
+    def __init__(self) -> None:
+        self.drain_rate = DrainRate(random.Random())
+        #: True if some requests are prefilled at one instance and decoded at another.
+        self.splits = False
+        #: KV transfers, None while no instance has ever taken part in any.
+        self.transfers: KvTransfers | None = None
+
+    # --- the fleet ---
+
+    @property
+    @abstractmethod
+    def models(self) -> Collection[str]:
+        """Every name that some instance answers to."""
+
+    @property
+    @abstractmethod
+    def only_model(self) -> str:
+        """The model of a fleet that serves one, "" of another."""
+
+    @property
+    @abstractmethod
+    def block_tokens(self) -> int:
+        """Tokens of a block of engines that tell of theirs, 0 where none does or it is not known here."""
+
+    @property
+    @abstractmethod
+    def waiting(self) -> int:
+        """Requests that wait for an instance."""
+
+    @abstractmethod
+    def available(self, model: str) -> bool:
+        """True if some instance of a model takes requests, as far as this process knows."""
+
+    @abstractmethod
+    def targets(self) -> Collection[Target]:
+        """The engines that may get requests."""
+
+    @abstractmethod
+    def serves(self, lease: Lease) -> bool:
+        """True if the instance of a lease serves its model, as far as is known."""
+
+    # --- facts ---
+
+    @abstractmethod
+    def submit(self, exchange: Exchange) -> None:
+        """A whole request came in."""
+
+    @abstractmethod
+    def first_token(self, lease: Lease, now: float) -> None:
+        """The answer of a lease began."""
+
+    @abstractmethod
+    def lease_ended(
+        self, lease: Lease, outcome: Outcome, now: float, *, retry: bool, generated: int | None = None
+    ) -> None:
+        """A lease ended; with `retry` the scheduler says what becomes of its request.
+
+        `generated`: so many tokens of its answer are part of the prompt now, None where it begins again.
+        """
+
+    @abstractmethod
+    def busy(self, lease: Lease, retry_after_s: float, now: float) -> None:
+        """An engine has no room for a request and says when to come again: another instance may get it."""
+
+    @abstractmethod
+    def cancelled(self, request_id: RequestId, now: float) -> None:
+        """The client of a waiting request left."""
+
+    @abstractmethod
+    def came_back(self, instance: str) -> None:
+        """A request to an instance came back to this proxy: nothing goes there any more."""
+
+    @abstractmethod
+    def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None:
+        """An answer that can be asked for again was made at `instance`, for `tenant`."""
+
+    @abstractmethod
+    def pin(
+        self, model: str, response_id: str, tenant: str | None, *, strict: bool
+    ) -> tuple[str, str | None]:
+        """The model and the instance of a request that continues an earlier answer or asks for it (`strict`).
+
+        No instance where it may go to any: the engine decides. Raises `GateError`: 404 where the answer is
+        not known or not `tenant`'s, 400 where no model is named and several are served.
+        """
+
+    def learn_prompt(self, model: str, text_bytes: int, tokens: int) -> None:
+        """An engine counted `tokens` in prompts of text alone: other processes may learn of it."""
+
+    # --- time ---
+
+    def count_calls(self) -> None:
+        """Count the seconds of the scheduler's calls since the last time."""
+
+    def sweep(self, now: float) -> None:
+        """Called about twice a second."""
+
+    def close(self) -> None:
+        """Stop the timers."""
+
+
+class Carrier(ABC):
+    """Base of what carries out a scheduler's commands: the clock, counters and sweeps of its process."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.now = loop.time
+        self.counted = Totals()
+        self.stalls = StallWatch(loop)
+        self._sweeper = loop.call_later(SWEEP_S, self._sweep)
+        self._sweep_due = perf_counter() + SWEEP_S
+
+    @abstractmethod
+    def dispatch(self, command: Dispatch, instance: Instance, decode: Instance | None) -> None:
+        """Send a request to its instance; its decode leg, if it is split, goes to `decode`."""
+
+    @abstractmethod
+    def reject(self, command: Reject, retry_after_s: float | None) -> None:
+        """Turn a request down; `retry_after_s` is None where another try is of no use."""
+
+    @abstractmethod
+    def abort(self, request_id: RequestId) -> None:
+        """Stop a request's work at its engine and end it."""
+
+    def pass_on(self, request_id: RequestId) -> None:
+        """A busy engine's answer is the client's; it goes on by itself unless something holds it."""
+
+    def turned_away(self, lease: Lease) -> None:
+        """A busy engine has lost a lease: its request waits for another one."""
+
+    @abstractmethod
+    def emits(self, name: str) -> bool:
+        """True if part of an answer came from an instance lately."""
+
+    @abstractmethod
+    def instances_changed(self) -> None:
+        """An instance was added or removed, or its administrative state is another."""
+
+    def view_changed(self) -> None:
+        """The answers about the fleet (`/health`, `/v1/models`) may differ from now on."""
+
+    def ticked(self) -> None:
+        """The scheduler was called because it was time."""
+
+    def _sweep(self) -> None:
+        self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
+        clock = perf_counter()
+        lag_s = max(0.0, clock - self._sweep_due)
+        self.counted.lag.observe(lag_s)
+        self._sweep_due = clock + SWEEP_S
+        self.swept(lag_s)
+
+    @abstractmethod
+    def swept(self, lag_s: float) -> None:
+        """Sweep, twice a second; this time `lag_s` late."""
+
+    def close(self) -> None:
+        """Stop the timers."""
+        self.stalls.close()
+        self._sweeper.cancel()
