@@ -28,8 +28,9 @@ from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Dispatch, Health, InstanceSpec, Lease, Outcome, Request
+from hetlb.proxy.lease_wire import WireBegun, WireEnded
 from hetlb.workers import protocol
-from hetlb.workers.protocol import EndedMessage, FirstToken, FromRelay, FromScheduler, Hello
+from hetlb.workers.protocol import FromRelay, FromScheduler, Hello, LeaseChange
 from hetlb.workers.relay_channel import FROM_RELAY, FROM_SCHEDULER, RelayChannel
 from hetlb.workers.relay_driver import ID_BITS, arrival_of
 from hetlb.workers.relay_host import RelayHost, RelayLink
@@ -126,7 +127,7 @@ def _two_processes(setup: SchedulerSetup, outstanding: int) -> tuple[float, ...]
 async def _schedule(setup: SchedulerSetup, end: socket.socket) -> float:
     """Be the scheduler process until the relay is gone; the CPU it took (s)."""
     loop = asyncio.get_running_loop()
-    host = RelayHost(Scheduler(setup), loop, {}, lambda: None, lambda link, report: None)
+    host = RelayHost(Scheduler(setup), loop, lambda: None, lambda link, report: None)
     link, gone = RelayLink(_LIFE, 0), asyncio.Event()
     receive: Callable[[list[FromRelay]], None] = lambda messages: host.receive(link, messages)  # noqa: E731
     link.channel = RelayChannel(FROM_RELAY, receive, gone.set)
@@ -174,8 +175,9 @@ class _Relay:
             if not isinstance(message, protocol.DispatchMessage):
                 continue
             self._latencies.append(now - self._sent.pop(message.request))
-            self._channel.post(FirstToken(message.request, message.lease))
-            self._channel.post(EndedMessage(message.request, message.lease, Outcome.OK, 60, False, False))
+            self._channel.post(LeaseChange(message.request, WireBegun(message.lease)))
+            ended = WireEnded(message.lease, Outcome.OK, 60, None)
+            self._channel.post(LeaseChange(message.request, ended))
             self._left -= 1
             if not self._left:
                 self._done.set()

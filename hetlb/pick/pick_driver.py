@@ -6,8 +6,11 @@ fails, Envoy's retries go down the list that it got, and the lease follows.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from typing import Final
 
+from hetlb.config.fleet_tables import ProxyTable
 from hetlb.core.journal import Booked
 from hetlb.core.policies.hetlb import PASSED_OVER
 from hetlb.core.scheduler import Scheduler
@@ -24,10 +27,12 @@ from hetlb.core.types import (
     RequestId,
 )
 from hetlb.pick.foreign import ForeignLoad
-from hetlb.proxy.driver import Driver, DriverSetup
+from hetlb.proxy.access import EngineAccess
+from hetlb.proxy.driver import Driver
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.scheduler_driver import SchedulerDriver
 from hetlb.proxy.scheduler_side import Carrier
+from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.proxy.upstream import Upstream
 
 #: Instances of a large fleet out of which those for the gateway's retries are taken.
@@ -66,8 +71,15 @@ class PickScheduler(SchedulerDriver):
 class PickDriver(Driver):
     """Driver of streams of Envoy."""
 
-    def __init__(self, scheduler: Scheduler, setup: DriverSetup) -> None:
-        super().__init__(setup)
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        table: ProxyTable,
+        token_estimator: TokenEstimator,
+        loop: asyncio.AbstractEventLoop,
+        access: Mapping[str, EngineAccess],
+    ) -> None:
+        super().__init__(table, token_estimator, loop, access)
         self.scheduler = scheduler
         self.picking = PickScheduler(scheduler, self)
         self.scheduling = self.picking
@@ -120,7 +132,7 @@ class PickDriver(Driver):
         """Names of the instances that come next after the decision made last, the best first."""
         if count < 1:
             return []
-        decision = next(iter(reversed(self.picking.decisions)))
+        decision = self.picking.decisions[-1]
         chosen = decision.lease.instance
         if len(self.scheduler.instances) > MOST_RANKED:
             return self._neighbours(decision.lease, count)

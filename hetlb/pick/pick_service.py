@@ -19,7 +19,6 @@ from hetlb.pick.pick_driver import PickDriver
 from hetlb.pick.pick_server import PickServer, gateway_certificates
 from hetlb.proxy.discovery.inference_pool import ObjectiveSource
 from hetlb.proxy.discovery.source import Source
-from hetlb.proxy.driver import Driver, DriverSetup
 from hetlb.proxy.leader import Leader, LeaseLeader
 from hetlb.proxy.scheduler_driver import SchedulerDriver
 from hetlb.proxy.service import Service
@@ -27,6 +26,7 @@ from hetlb.proxy.sharing import shared_url
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Takeover
 from hetlb.proxy.telemetry.prometheus import SharedFigures
+from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 
 #: Names of instances are resolved again this often.
 _RESOLVE_S: Final = 5.0
@@ -50,9 +50,12 @@ class PickService(Service):
         #: The lease of the picker that serves, where Kubernetes keeps it.
         self._lease = lease_of(fleet)
 
-    def _make_drivers(self, setup: DriverSetup) -> tuple[Driver, SchedulerDriver]:
-        driver = PickDriver(self.scheduler, setup)
-        return driver, driver.picking
+    def _drive(self) -> SchedulerDriver:
+        fleet = self.fleet
+        estimator = TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules)
+        loop = asyncio.get_running_loop()
+        self.driver = PickDriver(self.scheduler, fleet.file.proxy, estimator, loop, self._engines)
+        return self.driver.picking
 
     def _make_server(self) -> PickServer:
         return PickServer(self.driver, self, self.fleet, self._serves)

@@ -248,7 +248,8 @@ class _AdminApi:
             query.get("outcome", ""), float(longer),
         )  # fmt: skip
         filtered = wanted != Wanted()
-        recent = control.scheduling.decisions.last(DECISIONS_KEPT if filtered else int(text))
+        count = DECISIONS_KEPT if filtered else int(text)
+        recent = list(control.scheduling.decisions)[-count:]
         if filtered:
             recent = [each for each in recent if wanted.fits(each, control.now())]
             recent = recent if wanted.request and "last" not in query else recent[-int(text) :]

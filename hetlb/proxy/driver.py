@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
 from hetlb.config.fleet_tables import ProxyTable
@@ -43,45 +42,38 @@ _LOOKED_AT: Final = 10_000
 GAP_S: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class DriverSetup:
-    """Parts of every driver of exchanges.
-
-    `on_ended` gets the requests that ended, some at once, `on_refused` each that did not pass. `access`
-    says how the engines are reached, by instance; the owner of this mapping alone changes it. Requests are
-    numbered from `first_id` on.
-    """
-
-    table: ProxyTable
-    token_estimator: TokenEstimator
-    loop: asyncio.AbstractEventLoop
-    on_ended: Callable[[list[Exchange]], None] | None = None
-    on_refused: Callable[[RequestRecord], None] | None = None
-    access: Mapping[str, EngineAccess] = field(default_factory=dict)
-    first_id: RequestId = 1
-
-
 class Driver(Carrier):
-    """Exchanges, connections to engines and counters of one process; `scheduling` is set by its maker."""
+    """Exchanges, connections to engines and counters of one process; `scheduling` is set by its maker.
+
+    `access` says how the engines are reached, by instance; the owner of this mapping alone changes it.
+    Requests are numbered from `first_id` on.
+    """
 
     scheduling: SchedulerSide
 
-    def __init__(self, setup: DriverSetup) -> None:
-        super().__init__(setup.loop)
-        self.table = table = setup.table
-        self.token_estimator = setup.token_estimator
+    def __init__(
+        self,
+        table: ProxyTable,
+        token_estimator: TokenEstimator,
+        loop: asyncio.AbstractEventLoop,
+        access: Mapping[str, EngineAccess],
+        first_id: RequestId = 1,
+    ) -> None:
+        super().__init__(loop)
+        self.table = table
+        self.token_estimator = token_estimator
         #: Requests that ended and were not counted yet.
         self._ended: list[Exchange] = []
         self.exchanges: dict[RequestId, Exchange] = {}
         self.forward_rules = ForwardRules(table.forward_headers)
-        #: Keys and certificates of the engines, by instance.
-        self.access = setup.access
+        self.access = access
         #: True if answers may go on at another instance.
         self.resumes = True
-        self._on_ended = setup.on_ended
-        self._on_refused = setup.on_refused
-        self._next_id = setup.first_id
-        self.pools = EnginePools(self.loop, table, setup.access, self.stalls.since)
+        #: Called with the requests that ended, some at once, and with each that did not pass.
+        self.on_ended: Callable[[list[Exchange]], None] | None = None
+        self.on_refused: Callable[[RequestRecord], None] | None = None
+        self._next_id = first_id
+        self.pools = EnginePools(loop, table, access, self.stalls.since)
         self._idle_waiters: list[asyncio.Future[None]] = []
 
     # --- requests ---
@@ -141,8 +133,8 @@ class Driver(Carrier):
     def refused(self, outcome: Outcome, status: int, record: RequestRecord | None = None) -> None:
         """A request was answered before the scheduler saw it; `record` where its head was read."""
         self.counted.count(outcome, Phase.QUEUED.value, "", status)
-        if record is not None and self._on_refused is not None:
-            self._on_refused(record)
+        if record is not None and self.on_refused is not None:
+            self.on_refused(record)
 
     def settle(self) -> None:
         """Count and log the requests that ended since the last time."""
@@ -154,8 +146,8 @@ class Driver(Carrier):
         for exchange in ended:
             # A name that was never served is a client's: it must not become a label.
             counted.finished(exchange, exchange.lease is not None or exchange.request.model in models)
-        if self._on_ended is not None:
-            self._on_ended(ended)
+        if self.on_ended is not None:
+            self.on_ended(ended)
 
     @property
     def totals(self) -> Totals:
@@ -310,8 +302,7 @@ class Driver(Carrier):
         self.pools.close()
 
 
-def with_scheduler(scheduler: Scheduler, setup: DriverSetup) -> tuple[Driver, SchedulerDriver]:
-    """Make the drivers of a process that has its own scheduler: of its exchanges, and of the scheduler."""
-    driver = Driver(setup)
+def with_scheduler(driver: Driver, scheduler: Scheduler) -> SchedulerDriver:
+    """Make the driver of a scheduler in the same process as the exchanges."""
     driver.scheduling = scheduling = SchedulerDriver(scheduler, driver, driver.pools)
-    return driver, scheduling
+    return scheduling

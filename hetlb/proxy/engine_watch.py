@@ -6,15 +6,15 @@ It goes to the scheduler as it is; what it changes for an operator is logged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hetlb.config.fleet_tables import ScrapeTable
 from hetlb.core.instance import Instance
-from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, EngineSample, Health, InstanceChange, ModelsLearned
 from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.engine_notices import log_absent, log_models, log_other_than_profiled
+from hetlb.proxy.scheduler_driver import SchedulerDriver
 from hetlb.proxy.scrape import Scraper, ScrapeTarget, models_learned, read_model_list
 from hetlb.proxy.telemetry.events import Event, tell
 
@@ -25,19 +25,13 @@ logger = logging.getLogger("hetlb.proxy")
 
 
 class EngineWatch:
-    """The scraper of a fleet, and where its facts go: `change` and `sample` give them to the scheduler."""
+    """The scraper of a fleet, and what it finds out, for the scheduler."""
 
     def __init__(
-        self,
-        table: ScrapeTable,
-        scheduler: Scheduler,
-        engines: Mapping[str, EngineAccess],
-        change: Callable[[InstanceChange], None],
-        sample: Callable[[str, EngineSample], None],
+        self, table: ScrapeTable, scheduling: SchedulerDriver, engines: Mapping[str, EngineAccess]
     ) -> None:
-        self._scheduler = scheduler
-        self._change = change
-        self._sample = sample
+        self._scheduling = scheduling
+        self._scheduler = scheduling.scheduler
         self.scraper = Scraper(table, on_change=self._learned, on_sample=self._sampled, access=engines)
 
     async def start(self, profiles: Mapping[str, Profile], most_s: float) -> None:
@@ -84,11 +78,11 @@ class EngineWatch:
     def _learned(self, change: InstanceChange) -> None:
         """The scraper found something out about an engine."""
         if not isinstance(change, ModelsLearned):
-            self._change(change)
+            self._scheduling.change(change)
             return
         instance = self._instance(change.name)
         before, model = (None, "") if instance is None else (instance.served, instance.spec.model)
-        self._change(change)
+        self._scheduling.change(change)
         if change.models != before:
             log_models(change.name, model, before, change.models)
 
@@ -96,7 +90,7 @@ class EngineWatch:
         """The scraper read an engine's metrics."""
         instance = self._instance(name)
         slept = instance is not None and instance.asleep
-        self._sample(name, sample)
+        self._scheduling.sample(name, sample)
         if instance is not None and instance.asleep is not slept:
             event = Event.INSTANCE_ASLEEP if instance.asleep else Event.INSTANCE_AWAKE
             now = "sleeps: it gets no requests" if instance.asleep else "woke up"

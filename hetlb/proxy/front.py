@@ -58,6 +58,8 @@ class Front:
         self._driver = driver
         self._fleet = fleet
         self.server = server
+        driver.on_ended = self._requests_ended
+        driver.on_refused = self._request_refused
         self._apply(fleet, access)
         self._tracing: Tracing | None = None
         if fleet.file.tracing is not None:
@@ -94,7 +96,7 @@ class Front:
         router.classes = ServiceClasses(fleet.service_classes) or None
         router.resume = fleet.resume
 
-    def requests_ended(self, ended: Sequence[Exchange]) -> None:
+    def _requests_ended(self, ended: Sequence[Exchange]) -> None:
         """Keep and log requests that have their outcome."""
         now = self._driver.now()
         epoch_s = time.time() - now
@@ -107,7 +109,7 @@ class Front:
         if self._lines is not None:
             self._lines.write(*[line(exchange, epoch_s) for exchange in ended])
 
-    def request_refused(self, record: RequestRecord) -> None:
+    def _request_refused(self, record: RequestRecord) -> None:
         """Log a request that did not pass."""
         if self._lines is not None:
             self._lines.write(self._write_line(record, time.time() - self._driver.now()))

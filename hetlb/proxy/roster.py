@@ -17,7 +17,6 @@ from hetlb.addresses import allowed_address, is_special
 from hetlb.config.fleet import Fleet
 from hetlb.config.fleet_tables import InstanceTable
 from hetlb.config.urls import Origin, origin
-from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     AdminState,
     AdminStateSet,
@@ -31,6 +30,7 @@ from hetlb.errors import ConfigError
 from hetlb.proxy.access import Access, EngineAccess
 from hetlb.proxy.discovery.members import AT_ONCE, REGISTRATION, Members
 from hetlb.proxy.discovery.source import Found
+from hetlb.proxy.scheduler_driver import SchedulerDriver
 from hetlb.proxy.scrape import Scraper, ScrapeTarget
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.turns import Share
@@ -49,7 +49,7 @@ class Roster:
     """The instances of a fleet, wherever they are from.
 
     `engines` are their keys and certificates, by instance: the driver and the scraper read it, the roster
-    alone changes it. `change` gives the scheduler a fact.
+    alone changes it.
     """
 
     def __init__(
@@ -57,16 +57,15 @@ class Roster:
         fleet: Fleet,
         access: Access,
         engines: dict[str, EngineAccess],
-        scheduler: Scheduler,
+        scheduling: SchedulerDriver,
         scraper: Scraper,
-        change: Callable[[InstanceChange], None],
     ) -> None:
         self._fleet = fleet
         self._access = access
         self._engines = engines
-        self._scheduler = scheduler
+        self._scheduling = scheduling
+        self._scheduler = scheduling.scheduler
         self._scraper = scraper
-        self._change = change
         #: Instances that stand in no file, and where they are from.
         self.members = Members(self)
         #: Address that each of them must have; None where its name resolves itself.
@@ -131,7 +130,7 @@ class Roster:
 
     def change(self, change: InstanceChange) -> None:
         """An operator changed an instance."""
-        self._change(change)
+        self._scheduling.change(change)
         if isinstance(change, AdminStateSet):
             text = "%s is set to %s"
             tell(logger, Event.INSTANCE_STATE, text, change.name, change.state, instance=change.name)
@@ -215,7 +214,7 @@ class Roster:
         self.registered[spec.name] = address
         self._engines[spec.name] = self._access.unlisted(spec.url, spec.model, address)
         self._at[origin(spec.url)] = spec.name
-        self._change(InstanceAdded(spec))
+        self._scheduling.change(InstanceAdded(spec))
         self.members.adopt(spec.name)
 
     # --- inside ---
@@ -226,7 +225,7 @@ class Roster:
             self._engines[spec.name] = access(spec)
             self._at[origin(spec.url)] = spec.name
         if specs:
-            self._change(InstanceAdded(specs[0], tuple(specs[1:])))
+            self._scheduling.change(InstanceAdded(specs[0], tuple(specs[1:])))
         for spec in specs:
             if self._scraper.started:
                 self._scraper.add(ScrapeTarget(spec.name, spec.url))
@@ -246,7 +245,7 @@ class Roster:
             self._scraper.remove(name)
             self.on_gone(name)
         if names:
-            self._change(InstanceRemoved(names[0], tuple(names[1:])))
+            self._scheduling.change(InstanceRemoved(names[0], tuple(names[1:])))
         for name in names:
             del self._engines[name]
             tell(logger, Event.INSTANCE_REMOVED, "%s went", name, instance=name)

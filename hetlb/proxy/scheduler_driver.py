@@ -38,7 +38,7 @@ from hetlb.proxy.engine_pools import EnginePools, Target
 from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.retry_after import DrainRate
 from hetlb.proxy.scheduler_side import Carrier, SchedulerSide
-from hetlb.proxy.scheduling import Decisions, Responses, log_health, log_loop, several_models
+from hetlb.proxy.scheduling import Responses, log_health, log_loop, newest, several_models
 
 if TYPE_CHECKING:
     from hetlb.config.api_keys import LimitsTable
@@ -63,7 +63,8 @@ class SchedulerDriver(SchedulerSide):
         self.view: SharedView | None = None
         #: Limits of clients' keys, None where no key ever had some.
         self._limiters: Limiters | None = None
-        self.decisions = Decisions(len(scheduler.instances))
+        #: The last dispatches, the oldest first; fewer of a large fleet.
+        self.decisions = newest((), len(scheduler.instances))
         self.responses = Responses()
         #: Seconds that a probe may take.
         self.probe_timeout_s = 0.0
@@ -223,7 +224,7 @@ class SchedulerDriver(SchedulerSide):
                 return  # the probe may have been answered while this process stood still
         commands = self.scheduler.on_instance(change, now)
         if isinstance(change, InstanceAdded | InstanceRemoved | AdminStateSet):
-            self.decisions.bound(len(self.scheduler.instances))
+            self.decisions = newest(self.decisions, len(self.scheduler.instances))
             self._look_for_splits()
             carrier.instances_changed()
         if commands or not isinstance(change, Probed):
@@ -258,7 +259,7 @@ class SchedulerDriver(SchedulerSide):
             if type(command) is Dispatch:
                 if command.reason != HAND_OVER:  # decided with its prefill leg
                     carrier.counted.decisions += 1
-                    self.decisions.add(command)
+                    self.decisions.append(command)
                 lease, holder = command.lease, self.scheduler.holder
                 carrier.dispatch(
                     command, holder(lease), None if lease.decode is None else holder(lease.decode)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Final, NoReturn
 
 from hetlb.core.scheduler import Scheduler
@@ -69,41 +69,9 @@ class StallWatch:
         self._beater = self._loop.call_at(self._due, self._beat)
 
 
-class Decisions:
-    """The last dispatches, the oldest first; fewer of a large fleet."""
-
-    __slots__ = ("_kept",)
-
-    def __init__(self, instances: int) -> None:
-        self._kept: deque[Dispatch] = deque()
-        self.bound(instances)
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def __iter__(self) -> Iterator[Dispatch]:
-        return iter(self._kept)
-
-    def __reversed__(self) -> Iterator[Dispatch]:
-        return reversed(self._kept)
-
-    def add(self, dispatch: Dispatch) -> None:
-        """Keep one more."""
-        self._kept.append(dispatch)
-
-    def bound(self, instances: int) -> None:
-        """Keep as many as suit a fleet of this size."""
-        kept = min(DECISIONS_KEPT, CANDIDATES_KEPT // max(1, instances))
-        if self._kept.maxlen != kept:
-            self._kept = deque(self._kept, maxlen=kept)
-
-    def last(self, count: int) -> list[Dispatch]:
-        """The newest, the oldest of them first."""
-        return list(self._kept)[-count:]
-
-    def find(self, lease: int) -> Dispatch | None:
-        """The decision with this number, None if it is not kept any more."""
-        return next((each for each in reversed(self._kept) if each.lease.id == lease), None)
+def newest(decisions: Iterable[Dispatch], instances: int) -> deque[Dispatch]:
+    """The last dispatches, the oldest first: as many as suit a fleet of this size."""
+    return deque(decisions, min(DECISIONS_KEPT, CANDIDATES_KEPT // max(1, instances)))
 
 
 class Responses:

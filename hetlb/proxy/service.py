@@ -34,7 +34,7 @@ from hetlb.proxy.access import (
 from hetlb.proxy.admin import make_app
 from hetlb.proxy.admin_listener import AdminListener, named
 from hetlb.proxy.discovery.source import Source, Sources
-from hetlb.proxy.driver import Driver, DriverSetup, with_scheduler
+from hetlb.proxy.driver import Driver, with_scheduler
 from hetlb.proxy.engine_watch import EngineWatch
 from hetlb.proxy.front import Front, Listener
 from hetlb.proxy.reload import needs_restart, read_again
@@ -69,8 +69,6 @@ class FleetService(ABC):
 
     The admin listener, the dashboard and `/metrics` read it as it is.
     """
-
-    scheduling: SchedulerDriver
 
     #: Descriptions of the stages that an instance is made of, by its name.
     stages: Mapping[str, Callable[[], list[dict[str, Any]]]] = {}
@@ -110,21 +108,12 @@ class FleetService(ABC):
         )
         #: The scheduler in use.
         self.scheduler = _build_scheduler(setup, self._event_log)
-        self.watch = EngineWatch(
-            fleet.file.scrape,
-            self.scheduler,
-            self._engines,
-            lambda change: self.scheduling.change(change),
-            lambda name, sample: self.scheduling.sample(name, sample),
-        )
-        self.roster = Roster(
-            fleet,
-            self.access,
-            self._engines,
-            self.scheduler,
-            self.watch.scraper,
-            lambda change: self.scheduling.change(change),
-        )
+        self.scheduling = scheduling = self._drive()
+        scheduling.probe_timeout_s = fleet.file.scrape.timeout_s
+        scheduling.limit(self.access.limits)
+        self.watch = EngineWatch(fleet.file.scrape, scheduling, self._engines)
+        self.roster = Roster(fleet, self.access, self._engines, scheduling, self.watch.scraper)
+        scheduling.on_loop = self.roster.take_out
         #: File of what is learnt, None where none is stated.
         self._learnt: StateFile | None = None
         #: Reads engines' own KV events, None while none publishes any.
@@ -137,6 +126,10 @@ class FleetService(ABC):
         self._offer = Offer(self.scheduler, lambda: (self._descriptors, self.admin.descriptors), self._leave)
         self._takeover: Takeover | None = None
         self.address = ("", 0)
+
+    @abstractmethod
+    def _drive(self) -> SchedulerDriver:
+        """Make the driver of the scheduler, and what carries out its commands."""
 
     # --- start-up ---
 
@@ -362,22 +355,8 @@ class Service(FleetService):
         self._stop = asyncio.Event()
         self._hurry = False
         table, key = self._shared_table(fleet)
-        self.driver, self.scheduling = self._make_drivers(
-            DriverSetup(
-                fleet.file.proxy,
-                TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
-                asyncio.get_running_loop(),
-                lambda ended: self._front.requests_ended(ended),
-                lambda record: self._front.request_refused(record),
-                self._engines,
-            )
-        )
         self.driver.pools.on_reconnect = self.watch.reconnected
-        scheduling = self.scheduling
-        scheduling.on_loop = self.roster.take_out
-        scheduling.probe_timeout_s = fleet.file.scrape.timeout_s
-        scheduling.limit(self.access.limits)
-        self.sharing = None if table is None else _share(table, key, scheduling)
+        self.sharing = None if table is None else _share(table, key, self.scheduling)
         self.server: Listener = self._make_server()
         self._front = Front(self.driver, self.server, fleet, self.access)
         #: True if another process accepts in place of this one.
@@ -386,9 +365,11 @@ class Service(FleetService):
     #: True if another process may take over the listeners.
     _hands_over = True
 
-    def _make_drivers(self, setup: DriverSetup) -> tuple[Driver, SchedulerDriver]:
-        """Make the drivers of exchanges and of the scheduler; an endpoint picker has others."""
-        return with_scheduler(self.scheduler, setup)
+    def _drive(self) -> SchedulerDriver:
+        fleet = self.fleet
+        estimator = TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules)
+        self.driver = Driver(fleet.file.proxy, estimator, asyncio.get_running_loop(), self._engines)
+        return with_scheduler(self.driver, self.scheduler)
 
     @staticmethod
     def _shared_table(fleet: Fleet) -> tuple[SharedTable | None, str]:

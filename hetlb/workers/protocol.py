@@ -1,4 +1,4 @@
-"""Messages between a relay and the scheduler process, version 2 (rules: docs/reference/messages.md).
+"""Messages between a relay and the scheduler process, version 3 (rules: docs/reference/messages.md).
 
 A relay owns sockets and exchanges, the scheduler process decides. A frame is a length of four bytes
 (big-endian) and a MessagePack array of messages; a message is an array that begins with its number. Fields
@@ -12,10 +12,10 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from hetlb.core.types import Outcome, RejectReason
-from hetlb.proxy.lease_wire import RequestFacts, WireBooked
+from hetlb.core.types import RejectReason
+from hetlb.proxy.lease_wire import RequestFacts, WireBegun, WireBooked, WireEnded
 
-VERSION: Final = 2
+VERSION: Final = 3
 
 
 class RelayMessage(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -59,28 +59,17 @@ class Hello(RelayMessage, tag=2, frozen=True):
     leases: list[LiveRequest]
 
 
-class FirstToken(RelayMessage, tag=3, frozen=True):
-    """The first byte of a good answer came."""
+class LeaseChange(RelayMessage, tag=3, frozen=True):
+    """News of a request's lease, as the journal has them: its answer began, or it ended.
 
-    request: int
-    lease: int
-
-
-class EndedMessage(RelayMessage, tag=4, frozen=True):
-    """A lease ended; with `retry` its request goes on and gets a `DispatchMessage` or `Rejected`.
-
-    `cached_tokens` of its prompt were in the engine's prefix cache, None where the engine did not say.
-    `goes_on`: its answer goes on elsewhere, `generated` tokens of it being part of the prompt now.
+    With `retry` the request goes on and gets a `DispatchMessage` or `Rejected`; `generated` tokens of its
+    answer are part of the prompt then, None where the answer begins again.
     """
 
     request: int
-    lease: int
-    outcome: Outcome
-    output_tokens: int
-    retry: bool
-    cached_tokens: int | None = None
-    goes_on: bool = False
-    generated: int = 0
+    change: WireBegun | WireEnded
+    retry: bool = False
+    generated: int | None = None
 
 
 class Busy(RelayMessage, tag=5, frozen=True):
@@ -258,7 +247,7 @@ class Learnt(RelayMessage, tag=40, frozen=True):
 
 
 class WaitingMessage(RelayMessage, tag=44, frozen=True):
-    """True if requests wait for an instance: while none do, `FirstToken` and `EndedMessage` may come late."""
+    """True if requests wait for an instance: while none do, `LeaseChange` may come late."""
 
     requests: bool
 
@@ -283,18 +272,7 @@ class Commit(RelayMessage, tag=43, frozen=True):
 
 
 FromRelay: TypeAlias = (
-    Arrival
-    | Hello
-    | FirstToken
-    | EndedMessage
-    | Busy
-    | Cancelled
-    | Made
-    | Report
-    | Prepared
-    | CameBack
-    | ModelsRead
-    | Used
+    Arrival | Hello | LeaseChange | Busy | Cancelled | Made | Report | Prepared | CameBack | ModelsRead | Used
 )
 FromScheduler: TypeAlias = (
     DispatchMessage

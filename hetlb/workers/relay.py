@@ -23,7 +23,7 @@ import msgspec
 from hetlb.config.fleet import Fleet
 from hetlb.errors import HetlbError
 from hetlb.proxy.access import Access, EngineAccess
-from hetlb.proxy.driver import Driver, DriverSetup
+from hetlb.proxy.driver import Driver
 from hetlb.proxy.front import Front
 from hetlb.proxy.scheduler_driver import EMITS_S
 from hetlb.proxy.server import ProxyServer
@@ -79,17 +79,9 @@ class Relay:
         self._fleet = fleet
         self._access = require_urls(fleet)
         self._engines: dict[str, EngineAccess] = dict(self._access.engines)
-        self.driver = Driver(
-            DriverSetup(
-                fleet.file.proxy,
-                TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules),
-                self._loop,
-                lambda ended: self._front.requests_ended(ended),
-                lambda record: self._front.request_refused(record),
-                self._engines,
-                (life << ID_BITS) + 1,
-            )
-        )
+        estimator = TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules)
+        first_id = (life << ID_BITS) + 1
+        self.driver = Driver(fleet.file.proxy, estimator, self._loop, self._engines, first_id)
         self._scheduling = RelayDriver(fleet.queue_limits, self.driver)
         self.driver.scheduling = self._scheduling
         self.driver.identify(state.own)

@@ -20,7 +20,7 @@ from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.endpoints import Kind
-from hetlb.proxy.lease_wire import RequestFacts, WireBooked
+from hetlb.proxy.lease_wire import RequestFacts, WireBegun, WireBooked, WireEnded
 from hetlb.proxy.limits import Ticket
 from hetlb.proxy.scheduler_side import SchedulerSide
 from hetlb.proxy.scrape import read_model_list
@@ -32,10 +32,9 @@ from hetlb.workers.protocol import (
     CameBack,
     Cancelled,
     DispatchMessage,
-    EndedMessage,
-    FirstToken,
     FromScheduler,
     InstanceAddress,
+    LeaseChange,
     LiveRequest,
     Made,
     ModelsRead,
@@ -187,7 +186,7 @@ class RelayDriver(SchedulerSide):
 
     def first_token(self, lease: Lease, now: float) -> None:
         lease.first_token_at = now
-        self.post(FirstToken(lease.request.id, lease.id))
+        self.post(LeaseChange(lease.request.id, WireBegun(lease.id)))
 
     def lease_ended(
         self, lease: Lease, outcome: Outcome, now: float, *, retry: bool, generated: int | None = None
@@ -195,20 +194,12 @@ class RelayDriver(SchedulerSide):
         lease.ended = True
         request_id = lease.request.id
         self._held.pop(request_id, None)
-        ended = EndedMessage(
-            request_id,
-            lease.id,
-            outcome,
-            lease.output_tokens,
-            retry,
-            lease.reported_cached_tokens,
-            generated is not None,
-            generated or 0,
-        )
+        ended = WireEnded(lease.id, outcome, lease.output_tokens, lease.reported_cached_tokens)
+        message = LeaseChange(request_id, ended, retry, generated)
         if retry:
-            self._send(ended)
+            self._send(message)
         else:
-            self.post(ended)
+            self.post(message)
 
     def busy(self, lease: Lease, retry_after_s: float, now: float) -> None:
         if self._channel is not None:  # else the client gets what the engine said

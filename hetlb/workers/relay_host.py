@@ -24,6 +24,7 @@ from hetlb.core.types import (
 )
 from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.http1 import GateError
+from hetlb.proxy.lease_wire import WireBegun
 from hetlb.proxy.limits import Ticket
 from hetlb.proxy.scheduler_driver import EMITS_S, SchedulerDriver
 from hetlb.proxy.scheduler_side import Carrier
@@ -34,10 +35,9 @@ from hetlb.workers.protocol import (
     Busy,
     CameBack,
     Cancelled,
-    EndedMessage,
-    FirstToken,
     FromRelay,
     Hello,
+    LeaseChange,
     Made,
     ModelsRead,
     Prepared,
@@ -117,32 +117,32 @@ class _OpenRequest:
 class RelayHost(Carrier):
     """Relays' requests, for the scheduler of this process: `scheduling` drives it.
 
-    `registered` has the instances that stand in no file and the addresses that they must have (None where the
-    name resolves itself); its owner alone changes it. `on_view` is called when what relays answer may differ.
+    `on_view` is called when what relays answer may differ, `on_report` with each report.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         loop: asyncio.AbstractEventLoop,
-        registered: Mapping[str, str | None],
         on_view: Callable[[], None],
         on_report: Callable[[RelayLink, Report], None],
-        on_models: Callable[[str, bytes], None] = lambda instance, body: None,
     ) -> None:
         super().__init__(loop)
         self.scheduler = scheduler
         self.scheduling = SchedulerDriver(scheduler, self)
-        self._registered = registered
         self.links: list[RelayLink] = []
         self._on_view = on_view
         self._on_report = on_report
-        self._on_models = on_models
         self._open: dict[RequestId, _OpenRequest] = {}
         self._streaming_at: dict[str, float] = {}
         #: Relays whose live leases are waited for, and the arrivals that wait for them.
         self._awaited: set[int] = set()
         self._early: list[tuple[RelayLink, Arrival]] = []
+        #: Instances that stand in no file, and the addresses that they must have (None where the name
+        #: resolves itself): their owner alone changes this.
+        self.registered: Mapping[str, str | None] = {}
+        #: Called with an instance and its `/v1/models` after its engine closed connections.
+        self.on_models: Callable[[str, bytes], None] | None = None
         #: Reloads of the fleet so far: a relay that serves another one is replaced.
         self.generation = 0
         #: True if requests wait, as the relays know it.
@@ -167,7 +167,7 @@ class RelayHost(Carrier):
     def connected(self, link: RelayLink) -> None:
         """A channel to a relay is open."""
         self.links.append(link)
-        link.send(instances_message(self.scheduler, self._registered, self.now()))
+        link.send(instances_message(self.scheduler, self.registered, self.now()))
         link.send(protocol.WaitingMessage(self._waiting))
 
     def disconnected(self, link: RelayLink) -> None:
@@ -206,16 +206,14 @@ class RelayHost(Carrier):
         for message in messages:
             if isinstance(message, Arrival):
                 self._arrived(link, message, now)
-            elif isinstance(message, FirstToken):
-                if (lease := self._lease_of(message.request, message.lease)) is not None:
-                    self.scheduling.first_token(lease, now)
-            elif isinstance(message, EndedMessage):
-                self._ended(message, now)
+            elif isinstance(message, LeaseChange):
+                self._changed(message, now)
             elif isinstance(message, Cancelled):
                 self._cancelled(message.request, now)
             elif isinstance(message, Busy):
-                if (lease := self._lease_of(message.request, message.lease)) is not None:
-                    self.scheduling.busy(lease, message.retry_after_s, now)
+                found = self._open.get(message.request)
+                if found is not None and found.lease is not None and found.lease_number == message.lease:
+                    self.scheduling.busy(found.lease, message.retry_after_s, now)
             elif isinstance(message, Made):
                 self.scheduling.remember_response(message.response, message.instance, message.owner)
             elif isinstance(message, Report):
@@ -225,7 +223,8 @@ class RelayHost(Carrier):
             elif isinstance(message, CameBack):
                 self.scheduling.came_back(message.instance)
             elif isinstance(message, ModelsRead):
-                self._on_models(message.instance, message.body)
+                if self.on_models is not None:
+                    self.on_models(message.instance, message.body)
             elif isinstance(message, Used):
                 if (found := self._open.get(message.request)) is not None:
                     found.used(message, now)
@@ -293,11 +292,6 @@ class RelayHost(Carrier):
         self._open[request.id] = _OpenRequest(link, request, bool(facts.model), ticket)
         scheduling.arrive(request, now)
 
-    def _lease_of(self, request_id: RequestId, lease_number: int) -> Lease | None:
-        """The lease of a request, where that has this number."""
-        found = self._open.get(request_id)
-        return None if found is None or found.lease_number != lease_number else found.lease
-
     def _cancelled(self, request_id: RequestId, now: float) -> None:
         found = self._open.get(request_id)
         if found is not None:
@@ -305,21 +299,22 @@ class RelayHost(Carrier):
         else:  # it may wait for the live leases
             self._early = [each for each in self._early if each[1].request.id != request_id]
 
-    def _ended(self, message: EndedMessage, now: float) -> None:
-        found = self._open.get(message.request)
+    def _changed(self, message: LeaseChange, now: float) -> None:
+        change, found = message.change, self._open.get(message.request)
         if found is None:
             return  # on an instance that was gone before this process began
-        lease = found.lease
-        if lease is None or found.lease_number != message.lease:
+        lease = found.lease if found.lease_number == change.number else None
+        if isinstance(change, WireBegun):
+            if lease is not None:
+                self.scheduling.first_token(lease, now)
+        elif lease is None:
             self._end(found, Outcome.CLIENT_GONE, now)
-            return
-        lease.output_tokens = message.output_tokens
-        lease.reported_cached_tokens = message.cached_tokens
-        generated = None
-        if message.goes_on:
-            generated = message.generated
-            found.request = found.request.goes_on(generated)
-        self._end(found, message.outcome, now, message.retry, generated)
+        else:
+            lease.output_tokens = change.output_tokens
+            lease.reported_cached_tokens = change.cached_tokens
+            if message.generated is not None:
+                found.request = found.request.goes_on(message.generated)
+            self._end(found, change.outcome, now, message.retry, message.generated)
 
     def _end(
         self,
@@ -362,7 +357,7 @@ class RelayHost(Carrier):
         return since is not None and self.now() - since < EMITS_S
 
     def instances_changed(self) -> None:
-        self.broadcast(instances_message(self.scheduler, self._registered, self.now()))
+        self.broadcast(instances_message(self.scheduler, self.registered, self.now()))
 
     def view_changed(self) -> None:
         self._on_view()

@@ -29,6 +29,7 @@ from hetlb.core.types import (
 from hetlb.errors import ConfigError, InputError
 from hetlb.proxy.access import Access
 from hetlb.proxy.admin import make_app
+from hetlb.proxy.scheduler_driver import SchedulerDriver
 from hetlb.proxy.scrape import models_learned
 from hetlb.proxy.service import FIRST_ROUND_S, FleetService, tune_gc
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
@@ -68,20 +69,10 @@ class SchedulerProcess(FleetService):
         self._life = life
         self._control = control
         self._loop = asyncio.get_running_loop()
-        self.driver = RelayHost(
-            self.scheduler,
-            self._loop,
-            self.roster.registered,
-            self._view_changed,
-            self._reported,
-            self.watch.reconnected,
-        )
+        self.driver.registered = self.roster.registered
+        self.driver.on_models = self.watch.reconnected
         self.roster.on_edited = self._save
         self.driver.generation = state.generation
-        scheduling = self.scheduling = self.driver.scheduling
-        scheduling.on_loop = self.roster.take_out
-        scheduling.probe_timeout_s = state.fleet.file.scrape.timeout_s
-        scheduling.limit(self.access.limits)
         self._state = dataclasses.replace(state, admin=dict(state.admin))
         self._reports = RelayReports(self.driver.links)
         self._view: ViewMessage | None = None
@@ -95,6 +86,12 @@ class SchedulerProcess(FleetService):
         #: Token estimates that the relays learnt; each of them has its own, which begins with this one.
         self._token_estimator = TokenEstimator(image_rules=state.fleet.image_rules)
         self._catch_up(state)
+
+    def _drive(self) -> SchedulerDriver:
+        self.driver = RelayHost(
+            self.scheduler, asyncio.get_running_loop(), self._view_changed, self._reported
+        )
+        return self.driver.scheduling
 
     def _catch_up(self, state: ChildState) -> None:
         """Know what the scheduler process before this one knew."""

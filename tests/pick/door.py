@@ -21,7 +21,6 @@ from hetlb.pick.messages import STREAMED
 from hetlb.pick.pick_driver import PickDriver
 from hetlb.pick.stream import HttpStream, PickerState
 from hetlb.pick.tenant_names import MOST
-from hetlb.proxy.driver import DriverSetup
 from hetlb.proxy.router import Router
 from hetlb.proxy.token_estimator import TokenEstimator
 
@@ -47,7 +46,7 @@ class Door:
 
     def __init__(self) -> None:
         self.scheduler = make_scheduler([spec("i0")], "hetlb")
-        self.driver = PickDriver(self.scheduler, DriverSetup(ProxyTable(), TokenEstimator(), Loop()))
+        self.driver = PickDriver(self.scheduler, ProxyTable(), TokenEstimator(), Loop(), {})
         self.state = PickerState(self.driver, Router(self.driver, _View()), PickTable(), {})  # type: ignore[arg-type]
         self.state.set_addresses({"i0": "127.0.0.1:1"})
         self.sent: list[bytes] = []

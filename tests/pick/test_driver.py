@@ -10,7 +10,6 @@ from helpers import make_scheduler, spec
 from hetlb.config.fleet_tables import ProxyTable
 from hetlb.core.types import AdminState, AdminStateSet, Capacity, Dispatch, Request
 from hetlb.pick.pick_driver import MOST_RANKED, PickDriver
-from hetlb.proxy.driver import DriverSetup
 from hetlb.proxy.token_estimator import TokenEstimator
 
 
@@ -18,8 +17,8 @@ from hetlb.proxy.token_estimator import TokenEstimator
 async def test_fallbacks_can_take_the_request_and_are_not_the_chosen_one(count: int) -> None:
     capacity = Capacity(max_num_seqs=8, kv_cache_tokens=100_000)
     scheduler = make_scheduler([spec(f"i{n}", capacity=capacity) for n in range(count)], "hetlb")
-    setup = DriverSetup(ProxyTable(), TokenEstimator(), asyncio.get_running_loop())
-    driver = PickDriver(scheduler, setup)
+    loop = asyncio.get_running_loop()
+    driver = PickDriver(scheduler, ProxyTable(), TokenEstimator(), loop, {})
     down = {f"i{n}" for n in range(0, count, 3)}
     for name in down:
         scheduler.on_instance(AdminStateSet(name, AdminState.DRAIN), 0.0)
@@ -29,7 +28,7 @@ async def test_fallbacks_can_take_the_request_and_are_not_the_chosen_one(count: 
         request = Request(number, "m", 100, subset=subset if number % 2 else None)
         (command,) = scheduler.on_arrival(request, 0.0)
         assert isinstance(command, Dispatch)
-        driver.picking.decisions.add(command)
+        driver.picking.decisions.append(command)
         found = driver.fallbacks(2)
         assert len(set(found)) == 2
         assert not {*found} & {command.lease.instance, *down}

@@ -15,7 +15,7 @@ from helpers import HANG_S, make_scheduler, spec, turns_until
 from hetlb.config.fleet_tables import ProxyTable
 from hetlb.core.queue import QueueLimits
 from hetlb.core.scheduler import Scheduler
-from hetlb.proxy.driver import DriverSetup, with_scheduler
+from hetlb.proxy.driver import Driver, with_scheduler
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.token_estimator import TokenEstimator
@@ -52,8 +52,9 @@ class Proxy:
     def __init__(self, scheduler: Scheduler, table: ProxyTable) -> None:
         self._exchanges: list[Exchange] = []
         loop = asyncio.get_running_loop()
-        setup = DriverSetup(table, TokenEstimator(), loop, self._exchanges.extend)
-        self.driver, self.scheduling = with_scheduler(scheduler, setup)
+        self.driver = Driver(table, TokenEstimator(), loop, {})
+        self.driver.on_ended = self._exchanges.extend
+        self.scheduling = with_scheduler(self.driver, scheduler)
         self.server = ProxyServer(self.driver, View())
         self.scheduler = scheduler
         self.port = 0

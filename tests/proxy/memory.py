@@ -18,7 +18,7 @@ from helpers import make_scheduler, spec
 
 from hetlb.config.fleet_tables import ProxyTable
 from hetlb.proxy.connection import ClientConnection
-from hetlb.proxy.driver import DriverSetup, with_scheduler
+from hetlb.proxy.driver import Driver, with_scheduler
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.token_estimator import TokenEstimator
 
@@ -245,9 +245,9 @@ class Proxy:
         self.ended: list[Any] = []
         settings = msgspec.structs.replace(ProxyTable(), **table)
         with self._running():
-            self.driver, self.scheduling = with_scheduler(
-                self.scheduler, DriverSetup(settings, TokenEstimator(), self.loop, self.ended.extend)
-            )
+            self.driver = Driver(settings, TokenEstimator(), self.loop, {})
+            self.driver.on_ended = self.ended.extend
+            self.scheduling = with_scheduler(self.driver, self.scheduler)
             self.server = ProxyServer(self.driver, View())
         self._sweep()
 

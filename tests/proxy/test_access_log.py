@@ -239,7 +239,7 @@ async def test_the_address_of_a_client_is_that_of_the_last_proxy_that_is_trusted
         fleet = document(engine, proxy={"trusted_proxies": trusted})
         async with serving(tmp_path, fleet) as running:
             records: list[RequestRecord] = []
-            running.service.driver._on_ended = records.extend
+            running.service.driver.on_ended = records.extend
             await running.ask(X_Forwarded_For=forwarded)
             await turns_until(lambda: bool(running.service.driver.totals.requests and records))
     assert [record.address for record in records] == [client]

@@ -91,7 +91,7 @@ async def test_three_in_ten_leave_and_nothing_is_left_of_them() -> None:
                 outcomes[exchange.outcome.value] += 1
                 phases[exchange.ended_in] += 1
 
-        driver._on_ended = on_ended
+        driver.on_ended = on_ended
         try:
             await service.start()
             tasks_before = asyncio.all_tasks()

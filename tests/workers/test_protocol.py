@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.core.types import Outcome, Request
-from hetlb.proxy.lease_wire import RequestFacts, WireBooked
+from hetlb.proxy.lease_wire import RequestFacts, WireBooked, WireEnded
 from hetlb.workers.protocol import (
     Arrival,
     Busy,
-    EndedMessage,
     FromRelay,
     FromScheduler,
     Hello,
+    LeaseChange,
     LiveRequest,
 )
 from hetlb.workers.relay_channel import FROM_RELAY, FROM_SCHEDULER, RelayChannel
@@ -49,7 +49,9 @@ def test_fields_may_be_appended_within_a_version() -> None:
     assert FROM_RELAY.decode(msgspec.msgpack.encode([[5, 1, 2, 0.5, "new"]])) == [Busy(1, 2, 0.5)]
 
 
-@pytest.mark.parametrize("messages", [[[99, 1]], [[4, 1, 2, "unheard of", 3, False, False]], [[5, 1]], {}, 1])
+@pytest.mark.parametrize(
+    "messages", [[[99, 1]], [[3, 1, [2, 2, "unheard of", 3, None]]], [[3, 1, [0, 1]]], [[5, 1]], {}, 1]
+)
 def test_what_is_no_message_is_refused(messages: Any) -> None:
     with pytest.raises(msgspec.DecodeError):
         FROM_RELAY.decode(msgspec.msgpack.encode(messages))
@@ -69,7 +71,7 @@ def test_every_message_is_described() -> None:
     st.lists(st.integers(1, 40), max_size=40),
 )
 def test_batches_arrive_whole_however_they_are_cut(batches: list[list[int]], cuts: list[int]) -> None:
-    sent = [[EndedMessage(number, 1, Outcome.OK, 2, False) for number in batch] for batch in batches]
+    sent = [[LeaseChange(number, WireEnded(1, Outcome.OK, 2, None)) for number in batch] for batch in batches]
     data = b"".join(
         len(frame).to_bytes(4) + frame for frame in (msgspec.msgpack.encode(batch) for batch in sent)
     )

@@ -14,14 +14,20 @@ from hypothesis import strategies as st
 
 from hetlb.core.queue import QueueLimits
 from hetlb.core.types import Outcome
-from hetlb.proxy.lease_wire import WireBooked
+from hetlb.proxy.lease_wire import WireBegun, WireBooked, WireEnded
 from hetlb.workers import protocol
-from hetlb.workers.protocol import Cancelled, EndedMessage, FirstToken, Hello, LiveRequest, RelayMessage
+from hetlb.workers.protocol import Cancelled, Hello, LeaseChange, LiveRequest, RelayMessage
 from hetlb.workers.relay_channel import FROM_RELAY, FROM_SCHEDULER, RelayChannel
 from hetlb.workers.relay_driver import ID_BITS, arrival_of
 from hetlb.workers.relay_host import RelayHost, RelayLink
 
 ENDS = [Outcome.OK, Outcome.CLIENT_GONE, Outcome.BROKEN_STREAM, Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE]
+
+
+def ended(
+    number: int, lease: protocol.DispatchMessage, outcome: Outcome, tokens: int = 9, *, retry: bool = False
+) -> LeaseChange:
+    return LeaseChange(number, WireEnded(lease.lease, outcome, tokens, None), retry)
 
 
 class Wire(asyncio.Transport):
@@ -115,16 +121,16 @@ class Relay:
                 self.up.append(Cancelled(number))
         elif kind == 0 and number not in self.asked:
             self.begun.add(number)
-            self.up.append(FirstToken(number, lease.lease))
+            self.up.append(LeaseChange(number, WireBegun(lease.lease)))
         elif kind == 1 and number not in self.asked and number not in self.begun:
             self.asked.add(number)
             self.up.append(protocol.Busy(number, lease.lease, 5.0))
         elif kind == 2 and number not in self.asked and number not in self.begun:
             self.open[number] = None
-            self.up.append(EndedMessage(number, lease.lease, rng.choice(ENDS[3:]), 0, True))
+            self.up.append(ended(number, lease, rng.choice(ENDS[3:]), 0, retry=True))
         elif kind > 2:
             self.finish(number)
-            self.up.append(EndedMessage(number, lease.lease, rng.choice(ENDS[:3]), 9, False))
+            self.up.append(ended(number, lease, rng.choice(ENDS[:3])))
 
     def receive(self, message: Any) -> None:
         if isinstance(message, protocol.DispatchMessage):
@@ -161,7 +167,7 @@ class World:
             limits=QueueLimits(max_requests=4),
             now=self.clock,
         )
-        host = RelayHost(scheduler, self.loop, {}, lambda: None, lambda link, report: None)
+        host = RelayHost(scheduler, self.loop, lambda: None, lambda link, report: None)
         host.now = lambda: self.clock
         return host
 
@@ -213,7 +219,7 @@ class World:
                 for number, lease in list(relay.open.items()):
                     if lease is not None and number not in relay.asked and not relay.wire.down:
                         relay.finish(number)
-                        relay.up.append(EndedMessage(number, lease.lease, Outcome.OK, 9, False))
+                        relay.up.append(ended(number, lease, Outcome.OK))
             self.host.scheduling.carry_out(self.host.scheduler.on_tick(self.clock))
 
 

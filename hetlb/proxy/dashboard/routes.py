@@ -98,7 +98,8 @@ class Dashboard:
         return web.Response(body=body, content_type="application/json")
 
     async def _get_decision(self, request: web.Request) -> web.Response:
-        dispatch = self._source.scheduling.decisions.find(int(request.match_info["lease"]))
+        number, decisions = int(request.match_info["lease"]), self._source.scheduling.decisions
+        dispatch = next((each for each in reversed(decisions) if each.lease.id == number), None)
         if dispatch is None:
             raise web.HTTPNotFound(text="this decision is not kept any more")
         from hetlb.proxy.dashboard.decisions import decision_document
