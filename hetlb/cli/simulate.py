@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,7 @@ def print_tables(runs: Sequence[Mapping[str, Any]], rates: Sequence[str], seeds:
         reference = here[0]["steady_bound"]["total_token_throughput"]
         table = runs_table(here, steady_tok_s=reference, title=", ".join(words) or None)
         if rate != rates[-1]:
-            table.caption = " "  # the same under each
+            table = replace(table, caption=" ")  # the same under each
         console.print(table)
         if hits := [f"{each['policy']} {percent(_prefix_hits(each))}" for each in here if _has_hits(each)]:
             console.print(f"prompt tokens found in prefix caches: {', '.join(hits)}", soft_wrap=True)

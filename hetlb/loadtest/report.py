@@ -5,8 +5,9 @@ A table shows nothing that is not in the runs it is given, and fits 80 columns f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -62,8 +63,17 @@ class ReportTable:
         return [head.removeprefix(">").replace("\n", " ") for head in self.heads]
 
     def __rich__(self) -> Table:
-        found = _table(self.title)
-        found.caption, found.padding = self.caption, (0, self.padding)
+        found = Table(
+            title=self.title,
+            title_justify="left",
+            caption=self.caption,
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=(0, self.padding),
+            pad_edge=False,
+            collapse_padding=True,
+            show_edge=False,  # two instances fit on 80 columns
+        )
         for head in self.heads:
             justify: Any = "right" if head.startswith(">") else "left"
             found.add_column(head.removeprefix(">"), justify=justify, overflow="fold")
@@ -82,7 +92,7 @@ def runs_table(
     steady_tok_s: float | None = None,
     alone: Sequence[Mapping[str, Any]] = (),
     title: str | None = None,
-) -> Table:
+) -> ReportTable:
     """One line per run.
 
     `reference_tok_s` is what `% of sum` refers to: the total token throughput of all instances, each alone.
@@ -90,47 +100,37 @@ def runs_table(
     without its drain, in place of `% of sum`.
     `alone` are the runs it was measured in, shown above the others with their sum.
     """
-    names = list(dict.fromkeys(each["name"] for run in (*alone, *runs) for each in run["instances"]))
+    shown = (*alone, *runs)
+    names = list(dict.fromkeys(each["name"] for run in shown for each in run["instances"]))
     by_instance = names if len(names) <= _MAX_INSTANCE_COLUMNS else []
-    failures = any(run["failed"] for run in (*alone, *runs))
-    table = _table(title)
-    table.show_edge = False  # two instances fit on 80 columns
-    table.caption = "\ntokens/s: prompt and output"
-    table.add_column("policy")
-    table.add_column("tokens/s", justify="right")
+    caption = "\ntokens/s: prompt and output"
+    columns: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
+        ("policy", lambda run: str(run["policy"])),
+        (">tokens/s", lambda run: f"{run['total_token_throughput']:,.0f}"),
+    ]
     if steady_tok_s:
-        table.add_column("% of\nfull", justify="right")
-        table.caption += "; % of full: while requests come, of what all reach alone"
+        steady = "total_token_throughput"
+        columns.append((">% of\nfull", lambda run: percent(run["steady"][steady] / steady_tok_s)))
+        caption += "; % of full: while requests come, of what all reach alone"
     elif reference_tok_s:
-        table.add_column("% of\nsum", justify="right")
-    for heading in ("TTFT\np50", "TTFT\np99", "TPOT\np50"):
-        table.add_column(heading, justify="right")
-    for name in by_instance:
-        table.add_column(f"{name}\nshare, end", justify="right")
+        columns.append((">% of\nsum", lambda run: percent(run["total_token_throughput"] / reference_tok_s)))
+    columns += [
+        (">TTFT\np50", partial(_latency, "median_ttft_ms")),
+        (">TTFT\np99", partial(_latency, "p99_ttft_ms")),
+        (">TPOT\np50", partial(_latency, "median_tpot_ms")),
+        *((f">{name}\nshare, end", partial(_share_and_end, name)) for name in by_instance),
+    ]
     if by_instance:
-        table.caption += "; share: of output tokens; end: of its last request"
+        caption += "; share: of output tokens; end: of its last request"
     elif names:
-        table.add_column("first, last\ninstance to end", justify="right")
-    if failures:
-        table.add_column("failed", justify="right")
-    for run in (*alone, *runs):
-        cells = [str(run["policy"]), f"{run['total_token_throughput']:,.0f}"]
-        if steady_tok_s:
-            cells.append(percent(run["steady"]["total_token_throughput"] / steady_tok_s))
-        elif reference_tok_s:
-            cells.append(percent(run["total_token_throughput"] / reference_tok_s))
-        cells += [milliseconds(run[f"{key}_ms"]) for key in ("median_ttft", "p99_ttft", "median_tpot")]
-        entries = {each["name"]: each for each in run["instances"]}
-        cells += [_share_and_end(run, entries.get(name)) for name in by_instance]
-        if names and not by_instance:
-            ends = [each["last_finish_s"] for each in run["instances"]]
-            cells.append(f"{seconds(min(ends))}, {seconds(max(ends))}" if ends else "-")
-        if failures:
-            cells.append(str(run["failed"]))
-        table.add_row(*cells)
-        if alone and run is alone[-1]:
-            table.add_row("sum", f"{reference_tok_s or 0.0:,.0f}", percent(1.0), end_section=True)
-    return table
+        columns.append((">first, last\ninstance to end", _ends))
+    if any(run["failed"] for run in shown):
+        columns.append((">failed", lambda run: str(run["failed"])))
+    rows = [row(*(cell(run) for _, cell in columns)) for run in shown]
+    if alone:
+        total = ("sum", f"{reference_tok_s or 0.0:,.0f}", percent(1.0))
+        rows.insert(len(alone), row(*total, *[""] * (len(columns) - len(total))))
+    return ReportTable([head for head, _ in columns], rows, title, caption)
 
 
 def throughput_table(runs: Sequence[Mapping[str, Any]]) -> ReportTable:
@@ -280,17 +280,6 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.0f} %"
 
 
-def _table(title: str | None) -> Table:
-    return Table(
-        title=title,
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-
-
 def _name_heads(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Headings of the columns that tell the runs apart."""
     heads = ["policy"] if any(run["policy"] for run in runs) else []
@@ -311,7 +300,15 @@ def _share(run: Mapping[str, Any], each: Mapping[str, Any]) -> float:
     return each["total_output_tokens"] / total if total else 0.0
 
 
-def _share_and_end(run: Mapping[str, Any], each: Mapping[str, Any] | None) -> str:
-    if each is None:
-        return "-"
-    return f"{percent(_share(run, each))} {seconds(each['last_finish_s'])}"
+def _latency(key: str, run: Mapping[str, Any]) -> str:
+    return milliseconds(run[key])
+
+
+def _share_and_end(name: str, run: Mapping[str, Any]) -> str:
+    each = next((each for each in run["instances"] if each["name"] == name), None)
+    return "-" if each is None else f"{percent(_share(run, each))} {seconds(each['last_finish_s'])}"
+
+
+def _ends(run: Mapping[str, Any]) -> str:
+    ends = [each["last_finish_s"] for each in run["instances"]]
+    return f"{seconds(min(ends))}, {seconds(max(ends))}" if ends else "-"

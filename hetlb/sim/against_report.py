@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from hetlb.config.profile_file import Profile
 from hetlb.errors import ConfigError, ProfileError
@@ -16,6 +15,7 @@ from hetlb.plots import new_figure, plot_distribution, save_figure, tidy
 from hetlb.sim.against import Comparison, Engine
 from hetlb.sim.against_logs import Log
 from hetlb.sim.engine_limits import EngineLimits
+from hetlb.tables import table
 
 _MEASURED, _SIMULATED = "#24292f", "#d9480f"
 
@@ -89,21 +89,19 @@ def comparison_document(log: Log, profile: Profile | None, found: Comparison) ->
 def print_comparison(profile: Profile | None, found: Comparison) -> None:
     """Tables for people, and the verdict."""
     console = Console(highlight=False)
-    table = Table(title=f"{found.requests} requests, {found.preemptions} preemptions", title_justify="left")
-    for column in ("", "measured", "simulated", "error", "per request", "median", "p95"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, each in found.errors.items():
-        table.add_row(
+    rows = [
+        (
             name.upper() if name != "queue" else name,
-            f"{each.measured_s:.4g} s",
-            f"{each.simulated_s:.4g} s",
+            *(f"{seconds:.4g} s" for seconds in (each.measured_s, each.simulated_s)),
             f"{100 * each.error:+.1f} %",
-            f"{100 * each.per_request:.1f} %",
-            f"{100 * each.median:.1f} %",
-            f"{100 * each.p95:.1f} %",
+            *(f"{100 * share:.1f} %" for share in (each.per_request, each.median, each.p95)),
         )
-    table.caption = "per request: mean distance over the mean; median and p95 of each request's own"
-    console.print(table)
+        for name, each in found.errors.items()
+    ]
+    columns = ("", ">measured", ">simulated", ">error", ">per request", ">median", ">p95")
+    shown = table(f"{found.requests} requests, {found.preemptions} preemptions", columns, rows)
+    shown.caption = "per request: mean distance over the mean; median and p95 of each request's own"
+    console.print(shown)
     for title, name, split in (("E2E", "e2e", found.split), ("TTFT", "ttft", found.split_ttft)):
         mean_s = found.errors[name].measured_s
         parts = ", ".join(f"{part} {100 * seconds / mean_s:+.1f} %" for part, seconds in split.items())

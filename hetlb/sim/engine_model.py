@@ -42,29 +42,6 @@ class EngineModel:
     engine must see, `cut`s it to the boundary at which the engine would see it.
     """
 
-    __slots__ = (
-        "_admissions",
-        "_completing",
-        "_delayed",
-        "_partial",
-        "_preempted",
-        "_settled",
-        "_short",
-        "_waiting",
-        "adapter_load_s",
-        "adapters",
-        "decodes",
-        "fetches",
-        "generated_tokens",
-        "in_flight",
-        "kv",
-        "latency",
-        "limits",
-        "preemptions",
-        "prefilled_tokens",
-        "rule",
-    )
-
     def __init__(
         self,
         latency: LatencyModel,
