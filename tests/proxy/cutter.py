@@ -48,11 +48,12 @@ class Cutter:
         engine_writer: asyncio.StreamWriter | None = None
         try:
             engine_reader, engine_writer = await asyncio.open_connection("127.0.0.1", self._port)
-            asked = asyncio.create_task(self._ask(reader, engine_writer))
+            posted = asyncio.Event()
+            asked = asyncio.create_task(self._ask(reader, engine_writer, posted))
             self._tasks.add(asked)
             left, cut = -1, None
             while data := await engine_reader.read(65536):
-                if left < 0 and self.bodies and self._cuts:
+                if left < 0 and posted.is_set() and self._cuts:
                     cut = self._cuts.pop(0)
                     left = data.index(b"\r\n\r\n") + 4 if cut.after == AFTER_HEAD else cut.after
                 if cut is not None:
@@ -79,7 +80,10 @@ class Cutter:
         elif how == "hang":
             await asyncio.Event().wait()
 
-    async def _ask(self, reader: asyncio.StreamReader, engine: asyncio.StreamWriter) -> None:
+    async def _ask(
+        self, reader: asyncio.StreamReader, engine: asyncio.StreamWriter, posted: asyncio.Event
+    ) -> None:
+        """Pass on what is asked; `posted`: a POST was, and no probe, which has a connection of its own."""
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -87,5 +91,6 @@ class Cutter:
                 body = await reader.readexactly(int(length[0].split(b":")[1])) if length else b""
                 if head.startswith(b"POST"):
                     self.bodies.append(head + body)
+                    posted.set()
                 engine.write(head + body)
         engine.close()
