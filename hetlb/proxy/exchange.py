@@ -333,12 +333,11 @@ class Exchange(RequestRecord):
         response, answer = self.response, self.answer
         self.engine = self._sent = None
         begun = answer is not None and answer.begun
-        if end is ends.HEAD_CUT:
-            # Part of an answer is an answer, unless the request may be run again.
-            end = ends.JUNK if self.rest is None else ends.DROPPED
-        # Of the rest of an answer the head may have come: vLLM sends it before it has prefilled the prompt.
-        unbegun = response.state is STARTED and end in (ends.DROPPED, ends.BROKEN)
-        may_go_on = end is not ends.LOCAL if begun else unbegun
+        if self.rest is not None and not begun and end in (ends.HEAD_CUT, ends.BROKEN):
+            end = ends.DROPPED  # a head is no answer where the request may be run again
+        elif end is ends.HEAD_CUT:
+            end = ends.JUNK
+        may_go_on = end is not ends.LOCAL if begun else end is ends.DROPPED and response.state is STARTED
         if self.transfer is not None and not begun and end is not ends.LOCAL:
             self.transfer.decode_failed(end)
         elif may_go_on and self._go_on(ends.BROKEN if begun else end):
@@ -350,7 +349,9 @@ class Exchange(RequestRecord):
             self._break(ends.BROKEN, detail)
         elif end is ends.LOCAL:
             self.refuse(error_responses.LOCAL_FAULT, "The proxy is out of resources.", 1.0, end=end)
-        elif end is not ends.JUNK and answer is not None and answer.is_stream and not begun:
+        elif end is ends.DROPPED or (
+            end is not ends.JUNK and answer is not None and answer.is_stream and not begun
+        ):
             # vLLM sends the head of a stream before it has prefilled the prompt: no answer has begun.
             self.try_again(ends.DROPPED)
         elif end is ends.JUNK or end is ends.UNREAD or answer is not None:
@@ -483,8 +484,10 @@ class Exchange(RequestRecord):
             self.refuse(answer, "The instances dropped the request.", end=end)
             return
         self.dropped = self.dropped or dropped
-        if dropped and self.rest is not None and self.rest.leg is None:
+        if dropped and self.rest is not None and self.transfer is None:
             self.resumed += 1  # it may have been half done
+            self._driver.goes_on(self.request, self.back_to_queue(RETRIED), end)
+            return
         self._driver.try_again(self.back_to_queue(RETRIED), end.told)
 
     def _lost(self, end: End, detail: str, rest: bytes = b"", event: bytes | None = None) -> None:

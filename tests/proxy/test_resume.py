@@ -228,6 +228,23 @@ async def test_the_rest_waits_for_an_instance_that_accepts_it(
     same(await asking, whole)
 
 
+@pytest.mark.parametrize("after", [0, 1, AFTER_HEAD])
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+async def test_dropped_by_the_only_instance_a_request_waits_for_it(
+    start: Start, engine: EmulatedEngine, stream: bool, after: int
+) -> None:
+    """It is run a second time, and not a third."""
+    asked = body("chat", stream)
+    whole = await ask(engine.url, "chat", asked)
+    cuts = [Cut(after, "fin")]
+    async with Cutter(engine.port, cuts) as only:
+        proxy = await proxied(start, only.url)
+        same(await ask(f"http://127.0.0.1:{proxy.port}", "chat", asked), whole)
+        cuts += [Cut(after, "fin")] * 2
+        got = await ask(f"http://127.0.0.1:{proxy.port}", "chat", asked)
+    assert (got.status, len(only.bodies), cuts) == (502, 4, [])
+
+
 async def resumed(
     start: Start, engine: EmulatedEngine, kind: str, asked: dict[str, Any], cuts: list[Cut], **table: Any
 ) -> tuple[Answer, list[bytes], Any]:
