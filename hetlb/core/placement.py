@@ -234,6 +234,7 @@ class Placement:
             _bounded_tokens(request) <= ready.longest_tokens
             and request.pinned is None
             and request.subset is None
+            and not request.generated
             and (not known or request.id not in known)
         ):
             return ready.able, ready.excluded, None

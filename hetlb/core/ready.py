@@ -93,9 +93,13 @@ class ReadyInstances:
         self, request: Request, tried: Sequence[str] | None
     ) -> tuple[list[Instance], dict[str, str]]:
         """Instances that are there, have not had the request and are large enough, and a reason for each
-        other one. Roles count for nothing where no other instance is left.
+        other one. Roles count for nothing where no other instance is left. The rest of an answer goes on by
+        its token ids, where any that is there takes them.
         """
-        if tried is None and request.pinned is None and request.subset is None:
+        by_ids = request.generated > 0 and any(
+            not _why_not(each) and each.gives_ids for each in self.instances
+        )
+        if tried is None and request.pinned is None and request.subset is None and not by_ids:
             tokens = tokens_of(request)
             if all(tokens <= _longest(instance) for instance in self.able):
                 return self.able, self.excluded
@@ -111,6 +115,8 @@ class ReadyInstances:
                 reason = _why_not(instance)
                 if not reason and tried is not None and instance.name in tried:
                     reason = "tried before"
+                if not reason and by_ids and not instance.gives_ids:
+                    reason = "it takes no token ids"
                 if not reason and self.roles and request.pinned is None:
                     reason = self.roles.get(instance.name, "")
                     if reason:

@@ -96,6 +96,24 @@ def test_suspects_take_requests_where_none_is_up() -> None:
     assert choices(one_up, tried=[]) == ("b", one_up.excluded, None)
 
 
+def test_the_rest_of_an_answer_goes_where_token_ids_are_taken() -> None:
+    scheduler, some = fleet(*(spec(name) for name in "abc"))
+    assert choices(some, generated=1) == ("abc", {}, None)
+    for name, engine in zip("abc", ("vllm", "vllm", "llama.cpp"), strict=True):
+        scheduler.on_scrape(name, EngineSample(0, 0, 0.0, engine=engine), 0.0)
+    others = {"c": "it takes no token ids"}
+    assert choices(some, generated=1) == ("ab", others, None)
+    assert choices(some, generated=1, tried=["a", "b"]) == (
+        "",
+        {**dict.fromkeys("ab", "tried before"), **others},
+        None,
+    )
+    assert choices(some) == ("abc", {}, None)
+    set_health(scheduler, "a", ProbeResult.REFUSED)
+    set_health(scheduler, "b", ProbeResult.REFUSED)
+    assert choices(ready(scheduler), generated=1)[0] == "c"
+
+
 def test_a_subset_and_those_that_had_it_are_heeded() -> None:
     _, filtered = fleet(*(spec(name) for name in "abcd"))
     assert choices(filtered, subset=("b", "c"), tried=["c"]) == (
