@@ -1,9 +1,9 @@
 """User instructions that a chunk of a stream and a plain request cost `hetlb serve`, counted by valgrind.
 
 Shows: of several trees (`.cache/compile/...` of `bench/compile_modules.py build`, or a checkout) the
-instructions per paced chunk and per plain request, each the difference of two runs of which one carries more;
-with `NAME:KEY=VALUE` a key of the fleet file's `proxy`, such as `new:resume=ids`. Chunks come in reads of
-their own, as vLLM's do, with token ids where they are asked for.
+instructions per chunk and per plain request, each the difference of two runs of which one carries more;
+with `NAME:KEY=VALUE` a key of the fleet file's `proxy`, such as `new:resume=ids`. A chunk is sent once the
+client has the one before, so that each is a read of its own, with token ids where they are asked for.
 
 `.venv/bin/python bench/proxies/instructions.py base=.cache/compile/a new=.cache/compile/b new:resume=ids`
 """
@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -46,6 +48,9 @@ def event(text: str, finish: str | None, ids: bool) -> bytes:
 
 #: Streams with and without token ids.
 streams = {True: 0, False: 0}
+#: Chunks that clients have, by the content of their requests.
+arrived: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(0))
+numbers = itertools.count(1_000_000)
 
 
 async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -67,7 +72,7 @@ async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
                 writer.write(HEAD % (b"text/event-stream", b"transfer-encoding: chunked"))
                 for number in range(asked["max_tokens"]):
                     writer.write(event(f" t{number:06d}", None, ids))
-                    await asyncio.sleep(0.002)
+                    await arrived[asked["messages"][0]["content"]].acquire()
                 done = b"data: [DONE]\n\n"
                 writer.write(event("", "stop", ids) + b"%x\r\n%b\r\n0\r\n\r\n" % (len(done), done))
                 continue
@@ -81,8 +86,9 @@ async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 async def ask(port: int, count: int, tokens: int) -> None:
     """Send so many requests on one connection, one after the other: streams, or plain ones of no `tokens`."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
-    for number in range(count):
-        body = {"model": "m", "messages": [{"role": "user", "content": f"Hello {number}"}]}
+    for _ in range(count):
+        name = f"Hello {next(numbers)}"
+        body = {"model": "m", "messages": [{"role": "user", "content": name}]}
         body |= {"max_tokens": tokens, "stream": True} if tokens else {}
         sent = json.dumps(body, separators=(",", ":")).encode()
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\n")
@@ -90,6 +96,9 @@ async def ask(port: int, count: int, tokens: int) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         assert b" 200 OK" in head, head
         if tokens:
+            for _ in range(tokens):
+                await reader.readuntil(b"\n\n\r\n")
+                arrived[name].release()
             await reader.readuntil(b"\r\n0\r\n\r\n")
         else:
             found = re.search(rb"(?i)content-length: (\d+)", head)

@@ -258,7 +258,8 @@ def pass_events(chunks: bytes, shape: TextShape) -> tuple[int, bytes]:
     size: i64
     digit: i64
     events = 0
-    out: list[bytes] = []
+    passed = chunks
+    before: list[bytes] | None = None  # made for a second event
     while position < length:
         start, size = position, 0
         while start < length and size < _MOST:
@@ -292,13 +293,18 @@ def pass_events(chunks: bytes, shape: TextShape) -> tuple[int, bytes]:
         said = end - tail
         if said < begun or chunks[said:end] != ending:
             return 0, b""
-        text = chunks[begun:said]
+        text = chunks[start:said]  # with its beginning, which has no line feed
         if 10 in text:
             return 0, b""
         if instead:
-            out += (CHUNK_LINES[width + len(text) + len(instead) - 2], beginning, text, instead)
+            if events:
+                before = before or []
+                before.append(passed)
+            passed = CHUNK_LINES[len(text) + len(instead) - 2] + text + instead
         events += 1
-    return events, b"".join(out) if instead else chunks
+    if before is not None:
+        passed = b"".join(before) + passed
+    return events, passed
 
 
 _REFUSAL = re.compile(rb'"code":\s?"?4[0-9][0-9]"?[,}\s]')
