@@ -41,12 +41,13 @@ from hetlb.core.latency import LatencyModel
 from hetlb.core.step_times import MixedTerm
 from hetlb.errors import HetlbError
 from hetlb.profiler.sources import assumed_host
-from hetlb.sim.against import Engine, errors, fit_corrections, reach, replay
+from hetlb.sim.against import errors, fit_corrections, reach, replay
 from hetlb.sim.against_logs import LoggedRequest, read_log
 from hetlb.sim.against_report import engine_of
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence
+from hetlb.sim.fleet_engine import EngineSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "evidence-fidelity.md"
@@ -190,7 +191,7 @@ SYNCHRONOUS = ("0.12.0", "")
 ROUNDS = 6
 
 
-def closed_loop(engine: Engine, clients: int, prompt: int, output: int) -> float:
+def closed_loop(engine: EngineSpec, clients: int, prompt: int, output: int) -> float:
     """Mean TPOT of clients that send their next request when the last is answered; the start is left out."""
     rng = random.Random(prompt * output + clients)
     model = EngineModel(engine.latency, engine.limits)
@@ -277,7 +278,7 @@ def said_of(raw: dict[str, str]) -> Row:
     limits = replace(limits, max_num_seqs=1024, max_num_batched_tokens=8192, async_scheduling=not synchronous)
     latency = with_host(profile.latency, synchronous)
     said_s, bare_s = (
-        closed_loop(Engine(each, limits), max(1, round(clients / dp)), prompt, output)
+        closed_loop(EngineSpec(each, limits), max(1, round(clients / dp)), prompt, output)
         for each in (latency, bare(latency))
     )
     measured_s = float(raw["silicon_tpot_ms"]) / 1e3
@@ -343,14 +344,14 @@ def log_of(server: LatencyModel, rate: float, seed: int, count: int = 400) -> li
         asked.append(
             LoggedRequest(at_s, prompt, min(1200, max(2, int(rng.lognormvariate(5.2, 0.7)))), 0.0, 0.0)
         )
-    said = replay(asked, Engine(server, LIMITS)).requests
+    said = replay(asked, EngineSpec(server, LIMITS)).requests
     return [replace(a, ttft_s=s.ttft_s, e2e_s=s.e2e_s) for a, s in zip(asked, said, strict=True)]
 
 
 def corrections() -> str:
     """The worst of TTFT, TPOT and E2E at every load, before and after a correction at each of the others."""
     start = load_profile(ROOT / "profiling" / "a100_sxm-qwen3-14b-tp1.yaml").latency
-    engine = Engine(start, LIMITS)
+    engine = EngineSpec(start, LIMITS)
     off: dict[tuple[int, int], list[tuple[float, float, bool]]] = defaultdict(list)
     refused = 0
     for number in range(SERVERS):
@@ -387,7 +388,7 @@ def corrections() -> str:
     return table(header, rows) + f"\n\n{refused} of {SERVERS * len(WRITTEN)} logs were refused."
 
 
-def worst(log: Sequence[LoggedRequest], engine: Engine) -> float:
+def worst(log: Sequence[LoggedRequest], engine: EngineSpec) -> float:
     """The largest error of a mean that users see."""
     said = errors(log, replay(log, engine).requests)
     return max(abs(said[name].error) for name in METRICS)

@@ -29,9 +29,10 @@ from typing import Any, cast
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.profiler.fit import Point, StepKind, fit
 from hetlb.profiler.sources import ASSUMED_TILE, HostTime, complete
-from hetlb.sim.against import Engine, MetricError, compare, errors, replay
+from hetlb.sim.against import MetricError, compare, errors, replay
 from hetlb.sim.against_logs import read_log
 from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.fleet_engine import EngineSpec
 
 #: Once in a layer, and once in a pass.
 _IN_LAYER = (
@@ -262,12 +263,12 @@ def main() -> int:
         result, _ = complete(fit(used, tile=ASSUMED_TILE), used, host)
         latency = replace(result.latency, host_s=host_s, request_s=request_s)
         document["mixed_steps"][name] = mixed_errors(tables, latency, limits)
-        engine = Engine(latency, limits)
+        engine = EngineSpec(latency, limits)
         runs[name] = errors(log.requests, replay(log.requests, engine, args.block_size).requests)
         if name == "profile":
             comparison = compare(log, {"": engine}, args.block_size)
             document["verdict"], document["split_e2e_s"] = comparison.verdict, comparison.split
-    exact = Engine(cast("LatencyModel", Exact(tables, host_s, request_s)), limits)
+    exact = EngineSpec(cast("LatencyModel", Exact(tables, host_s, request_s)), limits)
     runs["exact iterations"] = errors(log.requests, replay(log.requests, exact, args.block_size).requests)
     for name, found in runs.items():
         document["runs"][name] = {metric: asdict(error) for metric, error in found.items()}

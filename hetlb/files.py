@@ -1,4 +1,4 @@
-"""Output files that are written whole or not at all."""
+"""Text files, read with one line for what is wrong, and output files that are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -36,3 +36,19 @@ def write_text(path: Path, text: str, error: type[InputError] = ConfigError) -> 
             scratch.write_text(text, encoding="utf-8")
     except OSError as caught:
         raise error(f"{path}: expected a place to write to: {caught.strerror}") from caught
+
+
+def read_text(path: Path, error: type[InputError], most_bytes: int | None = None) -> str:
+    """The text of a file. Raises `error` where it cannot be read, is too large or is no UTF-8."""
+    try:
+        with path.open("rb") as file:
+            data = file.read() if most_bytes is None else file.read(most_bytes + 1)
+        if most_bytes is not None and len(data) > most_bytes:
+            raise error(f"{path}: expected at most {most_bytes >> 20} MiB, got more")
+        if data.startswith(b"\x1f\x8b"):
+            raise error(f"{path}: expected text, got a gzip file: unpack it first")
+        return data.decode("utf-8-sig")
+    except OSError as caught:
+        raise error(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught
+    except UnicodeDecodeError as caught:
+        raise error(f"{path}: expected UTF-8 text, got byte {caught.object[caught.start]:#04x}") from caught

@@ -7,7 +7,6 @@ deep or repeated too often by aliases is refused before it is built.
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
@@ -17,6 +16,7 @@ import yaml
 
 from hetlb.config.mistakes import mistakes_in, short
 from hetlb.errors import ConfigError, ConfigErrors, InputError
+from hetlb.files import read_text
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -37,24 +37,10 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PREFIX: Final = "tag:yaml.org,2002:"
 
 
-def read_text(path: Path, error: type[InputError]) -> str:
-    """The text of a file. Raises `error` where it cannot be read, is too large or is no UTF-8."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise error(f"{path}: expected at most {MOST_BYTES >> 20} MiB, got more")
-        return data.decode("utf-8")
-    except OSError as caught:
-        raise error(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught
-    except UnicodeDecodeError as caught:
-        raise error(f"{path}: expected UTF-8 text, got byte {caught.object[caught.start]:#04x}") from caught
-
-
 def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises `ConfigError`."""
     try:
-        raw = json.loads(read_text(path, ConfigError))
+        raw = json.loads(read_text(path, ConfigError, MOST_BYTES))
     except (ValueError, RecursionError) as caught:
         raise ConfigError(f"{path}: expected valid JSON: {caught}") from caught
     if not isinstance(raw, dict):
@@ -198,7 +184,7 @@ def _wrong(problem: str, event: Any) -> yaml.MarkedYAMLError:
 
 def parse_yaml(path: Path, error: type[InputError]) -> Any:
     """The plain data of a file. Raises `error`."""
-    text = read_text(path, error)
+    text = read_text(path, error, MOST_BYTES)
     try:
         return _Builder(text).build()
     except yaml.MarkedYAMLError as caught:
@@ -230,7 +216,7 @@ def convert(raw: Any, kind: type[_T]) -> _T:
 def with_lines(path: Path, mistakes: list[InputError]) -> InputError:
     """The mistakes of a file as one error: each with the line of its key, in the order of the lines."""
     try:
-        builder = _Builder(read_text(path, InputError), lines=True)
+        builder = _Builder(read_text(path, InputError, MOST_BYTES), lines=True)
         builder.build()
     except (yaml.YAMLError, InputError):
         return mistakes[0] if len(mistakes) == 1 else ConfigErrors(mistakes)

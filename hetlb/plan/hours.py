@@ -6,14 +6,13 @@ change `price:GPU` (per GPU and hour) and `available:GPU`; an empty cell keeps t
 
 from __future__ import annotations
 
-import csv
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from hetlb.csv_rows import csv_rows
 from hetlb.errors import ConfigError
 from hetlb.plan.highs import INFINITY, SolveLimits
 from hetlb.plan.rent_program import Problem, RentPlan
@@ -35,47 +34,21 @@ class Hour:
 def read_hours(path: Path, problem: Problem) -> list[Hour]:
     """Read the table. Raises `ConfigError` naming file, line, column and value."""
     gpus = {gpu for c in problem.configurations for gpu in c.gpus}
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.reader(file))
-    except OSError as error:
-        raise ConfigError(f"{path}: expected a readable file: {os.strerror(error.errno or 0)}") from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{path}: expected comma-separated values in UTF-8") from error
-    header = [name.strip() for name in rows[0]] if rows else []
-    if header[:2] != ["hour", "request_rate"]:
-        raise ConfigError(f"{path}: header: expected hour,request_rate first, got {','.join(header)!r}")
-    for name in header[2:]:
-        kind, _, gpu = name.partition(":")
-        if kind not in ("price", "available") or gpu not in gpus:
-            raise ConfigError(
-                f"{path}: header: expected price:GPU or available:GPU of the market, got {name!r}"
-            )
     hours = []
-    for number, cells in enumerate(rows[1:], start=2):
-        if not cells:
-            continue
-        if len(cells) != len(header):
-            raise ConfigError(f"{path}: line {number}: expected {len(header)} columns, got {len(cells)}")
-        hour = Hour(cells[0], _number(path, number, header[1], cells[1]))
-        for name, cell in zip(header[2:], cells[2:], strict=True):
-            if cell.strip():
-                kind, _, gpu = name.partition(":")
-                (hour.prices if kind == "price" else hour.available)[gpu] = _number(path, number, name, cell)
+    for row in csv_rows(path, ("hour", "request_rate"), ConfigError):
+        hour = Hour(row.cells["hour"], row.number("request_rate"))
+        for name in row.cells.keys() - {"hour", "request_rate"}:
+            kind, _, gpu = name.partition(":")
+            if kind not in ("price", "available") or gpu not in gpus:
+                raise ConfigError(
+                    f"{path}: header: expected price:GPU or available:GPU of the market, got {name!r}"
+                )
+            if row.get(name):
+                (hour.prices if kind == "price" else hour.available)[gpu] = row.number(name)
         hours.append(hour)
     if not 1 <= len(hours) <= _MOST_HOURS:
         raise ConfigError(f"{path}: expected 1 to {_MOST_HOURS} hours, got {len(hours)}")
     return hours
-
-
-def _number(path: Path, line: int, column: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise ConfigError(f"{path}: line {line}: {column}: expected a number from 0, got {text!r}")
-    return value
 
 
 def schedule(problem: Problem, hours: Sequence[Hour], cost: MoveCost, limits: SolveLimits) -> list[Replanned]:

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares, minimize_scalar
 
-from hetlb.core.latency import LatencyModel, corrected
+from hetlb.core.latency import IterationRule, LatencyModel, corrected
 from hetlb.core.step_times import MixedTerm
 from hetlb.errors import TraceError
 from hetlb.sim.against_logs import Log, LoggedRequest
-from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence, SequenceState
+from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.workload.content import HASH_BLOCK_TOKENS, UNSHARED, PromptContent, contents_of
 
 #: The kinds of time that are corrected, in this order, and what is left.
@@ -48,14 +48,6 @@ _IN_ORDER, _ALIKE = 12, 4
 _SHIFT = 5.0
 #: Residual from which the distance grows in proportion instead of with the square.
 _CORNER = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """The engine that a log is held against."""
-
-    latency: LatencyModel
-    limits: EngineLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +82,14 @@ class _Course:
 
 
 def replay(
-    requests: Sequence[LoggedRequest], engine: Engine, hash_block_tokens: int = HASH_BLOCK_TOKENS
+    requests: Sequence[LoggedRequest], engine: EngineSpec, hash_block_tokens: int = HASH_BLOCK_TOKENS
 ) -> ReplayedRun:
     """Send the requests to one engine model. Raises `TraceError` for one that does not fit its KV cache."""
     contents = None
     rows = [each.row for each in requests if each.row is not None]
     if engine.limits.enable_prefix_caching and any(row.hash_ids or row.session for row in rows):
         contents = contents_of(rows, hash_block_tokens)
-    model = EngineModel(engine.latency, engine.limits, prefix_cache=contents is not None)
+    model = replace(engine, prefix_cache=contents is not None).model(IterationRule.TOKEN)
     found: list[ReplayedRequest | None] = [None] * len(requests)
     kv: list[tuple[float, float]] = []
     batches: dict[int, float] = {}
@@ -272,7 +264,7 @@ class FittedCorrections(Corrections):
 
 def fit_corrections(
     requests: Sequence[LoggedRequest],
-    engine: Engine,
+    engine: EngineSpec,
     hash_block_tokens: int = HASH_BLOCK_TOKENS,
     chosen: Sequence[bool] | None = None,
 ) -> FittedCorrections:
@@ -398,7 +390,7 @@ _PART = 512.0
 
 def reach(
     requests: Sequence[LoggedRequest],
-    engine: Engine,
+    engine: EngineSpec,
     found: Corrections,
     hash_block_tokens: int = HASH_BLOCK_TOKENS,
 ) -> Reach:
@@ -475,7 +467,9 @@ class Comparison:
     kv: list[tuple[float, float]]
 
 
-def compare(log: Log, engines: dict[str, Engine], hash_block_tokens: int = HASH_BLOCK_TOKENS) -> Comparison:
+def compare(
+    log: Log, engines: dict[str, EngineSpec], hash_block_tokens: int = HASH_BLOCK_TOKENS
+) -> Comparison:
     """Hold a log against the engines that served it, by name ("" where the log names none)."""
     measured: list[LoggedRequest] = []
     simulated: list[ReplayedRequest] = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +18,13 @@ from typing import Any
 from hetlb.core.eventlog import decode_setup
 from hetlb.core.setup import SchedulerSetup
 from hetlb.errors import TraceError
+from hetlb.files import read_text
 from hetlb.workload.traces import Row, read_trace
 
 #: Fewer requests say little about anything.
 LEAST_REQUESTS = 10
 #: Beyond these a value is a mistake: tokens of a sequence, seconds of an answer, seconds on any clock.
 _MOST_TOKENS, _LONGEST_S, _LATEST_S = 1 << 31, 1e8, 1e12
-_GZIP = b"\x1f\x8b"
 _BENCH = "vllm bench serve --save-result --save-detailed"
 
 
@@ -63,16 +62,7 @@ class Log:
 
 def read_log(path: Path) -> Log:
     """Read a log of any supported kind. Raises `TraceError`."""
-    try:
-        content = path.read_bytes()
-    except OSError as caught:
-        raise TraceError(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught
-    if content.startswith(_GZIP):
-        raise TraceError(f"{path}: expected text, got a gzip file: unpack it first")
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as caught:
-        raise TraceError(f"{path}: expected UTF-8 text: {caught.reason}") from caught
+    text = read_text(path, TraceError)
     if not text.strip():
         raise TraceError(f"{path}: expected the log of a server, got an empty file")
     log = _reader(path, text)(path, text)

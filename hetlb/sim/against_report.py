@@ -12,15 +12,16 @@ from rich.console import Console
 from hetlb.config.profile_file import Profile
 from hetlb.errors import ConfigError, ProfileError
 from hetlb.plots import new_figure, plot_distribution, save_figure, tidy
-from hetlb.sim.against import Comparison, Engine
+from hetlb.sim.against import Comparison
 from hetlb.sim.against_logs import Log
 from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.tables import table
 
 _MEASURED, _SIMULATED = "#24292f", "#d9480f"
 
 
-def engines(path: Path, log: Log, profile: Profile | None) -> dict[str, Engine]:
+def engines(path: Path, log: Log, profile: Profile | None) -> dict[str, EngineSpec]:
     """The engines of a log by name: those of its set-up, or of the profile. Raises `InputError`."""
     names = sorted({each.instance for each in log.requests})
     if profile is not None:
@@ -39,19 +40,19 @@ def engines(path: Path, log: Log, profile: Profile | None) -> dict[str, Engine]:
                 "or --profile P.yaml for all"
             )
         try:
-            found[name] = Engine(spec.latency, EngineLimits.from_capacity(spec.capacity))
+            found[name] = EngineSpec(spec.latency, EngineLimits.from_capacity(spec.capacity))
         except ValueError as error:
             raise ConfigError(f"{path}: {name}: {error}") from error
     return found
 
 
-def engine_of(profile: Profile) -> Engine:
+def engine_of(profile: Profile) -> EngineSpec:
     """The engine of a profile. Raises `ProfileError` naming what it lacks."""
     try:
         limits = EngineLimits.from_capacity(profile.capacity)
     except ValueError as error:
         raise ProfileError(f"{profile.name}: {error}") from error
-    return Engine(profile.latency, limits)
+    return EngineSpec(profile.latency, limits)
 
 
 def comparison_document(log: Log, profile: Profile | None, found: Comparison) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hetlb.errors import TraceError
+from hetlb.files import read_text
 from hetlb.workload.traces import Row
 
 BYTES_PER_TOKEN = 4
@@ -46,7 +47,7 @@ def sharegpt_rows(path: Path, output_tokens: int | None, rng: random.Random) -> 
     left out, by the limits of `vllm bench serve`. Raises `TraceError`.
     """
     try:
-        conversations = json.loads(_read(path))
+        conversations = json.loads(read_text(path, TraceError))
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{path}: expected a JSON list of conversations: {error}") from error
     if not isinstance(conversations, list):
@@ -131,15 +132,6 @@ def _encodable(text: str) -> str:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines that are not blank, with their numbers."""
     # Line ends alone: texts may hold U+2028 and what else `splitlines` splits at.
-    for number, line in enumerate(_read(path).split("\n"), start=1):
+    for number, line in enumerate(read_text(path, TraceError).split("\n"), start=1):
         if line.strip():
-            yield number, line
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise TraceError(f"{path}: expected a readable file: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{path}: expected UTF-8 text: {error.reason}") from error
+            yield number, line.removesuffix("\r")

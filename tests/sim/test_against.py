@@ -26,7 +26,6 @@ from hetlb.core.types import Dispatch, Health, Lease, Outcome
 from hetlb.errors import ConfigError, TraceError
 from hetlb.sim.against import (
     Corrections,
-    Engine,
     compare,
     errors,
     fit_corrections,
@@ -37,6 +36,7 @@ from hetlb.sim.against import (
 from hetlb.sim.against_logs import Log, LoggedRequest, read_log
 from hetlb.sim.against_report import engines
 from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.fleet_engine import EngineSpec
 
 TRUE = LatencyModel(
     *(8e-5, 0.0, 0.0, 0.015, 1.4e-7, 4.5e-5, 0.0, 0.016),
@@ -45,7 +45,7 @@ TRUE = LatencyModel(
     mixed=MixedTerm(3.4e-5, 5e-8, 2.8e-7, 9e-7),
     host_s=0.001,
 )
-ENGINE = Engine(TRUE, EngineLimits(60_000, 16, 128, 2048, async_scheduling=True))
+ENGINE = EngineSpec(TRUE, EngineLimits(60_000, 16, 128, 2048, async_scheduling=True))
 
 
 def asked(rate: float, count: int = 150, seed: int = 1) -> list[LoggedRequest]:
@@ -56,7 +56,7 @@ def asked(rate: float, count: int = 150, seed: int = 1) -> list[LoggedRequest]:
     return found
 
 
-def log_of(engine: Engine, requests: list[LoggedRequest]) -> Log:
+def log_of(engine: EngineSpec, requests: list[LoggedRequest]) -> Log:
     said = replay(requests, engine).requests
     return Log(
         "csv",
