@@ -342,9 +342,8 @@ class Exchange(RequestRecord):
             self.transfer.decode_failed(end)
         elif may_go_on and self._go_on(ends.BROKEN if begun else end):
             return
-        elif (response.state is STARTED or self.resumed) and not begun and end in ends.NOTHING_SENT:
-            # The rest of an answer: it waits for as long as nothing accepts it.
-            self._driver.goes_on(self.request, self.back_to_queue(RETRIED), end)
+        elif end in ends.NOTHING_SENT:
+            self.try_again(end)
         elif response.state is STARTED or (response.state is HEARTBEATS and response.held_up):
             self._break(ends.BROKEN, detail)
         elif end is ends.LOCAL:
@@ -354,11 +353,9 @@ class Exchange(RequestRecord):
         ):
             # vLLM sends the head of a stream before it has prefilled the prompt: no answer has begun.
             self.try_again(ends.DROPPED)
-        elif end is ends.JUNK or end is ends.UNREAD or answer is not None:
+        else:
             text = f"The instance gave no valid answer: {detail.removesuffix('.')}."
             self.refuse(error_responses.BAD_UPSTREAM, text, end=end if end is ends.UNREAD else ends.JUNK)
-        else:
-            self.try_again(end)
 
     # --- from the client's connection ---
 
@@ -476,7 +473,10 @@ class Exchange(RequestRecord):
         return lease
 
     def try_again(self, end: End) -> None:
-        """Nothing of an answer came: the scheduler decides what becomes of the request."""
+        """Nothing of an answer came: the scheduler decides what becomes of the request.
+
+        The rest of an answer, and what may be resumed, waits for as long as nothing accepts it.
+        """
         dropped = end.outcome is Outcome.NO_RESPONSE
         if dropped and self.dropped:
             # Run twice, dropped twice: the request itself may be what kills engines.
@@ -486,9 +486,10 @@ class Exchange(RequestRecord):
         self.dropped = self.dropped or dropped
         if dropped and self.rest is not None and self.transfer is None:
             self.resumed += 1  # it may have been half done
+        if self.resumed:
             self._driver.goes_on(self.request, self.back_to_queue(RETRIED), end)
-            return
-        self._driver.try_again(self.back_to_queue(RETRIED), end.told)
+        else:
+            self._driver.try_again(self.back_to_queue(RETRIED), end.told)
 
     def _lost(self, end: End, detail: str, rest: bytes = b"", event: bytes | None = None) -> None:
         """The engine is lost in the middle of its answer, of which `rest` is the last.
