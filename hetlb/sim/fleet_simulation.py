@@ -54,7 +54,7 @@ from hetlb.sim.fleet_result import FleetResult
 from hetlb.sim.flights import EngineRun, Flight, leg_sequences
 from hetlb.sim.iterations import IterationEnd
 from hetlb.sim.kv_links import KvLinks, own_links
-from hetlb.sim.series import FleetSeries
+from hetlb.sim.series import FleetMoment, FleetSeries
 from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.content import UNSHARED
 from hetlb.workload.records import Gaps
@@ -264,11 +264,13 @@ class FleetSimulation:
         self._events.push(self._events.now + SCRAPE_INTERVAL_S, SCRAPE, None)
 
     def _on_look(self, series: FleetSeries) -> None:
-        series.begin(self._events.now, len(self.scheduler.queue))
-        for name, engine in self._engines.items():
-            model = engine.model
-            series.instances[name].add(engine.kv_usage(), model.waiting, model.running)
-        self._events.push(series.end(), LOOK, series)
+        moment = FleetMoment(
+            self._events.now,
+            len(self.scheduler.queue),
+            {name: engine.kv_usage() for name, engine in self._engines.items()},
+            {name: engine.model.waiting for name, engine in self._engines.items()},
+        )
+        self._events.push(series.add(moment), LOOK, series)
 
     def _on_tick(self, scheduler: Scheduler) -> None:
         self._ticks.discard(scheduler)

@@ -221,7 +221,7 @@ def _alone(study: Study, task: _Alone) -> tuple[float, float]:
 
 
 def _run(study: Study, cell: StudyCell) -> tuple[dict[str, Any], Watched | None]:
-    series = FleetSeries(spec.name for spec in study.setup.specs) if cell.watched else None
+    series = FleetSeries() if cell.watched else None
     result = FleetSimulation(
         replace(study.setup, policy=cell.policy, seed=cell.seed),
         study.engines,

@@ -99,12 +99,14 @@ def _draw_fleet(part: Any, band: Sequence[Ran], width: int) -> None:
     upper, lower = part.subplots(2, width, sharex=True, sharey="row", squeeze=False)
     for kv, queue, ran in zip(upper, lower, band, strict=False):
         assert ran.watched is not None
-        series = ran.watched.series
-        for index, (name, instance) in enumerate(series.instances.items()):
+        moments = ran.watched.series.moments
+        times_s = [moment.at_s for moment in moments]
+        for index, name in enumerate(each["name"] for each in ran.summary["instances"]):
             look = {**line_style(index), "linewidth": 1.0}
-            kv.plot(series.times_s, [100.0 * usage for usage in instance.kv_usage], label=name, **look)
-            queue.plot(series.times_s, instance.waiting, **look)
-        queue.plot(series.times_s, series.held, color=_DARK, linewidth=1.0, linestyle=(0, (4, 2)))
+            kv.plot(times_s, [100.0 * moment.kv_usage[name] for moment in moments], label=name, **look)
+            queue.plot(times_s, [moment.waiting[name] for moment in moments], **look)
+        held = [moment.held for moment in moments]
+        queue.plot(times_s, held, color=_DARK, linewidth=1.0, linestyle=(0, (4, 2)))
         kv.set_title(ran.cell.policy, fontsize=9, loc="left")
         queue.set_yscale("symlog", linthresh=10)
         queue.set_xlabel("s")

@@ -25,7 +25,19 @@ Path(sys.argv[1]).write_text(" ".join(sys.modules))
 sys.exit(code)
 """
 #: Rooms that a plain `serve` may import, and of `cli` only what it says.
-ROOMS = {"addresses", "build", "cli", "config", "core", "errors", "files", "extras", "pages", "proxy", "turns"}
+ROOMS = {
+    "addresses",
+    "build",
+    "cli",
+    "config",
+    "core",
+    "errors",
+    "files",
+    "extras",
+    "pages",
+    "proxy",
+    "turns",
+}
 OF_CLI = {"hetlb.cli", "hetlb.cli.flags", "hetlb.cli.main", "hetlb.cli.serve"}
 #: Modules that only some fleets, requests or readers of a page need.
 ON_DEMAND = {

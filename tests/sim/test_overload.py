@@ -44,9 +44,9 @@ def simulate(plan: list[PlannedRequest], queue: int | None) -> tuple[FleetResult
         lengths=LengthDistribution(each.output_tokens for each in plan),
         initial_health=Health.UP,
     )
-    series = FleetSeries(ENGINES)
+    series = FleetSeries()
     result = FleetSimulation(setup, ENGINES, plan, model=MODEL, series=series).run()
-    return result, max(series.held)
+    return result, max(moment.held for moment in series.moments)
 
 
 def lengths(rng: random.Random) -> tuple[int, int]:

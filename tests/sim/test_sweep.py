@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -160,15 +161,14 @@ def test_watching_changes_nothing_and_sees_the_fleet() -> None:
     assert len(seen.ttft_s) == len(seen.e2el_s) == 300
     assert 0 < len(seen.tpot_s) <= 300
     series = seen.series
-    gaps = [after - before for before, after in zip(series.times_s, series.times_s[1:], strict=False)]
+    times_s = [moment.at_s for moment in series.moments]
+    gaps = [after - before for before, after in pairwise(times_s)]
     assert gaps == pytest.approx([series.interval_s] * len(gaps))
-    assert 200 < len(series.times_s) <= 801
-    assert series.times_s[-1] <= plain.summary["duration"] < series.times_s[-1] + series.interval_s
+    assert 200 < len(times_s) <= 801
+    assert times_s[-1] <= plain.summary["duration"] < times_s[-1] + series.interval_s
     for entry in plain.summary["instances"]:
-        instance = series.instances[entry["name"]]
-        assert len(instance.kv_usage) == len(instance.waiting) == len(series.times_s) == len(series.held)
-        assert entry["kv_peak"] * 0.8 < max(instance.kv_usage) <= entry["kv_peak"]
-        assert max(instance.running) > 0
+        usage = [moment.kv_usage[entry["name"]] for moment in series.moments]
+        assert entry["kv_peak"] * 0.8 < max(usage) <= entry["kv_peak"]
 
 
 def test_waiting_requests_are_seen_at_the_proxy_and_in_the_engines() -> None:
@@ -178,9 +178,9 @@ def test_waiting_requests_are_seen_at_the_proxy_and_in_the_engines() -> None:
     )
     assert early.watched is not None
     assert late.watched is not None
-    assert max(early.watched.series.held) == 0
-    assert max(early.watched.series.instances["i1"].waiting) > 100
-    assert max(late.watched.series.held) > 100
+    assert max(moment.held for moment in early.watched.series.moments) == 0
+    assert max(moment.waiting["i1"] for moment in early.watched.series.moments) > 100
+    assert max(moment.held for moment in late.watched.series.moments) > 100
 
 
 def test_inside_a_stretch_the_blocks_are_those_of_stepping() -> None:
@@ -203,12 +203,11 @@ def test_inside_a_stretch_the_blocks_are_those_of_stepping() -> None:
 
 
 def test_a_long_run_has_no_more_moments_than_a_short_one() -> None:
-    series = FleetSeries(["i0", "i1"])
+    series = FleetSeries()
     whole = study(1.0, 3.0, count=2000)
     FleetSimulation(whole.setup, whole.engines, whole.load.plan(1.0, 0), model="m", series=series).run()
-    assert series.times_s[-1] > 1900
-    assert 400 <= len(series.times_s) <= 801
-    assert len(series.held) == len(series.times_s) == len(series.instances["i0"].running)
+    assert series.moments[-1].at_s > 1900
+    assert 400 <= len(series.moments) <= 801
 
 
 def test_the_steady_bound_does_not_depend_on_the_number_of_requests() -> None:
