@@ -66,6 +66,22 @@ def test_an_instance_gets_no_more_than_it_does_until_faster_ones_are_done_with_a
     assert 0 < placed.count("slow") * slow_s < len(lengths) * fast_s
 
 
+def test_a_burst_does_not_fill_a_slow_instance_for_longer_than_the_fast_one_needs() -> None:
+    """Requests come faster than the fast one does them: the slow one has slots for all, but not the speed."""
+    slow = InstanceSpec("slow", MODEL, latency=SLOW_READER, capacity=capacity(256))
+    fleet = [spec("fast", capacity=capacity(64)), slow]
+    scheduler = make_scheduler(fleet, "hetlb")
+    placed = [
+        command.lease.instance
+        for i in range(300)
+        for command in scheduler.on_arrival(request(i, prompt=1500), 0.1 * i)
+        if isinstance(command, Dispatch)
+    ]
+    mix = scheduler.placement.demand(MODEL).mix
+    fast_s, slow_s = (mix.size / mix.speed(instance) for instance in scheduler.instances)
+    assert 0 < placed.count("slow") * slow_s < 2 * 300 * fast_s
+
+
 def test_terms_add_up_to_something_one_can_read() -> None:
     scheduler = make_scheduler([spec("a"), spec("b", slower=2.0)], "hetlb")
     command = scheduler.on_arrival(request(1), 0.0)[0]

@@ -157,7 +157,7 @@ def test_what_is_ruled_out_by_a_bound_is_what_rating_all_rules_out(
         found, everyone = glanced.best(), rated.ratings
         for i, (each, least) in enumerate(zip(everyone, glanced._least_scores(), strict=True)):
             assert least <= each.score or not each.has_room
-            assert rated._least_long_answer_s(i) <= rated._long_answer_s(each)
+            assert rated._least_busy_s(i) <= rated._busy_s(each)
         able = [each for each in everyone if each.has_room]
         best = min(able, key=lambda each: (each.last, each.score), default=None)
         assert (found and found.index) == (best and best.index)

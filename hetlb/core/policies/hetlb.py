@@ -5,12 +5,12 @@
 2. Score: the sum of `TERMS`, each in seconds times its weight: what the request takes there, by how much it
    delays those that run there (the externality), and what missed targets cost. The least wins, the first in
    file order of equals.
-3. Hold: a slower instance is passed over where the faster ones, one of which is full (or no more requests
-   come), would be done with all that waits before it were done with one long answer: a slow-server threshold
-   (Lin, Kumar, Optimal control of a queueing system with two heterogeneous servers, 1984); while requests
-   come, only where the score of the full one is better, the wait for it included. None is passed over for a
-   worse one that ends a long answer no sooner. A request with targets waits for a full instance that can meet
-   them while those with room cannot.
+3. Hold: while requests come, a slower instance is passed over where the score of a faster one that is full is
+   better, the wait until all that waits is done included. Once no more come, where the faster ones would be
+   done with all that waits before it were done with one long answer and with what runs there: a slow-server
+   threshold (Lin, Kumar, Optimal control of a queueing system with two heterogeneous servers, 1984). None is
+   passed over for a worse one that ends a long answer no sooner. A request with targets waits for a full
+   instance that can meet them while those with room cannot.
 
 Scoring reads and changes nothing.
 """
@@ -84,11 +84,11 @@ TERMS: Final = (
 class Rating(Forecast):
     """Forecast for the request on one instance, and its score.
 
-    `miss` is the probability that a target of its own is missed. `done_s`: where it is passed over, seconds
-    until the faster instances have done all that waits. `last`: to be taken only if no other can.
+    `miss` is the probability that a target of its own is missed. `limit`: where it is passed over, what that
+    goes by (see `Evaluation`). `last`: to be taken only if no other can.
     """
 
-    __slots__ = ("adapter_s", "done_s", "index", "last", "loss_s", "miss", "own_s", "score", "state")
+    __slots__ = ("adapter_s", "index", "last", "limit", "loss_s", "miss", "own_s", "score", "state")
 
     index: int
     state: int
@@ -98,7 +98,7 @@ class Rating(Forecast):
     adapter_s: float
     loss_s: float
     miss: float
-    done_s: float
+    limit: float
 
     @property
     def has_room(self) -> bool:
@@ -115,7 +115,7 @@ class Evaluation:
     """
 
     __slots__ = (
-        "_booked", "_ctx", "_done_s", "_full_score", "_half_grown", "_kept", "_least", "_output", "_prompt",
+        "_booked", "_ctx", "_ended", "_half_grown", "_kept", "_least", "_limits", "_output", "_prompt",
         "_prompts", "_seen", "_states", "fleet", "instances", "weights",
     )  # fmt: skip
 
@@ -148,10 +148,11 @@ class Evaluation:
         self._seen: list[Occupancy] = []
         self._states: list[int] = []
         self._kept: list[Rating | None] = [None] * len(members)
-        #: Of those that may be passed over, seconds until the faster ones have done all that waits.
-        self._done_s: list[float] | None = None
-        #: The score of a full one of these, with the wait for it.
-        self._full_score: list[float] = []
+        #: No more requests come.
+        self._ended = False
+        #: Each is passed over above this: if no more requests come in seconds until the faster ones have done
+        #: all that waits, else in the score of a full one of these, the wait for it included.
+        self._limits: list[float] | None = None
         for each in members:
             seen = each.occupancy
             self._seen.append(seen)
@@ -250,7 +251,7 @@ class Evaluation:
         each.index = index
         each.last = ctx.availabilities is not None and ctx.availabilities[index][0] == DEPRIORITISED
         each.own_s = each.first_token_s + self._output * each.with_s
-        each.done_s = each.adapter_s = each.loss_s = each.miss = 0.0
+        each.limit = each.adapter_s = each.loss_s = each.miss = 0.0
         adapters = instance.adapters
         if adapters is not None and ctx.adapter_load_s > 0.0:
             wait_s = self._half_grown * seen.now_s
@@ -273,10 +274,9 @@ class Evaluation:
     def _judge(self, each: Rating) -> None:
         """Set the state of an instance rated in full."""
         each.state = self._states[each.index]
-        if self._done_s is not None:
-            each.done_s = self._done_s[each.index]
-            sooner = each.state == ROOM and self._full_score[each.index] < each.score
-            if sooner and each.done_s < self._long_answer_s(each):
+        if self._limits is not None:
+            each.limit = self._limits[each.index]
+            if each.state == ROOM and each.limit < (self._busy_s(each) if self._ended else each.score):
                 each.state = HELD
 
     def _rate_all(self) -> None:
@@ -416,26 +416,24 @@ class Evaluation:
         ctx, fleet, states = self._ctx, self.fleet, self._states
         availabilities = ctx.availabilities
         fastest = self._rating(fleet.order[0])
-        rate = ctx.demand.rate(fastest.own_s, ctx.now)
-        ended = rate <= 0.0
+        self._ended = ended = ctx.demand.rate(fastest.own_s, ctx.now) <= 0.0
         if not ended and NO_SLOT not in states and NO_MEMORY not in states:
             return
-        least_s = self._long_answer_s(fastest)
-        speed, full_score = 0.0, math.inf
+        self._limits = limits = [math.inf] * len(states)
         todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
-        wait_weight = self.weights[0] + self.weights[1]
-        self._done_s, self._full_score = [math.inf] * len(states), [math.inf] * len(states)
+        # Of the fastest a long answer; of a full one the score, its weight for each second of waiting.
+        after = self._long_answer_s(fastest) if ended else math.inf
+        wait_weight = 1.0 if ended else self.weights[0] + self.weights[1]
+        speed = 0.0
         for i in fleet.order:
-            state, full = states[i], full_score < math.inf
-            if (ended or full) and speed > rate and state == ROOM:
-                done_s = self._done_s[i] = todo / (speed - rate) + least_s
-                score = self._full_score[i] = -math.inf if ended else full_score + wait_weight * todo / speed
-                if score < self._least[i] and done_s < self._least_long_answer_s(i):
+            if states[i] == ROOM and speed > 0.0:
+                limits[i] = after + wait_weight * todo / speed
+                if limits[i] < (self._least_busy_s(i) if ended else self._least[i]):
                     states[i] = HELD
+            elif after == math.inf and states[i] in (NO_SLOT, NO_MEMORY):
+                after = self._rating(i).score
             if availabilities is None or availabilities[i][0] == NORMAL:
                 speed += fleet.costs[i].speed
-            if not full and state in (NO_SLOT, NO_MEMORY):
-                full_score = self._rating(i).score
         for each in self._kept:
             if each is not None:
                 self._judge(each)
@@ -456,11 +454,23 @@ class Evaluation:
         """Seconds that one long answer takes on an instance, at the steps of now."""
         return each.first_token_s + self._long_decode_s(each.seen)
 
-    def _least_long_answer_s(self, index: int) -> float:
-        """Seconds that `_long_answer_s` is not below."""
+    def _busy_s(self, each: Rating) -> float:
+        """Seconds until an instance is done with one long answer, and with all that it has."""
+        return max(self._long_answer_s(each), self._drain_s(each.index))
+
+    def _least_busy_s(self, index: int) -> float:
+        """Seconds that `_busy_s` is not below."""
         seen = self._seen[index]
         first_s = seen.joining_s + seen.load.prompt_token_s * (seen.unread + self._uncached(index))
-        return (first_s + self._long_decode_s(seen)) * _ROUNDING
+        return max((first_s + self._long_decode_s(seen)) * _ROUNDING, self._drain_s(index))
+
+    def _drain_s(self, index: int) -> float:
+        """Seconds that the request and what runs there, half done in the mean, take at full speed."""
+        ctx = self._ctx
+        size = (
+            size_of(ctx.request, ctx.predicted_output) + ctx.demand.mix.size * self._seen[index].running / 2.0
+        )
+        return size / self.fleet.costs[index].speed
 
     def _long_decode_s(self, seen: Occupancy) -> float:
         load, long = seen.load, self._ctx.long_output
@@ -502,9 +512,11 @@ class Evaluation:
         if state == MISSES:
             return f"{PASSED_OVER}: it would miss a target here with probability {each.miss:.2f}"
         if state == HELD:
+            if not self._ended:
+                return f"{PASSED_OVER}: a faster one that is full scores {each.limit:.3g}, the wait included"
             return (
-                f"{PASSED_OVER}: one long answer takes {self._long_answer_s(each):.3g} s here, "
-                f"the faster ones are done with all in {each.done_s:.3g} s"
+                f"{PASSED_OVER}: a long answer and what runs here take {self._busy_s(each):.3g} s, "
+                f"the faster ones are done with all in {each.limit:.3g} s"
             )
         return "" if availabilities is None else availabilities[each.index][1]
 
