@@ -8,7 +8,7 @@ operator_attention.csv (prefill_chunk, kv_prefill, n_decode, kv_decode, time_us)
 profile is made of them on an ordinary grid and the run is replayed on it: once with the mixed steps of the
 grid, once with those assumed, and once with iteration times straight from the tables, which isolates the
 scheduler. Exit status 1 if a bound is not met. Bounds are per request too, so that errors that cancel cannot
-pass.
+pass. Without a compiled build: what stands for a latency model here is none to it.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from hetlb.cli.flags import FINITE, add_json, declare, real, whole
 from hetlb.cli.rent_plot import write_sweep
 from hetlb.errors import ConfigError, InputError, PlanError
 from hetlb.plan.check import check_rent
@@ -42,38 +43,38 @@ from hetlb.tables import bar
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb rent`."""
-    add = parser.add_argument
-    add("--config", type=Path, required=True, metavar="MARKET.yaml", help="market file: offers and budget")
-    add("--trace", type=Path, metavar="T.csv", help="requests, in place of the file's workloads")
-    words = "types of request to find in the trace (default 9)"
-    add("--workloads", type=int, default=9, metavar="N", help=words)
-    add("--time-limit", type=float, default=60.0, metavar="S", help="seconds for the solver (default 60)")
-    words = "relative gap at which the solver stops (default 1e-4)"
-    add("--gap", type=float, default=1e-4, metavar="G", help=words)
-    add("--seed", type=int, default=0, metavar="S", help="seed of types, solver and simulation")
-    add("--json", action="store_true", help="one JSON document on stdout")
-    add("--write-fleet", type=Path, metavar="FLEET.yaml", help="fleet file of the plan")
-    add("--no-simulate", action="store_true", help="skip the simulation of the whole fleet")
-    add("--no-baselines", action="store_true", help="skip the baselines")
-    add("--cache", type=Path, metavar="FILE", help="file of known throughputs (default: under ~/.cache)")
-    add("--no-cache", action="store_true", help="simulate all throughputs again")
-    add = parser.add_argument_group("sweeps").add_argument
-    add("--budgets", metavar="B,B,...", help="budgets per hour, a plan for each")
-    add("--hours", type=Path, metavar="H.csv", help="hours, a plan for each: hour,request_rate")
-    add("--plot", type=Path, metavar="P.png", help="picture of budgets or hours")
-    add = parser.add_argument_group("replanning").add_argument
-    add("--replan", type=Path, metavar="PLAN.json", help="running plan (its --json)")
-    words = "seconds to load a model (default 300)"
-    add("--load-time", type=float, default=300.0, metavar="S", help=words)
-    words = "seconds until the next change (default 3600)"
-    add("--horizon", type=float, default=3600.0, metavar="S", help=words)
-    words = "share of a plan from scratch that must be reached (default 0.95)"
-    add("--keep", type=float, default=0.95, metavar="SHARE", help=words)
+    add, switch = declare(parser), parser.add_argument
+    limit, share = (
+        real("a number from 0", lambda value: value >= 0),
+        real("0 to 1", lambda value: 0 <= value <= 1),
+    )
+    switch("--config", type=Path, required=True, metavar="MARKET.yaml", help="market file: offers and budget")
+    add("--trace", "requests, in place of the file's workloads", "T.csv", Path)
+    add("--workloads", "types of request to find in the trace (default 9)", "N", whole(1, 1000), 9)
+    add("--time-limit", "seconds for the solver (default 60)", "S", limit, 60.0)
+    add("--gap", "relative gap at which the solver stops (default 1e-4)", "G", share, 1e-4)
+    add("--seed", "seed of types, solver and simulation", "S", int, 0)
+    add_json(parser)
+    add("--write-fleet", "fleet file of the plan", "FLEET.yaml", Path)
+    switch("--no-simulate", action="store_true", help="skip the simulation of the whole fleet")
+    switch("--no-baselines", action="store_true", help="skip the baselines")
+    add("--cache", "file of known throughputs (default: under ~/.cache)", "FILE", Path)
+    switch("--no-cache", action="store_true", help="simulate all throughputs again")
+    add = declare(parser.add_argument_group("sweeps"))
+    add("--budgets", "budgets per hour, a plan for each", "B,B,...")
+    add("--hours", "hours, a plan for each: hour,request_rate", "H.csv", Path)
+    add("--plot", "picture of budgets or hours", "P.png", Path)
+    add = declare(parser.add_argument_group("replanning"))
+    add("--replan", "running plan (its --json)", "PLAN.json", Path)
+    add("--load-time", "seconds to load a model (default 300)", "S", limit, 300.0)
+    add("--horizon", "seconds until the next change (default 3600)", "S", FINITE, 3600.0)
+    add("--keep", "share of a plan from scratch that must be reached (default 0.95)", "SHARE", share, 0.95)
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print."""
-    check_numbers(args)
+    if sum(flag is not None for flag in (args.budgets, args.hours, args.replan)) > 1:
+        raise InputError("--budgets, --hours, --replan: expected one of them")
     market = load_market(args.config)
     table, measured = read_table(args, market)
     interrupt = Interrupt()
@@ -89,24 +90,6 @@ def run(args: argparse.Namespace) -> int:
             raise KeyboardInterrupt from error
         # No plan is an answer about the input: what is missing is in the market file.
         raise ConfigError(f"{args.config}: {error}") from error
-
-
-def check_numbers(args: argparse.Namespace) -> None:
-    """Raise `InputError` for a number that makes no sense."""
-    for flag, low, high in (
-        ("workloads", 1, 1000),
-        ("time_limit", 0.0, INFINITY),
-        ("gap", 0.0, 1.0),
-        ("load_time", 0.0, INFINITY),
-        ("horizon", 1.0, INFINITY),
-        ("keep", 0.0, 1.0),
-    ):
-        value = getattr(args, flag)
-        if not low <= value <= high:
-            span = f"from {low:g}" + (f" to {high:g}" if high < INFINITY else "")
-            raise InputError(f"--{flag.replace('_', '-')}: expected a number {span}, got {value:g}")
-    if sum(flag is not None for flag in (args.budgets, args.hours, args.replan)) > 1:
-        raise InputError("--budgets, --hours, --replan: expected one of them")
 
 
 def read_table(args: argparse.Namespace, market: Market) -> tuple[Table, Measured]:

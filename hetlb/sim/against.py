@@ -222,13 +222,17 @@ def errors(requests: Sequence[LoggedRequest], simulated: Sequence[ReplayedReques
 
 @dataclass(frozen=True, slots=True)
 class Corrections:
-    """Factors on the times of a model, and seconds more of its host per iteration and per request."""
+    """Factors on the times of a model, and seconds more of its host per iteration and per request.
+
+    `errors` are how sure a log makes each: standard errors, of factors as shares of themselves.
+    """
 
     prefill: float = 1.0
     mixed: float = 1.0
     decode: float = 1.0
     host_s: float = 0.0
     request_s: float = 0.0
+    errors: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def applied(self, k: LatencyModel, parts: Sequence[str] = PARTS) -> LatencyModel:
         """The model with some of its parts corrected."""
@@ -240,13 +244,6 @@ class Corrections:
             host_s=self.host_s if "host" in parts else 0.0,
             request_s=self.request_s if "request" in parts else 0.0,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class FittedCorrections(Corrections):
-    """Corrections and how sure the log makes each: standard errors, of factors as shares of themselves."""
-
-    errors: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def described(self) -> list[str]:
         """One phrase for each part: how far it is off, and whether the log shows that."""
@@ -267,7 +264,7 @@ def fit_corrections(
     engine: EngineSpec,
     hash_block_tokens: int = HASH_BLOCK_TOKENS,
     chosen: Sequence[bool] | None = None,
-) -> FittedCorrections:
+) -> Corrections:
     """The corrections with which the replay is nearest to the log; near none where it does not decide.
 
     All requests are replayed; `chosen` ones are compared. The search starts from the part that explains most
@@ -280,10 +277,10 @@ def fit_corrections(
     means = np.array([measured[group].mean(axis=0) for group in groups])
     scale = np.maximum(means, 0.05 * measured.mean(axis=0)) + 1e-9
 
-    def corrections(shifted: np.ndarray[Any, Any]) -> FittedCorrections:
+    def corrections(shifted: np.ndarray[Any, Any]) -> Corrections:
         values = [spread * float(value - _SHIFT) for spread, value in zip(_SPREADS, shifted, strict=True)]
         factors = [math.exp(value) for value in values[:3]]
-        return FittedCorrections(factors[0], factors[1], factors[2], values[3], values[4])
+        return Corrections(factors[0], factors[1], factors[2], values[3], values[4])
 
     def residuals(shifted: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         model = corrections(shifted).applied(engine.latency)
@@ -459,7 +456,7 @@ class Comparison:
     errors: dict[str, MetricError]
     split: dict[str, float]
     split_ttft: dict[str, float]
-    corrections: FittedCorrections
+    corrections: Corrections
     loads: dict[str, dict[str, MetricError]]
     verdict: str
     measured: list[LoggedRequest]
@@ -476,7 +473,7 @@ def compare(
     kv: list[tuple[float, float]] = []
     preemptions = 0
     split, split_ttft = dict.fromkeys((*PARTS, REST), 0.0), dict.fromkeys((*PARTS, REST), 0.0)
-    found = FittedCorrections()
+    found = Corrections()
     for name in sorted({each.instance for each in log.requests}):
         engine = engines[name]
         requests = [each for each in log.requests if each.instance == name]
