@@ -16,7 +16,7 @@ from typing import Final
 from rich.console import Console
 
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
-from hetlb.cli.flags import add_json
+from hetlb.cli.flags import add_json, declare
 from hetlb.config.fleet import Fleet, fleet_from_urls, load_fleet
 from hetlb.core.engine_tables import VLLM
 from hetlb.core.types import InstanceSpec
@@ -50,14 +50,9 @@ class Seen:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb doctor`."""
-    parser.add_argument("--config", type=Path, metavar="FLEET.yaml", help="fleet file (default fleet.yaml)")
-    parser.add_argument(
-        "--instance",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="server, instead of a file (repeatable)",
-    )
+    declare(parser)("--config", "fleet file (default fleet.yaml)", "FLEET.yaml", Path)
+    servers = "server, instead of a file (repeatable)"
+    parser.add_argument("--instance", action="append", default=[], metavar="URL", help=servers)
     add_json(parser)
 
 

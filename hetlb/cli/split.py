@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from hetlb.cli.flags import add_json, declare, real, whole
 from hetlb.errors import ConfigError, InputError
 from hetlb.plan.check import check_split
 from hetlb.plan.disaggregation.cost import CostModel, GroupTable, PaperCost, ProfileCost
@@ -47,41 +48,26 @@ _WORTH = 0.95
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb split`."""
-    add = parser.add_argument
-    add(
-        "--config",
-        type=Path,
-        required=True,
-        metavar="CLUSTER.yaml",
-        help="cluster file: machines, links, model, workload",
-    )
-    add("--trace", type=Path, metavar="T.csv", help="requests, in place of the file's workload")
-    add(
-        "--cost-model",
-        choices=("profiles", "paper"),
-        help="latency profiles (default), or HexGen-2's appendix A",
-    )
-    add("--exhaustive", action="store_true", help=f"try every plan (up to {_MOST_EXHAUSTIVE} GPUs)")
-    add(
-        "--time-limit",
-        type=float,
-        metavar="S",
-        help="seconds for the search (default: 4 up to 24 GPUs, then more)",
-    )
-    add("--simulate", type=int, default=4, metavar="N", help="plans that are simulated (default 4; 0: none)")
-    add("--seed", type=int, default=0, metavar="N", help="seed of search and simulation (default 0)")
-    add("--write-fleet", type=Path, metavar="FLEET.yaml", help="fleet file of the plan")
-    add("--json", action="store_true", help="one JSON document on stdout")
+    add, switch = declare(parser), parser.add_argument
+    files = "cluster file: machines, links, model, workload"
+    switch("--config", type=Path, required=True, metavar="CLUSTER.yaml", help=files)
+    add("--trace", "requests, in place of the file's workload", "T.csv", Path)
+    models = "latency profiles (default), or HexGen-2's appendix A"
+    switch("--cost-model", choices=("profiles", "paper"), help=models)
+    every = f"try every plan (up to {_MOST_EXHAUSTIVE} GPUs)"
+    switch("--exhaustive", action="store_true", help=every)
+    seconds = real("seconds greater than 0", lambda value: 0 < value < math.inf)
+    add("--time-limit", "seconds for the search (default: 4 up to 24 GPUs, then more)", "S", seconds)
+    add("--simulate", "plans that are simulated (default 4; 0: none)", "N", whole(0), 4)
+    add("--seed", "seed of search and simulation (default 0)", "N", int, 0)
+    add("--write-fleet", "fleet file of the plan", "FLEET.yaml", Path)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print."""
-    if args.time_limit is not None and not 0.0 < args.time_limit < math.inf:
-        raise InputError(f"--time-limit: expected seconds greater than 0, got {args.time_limit:g}")
     cluster = load_split(args.config, None if args.trace is None else trace_rows(args.trace))
     cost = _cost_model(args, cluster)
-    if args.simulate < 0:
-        raise InputError(f"--simulate: expected a number of plans from 0, got {args.simulate}")
     if args.exhaustive and cluster.gpus > _MOST_EXHAUSTIVE:
         raise InputError(f"--exhaustive: expected at most {_MOST_EXHAUSTIVE} GPUs, got {cluster.gpus}")
     began = time.monotonic()
