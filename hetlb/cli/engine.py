@@ -26,37 +26,25 @@ MOST_ENGINES = 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb engine`."""
     add = declare(parser)
-    parser.add_argument(
-        "--profile", type=Path, required=True, metavar="P.yaml", help="latency profile that times the engine"
-    )
+    add("--profile", "latency profile that times the engine", "P.yaml", Path, required=True)
     add("--host", "address to listen on (default 127.0.0.1)", default="127.0.0.1")
     add("--port", "port to listen on (default 8000; 0 picks a free one)", "PORT", PORT, 8000)
-    parser.add_argument(
-        "--served-model-name", nargs="+", action="extend", default=[], metavar="NAME",
-        help="names of the model in the API (default: model.name of the profile)",
-    )  # fmt: skip
+    names = "names of the model in the API (default: model.name of the profile)"
+    add("--served-model-name", names, "NAME", default=[], nargs="+", action="extend")
     longest = "longest prompt + output (default: engine.max_model_len of the profile, else the KV tokens)"
     add("--max-model-len", longest, "TOKENS", int)
     engines = "engines of the profile behind this port, as vllm serve --data-parallel-size N (default 1)"
     add("--data-parallel-size", engines, "N", whole(1, MOST_ENGINES, "a number"), 1)
     add("--time-scale", "factor on every duration: 0.1 is ten times faster (default 1)", "X", FINITE, 1.0)
-    parser.add_argument(
-        "--enable-prefix-caching",
-        action="store_true",
-        help="share KV blocks between prompts with a common prefix (default: off)",
-    )
-    parser.add_argument(
-        "--kv-transfer",
-        choices=("nixl", "nixl-push", "mooncake", "shared-storage"),
-        help="transfer KV blocks as this connector of vLLM does (default: none)",
-    )
+    prefixes = "share KV blocks between prompts with a common prefix (default: off)"
+    add("--enable-prefix-caching", prefixes, action="store_true")
+    transfer = "transfer KV blocks as this connector of vLLM does (default: none)"
+    add("--kv-transfer", transfer, choices=("nixl", "nixl-push", "mooncake", "shared-storage"))
     add("--kv-bandwidth", "bytes per second of a fetch (default 5e9)", "B", FINITE, 5e9)
     add("--kv-folder", "folder of the blocks (--kv-transfer shared-storage)", "DIR", Path)
-    parser.add_argument(
-        "--iteration",
-        choices=[rule.value for rule in IterationRule],
-        default=IterationRule.TOKEN.value,
-        help="time of a mixed iteration: weights read once (token, default), or both summed (sum)",
+    rule = "time of a mixed iteration: weights read once (token, default), or both summed (sum)"
+    add(
+        "--iteration", rule, default=IterationRule.TOKEN.value, choices=[each.value for each in IterationRule]
     )
 
 

@@ -10,10 +10,16 @@ from typing import Any, Protocol
 
 
 class Declare(Protocol):
-    """Declaration of one flag with a value: name, help, metavar, type, default."""
+    """Declaration of one flag: name, help, metavar, type, default, and what else argparse takes."""
 
     def __call__(
-        self, name: str, text: str, metavar: str | None = None, kind: Any = None, default: Any = None
+        self,
+        name: str,
+        text: str,
+        metavar: str | None = None,
+        kind: Any = None,
+        default: Any = None,
+        **more: Any,
     ) -> None:
         """Add the flag."""
 
@@ -21,8 +27,12 @@ class Declare(Protocol):
 def declare(parser: argparse._ActionsContainer) -> Declare:
     """A short form of `add_argument` for the flags of a parser or of a group."""
 
-    def add(name: str, text: str, metavar: str | None = None, kind: Any = None, default: Any = None) -> None:
-        parser.add_argument(name, help=text, metavar=metavar, type=kind, default=default)
+    def add(
+        name: str, text: str, metavar: Any = None, kind: Any = None, default: Any = None, **more: Any
+    ) -> None:
+        stated = {"metavar": metavar, "type": kind, "default": default}
+        more |= {key: value for key, value in stated.items() if value is not None}
+        parser.add_argument(name, help=text, **more)
 
     return add
 

@@ -10,6 +10,7 @@ import sys
 from urllib.parse import urlsplit
 
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
+from hetlb.cli.flags import declare
 from hetlb.config.fleet import fleet_from_urls
 from hetlb.errors import HetlbError
 
@@ -19,10 +20,9 @@ SCHEMA = "fleet.schema.json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb init`."""
-    parser.add_argument("urls", nargs="+", metavar="URL", help="address of a vLLM server, without /v1")
-    parser.add_argument(
-        "--api-key-env", metavar="NAME", help="environment variable with the servers' API key"
-    )
+    add = declare(parser)
+    add("urls", "address of a vLLM server, without /v1", "URL", nargs="+")
+    add("--api-key-env", "environment variable with the servers' API key", "NAME")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -34,9 +34,7 @@ _USUAL_LENGTHS = [(750, 240)]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb place`."""
     add, switch = declare(parser), parser.add_argument
-    switch(
-        "--config", type=Path, required=True, metavar="PLACE.yaml", help="file of machines, links and model"
-    )
+    add("--config", "file of machines, links and model", "PLACE.yaml", Path, required=True)
     add("--placement", "placement to evaluate instead of searching", "P.json", Path)
     partial = "requests may enter a machine behind its first layer (default off)"
     switch("--partial-inference", choices=("on", "off"), default="off", help=partial)

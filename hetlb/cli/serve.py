@@ -38,18 +38,11 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of all that serve a fleet; each beats the file."""
     add = declare(parser)
     add("--config", "fleet file", "FLEET.yaml", Path)
-    parser.add_argument(
-        "--instance", action="append", default=[], metavar="URL",
-        help="server, instead of a file (repeatable); its capacity is read, its speed is learnt",
-    )  # fmt: skip
+    servers = "server, instead of a file (repeatable); its capacity is read, its speed is learnt"
+    add("--instance", servers, "URL", default=[], action="append")
     add("--admin-port", "port of the admin listener (default 8081)", "PORT", PORT)
-    parser.add_argument(
-        "--policy",
-        choices=POLICIES,
-        metavar="NAME",
-        help="scheduling policy (default: the file's, else hetlb)",
-    )
-    parser.add_argument("--check", action="store_true", help="validate the configuration and exit")
+    add("--policy", "scheduling policy (default: the file's, else hetlb)", "NAME", choices=POLICIES)
+    add("--check", "validate the configuration and exit", action="store_true")
     add("--event-log", "record the scheduler's facts and decisions", "FILE", Path)
 
 
@@ -61,12 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", "port to listen on (default 8080; 0 picks a free one)", "PORT", PORT)
     workers = "processes that share the port (default 1)"
     add("--workers", workers, "N", whole(1, MOST_WORKERS, "a number"))
-    parser.add_argument(
-        "--connect", action="store_true", help="with --check: ask every server whether it is there"
-    )
-    parser.add_argument(
-        "--replace", action="store_true", help="take over from the process that serves this address"
-    )
+    add("--connect", "with --check: ask every server whether it is there", action="store_true")
+    add("--replace", "take over from the process that serves this address", action="store_true")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -35,18 +35,13 @@ _COUNT = whole(1, what="a number")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb stage`; those that vLLM has bear its names."""
     add = declare(parser)
-    parser.add_argument(
-        "--model", type=Path, required=True, metavar="FOLDER", help="folder with config.json and safetensors"
-    )
-    parser.add_argument("--layers", required=True, metavar="A:B", help="layers A to B-1, counted from 0")
+    add("--model", "folder with config.json and safetensors", "FOLDER", Path, required=True)
+    add("--layers", "layers A to B-1, counted from 0", "A:B", required=True)
     add("--host", "address to listen on (default 127.0.0.1)", default="127.0.0.1")
     add("--port", "port to listen on (default 9100; 0 picks a free one)", "PORT", PORT, 9100)
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "bfloat16", "float16", "float32"),
-        default="auto",
-        help="type of weights, KV cache and activations (auto: as in config.json)",
-    )
+    kinds = ("auto", "bfloat16", "float16", "float32")
+    dtype = "type of weights, KV cache and activations (auto: as in config.json)"
+    add("--dtype", dtype, default="auto", choices=kinds)
     add("--device", "cpu, cuda, cuda:1, ... (auto: a GPU when there is one)", default="auto")
     add("--kv-cache-memory-bytes", "bytes of the KV cache (default 1 GiB on CPU)", "BYTES", _COUNT)
     memory = "share of the GPU's memory for weights and KV cache (default 0.9)"

@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hetlb.cli.adminclient import AdminClient, NoAnswerError, add_admin_arguments
+from hetlb.cli.flags import declare
 from hetlb.errors import InputError
 
 RETRY_S = 1.0
@@ -47,10 +48,9 @@ _HELP = "q quit   o order   ↑↓ scroll   d decisions"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb top`."""
     add_admin_arguments(parser, parser)
-    parser.add_argument("--once", action="store_true", help="print one frame and exit")
-    parser.add_argument(
-        "--json", action="store_true", help="one snapshot as a JSON document on stdout, and exit"
-    )
+    add = declare(parser)
+    add("--once", "print one frame and exit", action="store_true")
+    add("--json", "one snapshot as a JSON document on stdout, and exit", action="store_true")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -54,9 +54,6 @@ class EngineGroup:
 
     def abort(self, choices: Sequence[EmulatedSequence]) -> None:
         """Drop these sequences; those that have ended stay as they are."""
-        if len(self.runners) == 1:
-            self.runners[0].abort(choices)
-            return
         for choice in choices:
             if choice.runner is not None:
                 choice.runner.abort((choice,))
