@@ -18,11 +18,12 @@ from hetlb.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.core.queue import QueueLimits
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec, Outcome
+from hetlb.sim.alone import run_alone
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_result import FleetResult
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.reference import alone_tok_s, fixed_split
+from hetlb.sim.reference import fixed_split
 from hetlb.workload.arrivals import PlannedRequest
 
 FAST = LatencyModel(k1=1e-4, k2=1e-3, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
@@ -198,7 +199,7 @@ def test_the_paper_beats_round_robin_on_unequal_instances() -> None:
 def test_bound_is_the_sum_of_lone_runs_and_split_is_near_it() -> None:
     _, engines = fleet(1.0, 2.0)
     plan = load(400, 0.0)
-    speeds = alone_tok_s(engines, plan, IterationRule.TOKEN)
+    speeds = {name: run_alone(each, plan, IterationRule.TOKEN).tokens_per_s for name, each in engines.items()}
     alone = []
     for name in engines:
         one, one_engine = fleet(1.0) if name == "i0" else fleet(2.0)

@@ -146,11 +146,11 @@ def test_short_prompts_do_not_turn_decode_instances_into_both() -> None:
     assert result.transfers == 300
 
 
-DEMO = Path(__file__).parents[2] / "hetlb" / "demo"
+PROFILES = Path(__file__).parents[2] / "bench" / "split"
 
 
-def of_the_demo(roles: Sequence[Role] | None) -> tuple[float, int]:
-    """Mean seconds of an answer, and split requests of 300, at a fast reader and a fast decoder."""
+def of_the_pair(roles: Sequence[Role] | None) -> tuple[float, int]:
+    """Mean seconds of an answer, and split requests of 300, where one prefills and one decodes fast."""
     rng, now, plan = random.Random(0), 0.0, []
     for i in range(300):
         prompt, output = round(rng.lognormvariate(6.6, 0.8)), round(rng.lognormvariate(3.9, 0.6))
@@ -159,7 +159,7 @@ def of_the_demo(roles: Sequence[Role] | None) -> tuple[float, int]:
     link = KvLink(Connector.NIXL, bytes_per_token=131_072, bandwidth_bytes_per_s=6e9)
     specs, engines = [], {}
     for n, name in enumerate(("reads", "decodes")):
-        profile = load_profile(DEMO / f"{name}.yaml")
+        profile = load_profile(PROFILES / f"{name}.yaml")
         capacity, latency = profile.capacity, profile.latency
         engines[name] = EngineSpec(latency, EngineLimits.from_capacity(capacity))
         role, transfer = (Role.BOTH, None) if roles is None else (roles[n], link)
@@ -181,9 +181,9 @@ def of_the_demo(roles: Sequence[Role] | None) -> tuple[float, int]:
 
 def test_instances_that_may_do_both_come_to_do_what_suits_them() -> None:
     """An answer at the reader slows the prompts to come there: none should be the first."""
-    whole_s, _ = of_the_demo(None)
-    fixed_s, _ = of_the_demo((Role.PREFILL, Role.DECODE))
-    mixed_s, split = of_the_demo((Role.BOTH, Role.BOTH))
+    whole_s, _ = of_the_pair(None)
+    fixed_s, _ = of_the_pair((Role.PREFILL, Role.DECODE))
+    mixed_s, split = of_the_pair((Role.BOTH, Role.BOTH))
     assert fixed_s < 0.6 * whole_s
     assert mixed_s < 0.75 * whole_s
     assert split > 100
