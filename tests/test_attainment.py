@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,11 +80,12 @@ async def test_attainment_is_that_of_the_client(tmp_path: Path, way: str) -> Non
         envoy = None
         try:
             url, admin_url, envoy = await front(way, helpers, tmp_path)
-            await helpers.run(
-                "bench", "bench", "--url", url, "--trace", str(trace), "--request-rate", "40",
-                "--config", str(tmp_path / "fleet.yaml"), "--disable-tqdm",
+            bench = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "hetlb", "bench", "--url", url, "--trace", str(trace),
+                "--request-rate", "40", "--config", str(tmp_path / "fleet.yaml"), "--disable-tqdm",
                 "--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json",
             )  # fmt: skip
+            assert await bench.wait() == 0
             found = await counted(admin_url)
         finally:
             if envoy is not None:
