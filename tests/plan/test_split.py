@@ -259,7 +259,7 @@ def test_exhaustive_search_is_exhaustive() -> None:
 
 def test_groups_of_both_roles_serve_most_as_such() -> None:
     """With the role that limits the flow, which the scheduler would use it for, none serves more."""
-    of = cluster([machine("h", "H100", 4), machine("a", "A100", 5)], rows=((2000, 100),))
+    of = cluster([machine("h", "H100", 4), machine("a", "A100", 5)], rows=((2000, 100),), between=25e9)
     table, network = GroupTable(of, ProfileCost(of)), Network(of)
     found = SplitSearch(table, kept=1000, kept_share=0.3).run(SolveLimits(), most_steps=3000)
     mixed = 0

@@ -20,9 +20,9 @@ from hetlb.plan.disaggregation.split_cluster import Role, ServerGroup, SplitClus
 from hetlb.plan.highs import LinearProgram, SolveLimits
 from hetlb.plan.placement.flow import Dinic
 
-#: Share of a link that a plan uses: transfers come at random, and a scheduler that chooses request by request
-#: does not spread them as evenly as a flow does.
-LINK_SHARE = 0.9
+#: Share of a link that a plan uses. Transfers come at random, and a scheduler that chooses request by request
+#: follows no flow: over fuller links KV caches wait, and fill the prefill groups that keep them meanwhile.
+LINK_SHARE = 0.4
 #: Flows below this share of the total are rounding.
 _LEAST_SHARE = 1e-9
 _ROUNDING = 1e-9
