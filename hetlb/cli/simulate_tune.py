@@ -34,6 +34,8 @@ def run_tune(
     start = {term.name: stated.get(term.name, term.weight) for term in TERMS}
     if not any(row.adapter for row in study.load.rows):
         del start["adapter_s"]
+    if not any(row.hash_ids or row.session for row in study.load.rows):
+        del start["shared_s"]
     if not any(each.stated for each in study.classes.values()):
         del start["loss_s"]
     start.pop("own_s")  # only the ratios to one of them matter

@@ -28,7 +28,7 @@ _GROW: Final = 1.02
 _LEAST_EXPECTED: Final = 64
 #: A request that reads a prefix for `users` others pays this against their number: one reading makes it slow
 #: to answer, so that few others are no reason.
-_OWN_SHARE: Final = 2.0
+_OWN_SHARE: Final = 24.0
 #: An expectation counts as met from this share of it on: engines round down to whole blocks.
 _MET: Final = 0.75
 
@@ -219,7 +219,7 @@ class Held:
     """Tokens of one prompt that engines hold, by `Tree.cache_id`.
 
     `tokens` are in the cache. Where a prefix is missing that `users` live requests share elsewhere, reading
-    it is an investment: 2 / (2 + users) of it is this request's. `credit` is the tokens of the prompt
+    it is an investment: 24 / (24 + users) of it is this request's. `credit` is the tokens of the prompt
     that are the others' to pay for on an engine that holds none, `credits` those of them that one holds
     already.
     """

@@ -82,6 +82,20 @@ def test_a_burst_does_not_fill_a_slow_instance_for_longer_than_the_fast_one_need
     assert 0 < placed.count("slow") * slow_s < 2 * 300 * fast_s
 
 
+def test_others_that_share_a_prefix_pay_for_reading_it_at_a_second_instance() -> None:
+    scheduler = make_scheduler([spec("a", kv=1_000_000), spec("b", kv=1_000_000)], "hetlb")
+    keys = (("system", 4000),)
+    first = dispatched(scheduler.on_arrival(request(1, prompt=4100, prefix_keys=keys), 0.0))
+    asked = request(2, prompt=4100, prefix_keys=keys)
+    for candidate in scheduler.explain(asked, 100.0, 0.0)[0]:
+        assert candidate.terms is not None
+        if candidate.instance == first.instance:
+            assert candidate.terms["shared_s"] == 0.0
+        else:
+            assert -candidate.terms["first_token_s"] < candidate.terms["shared_s"] < 0.0
+            assert candidate.terms["first_token_s"] == candidate.forecast["first_token_s"]
+
+
 def test_terms_add_up_to_something_one_can_read() -> None:
     scheduler = make_scheduler([spec("a"), spec("b", slower=2.0)], "hetlb")
     command = scheduler.on_arrival(request(1), 0.0)[0]

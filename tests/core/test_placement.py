@@ -100,33 +100,32 @@ def test_the_work_of_others_in_the_queue_counts_and_its_own_does_not() -> None:
 
 def test_what_caches_hold_of_a_prompt_is_told_and_exact_where_engines_tell() -> None:
     scheduler = fleet()
-    digests = block_digests(array("q", range(1200)), 100)
+    digests = block_digests(array("q", range(1200)), 50)
     keys = (("k", 1000),)
     running = [
         dispatched(scheduler.on_arrival(request(n, prompt=1200, prefix_keys=keys), 0.0)) for n in (1, 2)
     ]
     a, b = scheduler.instances
-    asked = request(9, prompt=1200, prefix_keys=keys, blocks=(100, digests))
+    asked = request(9, prompt=1200, prefix_keys=keys, blocks=(50, digests))
     held = context(scheduler, asked).held
     assert held is not None
     assert held.tokens == {
         each.tree.cache_id: 1000 for each in {scheduler.holder(lease) for lease in running}
     }
     assert context(scheduler, request(9, prompt=1200)).held is None
-    stored = BlocksStored(tuple(range(3)), None, digests[:3], 100)
+    stored = BlocksStored((0,), None, digests[:1], 50)
     scheduler.on_kv_events("b", KvEventBatch((stored,), begins=True), 0.0)
     held = context(scheduler, asked).held
     assert held is not None
-    credit = 1000 * 2 / 4
-    assert held.credit == credit
-    assert held.tokens[b.tree.cache_id] == 300
-    assert held.credits[b.tree.cache_id] == 300.0
+    assert held.credit == pytest.approx(1000 * 2 / (24 + 2))
+    assert held.tokens[b.tree.cache_id] == 50
+    assert held.credits[b.tree.cache_id] == 50.0
     plain = context(scheduler, request(9, prompt=1200, prefix_keys=keys)).held
     assert plain is not None
     assert plain.tokens.get(b.tree.cache_id) in (None, 1000)
-    by_blocks = context(scheduler, request(9, prompt=1200, blocks=(100, digests))).held
+    by_blocks = context(scheduler, request(9, prompt=1200, blocks=(50, digests))).held
     assert by_blocks is not None
-    assert (by_blocks.tokens, by_blocks.credits) == ({b.tree.cache_id: 300}, {b.tree.cache_id: 0.0})
+    assert (by_blocks.tokens, by_blocks.credits) == ({b.tree.cache_id: 50}, {b.tree.cache_id: 0.0})
     assert a.tree.cache_id not in by_blocks.tokens
 
 

@@ -298,6 +298,14 @@ def cached_at(ctx: SchedulingContext, instance: Instance) -> int:
     return ctx.held.tokens.get(instance.tree.cache_id, 0)
 
 
+def credit_at(ctx: SchedulingContext, instance: Instance) -> int:
+    """Tokens of the prompt to compute at an instance that are for the others that share them: see `Held`."""
+    held = ctx.held
+    if held is None or held.credit <= 0.0 or not instance.caches_prefixes:
+        return 0
+    return max(0, int(held.credit - held.credits.get(instance.tree.cache_id, 0.0)))
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Policy:
     """Base of all policies: binds on arrival and holds nothing back."""

@@ -36,6 +36,7 @@ from hetlb.core.policies.base import (
     SchedulingContext,
     SplitChoice,
     cached_at,
+    credit_at,
     paper_work,
     prompts_per_s,
 )
@@ -76,6 +77,7 @@ TERMS: Final = (
     Term("own_s", 1.0, "until the whole answer, at the steps of now"),
     Term("others_s", 1.0, "added to the answers that run there, all together"),
     Term("loss_s", 1.0, "lost by targets that are missed, its own and those of requests that run there"),
+    Term("shared_s", 21.0, "less: of its prefill what others that share the beginning of its prompt pay"),
     Term("adapter_s", 21.0, "until its LoRA adapter has a slot"),
 )
 
@@ -88,7 +90,18 @@ class Rating(Forecast):
     goes by (see `Evaluation`). `last`: to be taken only if no other can.
     """
 
-    __slots__ = ("adapter_s", "index", "last", "limit", "loss_s", "miss", "own_s", "score", "state")
+    __slots__ = (
+        "adapter_s",
+        "index",
+        "last",
+        "limit",
+        "loss_s",
+        "miss",
+        "own_s",
+        "score",
+        "shared_s",
+        "state",
+    )
 
     index: int
     state: int
@@ -96,6 +109,7 @@ class Rating(Forecast):
     score: float
     own_s: float
     adapter_s: float
+    shared_s: float
     loss_s: float
     miss: float
     limit: float
@@ -222,7 +236,7 @@ class Evaluation:
                 continue
             load = seen.load
             with_s = load.next_step_s + load.next_token_s * (seen.context + context)
-            new = prompt if held is None else self._uncached(i)
+            new = prompt if held is None else self._paid(i)
             least = first_weight * (seen.joining_s + load.prompt_token_s * (seen.unread + new))
             least += own_weight * with_s
             if with_s > seen.now_s:
@@ -233,6 +247,11 @@ class Evaluation:
     def _uncached(self, index: int) -> float:
         """Tokens of the prompt that an instance is to compute."""
         new = self._prompt - cached_at(self._ctx, self.instances[index])
+        return new if new > 1.0 else 1.0
+
+    def _paid(self, index: int) -> float:
+        """Tokens of those that count: others that share the beginning of the prompt pay for the rest."""
+        new = self._uncached(index) - credit_at(self._ctx, self.instances[index])
         return new if new > 1.0 else 1.0
 
     def _rating(self, index: int) -> Rating:
@@ -252,6 +271,8 @@ class Evaluation:
         each.last = ctx.availabilities is not None and ctx.availabilities[index][0] == DEPRIORITISED
         each.own_s = each.first_token_s + self._output * each.with_s
         each.limit = each.adapter_s = each.loss_s = each.miss = 0.0
+        credit = credit_at(ctx, instance)
+        each.shared_s = self._first_token_s(each, cached + credit) - each.first_token_s if credit else 0.0
         adapters = instance.adapters
         if adapters is not None and ctx.adapter_load_s > 0.0:
             wait_s = self._half_grown * seen.now_s
@@ -266,10 +287,18 @@ class Evaluation:
             + w[1] * each.own_s
             + w[2] * each.others_s
             + w[3] * each.loss_s
-            + w[4] * each.adapter_s
+            + w[4] * each.shared_s
+            + w[5] * each.adapter_s
         )
         self._judge(each)
         return each
+
+    def _first_token_s(self, each: Rating, cached: float) -> float:
+        """Seconds until the first token if so many tokens of the prompt were cached."""
+        seen, load = each.seen, each.load
+        return seen.joining_s + load.latency.first_token_s(
+            self._prompt, cached, seen.unread, load.batch, seen.context, load.budget, each.prompts
+        )
 
     def _judge(self, each: Rating) -> None:
         """Set the state of an instance rated in full."""
