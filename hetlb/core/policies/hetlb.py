@@ -71,7 +71,8 @@ class Term(NamedTuple):
 
 
 #: The score is the sum of weight times seconds; `policy.weights` of the fleet file changes a weight. The
-#: first is that of a class without targets (`first_token_weight`), and 0 for requests with targets.
+#: first is that of a class without targets (`first_token_weight`), and 0 for requests with targets; that of
+#: `shared_s` is at most the first two.
 TERMS: Final = (
     Term("first_token_s", 20.0, "until the first token"),
     Term("own_s", 1.0, "until the whole answer, at the steps of now"),
@@ -148,6 +149,8 @@ class Evaluation:
             weights = (0.0, *weights[1:])
         elif service.first_token_weight is not None:
             weights = (service.first_token_weight, *weights[1:])
+        if weights[4] > weights[0] + weights[1]:  # no more is taken off a prefill than it counts
+            weights = (*weights[:4], weights[0] + weights[1], *weights[5:])
         self.weights = weights
         self.fleet = mix.fleet(instances)
         self.instances = members = self.fleet.members
