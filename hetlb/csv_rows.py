@@ -34,7 +34,10 @@ class CsvRow:
     def whole(self, column: str, least: int, most: int = MOST_COUNT) -> int:
         """A whole number from `least` to `most`."""
         text = self.cells[column].strip()
-        if not (text.isascii() and text.isdigit() and len(text) <= 10 and least <= int(text) <= most):
+        is_number = text.isascii() and text.isdigit()
+        if is_number and (len(text) > len(str(most)) or int(text) > most):
+            raise self.error(column, f"a whole number from {least} to {most}")
+        if not is_number or int(text) < least:
             raise self.error(column, f"a whole number from {least}")
         return int(text)
 

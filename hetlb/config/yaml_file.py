@@ -145,7 +145,8 @@ class _Builder:
             if not all(isinstance(each, dict) for each in merged):
                 raise _wrong("expected a mapping, or a list of them, behind <<", event)
         for each in merged or ():
-            found = {**each, **found}
+            for key, value in each.items():
+                found.setdefault(key, value)
         return found
 
     def _noted(self, path: str, event: Any) -> str:

@@ -37,7 +37,9 @@ def read_hours(path: Path, problem: Problem) -> list[Hour]:
     hours = []
     for row in csv_rows(path, ("hour", "request_rate"), ConfigError):
         hour = Hour(row.cells["hour"], row.number("request_rate"))
-        for name in row.cells.keys() - {"hour", "request_rate"}:
+        for name in row.cells:
+            if name in ("hour", "request_rate"):
+                continue
             kind, _, gpu = name.partition(":")
             if kind not in ("price", "available") or gpu not in gpus:
                 raise ConfigError(

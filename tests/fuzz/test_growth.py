@@ -37,6 +37,12 @@ def many(unit: bytes, before: bytes = b"", after: bytes = b"") -> Make:
     return lambda size: before + unit * max(1, (size - len(before) - len(after)) // len(unit)) + after
 
 
+def merges(size: int) -> bytes:
+    """A mapping that merges as many others, half of it keys of its own."""
+    keys = b"".join(b"k%d: 1\n" % number for number in range(size // 18))
+    return many(b"*a,", b"a: &a {}\n<<: [", b"]\n" + keys)(size)
+
+
 def sized(unit: bytes, before: bytes = b"", after: bytes = b"", head: bytes = HEAD) -> Make:
     """A request with such a body."""
 
@@ -245,6 +251,7 @@ CASES: dict[str, tuple[Reader, Make, int]] = {
     ),
     "a file of mistakes": (costs.yaml, many(b"{},", b"models: [", b"]"), 64 << 10),
     "a file of anchors": (costs.yaml, many(b"- &a x\n- *a\n", b"models:\n"), 64 << 10),
+    "a file of merges": (costs.yaml, merges, 64 << 10),
     "a file of lists": (costs.yaml, many(b"[],", b"models: [", b"]"), 64 << 10),
     "a file of one key": (costs.yaml, many(b"x ", b"models: '", b"'"), 512 << 10),
     "comments of a file": (costs.yaml, many(b"# x\n"), 256 << 10),
