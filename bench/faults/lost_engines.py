@@ -53,7 +53,7 @@ WORDS = ("the", "of", "and", "in", "is", "that", "for", "it", "with", "Hello", "
 
 
 class Answer(NamedTuple):
-    """What a client has of an answer; `error` says what is wrong, `runs` how often engines were asked."""
+    """Answer as its client has it; `error` says what is wrong, `runs` how often engines were asked."""
 
     text: str
     finish: str | None

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hetlb.cli.flags import FINITE, add_json, declare, real, whole
+from hetlb.cli.flags import add_json, declare, real, whole
 from hetlb.cli.rent_plot import write_sweep
 from hetlb.errors import ConfigError, InputError, PlanError
 from hetlb.plan.check import check_rent
@@ -44,10 +44,9 @@ from hetlb.tables import bar
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb rent`."""
     add, switch = declare(parser), parser.add_argument
-    limit, share = (
-        real("a number from 0", lambda value: value >= 0),
-        real("0 to 1", lambda value: 0 <= value <= 1),
-    )
+    limit = real("a number from 0", lambda value: value >= 0)
+    share = real("0 to 1", lambda value: 0 <= value <= 1)
+    horizon = real("a number from 1", lambda value: value >= 1)
     switch("--config", type=Path, required=True, metavar="MARKET.yaml", help="market file: offers and budget")
     add("--trace", "requests, in place of the file's workloads", "T.csv", Path)
     add("--workloads", "types of request to find in the trace (default 9)", "N", whole(1, 1000), 9)
@@ -67,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = declare(parser.add_argument_group("replanning"))
     add("--replan", "running plan (its --json)", "PLAN.json", Path)
     add("--load-time", "seconds to load a model (default 300)", "S", limit, 300.0)
-    add("--horizon", "seconds until the next change (default 3600)", "S", FINITE, 3600.0)
+    add("--horizon", "seconds until the next change (default 3600)", "S", horizon, 3600.0)
     add("--keep", "share of a plan from scratch that must be reached (default 0.95)", "SHARE", share, 0.95)
 
 

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 from typing import NamedTuple
 
-#: Where an answer of a head alone ends.
+#: End of an answer of a head alone.
 AFTER_HEAD = -1
 
 
 class Cut(NamedTuple):
-    """Where an answer ends, in bytes with its head or `AFTER_HEAD`, and how: `fin`, `rst` or `hang`."""
+    """End of an answer, in bytes with its head or `AFTER_HEAD`, and its kind: `fin`, `rst` or `hang`."""
 
     after: int
     how: str

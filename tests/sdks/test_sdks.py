@@ -475,7 +475,7 @@ def test_the_answer_is_the_same_where_an_engine_is_lost_in_the_middle(
 
 
 def test_the_sdk_of_anthropic_is_told_of_an_engine_that_is_lost(lost: Lost) -> None:
-    """What is not resumed ends with an error event, and not as if it were whole."""
+    """An answer that is not resumed ends with an error event, and not as if it were whole."""
     before = lost.runs
     lost.cuts.append(Cut(900, "rst"))
     with pytest.raises(sdk("anthropic").APIError, match="The answer broke off"):
