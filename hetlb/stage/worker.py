@@ -24,9 +24,8 @@ from hetlb.core.paths.stages import Curve
 from hetlb.stage.auth import Challenges, NotProven
 from hetlb.stage.batching import Batcher, GivenUp, OutOfOrder, StageLease, Work
 from hetlb.stage.kv import StageBlocks
-from hetlb.stage.outbox import Peers, frames
 from hetlb.stage.runner import DeviceFault, Result, RowFailed, Runner, Sampled, run_apart
-from hetlb.stage.stage_channel import SILENCE_S, StageChannel
+from hetlb.stage.stage_channel import SILENCE_S, Peers, StageChannel
 from hetlb.stage.stage_messages import (
     MAX_FRAME_BYTES,
     MOST_PASSES,
@@ -44,6 +43,7 @@ from hetlb.stage.stage_messages import (
     Welcome,
     decode,
     encode,
+    frames,
 )
 from hetlb.stage.stage_metrics import StageCounters, render
 
@@ -154,7 +154,8 @@ class StageWorker:
             return _last(web.Response(status=403, text=f"{error}\n"))
         socket = web.WebSocketResponse(max_msg_size=MAX_FRAME_BYTES, compress=False)
         await socket.prepare(request)
-        channel = StageChannel(socket)
+        channel = StageChannel()
+        channel.open(socket)
         channel.send(encode(self._welcome))
         try:
             if session:

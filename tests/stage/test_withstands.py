@@ -15,8 +15,7 @@ from stage.test_serving import prompt_of, submit
 from stage.toy import VOCABULARY, answer
 
 from hetlb.stage import auth
-from hetlb.stage.outbox import check_peer
-from hetlb.stage.stage_channel import connect
+from hetlb.stage.stage_channel import check_peer, connect
 from hetlb.stage.stage_messages import (
     Close,
     Lost,
