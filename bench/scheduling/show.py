@@ -59,12 +59,12 @@ def verdicts(document: dict[str, Any]) -> list[tuple[str, str]]:
                 f"mean {mean:.2f} x",
             )
         )
-    for name, (figure, weight) in SETTINGS.items():
+    for name, (figure, weights) in SETTINGS.items():
         ratios = sorted(row[name]["ratio"] for row in rates)
         said.append(
             (
                 f"moderate: {figure.replace('_', ' ').removesuffix(' ms')} at most 1.03 x the best other "
-                f"with `first_token_weight: {weight:g}` in 44 of 48",
+                f"in 44 of 48 with the weights {', '.join(f'`{n}: {w:g}`' for n, w in weights)}",
                 f"{sum(r <= 1.03 for r in ratios)} of {len(ratios)}, worst {ratios[-1]:.2f}, "
                 f"mean {statistics.geometric_mean(ratios):.2f} x",
             )
