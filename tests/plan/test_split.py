@@ -22,6 +22,7 @@ from hetlb.core.latency import LatencyModel
 from hetlb.core.types import Role
 from hetlb.errors import ConfigError, PlanError
 from hetlb.plan.check import check_split
+from hetlb.plan.common.servers import write_servers
 from hetlb.plan.disaggregation.cost import GroupTable, PaperCost, ProfileCost, capacity_of
 from hetlb.plan.disaggregation.exhaustive import SEARCH_S, Exhaustive, find_exhaustively
 from hetlb.plan.disaggregation.network import LINK_SHARE, Network
@@ -37,9 +38,9 @@ from hetlb.plan.disaggregation.split_cluster import (
     SplitMachine,
     SplitPlan,
 )
-from hetlb.plan.disaggregation.split_deploy import commands, lay_out, write_fleet
 from hetlb.plan.disaggregation.split_files import load_split
 from hetlb.plan.disaggregation.split_search import SplitSearch
+from hetlb.plan.disaggregation.split_servers import servers_of
 from hetlb.plan.disaggregation.split_simulation import different, judge, simulate_plan
 from hetlb.plan.highs import Interrupt, SolveLimits
 from hetlb.plan.throughput import saturated_rate
@@ -482,19 +483,20 @@ def test_commands_say_role_layers_and_gpus(tmp_path: Path) -> None:
         tokens = capacity_of(of, own)
         groups.append(ServerGroup(role, own, cost.capacity(own, role, tokens), tokens))
     plan = SplitPlan(tuple(groups[:2]), {(0, 1): 0.1}, {})
-    first, second = commands(of, plan, lay_out(of, plan))
+    servers = servers_of(of, plan)
+    first, second = (server.command() for server in servers)
     assert "VLLM_PP_LAYER_PARTITION=20,12" in first
     assert "--pipeline-parallel-size 2" in first
     assert '"kv_role":"kv_producer"' in first
     assert '"kv_role":"kv_consumer"' in second
     assert "CUDA_VISIBLE_DEVICES=1 " in second
-    write_fleet(tmp_path / "f.yaml", of, plan, lay_out(of, plan), cost)
+    write_servers(tmp_path / "f.yaml", "A plan.", servers)
     roles = [i["role"] for i in yaml.safe_load((tmp_path / "f.yaml").read_text())["models"][0]["instances"]]
     assert roles == ["prefill", "decode"]
     # One that does both transfers too, unless nothing is split.
     for flows, whole in (({(0, 1): 0.1}, '"kv_role":"kv_both"'), ({}, "vllm serve")):
         plan = SplitPlan((groups[0], groups[2]), flows, {1: 0.1})
-        last = commands(of, plan, lay_out(of, plan))[-1]
+        last = servers_of(of, plan)[-1].command()
         assert whole in last
         assert ("kv-transfer-config" in last) == plan.splits
     load_fleet(tmp_path / "f.yaml")
