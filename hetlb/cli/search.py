@@ -62,11 +62,8 @@ def run(args: argparse.Namespace) -> int:
     with bar("searching") as show:
         done = count(1)
         throughputs = Throughputs(sample.rows, args.estimate)
-        estimator = throughputs.estimator(cluster.profiles)
-        plans = search(
-            cluster.model, cluster.machines, estimator, lambda: show(completed=next(done), total=total)
-        )
-        check(cluster.model, cluster.machines, plans)
+        plans = search(cluster, throughputs.of, lambda: show(completed=next(done), total=total))
+        check(cluster, plans)
         show(description="simulating layouts", total=None)
         found = lay_out(cluster, sample, target, plans, throughputs, args.pipeline_parallel)
     servers = servers_of(found, args.data_parallel)

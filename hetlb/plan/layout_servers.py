@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from hetlb.config.plan_tables import Machine
 from hetlb.config.profile_file import Profile
 from hetlb.plan.cluster_layouts import LayoutsFound
 from hetlb.plan.common.capabilities import Form
 from hetlb.plan.common.servers import FIRST_PORT, ProfileOf, VllmServer
 from hetlb.plan.layouts import Part, counted
-from hetlb.plan.tp_search import Machine
 
 
 def servers_of(found: LayoutsFound, data_parallel: bool) -> list[VllmServer]:
@@ -27,10 +27,8 @@ def servers_of(found: LayoutsFound, data_parallel: bool) -> list[VllmServer]:
                     port=port,
                     utilization=machine.gpu_memory_utilization,
                     replicas=replicas,
-                    max_model_len=model.max_input_tokens + model.max_output_tokens,
-                    max_num_seqs=found.cluster.profiles[
-                        dict(machine.profiles)[part.tensor_parallel_size]
-                    ].engine.max_num_seqs,
+                    max_model_len=found.cluster.limits.tokens,
+                    max_num_seqs=machine.profiles[part.tensor_parallel_size].engine.max_num_seqs,
                     profile=_profile(found, machine, part),
                 )
                 result.append(server)
@@ -42,7 +40,7 @@ def servers_of(found: LayoutsFound, data_parallel: bool) -> list[VllmServer]:
 def _profile(found: LayoutsFound, machine: Machine, part: Part) -> ProfileOf:
     """The file of a profile; that of a pipeline is to be written, being composed."""
     if part.pipeline_parallel_size == 1:
-        return found.cluster.path.parent / dict(machine.profiles)[part.tensor_parallel_size]
+        return found.cluster.path.parent / machine.profile_paths[part.tensor_parallel_size]
 
     def made() -> tuple[str, Profile]:
         name = f"{machine.name}-{part.name}"

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from hetlb.config.cluster import Cluster
+from hetlb.config.plan_tables import Machine, Model
 from hetlb.config.profile_file import ModelInfo, Profile
 from hetlb.plan.common.capacity import divide_layers
 from hetlb.plan.common.composition import (
@@ -26,7 +28,7 @@ from hetlb.plan.common.composition import (
 )
 from hetlb.plan.common.fleet_run import SimulatedServer, run_fleet
 from hetlb.plan.throughput import Mix, SloLimits, bubbles, engine_spec, slowed
-from hetlb.plan.tp_search import Machine, PlanModel, Rows, memory, misfit
+from hetlb.plan.tp_search import Estimator, Rows, memory, misfit
 from hetlb.workload.arrivals import make_plan
 from hetlb.workload.records import summarize
 from hetlb.workload.traces import Row
@@ -96,10 +98,9 @@ def layout_name(layout: Layout) -> str:
 
 
 def instances_of(
-    model: PlanModel,
+    cluster: Cluster,
     machine: Machine,
-    profiles: Mapping[str, Profile],
-    estimate: Callable[[Profile, int], float],
+    estimate: Estimator,
     most_stages: int,
     mix: Mix,
 ) -> dict[Part, LayoutInstance]:
@@ -112,12 +113,12 @@ def instances_of(
     found: dict[Part, LayoutInstance] = {}
     best: dict[int, LayoutInstance] = {}
     for stages in range(1, most_stages + 1):
-        for degree, key in machine.profiles:
+        for degree, measured in machine.profiles.items():
             part = Part(degree, stages)
-            if part.gpus > machine.gpus or misfit(model, machine, degree, stages):
+            if part.gpus > machine.gpus or misfit(cluster, machine, degree, stages):
                 continue
-            tokens = memory(model, machine, part.gpus).kv_cache_tokens
-            profile = _profile(model, machine, part, profiles[key], tokens, mix)
+            tokens = memory(cluster, machine, part.gpus).kv_cache_tokens
+            profile = _profile(cluster.model, machine, part, measured, tokens, mix)
             instance = LayoutInstance(part, profile, estimate(profile, tokens))
             if stages == 1:
                 found[part] = instance
@@ -126,9 +127,7 @@ def instances_of(
     return found | {instance.part: instance for instance in best.values()}
 
 
-def _profile(
-    model: PlanModel, machine: Machine, part: Part, profile: Profile, tokens: int, mix: Mix
-) -> Profile:
+def _profile(model: Model, machine: Machine, part: Part, profile: Profile, tokens: int, mix: Mix) -> Profile:
     stages, shape = part.pipeline_parallel_size, model.shape
     hidden = shape.attention_heads * shape.head_dim if shape is not None else _USUAL_HIDDEN
     links = [LinkSeconds(ACTIVATION_BYTES * hidden / _LINK_BYTES_S, _LINK_BATCH_S)] * (stages - 1)

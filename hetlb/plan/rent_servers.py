@@ -62,7 +62,7 @@ def servers_of(table: Table, plan: RentPlan) -> list[VllmServer]:
                     gpus=list(gpus.items()),
                     port=ports[first],
                     utilization=min(market.offers[stage.gpu].gpu_memory_utilization for stage in stages),
-                    layers=[] if layers is None else [int(stage.layers * layers) for stage in stages],
+                    layers=[] if not layers else [int(stage.layers * layers) for stage in stages],
                     max_model_len=table.longest_tokens or "auto",
                     max_num_seqs=None if engine is None else engine.max_num_seqs,
                     profile=_profile(table, plan, candidate),

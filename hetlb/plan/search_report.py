@@ -9,10 +9,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hetlb.config.plan_tables import Machine
 from hetlb.plan.cluster_layouts import LayoutsFound
 from hetlb.plan.common.servers import VllmServer
 from hetlb.plan.layouts import Evaluated, Layout, Part, Worth, counted, gpus_of, layout_name
-from hetlb.plan.tp_search import Machine, MachinePlan
+from hetlb.plan.tp_search import MachinePlan
 
 _SHOWN_LAYOUTS = 8
 _BAR_WIDTH = 24

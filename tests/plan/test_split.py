@@ -17,7 +17,7 @@ from plan.clusters import Steps
 
 from hetlb.cli.main import main
 from hetlb.config.fleet import load_fleet
-from hetlb.config.plan_tables import Model, RooflineTable
+from hetlb.config.plan_tables import Machine, Model, RooflineTable
 from hetlb.core.latency import LatencyModel
 from hetlb.core.types import Role
 from hetlb.errors import ConfigError, PlanError
@@ -35,7 +35,6 @@ from hetlb.plan.disaggregation.split_cluster import (
     ServerGroup,
     Slo,
     SplitCluster,
-    SplitMachine,
     SplitPlan,
 )
 from hetlb.plan.disaggregation.split_files import load_split
@@ -55,23 +54,23 @@ GPUS = {
     "L40": (181e12, 0.864e12, 48 * GIB, 25e9),
 }
 LLAMA_8B = Model(
-    name="llama-3-8b", weight_bytes=16.06e9, parameters=8.03e9, bytes_per_parameter=2.0,
+    name="llama-3-8b", parameters=8.03e9, bytes_per_parameter=2.0,
     kv_bytes_per_token=131072, layers=32, hidden_size=4096,
 )  # fmt: skip
 OPT_30B = Model(
-    name="opt-30b", weight_bytes=60e9, parameters=30e9, bytes_per_parameter=2.0,
+    name="opt-30b", parameters=30e9, bytes_per_parameter=2.0,
     kv_bytes_per_token=2 * 48 * 7168 * 2, layers=48, hidden_size=7168,
 )  # fmt: skip
 
 
-def machine(name: str, gpu: str, gpus: int) -> SplitMachine:
+def machine(name: str, gpu: str, gpus: int) -> Machine:
     flops, bandwidth, memory, _ = GPUS[gpu]
     table = RooflineTable(flops=flops, bandwidth_bytes_per_s=bandwidth)
-    return SplitMachine(name, gpu, gpus, memory, profiles={}, profile_paths={}, roofline=table)
+    return Machine(name, gpu, gpus, memory, roofline=table)
 
 
 def cluster(
-    machines: list[SplitMachine],
+    machines: list[Machine],
     model: Model = LLAMA_8B,
     rows: tuple[tuple[int, int], ...] = ((1000, 200),),
     between: float = 5e9,

@@ -90,8 +90,8 @@ def _profile(cluster: SplitCluster, group: ServerGroup, cost: ProfileCost) -> Pr
     degree = group.tensor_parallel_size
     if len(group.stages) == 1:
         machine = cluster.machines[group.stages[0].machine]
-        written = (machine.profile_paths or {}).get(degree)
-        if written is not None and (machine.profiles or {})[degree].engine.kv_cache_tokens:
+        written = machine.profile_paths.get(degree)
+        if written is not None and machine.profiles[degree].engine.kv_cache_tokens:
             return cluster.path.parent / written
 
     def made() -> tuple[str, Profile]:
