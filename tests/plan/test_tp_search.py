@@ -25,7 +25,8 @@ LIMITS = ClusterLimits(max_input_tokens=2048, max_output_tokens=1024)
 
 def profiles(*degrees: int) -> dict[int, Profile]:
     """Profiles that are known by their names alone."""
-    prefill, decode = PrefillCoefficients(1.0, 0.0, 0.0, 0.0), DecodeCoefficients(1.0, 0.0, 0.0, 0.0)
+    prefill = PrefillCoefficients(k1=1.0, k2=0.0, k3=0.0, k4=0.0)
+    decode = DecodeCoefficients(k5=1.0, k6=0.0, k7=0.0, k8=0.0)
     return {d: Profile(version=1, name=f"p{d}", prefill=prefill, decode=decode) for d in degrees}
 
 
