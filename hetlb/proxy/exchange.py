@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 #: An answer goes on elsewhere so often at most: it may be what engines fail of.
 MOST_RESUMED: Final = 5
+#: Bytes of a busy engine's answer that are kept; more than that waits in its connection.
+_KEPT_BYTES: Final = 64 << 10
 #: Kinds of which a stream is server-sent events, and may hold comments.
 _SSE_KINDS = frozenset({Kind.CHAT, Kind.COMPLETION, Kind.RESPONSES, Kind.MESSAGES})
 #: Kinds of which a stream ends with `[DONE]`.
@@ -206,7 +208,10 @@ class Exchange(RequestRecord):
             return
         answer = self.answer = EngineAnswer(head, length)
         self.status = status
-        rest = self.rest if self.transfer is None else None
+        rest = self.rest
+        if self.transfer is not None:
+            answer.wait()
+            rest = None
         if (busy_s := answer.busy_s) is not None:
             # While both legs are on their way, what this says of the engine waits for the other one's answer.
             if self.phase is not _PREFILLING:
@@ -238,11 +243,12 @@ class Exchange(RequestRecord):
 
     def _begin(self, answer: EngineAnswer, payload: bytes, *, whole: bool) -> bytes | None:
         """Look at the first bytes of a body; returns those that go on, None if none do for now."""
-        if self.transfer is not None:
-            first = self.transfer.first(payload, whole=whole)
-            if first is None:
+        if answer.waits:
+            answer.kept += payload
+            answer.kept_whole = whole
+            if not self._may_begin(answer):
                 return None
-            payload = first
+            payload, answer.waits = answer.kept, False
         stream, rest = answer.stream, self.rest
         if stream is None and rest is not None and rest.leg is not None and self.response.state is STARTED:
             self.stop_engine()
@@ -265,6 +271,31 @@ class Exchange(RequestRecord):
                 stream.count_gaps(self._driver.counted.model(self.request.model).gaps)
         self.enter(FIRST_BYTE, now)
         return payload
+
+    def _may_begin(self, answer: EngineAnswer) -> bool:
+        """True if an answer that was kept goes to the client."""
+        if self.transfer is not None:
+            return self.transfer.may_begin(answer)
+        if len(answer.kept) > _KEPT_BYTES and self.engine is not None:
+            self.engine.pause()
+        return False
+
+    def let_go(self) -> None:
+        """An answer that was kept goes on: no other instance gets its request."""
+        answer = self.answer
+        if answer is None or not answer.waits:
+            return
+        kept, answer.kept = answer.kept, b""
+        answer.waits = self.transfer is not None
+        if answer.kept_whole:
+            self.engine_end(kept)
+        elif kept:
+            self.engine_body(kept)
+        if answer.failure is not None:
+            end, detail = answer.failure
+            self.engine_failed(end, detail)
+        elif self.engine is not None and self.response.held_since is None:
+            self.engine.resume()
 
     def engine_body(self, payload: bytes) -> None:
         """More of the answer's body: passed on in the same turn."""
@@ -332,6 +363,9 @@ class Exchange(RequestRecord):
         """The engine, or this machine, failed: `end` says how."""
         response, answer = self.response, self.answer
         self.engine = self._sent = None
+        if answer is not None and answer.waits and self.transfer is None:
+            answer.failure = end, detail
+            return
         begun = answer is not None and answer.begun
         if self.rest is not None and not begun and end in (ends.HEAD_CUT, ends.BROKEN):
             end = ends.DROPPED  # a head is no answer where the request may be run again
