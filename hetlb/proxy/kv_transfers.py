@@ -26,7 +26,7 @@ from hetlb.core.types import Command, Connector, Hold, KvLink, Lease, Outcome, R
 from hetlb.proxy import ends
 from hetlb.proxy.ends import End
 from hetlb.proxy.engine_answer import EngineAnswer
-from hetlb.proxy.engine_pools import EnginePools
+from hetlb.proxy.engine_pools import EnginePool, EnginePools
 from hetlb.proxy.engine_request import with_field
 from hetlb.proxy.exchange_states import (
     DECODE_UNDER_WAY,
@@ -42,9 +42,8 @@ from hetlb.proxy.http.http1 import ResponseHead
 from hetlb.proxy.http.openai_fields import BootstrapEntry, PrefillFields, TransferFields
 from hetlb.proxy.http.split_bodies import may_split, prefill_body, release_body
 from hetlb.proxy.http.sse import SseWatcher
-from hetlb.proxy.side_call import SideCall
 from hetlb.proxy.telemetry.counters import Totals
-from hetlb.proxy.upstream import EnginePool
+from hetlb.proxy.upstream import SideCall, head_of
 
 if TYPE_CHECKING:
     from hetlb.proxy.exchange import Exchange
@@ -149,7 +148,7 @@ class KvTransfer:
             )  # fmt: skip
 
         self._call = SideCall(
-            transfers.pool(lease), b"POST", lines, body, self._prefilled, self._prefill_failed,
+            transfers.pool(lease), lines, body, self._prefilled, self._prefill_failed,
             lambda: transfers.serves(lease),
         )  # fmt: skip
         if self.state is TransferState.PREFILL:
@@ -159,11 +158,7 @@ class KvTransfer:
         if query is None:
             self._query_failed(None, "its bootstrap server is not known")
             return
-
-        def question(own_headers: bytes, passthrough: bool) -> bytes:
-            return b"GET /query HTTP/1.1\r\n%b" % own_headers
-
-        self._query = SideCall(query, b"GET", question, b"", self._queried, self._query_failed)
+        self._query = SideCall(query, head_of(b"GET /query"), b"", self._queried, self._query_failed)
         self._query.send()
 
     def _name(self) -> bytes:
@@ -449,9 +444,6 @@ class KvTransfers:
             return
         asked, *others = able
 
-        def lines(own_headers: bytes, passthrough: bool) -> bytes:
-            return b"POST /v1/completions HTTP/1.1\r\n%bcontent-type: application/json\r\n" % own_headers
-
         def done(head: ResponseHead, answer: bytes) -> None:
             self._releases.discard(call)
             if head.status == 400:
@@ -462,7 +454,8 @@ class KvTransfers:
             self._release_by(others, hold, body)
 
         pool = self._pools.open(asked.incarnation, asked.name, asked.spec.url)
-        call = SideCall(pool, b"POST", lines, body, done, failed)
+        lines = head_of(b"POST /v1/completions", b"content-type: application/json\r\n")
+        call = SideCall(pool, lines, body, done, failed)
         self._releases.add(call)
         call.send()
 

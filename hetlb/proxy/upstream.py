@@ -1,26 +1,19 @@
-"""Connections to engines: one pool per instance, one protocol per connection.
+"""Connections to engines, one protocol each; they carry clients' requests and those of the proxy's own.
 
-An idle connection is reused for at most `upstream_idle_s` (uvicorn closes them after 5 s); one
-that fails before its answer began, having been idle before, is replaced by a fresh one without the client
-noticing; a connection whose answer was not cleanly framed is never used again; trouble of this machine is
-told apart from the engine's. What every request to an engine carries (its Host, its key) is put together
-once, not for each; a chunk of a stream that is read whole goes on as it stands.
+One that fails before its answer began, having been idle before, is replaced by a fresh one without the client
+noticing; a connection whose answer was not cleanly framed is never used again. A chunk of a stream that is
+read whole goes on as it stands.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import socket
-from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, Protocol, cast
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from hetlb.addresses import refuse_special
 from hetlb.core.transition import Transition
 from hetlb.proxy import ends
-from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.connection_states import (
     ANSWER_BEGUN,
     BEGUN,
@@ -40,14 +33,14 @@ from hetlb.proxy.ends import End
 from hetlb.proxy.http.http1 import (
     ChunkedDecoder,
     GateError,
-    KnownHeads,
     ResponseHead,
     head_end,
     parse_response_head,
 )
 
-#: Errors of this machine, not of the engine.
-LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
+if TYPE_CHECKING:
+    from hetlb.proxy.engine_pools import EnginePool
+
 _MAX_HEAD_BYTES: Final = 32 << 10
 #: Interim answers (1xx) before the answer itself: more are none.
 MAX_INTERIM: Final = 16
@@ -55,10 +48,8 @@ MAX_INTERIM: Final = 16
 TURN_BYTES: Final = 16 << 10
 #: A read of this size or more is a turn of its own: more is waiting in the kernel.
 _LARGE_READ: Final = 64 << 10
-#: A list of models beyond this is none.
-_MAX_LIST_BYTES: Final = 1 << 20
-#: Seconds that an engine may take to close a TLS connection.
-_TLS_SHUTDOWN_S: Final = 1.0
+#: Answers to requests of the proxy's own beyond this are none.
+_MAX_ANSWER_BYTES: Final = 4 << 20
 #: Bodies up to this size are written in one piece with their head.
 _COPIED_BYTES: Final = 16 << 10
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
@@ -73,13 +64,6 @@ _CLOSED: Final = EngineState.CLOSED
 _OPEN: Final = Reading.OPEN
 _TURN: Final = Reading.TURN
 _HELD: Final = Reading.HELD
-
-
-def local_trouble(error: OSError) -> bool:
-    """True if a failed connection is the fault of this machine; an address that is not found is not."""
-    if isinstance(error, socket.gaierror):
-        return error.errno == socket.EAI_MEMORY
-    return error.errno in LOCAL_ERRNOS
 
 
 class Carried(Protocol):
@@ -113,264 +97,6 @@ class Upstream:
     def cancel(self, exchange: Carried) -> None:
         """Stop sending an exchange's request, if that is going on."""
         raise NotImplementedError
-
-
-class EnginePool(Upstream):
-    """The connections to one instance."""
-
-    __slots__ = (
-        "_address",
-        "_checks",
-        "_confined",
-        "_connect_timeout_s",
-        "_connecting",
-        "_host",
-        "_host_header",
-        "_idle",
-        "_idle_s",
-        "_loop",
-        "_lost",
-        "_now",
-        "_on_reconnect",
-        "_port",
-        "_stalled_since",
-        "_tls",
-        "busy",
-        "call_soon",
-        "closed",
-        "heads",
-        "origin",
-        "own_headers",
-        "passthrough",
-    )
-
-    def __init__(
-        self,
-        url: str,
-        loop: asyncio.AbstractEventLoop,
-        access: EngineAccess,
-        *,
-        connect_timeout_s: float,
-        idle_s: float,
-        stalled_since: Callable[[float], bool] = lambda then: False,
-        on_reconnect: Callable[[bytes], None] | None = None,
-    ) -> None:
-        """`stalled_since` tells whether this process stood still since a time: then no engine was slow.
-
-        `on_reconnect` gets the engine's `/v1/models` where it closed connections before: it may be another.
-        """
-        parts = urlsplit(url)
-        assert parts.hostname is not None, f"expected a checked URL, got {url!r}"
-        self._host = parts.hostname
-        self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._host_header = b"host: " + parts.netloc.encode("ascii")
-        self.origin = f"{parts.scheme}://{parts.netloc}"
-        self._loop = loop
-        self._now = loop.time
-        self.call_soon = loop.call_soon
-        self._stalled_since = stalled_since
-        self._on_reconnect = on_reconnect
-        #: True if the engine closed or refused a connection since its models were last read here.
-        self._lost = False
-        self._checks: dict[Carried, IdentityCheck] = {}
-        self.configure(access, connect_timeout_s=connect_timeout_s, idle_s=idle_s)
-        #: The most recently used at the right: the others grow old and are closed.
-        self._idle: deque[EngineConnection] = deque()
-        self.busy: set[EngineConnection] = set()
-        self._connecting: dict[Carried, asyncio.Task[None]] = {}
-        self.closed = False
-        self.heads = KnownHeads(_parse_answer_head)
-
-    def configure(self, access: EngineAccess, *, connect_timeout_s: float, idle_s: float) -> None:
-        """Set what holds for requests and connections from now on: key, certificates, times in seconds."""
-        self._connect_timeout_s = connect_timeout_s
-        self._idle_s = idle_s
-        self._address = access.address or self._host
-        self._confined = access.confined
-        self._tls: dict[str, Any] = {}
-        if access.tls is not None:
-            self._tls = {
-                "ssl": access.tls,
-                "server_hostname": self._host,
-                "ssl_shutdown_timeout": _TLS_SHUTDOWN_S,
-            }
-        #: The header lines that are ours, and whether a client's own key goes along with them.
-        self.own_headers = self._host_header + b"\r\n"
-        self.passthrough = access.passthrough and access.authorization is None
-        if access.authorization is not None:
-            self.own_headers += b"authorization: " + access.authorization + b"\r\n"
-
-    @property
-    def open_connections(self) -> int:
-        """Connections in use, idle or being made."""
-        return len(self.busy) + len(self._idle) + len(self._connecting)  # checks are among the busy ones
-
-    def send(self, exchange: Carried, *, fresh: bool = False) -> None:
-        """Send the exchange's request on an idle connection, or on a new one."""
-        if not fresh:
-            idle, oldest = self._idle, self._now() - self._idle_s
-            while idle:
-                connection = idle.pop()
-                if connection.idle_since > oldest and connection.state is _IDLE:
-                    connection.begin(exchange)
-                    return
-                connection.close()
-        self._connecting[exchange] = self._loop.create_task(self._connect(exchange))
-
-    def cancel(self, exchange: Carried) -> None:
-        """Stop connecting for an exchange, if that is going on."""
-        task = self._connecting.pop(exchange, None)
-        if task is not None:
-            task.cancel()
-        check = self._checks.pop(exchange, None)
-        if check is not None:
-            check.abort()
-
-    def lost(self) -> None:
-        """The engine closed or refused a connection: what answers next may be another."""
-        self._lost = True
-
-    def checked(self, check: IdentityCheck, body: bytes | None) -> None:
-        """The engine's models were read, or could not be (None); the request goes on."""
-        if self._checks.pop(check.exchange, None) is None:
-            return
-        self._lost = False
-        if body is not None and self._on_reconnect is not None:
-            self._on_reconnect(body)
-        check.exchange.engine_identified()
-
-    def put_back(self, connection: EngineConnection) -> None:
-        """A cleanly ended answer: keep its connection for a while."""
-        if self.closed:
-            connection.close()
-            return
-        connection.idle_since = self._now()
-        self._idle.append(connection)
-
-    def forget(self, connection: EngineConnection) -> None:
-        """A connection is gone."""
-        self.busy.discard(connection)
-        if connection in self._idle:
-            self._idle.remove(connection)
-
-    def sweep(self, now: float) -> None:
-        """Close what has been idle for too long; wait no longer for an engine to say what it serves."""
-        for check in list(self._checks.values()):
-            if now - check.began_at > self._connect_timeout_s:
-                check.abort()
-                self.checked(check, None)
-        while self._idle and self._idle[0].idle_since <= now - self._idle_s:
-            self._idle.popleft().close()
-
-    def close(self) -> None:
-        """Close idle connections now and the others as they end."""
-        self.closed = True
-        while self._idle:
-            self._idle.popleft().close()
-
-    async def _connect(self, exchange: Carried) -> None:
-        end: End | None = None
-        detail = ""
-        began = self._now()
-        try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await self._loop.create_connection(
-                    lambda: EngineConnection(self), self._address, self._port, **self._tls
-                )
-            if self._confined:
-                connection.refuse_special_peer()
-            if connection.state is _CLOSED:  # before anything was sent
-                end, detail = ends.NOT_ACCEPTED, "the engine closed the connection"
-        except asyncio.CancelledError:
-            return
-        except TimeoutError:
-            if self._stalled_since(began) and exchange in self._connecting:
-                self._connecting[exchange] = self._loop.create_task(self._connect(exchange))
-                return
-            end, detail = ends.NOT_ACCEPTED, "the connection was not accepted in time"
-        except OSError as error:
-            end = ends.LOCAL if local_trouble(error) else ends.NOT_ACCEPTED
-            detail = error.strerror or str(error)
-        except UnicodeError:
-            end, detail = ends.NOT_ACCEPTED, "its host can be no name"
-        if self._connecting.pop(exchange, None) is None:
-            # The client left in the same turn in which the connection came.
-            if end is None:
-                connection.close()
-            return
-        if end is not None:
-            self._lost = True
-            exchange.engine_failed(end, detail)
-        elif self._lost and self._on_reconnect is not None:
-            check = self._checks[exchange] = IdentityCheck(self, exchange, self._now())
-            connection.begin(check)
-        else:
-            connection.begin(exchange)
-
-
-def _parse_answer_head(raw: bytes) -> tuple[ResponseHead, int | None]:
-    return parse_response_head(raw, b"POST")
-
-
-class IdentityCheck:
-    """Asks a fresh connection for the engine's models, for a request that waits for the answer."""
-
-    __slots__ = ("_body", "_connection", "_pool", "_status", "began_at", "exchange", "method", "plain")
-
-    def __init__(self, pool: EnginePool, exchange: Carried, now: float) -> None:
-        self._pool = pool
-        self.exchange = exchange
-        self.began_at = now
-        self.method = b"GET"
-        self.plain = True
-        self._connection: EngineConnection | None = None
-        self._status = 0
-        self._body = b""
-
-    def abort(self) -> None:
-        """Drop the connection."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.abort()
-
-    def engine_connected(self, connection: EngineConnection, own_headers: bytes, passthrough: bool) -> None:
-        """Ask."""
-        self._connection = connection
-        connection.send(b"GET /v1/models HTTP/1.1\r\n%b\r\n" % own_headers, [b""])
-
-    def engine_head(self, head: ResponseHead, length: int | None) -> None:
-        """The answer begins."""
-        self._status = head.status
-
-    def engine_events(self, chunks: bytes) -> bool:
-        """Nothing of it is passed on."""
-        return False
-
-    def engine_body(self, payload: bytes) -> None:
-        """More of the list."""
-        self._body += payload
-        if len(self._body) > _MAX_LIST_BYTES:
-            self.abort()
-            self._pool.checked(self, None)
-
-    def engine_end(self, payload: bytes) -> None:
-        """The list is whole."""
-        self._connection = None
-        self._pool.checked(self, self._body + payload if self._status == 200 else None)
-
-    def engine_identified(self) -> None:
-        """A check is not checked."""
-
-    def engine_lost_idle(self) -> None:
-        """It is always the first on its connection."""
-
-    def engine_failed(self, end: End, detail: str) -> None:
-        """The request meets what the check has met, unless it may be the path that is not known there."""
-        self._connection = None
-        if end is ends.JUNK or end is ends.HEAD_CUT:
-            self._pool.checked(self, None)
-        elif self._pool._checks.pop(self.exchange, None) is not None:
-            self.exchange.engine_failed(ends.NOT_ACCEPTED, detail)
 
 
 class EngineConnection(asyncio.Protocol):
@@ -691,3 +417,113 @@ class EngineConnection(asyncio.Protocol):
             self._enter(READ)
         if self._on_room is not None:
             self._on_room(True)
+
+
+class SideCall:
+    """A request of the proxy's own to an engine, and its whole answer, of bounded size.
+
+    `lines` makes its head from the engine's own header lines, without `content-length` and the empty line:
+    of a POST if there is a body.
+    """
+
+    __slots__ = (
+        "_body", "_connection", "_done", "_failed", "_fresh", "_head", "_lines", "_over",
+        "_received", "_serves", "method", "plain", "pool",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        lines: Callable[[bytes, bool], bytes],
+        body: bytes,
+        done: Callable[[ResponseHead, bytes], None],
+        failed: Callable[[End | None, str], None],
+        serves: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.method = b"POST" if body else b"GET"
+        self.plain = True
+        self.pool = pool
+        self._lines = lines
+        self._body = body
+        self._done = done
+        self._failed = failed
+        self._serves = serves
+        self._connection: EngineConnection | None = None
+        self._head: ResponseHead | None = None
+        self._received = bytearray()
+        self._fresh = self._over = False
+
+    def send(self) -> None:
+        """Send it."""
+        self.pool.send(self)
+
+    def abort(self) -> None:
+        """Abort it at the engine. No outcome is reported."""
+        self._over = True
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+        else:
+            self.pool.cancel(self)
+
+    def engine_connected(self, connection: EngineConnection, own_headers: bytes, passthrough: bool) -> None:
+        """Write the request."""
+        self._connection = connection
+        length = b"content-length: %d\r\n" % len(self._body) if self._body else b""
+        connection.send(b"%b%b\r\n" % (self._lines(own_headers, passthrough), length), [self._body])
+
+    def engine_identified(self) -> None:
+        """After a reconnect it was looked at what the engine serves."""
+        if self._serves():
+            self.pool.send(self)
+        else:
+            self.engine_failed(None, "another model is served there")
+
+    def engine_lost_idle(self) -> None:
+        """A reused connection was closed before it answered: once more on a fresh one."""
+        self._connection = None
+        if self._fresh:
+            self.engine_failed(None, "the engine closed the connection")
+        else:
+            self._fresh = True
+            self.pool.send(self, fresh=True)
+
+    def engine_head(self, head: ResponseHead, length: int | None) -> None:
+        """The answer begins."""
+        self._head = head
+
+    def engine_events(self, chunks: bytes) -> bool:
+        """Nothing of it is passed on as it stands."""
+        return False
+
+    def engine_body(self, payload: bytes) -> None:
+        """More of the answer."""
+        self._received += payload
+        if len(self._received) > _MAX_ANSWER_BYTES and not self._over:
+            self.abort()
+            self._failed(None, "its answer is too long")
+
+    def engine_end(self, payload: bytes) -> None:
+        """The answer is whole."""
+        self._connection = None
+        if self._over:
+            return
+        self._over = True
+        assert self._head is not None, "expected a head before the end"
+        self._done(self._head, bytes(self._received) + payload)
+
+    def engine_failed(self, end: End | None, detail: str) -> None:
+        """The engine, or this machine, failed."""
+        self._connection = None
+        if not self._over:
+            self._over = True
+            self._failed(end, detail)
+
+
+def head_of(request_line: bytes, fields: bytes = b"") -> Callable[[bytes, bool], bytes]:
+    """The `lines` of a side call whose head has these fields and the engine's own."""
+
+    def lines(own_headers: bytes, passthrough: bool) -> bytes:
+        return b"%b HTTP/1.1\r\n%b%b" % (request_line, own_headers, fields)
+
+    return lines
