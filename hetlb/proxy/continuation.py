@@ -8,7 +8,7 @@ from hetlb.proxy.engine_answer import EngineAnswer
 from hetlb.proxy.engine_request import EngineRequest, with_field
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.progress import Progress
-from hetlb.proxy.resume import Leg, ends_here, next_leg
+from hetlb.proxy.resume import Seam, ends_here, next_seam
 from hetlb.proxy.streamed_answer import LAST_EVENT, StreamedAnswer
 
 _TOKEN_IDS: Final = b"return_token_ids"
@@ -18,12 +18,12 @@ class Continuation:
     """Second leases of one request, none at first, and what they need of the one before.
 
     `by_text`: an answer may go on by its text alone; `asks_ids`: hetlb asks for token ids where the engine
-    has some; `hides_usage`: it asks for usage, which the client did not. `leg` is the request of a second
-    lease, None in the first.
+    has some; `hides_usage`: it asks for usage, which the client did not. `seam` is the second lease,
+    None in the first.
     """
 
     __slots__ = (
-        "_by_text", "_gives_ids", "_hides_usage", "_kind", "_outgoing", "_progress", "asks_ids", "leg",
+        "_by_text", "_gives_ids", "_hides_usage", "_kind", "_outgoing", "_progress", "asks_ids", "seam",
     )  # fmt: skip
 
     def __init__(
@@ -38,32 +38,32 @@ class Continuation:
         self._gives_ids = False
         #: Progress of a stream, None before it begins.
         self._progress: Progress | None = None
-        self.leg: Leg | None = None
+        self.seam: Seam | None = None
 
     def dispatched(self, gives_ids: bool) -> bool:
         """Another lease begins; False if its instance cannot go on with the answer."""
         self._gives_ids = gives_ids
-        return self.leg is None or not self.leg.by_ids or gives_ids or self.plan()
+        return self.seam is None or not self.seam.by_ids or gives_ids or self.plan()
 
     def head_lines(self, lines: bytes, path: str) -> bytes:
         """Header lines of the request, of which `path` is the client's."""
-        if self.leg is None or self.leg.path is None:
+        if self.seam is None or self.seam.path is None:
             return lines
-        return lines.replace(path.encode("ascii"), self.leg.path, 1)
+        return lines.replace(path.encode("ascii"), self.seam.path, 1)
 
     @property
     def body(self) -> bytes | None:
         """The body of this lease's request, None for that of the client."""
-        if self.leg is not None:
-            return self.leg.body
+        if self.seam is not None:
+            return self.seam.body
         if self.asks_ids and self._gives_ids:
             return with_field(self._outgoing.body, _TOKEN_IDS, b"true")
         return None
 
     def stream(self, silent: bool) -> StreamedAnswer:
         """The stream that begins; `silent`: its first event is no text."""
-        if self.leg is not None:
-            return StreamedAnswer(not self.leg.seam.wants_usage, silent, self._progress, self.leg.seam)
+        if self.seam is not None:
+            return StreamedAnswer(not self.seam.wants_usage, silent, self._progress, self.seam)
         if self._gives_ids or self._by_text:
             self._progress = Progress()
         asked_ids = self.asks_ids and self._gives_ids
@@ -103,7 +103,7 @@ class Continuation:
         progress = self._progress
         if progress is None:
             return True
-        leg = next_leg(
+        seam = next_seam(
             self._kind,
             self._outgoing.body,
             progress,
@@ -111,6 +111,6 @@ class Continuation:
             gives_ids=self._gives_ids,
             by_text=self._by_text,
         )
-        if leg is not None:
-            self.leg = leg
-        return leg is not None
+        if seam is not None:
+            self.seam = seam
+        return seam is not None

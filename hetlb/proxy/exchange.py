@@ -224,7 +224,7 @@ class Exchange(RequestRecord):
             answer.stream = (
                 StreamedAnswer(self._call.hold_usage, silent) if rest is None else rest.stream(silent)
             )
-        elif rest is not None and rest.leg is None and status < 400 and length is not None:
+        elif rest is not None and rest.seam is None and status < 400 and length is not None:
             answer.whole_only = length <= TAIL_BYTES
 
     def engine_events(self, chunks: bytes) -> bool:
@@ -250,7 +250,7 @@ class Exchange(RequestRecord):
                 return None
             payload, answer.waits = answer.kept, False
         stream, rest = answer.stream, self.rest
-        if stream is None and rest is not None and rest.leg is not None and self.response.state is STARTED:
+        if stream is None and rest is not None and rest.seam is not None and self.response.state is STARTED:
             self.stop_engine()
             self._break(answer.not_the_rest, "another instance would not go on with it")
             return None
@@ -560,7 +560,7 @@ class Exchange(RequestRecord):
                 self._take_usage(answer)
             self.finish(ends.LAST_MISSING)
             return True
-        generated = 0 if rest.leg is None else rest.leg.seam.generated
+        generated = 0 if rest.seam is None else rest.seam.generated
         unsaid = not generated and end is not ends.NOTICE
         if self.dropped and unsaid:
             return False  # run twice, and not a token: the request itself may be what kills engines
@@ -609,7 +609,7 @@ class Exchange(RequestRecord):
             response.write(self._commit())
         if stream is not None and (rest := stream.cut()):
             response.write(response.frame(rest))
-        going_on = self.rest is not None and self.rest.leg is not None
+        going_on = self.rest is not None and self.rest.seam is not None
         if stream is not None or going_on or response.state is HEARTBEATS:
             response.error_event(error_responses.BROKEN_STREAM, f"The answer broke off: {detail}.")
         self.finish(end, broken=True)
@@ -634,7 +634,7 @@ class Exchange(RequestRecord):
         self.outcome = outcome if end is None else end.outcome
         answer, lease, rest = self.answer, self.lease, self.rest
         stream = None if answer is None else answer.stream
-        self.streamed = stream is not None or (rest is not None and rest.leg is not None)
+        self.streamed = stream is not None or (rest is not None and rest.seam is not None)
         if stream is not None and lease is not None and not lease.output_tokens:
             lease.output_tokens = stream.events
         self.outgoing.drop()
