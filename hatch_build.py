@@ -30,7 +30,7 @@ COMPILED = (
         for name in (
             "client_response", "connection", "connection_states", "driver", "ends",
             "engine_pools", "continuation", "engine_answer", "engine_request", "exchange",
-            "exchange_states", "limits", "prefix_keys", "progress", "realtime", "router",
+            "exchange_states", "limits", "paced_reading", "prefix_keys", "progress", "realtime", "router",
             "scheduler_driver", "scheduler_side", "scheduling", "streamed_answer", "token_estimator",
             "upstream",
         )
@@ -38,7 +38,8 @@ COMPILED = (
     *(
         f"proxy/http/{name}.py"
         for name in (
-            "error_responses", "forward_headers", "http1", "multipart", "openai_body", "retry_after", "sse",
+            "error_responses", "forward_headers", "http1", "multipart", "openai_body", "request_reader",
+            "retry_after", "sse",
         )
     ),
     *(

@@ -23,6 +23,7 @@ from hetlb.proxy.connection_states import EngineState
 from hetlb.proxy.ends import End
 from hetlb.proxy.http.http1 import KnownHeads, ResponseHead, parse_response_head
 from hetlb.proxy.upstream import Carried, EngineConnection, SideCall, Upstream, head_of
+from hetlb.turns import turns
 
 #: Errors of this machine, not of the engine.
 LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
@@ -56,7 +57,7 @@ class EnginePool(Upstream):
     __slots__ = (
         "_address", "_checks", "_confined", "_connect_timeout_s", "_connecting", "_host", "_host_header",
         "_idle", "_idle_s", "_loop", "_lost", "_now", "_on_reconnect", "_port", "_stalled_since", "_tls",
-        "busy", "call_soon", "closed", "heads", "origin", "own_headers", "passthrough",
+        "busy", "closed", "heads", "origin", "own_headers", "passthrough", "turns",
     )  # fmt: skip
 
     def __init__(
@@ -82,7 +83,7 @@ class EnginePool(Upstream):
         self.origin = f"{parts.scheme}://{parts.netloc}"
         self._loop = loop
         self._now = loop.time
-        self.call_soon = loop.call_soon
+        self.turns = turns(loop)
         self._stalled_since = stalled_since
         self._on_reconnect = on_reconnect
         #: True if the engine closed or refused a connection since its models were last read here.

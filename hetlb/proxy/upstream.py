@@ -19,12 +19,9 @@ from hetlb.proxy.connection_states import (
     BEGUN,
     CLOSED,
     HEAD_READ,
-    HELD_BACK,
     KEPT,
     READ,
-    READ_ON,
     REUSED,
-    TURN_TAKEN,
     UNREAD,
     EngineState,
     Reading,
@@ -37,6 +34,7 @@ from hetlb.proxy.http.http1 import (
     head_end,
     parse_response_head,
 )
+from hetlb.proxy.paced_reading import PacedReader
 
 if TYPE_CHECKING:
     from hetlb.proxy.engine_pools import EnginePool
@@ -99,19 +97,18 @@ class Upstream:
         raise NotImplementedError
 
 
-class EngineConnection(asyncio.Protocol):
+class EngineConnection(PacedReader):
     """One connection to an engine; carries one exchange at a time."""
 
     __slots__ = (
-        "_buffer", "_decoder", "_interim", "_left", "_on_room", "_pool", "_rest", "_rest_at", "_transport",
-        "_turn", "exchange", "head", "idle_since", "may_upgrade", "reading", "state",
+        "_buffer", "_decoder", "_interim", "_left", "_on_room", "_pool", "_rest", "_rest_at", "exchange",
+        "head", "idle_since", "may_upgrade", "state",
     )  # fmt: skip
 
     def __init__(self, pool: EnginePool) -> None:
+        super().__init__(pool.turns)
         self._pool = pool
-        self._transport: asyncio.Transport | None = None
         self.state = _FRESH
-        self.reading = _OPEN
         self.exchange: Carried | None = None
         self.head: ResponseHead | None = None
         self.idle_since = 0.0
@@ -120,10 +117,9 @@ class EngineConnection(asyncio.Protocol):
         self._interim = 0
         self._decoder: ChunkedDecoder | None = None
         self._left: int | None = None
-        #: Bytes that were read and are looked at in later turns, from `_rest_at` on; the next turn.
+        #: Bytes that were read and are looked at in later turns, from `_rest_at` on.
         self._rest = b""
         self._rest_at = 0
-        self._turn: asyncio.Handle | None = None
         #: True if the request asks for another protocol; then, what is told whether there is room to write.
         self.may_upgrade = False
         self._on_room: Callable[[bool], None] | None = None
@@ -134,16 +130,11 @@ class EngineConnection(asyncio.Protocol):
         assert self.state in transition.before, f"engine connection, {self.state}: {transition.event}"
         self.state = transition.after
 
-    def _enter_reading(self, transition: Transition[Reading]) -> None:
-        assert self.reading in transition.before, f"engine connection, {self.reading}: {transition.event}"
-        self.reading = transition.after
-
     def _leave(self) -> None:
         """This connection is of no further use: the pool forgets it, what was read of it is dropped."""
         if self.state is not _CLOSED:
             self._enter(CLOSED)
         self._pool.forget(self)
-        self._drop_turn()
         self._rest, self._rest_at = b"", 0
 
     def refuse_special_peer(self) -> None:
@@ -191,21 +182,17 @@ class EngineConnection(asyncio.Protocol):
 
     def pause(self) -> None:
         """Read no more for now: the client is slow."""
-        if self.reading is _HELD:
-            return
-        self._drop_turn()
-        if self.reading is _OPEN:
-            self._pause_reading()
-        self._enter_reading(HELD_BACK)
+        if self.reading is not _HELD:
+            self._hold_back()
 
     def resume(self) -> None:
         """Read on."""
         if self.reading is not _HELD:
             return
         if self._rest:
-            self._take_turn_later()
+            self._continue_later()
         else:
-            self._read_on()
+            self._resume_reading()
 
     def abort(self) -> None:
         """Drop the connection at once: the engine stops working for what it carries."""
@@ -236,7 +223,7 @@ class EngineConnection(asyncio.Protocol):
             self._rest = self._rest[self._rest_at :] + data if self._rest else data
             self._rest_at = 0
             if self.reading is _OPEN:
-                self._take_turn(exchange)
+                self._take_part(exchange)
             return
         decoder = self._decoder
         # By far the most common read: an event in a chunk of its own.
@@ -244,7 +231,7 @@ class EngineConnection(asyncio.Protocol):
             return
         self._receive_or_fail(exchange, data)
 
-    def _take_turn(self, exchange: Carried) -> None:
+    def _take_part(self, exchange: Carried) -> None:
         """Look at the next part of what was read; the others have their turn before more is read."""
         at, size = self._rest_at, len(self._rest) - self._rest_at
         # What is passed on as it stands costs nothing to look at.
@@ -255,38 +242,16 @@ class EngineConnection(asyncio.Protocol):
         if self._rest_at >= len(self._rest):
             self._rest, self._rest_at = b"", 0
         if self._rest or size >= _LARGE_READ or self.reading is _TURN:
-            self._take_turn_later()
+            self._continue_later()
         self._receive_or_fail(exchange, data)
 
-    def _take_turn_later(self) -> None:
-        if self.reading is not _TURN:
-            if self.reading is _OPEN:
-                self._pause_reading()
-            self._enter_reading(TURN_TAKEN)
-        self._turn = self._pool.call_soon(self._go_on)
-
-    def _go_on(self) -> None:
-        """The others had their turn."""
-        self._turn = None
+    def turn_came(self) -> None:
+        """Look at the next part, or read on where there is none."""
         exchange = self.exchange
         if self._rest and exchange is not None:
-            self._take_turn(exchange)
+            self._take_part(exchange)
         else:
-            self._read_on()
-
-    def _drop_turn(self) -> None:
-        turn, self._turn = self._turn, None
-        if turn is not None:
-            turn.cancel()
-
-    def _read_on(self) -> None:
-        self._enter_reading(READ_ON)
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
-
-    def _pause_reading(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.pause_reading()
+            self._resume_reading()
 
     def _receive_or_fail(self, exchange: Carried, data: bytes) -> None:
         try:
@@ -366,8 +331,7 @@ class EngineConnection(asyncio.Protocol):
         if clean and whole and self.head.keep_alive and transport is not None and not transport.is_closing():
             self._enter(KEPT)
             if self.reading is not _OPEN:
-                self._drop_turn()
-                self._read_on()
+                self._resume_reading()
             self._pool.put_back(self)
         else:
             self.close()
@@ -383,8 +347,7 @@ class EngineConnection(asyncio.Protocol):
         left = self.state is not _CLOSED
         self._transport = None
         while self._rest and self.exchange is not None:  # what came before the end comes first
-            self._drop_turn()
-            self._take_turn(self.exchange)
+            self._take_part(self.exchange)
         state = self.state
         exchange, self.exchange = self.exchange, None
         self._leave()

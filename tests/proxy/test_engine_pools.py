@@ -88,6 +88,7 @@ class ClosedFirst:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.time, self.call_soon, self.create_task = loop.time, loop.call_soon, loop.create_task
+        self.create_future = loop.create_future
 
     async def create_connection(self, make: Any, host: str, port: int) -> Any:
         transport, connection = await self._loop.create_connection(make, host, port)
