@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from hetlb.proxy.continuation import Continuation
     from hetlb.proxy.driver import Driver
     from hetlb.proxy.kv_transfers import KvTransfer
+    from hetlb.proxy.realtime import Session
 
 #: An answer goes on elsewhere so often at most: it may be what engines fail of.
 MOST_RESUMED: Final = 5
@@ -63,8 +64,8 @@ class Exchange(RequestRecord):
     """One request and its answer."""
 
     __slots__ = (
-        "_call", "_driver", "_now", "_sent", "answer", "dropped", "end", "engine", "outgoing", "phase",
-        "plain", "response", "rest", "since", "transfer",
+        "_call", "_driver", "_sent", "answer", "dropped", "end", "engine", "now", "outgoing", "phase",
+        "plain", "response", "rest", "session", "since", "transfer",
     )  # fmt: skip
 
     def __init__(
@@ -84,7 +85,7 @@ class Exchange(RequestRecord):
             request, kind, head.method, head.path, label, tenant, now, call.prompts, call.prompt_tokens_total
         )
         self._driver = driver
-        self._now = driver.now
+        self.now = driver.now
         self._call = call
         self.outgoing = outgoing
         self.phase = _QUEUED
@@ -104,6 +105,8 @@ class Exchange(RequestRecord):
         self.end: End | None = None
         #: The two legs of a split request, until the first token of the second.
         self.transfer: KvTransfer | None = None
+        #: WebSocket that its answer is, None without one.
+        self.session: Session | None = None
 
     # --- from the scheduler ---
 
@@ -163,7 +166,7 @@ class Exchange(RequestRecord):
         """Send the request, the body as it came unless this lease has one of its own."""
         self.engine = connection
         if self.phase is not _PREFILLING:
-            self.enter(WRITTEN, self._now())
+            self.enter(WRITTEN, self.now())
         instead: bytes | None = None
         if self.transfer is not None:
             instead = self.transfer.body
@@ -189,23 +192,27 @@ class Exchange(RequestRecord):
         self.dropped = True
         self.engine = None
         if self.phase is not _PREFILLING:
-            self.enter(RECONNECTING, self._now())
+            self.enter(RECONNECTING, self.now())
         assert self._sent is not None
         self.send(self._sent, fresh=True)
 
     def engine_head(self, head: ResponseHead, length: int | None) -> None:
         """The head of the answer; it is kept until the body begins. `length`: of the body, if it is known."""
         status, lease = head.status, self.lease
-        if 300 <= status < 400:
-            # An engine has no business sending clients elsewhere.
-            self.stop_engine()
-            self.engine_failed(ends.JUNK, "the engine redirected")
-            return
-        if status == LOOP_STATUS and self._driver.forward_rules.came_back(head.headers):
-            assert lease is not None
-            self._driver.scheduling.came_back(lease.instance)
-            self.try_again(ends.LOOP)
-            return
+        if not 200 <= status < 300:
+            if status == 101:
+                self.outgoing.agreed(self, head)
+                return
+            if status < 400:
+                # An engine has no business sending clients elsewhere.
+                self.stop_engine()
+                self.engine_failed(ends.JUNK, "the engine redirected")
+                return
+            if status == LOOP_STATUS and self._driver.forward_rules.came_back(head.headers):
+                assert lease is not None
+                self._driver.scheduling.came_back(lease.instance)
+                self.try_again(ends.LOOP)
+                return
         answer = self.answer = EngineAnswer(head, length)
         self.status = status
         rest = self.rest
@@ -216,7 +223,7 @@ class Exchange(RequestRecord):
             # While both legs are on their way, what this says of the engine waits for the other one's answer.
             if self.phase is not _PREFILLING:
                 assert lease is not None
-                self._driver.scheduling.busy(lease, busy_s, self._now())
+                self._driver.scheduling.busy(lease, busy_s, self.now())
         elif answer.is_stream:
             self.plain = False
             # The first event of a chat only says who speaks: it is no text.
@@ -237,7 +244,7 @@ class Exchange(RequestRecord):
         if stream is None or not (passed := stream.pass_text(chunks)):
             return False
         self.response.write(passed)
-        self.since = now = self._now()
+        self.since = now = self.now()
         stream.text_came(now)
         return True
 
@@ -246,7 +253,10 @@ class Exchange(RequestRecord):
         if answer.waits:
             answer.kept += payload
             answer.kept_whole = whole
-            if not self._may_begin(answer):
+            transfer = self.transfer
+            if transfer is None or not transfer.may_begin(answer):
+                if len(answer.kept) > _KEPT_BYTES and transfer is None and self.engine is not None:
+                    self.engine.pause()
                 return None
             payload, answer.waits = answer.kept, False
         stream, rest = answer.stream, self.rest
@@ -256,7 +266,7 @@ class Exchange(RequestRecord):
             return None
         if whole and not payload:
             return payload
-        now, lease = self._now(), self.lease
+        now, lease = self.now(), self.lease
         answer.begun = True
         if self.first_byte_at is None:
             self.first_byte_at = now
@@ -271,14 +281,6 @@ class Exchange(RequestRecord):
                 stream.count_gaps(self._driver.counted.model(self.request.model).gaps)
         self.enter(FIRST_BYTE, now)
         return payload
-
-    def _may_begin(self, answer: EngineAnswer) -> bool:
-        """True if an answer that was kept goes to the client."""
-        if self.transfer is not None:
-            return self.transfer.may_begin(answer)
-        if len(answer.kept) > _KEPT_BYTES and self.engine is not None:
-            self.engine.pause()
-        return False
 
     def let_go(self) -> None:
         """An answer that was kept goes on: no other instance gets its request."""
@@ -306,7 +308,7 @@ class Exchange(RequestRecord):
             if first is None:
                 return
             payload = first
-        self.since = now = self._now()
+        self.since = now = self.now()
         payload = answer.read(payload, now)
         if answer.lost is not None:
             self._lost(ends.ERROR_EVENT, "", payload, answer.lost)
@@ -397,20 +399,20 @@ class Exchange(RequestRecord):
         """The client left: whatever was done for it stops now."""
         if self.phase is not Phase.DONE:
             self.stop_engine()
-            self.finish(ends.LEFT, client_gone=True)
+            self.finish(ends.LEFT if self.session is None else self.session.client_gone(), client_gone=True)
 
     def pause(self) -> None:
         """The client reads too slowly: the engine is not read either, and its silence is not its own."""
-        self.response.pause(self._now())
+        self.response.pause(self.now())
         if self.engine is not None:
             self.engine.pause()
 
     def resume(self) -> None:
         """The client has caught up."""
-        now = self._now()
+        now = self.now()
         if self.response.resume(now):
             self.since = now
-        if self.engine is not None:
+        if self.engine is not None and (self.session is None or not self.session.waits):
             self.engine.resume()
 
     # --- from the clock ---
@@ -425,6 +427,9 @@ class Exchange(RequestRecord):
             return
         if response.held_since is not None:
             return  # `ClientConnection.sweep` ends a client that does not read
+        if self.session is not None:
+            self.session.sweep(now, idle_s)
+            return
         silent_s = now - self.since
         if self.transfer is not None and self.transfer.sweep(now, silent_s, first_byte_s):
             return
@@ -444,7 +449,9 @@ class Exchange(RequestRecord):
     def shut_down(self) -> None:
         """The grace period is over."""
         self.stop_engine()
-        if self.response.state is STARTED:
+        if self.session is not None:
+            self.session.shut_down()
+        elif self.response.state is STARTED:
             self._break(ends.STOPPED, "the proxy is shutting down")
         else:
             self.refuse(error_responses.SHUTTING_DOWN, "The proxy is shutting down.", 1.0, end=ends.STOPPED)
@@ -470,7 +477,7 @@ class Exchange(RequestRecord):
         """The client's response head. From here on the answer is what it is."""
         answer = self.answer
         assert answer is not None, "expected a head before a body"
-        return self.response.head(answer.head, answer.length, self.own_lines(self._now()))
+        return self.response.head(answer.head, answer.length, self.own_lines(self.now()))
 
     def _take_usage(self, answer: EngineAnswer) -> None:
         """Exact counts in place of estimates, where the engine gave them."""
@@ -503,7 +510,7 @@ class Exchange(RequestRecord):
             self.status = 0
         if transition is not RESUMED:
             self.retries += 1
-        self.enter(transition, self._now())
+        self.enter(transition, self.now())
         return lease
 
     def try_again(self, end: End) -> None:
@@ -625,7 +632,7 @@ class Exchange(RequestRecord):
         """The one way out. `end` is that of the lease; `outcome` the request's, if there is none."""
         if self.transfer is not None:
             self.transfer.leave()
-        self.ended_at = self._now()
+        self.ended_at = self.now()
         self.ended_in = self.phase
         self.enter(ENDED, self.ended_at)
         if self.response.state is HEARTBEATS:

@@ -205,14 +205,17 @@ class Router:
         """The session that an upgrade to WebSocket asks for. Raises `GateError`."""
         if head.method != b"GET":
             raise _method_not_allowed((b"GET",))
-        from hetlb.proxy.realtime import check_upgrade, model_asked_for
+        from hetlb.proxy.realtime import Handshake, check_upgrade, model_asked_for
 
         check_upgrade(head, body, open_to_all=self.tenants is None)
         call = Call()
         call.model = model_asked_for(head.query)
         if self.names is not None and call.model is not None:
             self._resolve(self.names, call, tenant)
-        return self._exchange(client, head, _REALTIME, call, [b""], None, tenant)
+        exchange = self._exchange(client, head, _REALTIME, call, [b""], None, tenant)
+        may_use = None if tenant is None or tenant.models is None else tenant.may_use
+        exchange.outgoing = Handshake(exchange.outgoing, call, may_use)
+        return exchange
 
     def _resolve(self, names: ModelNames, call: Call, tenant: Tenant | None) -> None:
         """Set the model that serves a request in place of the one it asks for. Raises `GateError` (403)."""
@@ -315,16 +318,7 @@ class Router:
             streamed=call.stream,
             service=service,
         )
-        now = driver.now()
-        if kind is _REALTIME:
-            from hetlb.proxy.realtime import Session
-
-            realtime = Session(driver, client, outgoing, kind, call, request, text, now, owner)
-            if tenant is not None and tenant.models is not None:
-                realtime.may_use = tenant.may_use
-            exchange: Exchange = realtime
-        else:
-            exchange = Exchange(driver, client, outgoing, kind, call, request, text, now, owner)
+        exchange = Exchange(driver, client, outgoing, kind, call, request, text, driver.now(), owner)
         exchange.address = self._address_of(head, client.address)
         exchange.rest = rest
         if self.tracing is not None:

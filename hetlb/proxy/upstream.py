@@ -64,23 +64,28 @@ _TURN: Final = Reading.TURN
 _HELD: Final = Reading.HELD
 
 
-class Carried(Protocol):
-    """One request as a connection sees it: what to send, and what is told of the answer."""
+class AnswerTaker(Protocol):
+    """Interface of what gets the answer on a connection."""
 
     @property
     def method(self) -> bytes: ...
     @property
     def plain(self) -> bool: ...
-    def engine_connected(
-        self, connection: EngineConnection, own_headers: bytes, passthrough: bool
-    ) -> None: ...
-    def engine_identified(self) -> None: ...
     def engine_lost_idle(self) -> None: ...
     def engine_head(self, head: ResponseHead, length: int | None) -> None: ...
     def engine_events(self, chunks: bytes) -> bool: ...
     def engine_body(self, payload: bytes) -> None: ...
     def engine_end(self, payload: bytes) -> None: ...
     def engine_failed(self, end: End, detail: str) -> None: ...
+
+
+class Carried(AnswerTaker, Protocol):
+    """One request as a connection sees it: what to send, and what is told of the answer."""
+
+    def engine_connected(
+        self, connection: EngineConnection, own_headers: bytes, passthrough: bool
+    ) -> None: ...
+    def engine_identified(self) -> None: ...
 
 
 class Upstream:
@@ -109,7 +114,8 @@ class EngineConnection(PacedReader):
         super().__init__(pool.turns)
         self._pool = pool
         self.state = _FRESH
-        self.exchange: Carried | None = None
+        #: Exchange that it carries; after a 101 the session that this has become.
+        self.exchange: AnswerTaker | None = None
         self.head: ResponseHead | None = None
         self.idle_since = 0.0
         #: The beginning of a head, and how many interim ones came before it.
@@ -231,7 +237,7 @@ class EngineConnection(PacedReader):
             return
         self._receive_or_fail(exchange, data)
 
-    def _take_part(self, exchange: Carried) -> None:
+    def _take_part(self, exchange: AnswerTaker) -> None:
         """Look at the next part of what was read; the others have their turn before more is read."""
         at, size = self._rest_at, len(self._rest) - self._rest_at
         # What is passed on as it stands costs nothing to look at.
@@ -253,14 +259,14 @@ class EngineConnection(PacedReader):
         else:
             self._resume_reading()
 
-    def _receive_or_fail(self, exchange: Carried, data: bytes) -> None:
+    def _receive_or_fail(self, exchange: AnswerTaker, data: bytes) -> None:
         try:
             self._receive(exchange, data)
         except GateError as error:
             self.abort()
             exchange.engine_failed(ends.JUNK, error.message)
 
-    def _receive(self, exchange: Carried, data: bytes) -> None:
+    def _receive(self, exchange: AnswerTaker, data: bytes) -> None:
         if self.head is None:
             seen = len(self._buffer)
             if seen:
@@ -298,7 +304,7 @@ class EngineConnection(PacedReader):
             exchange.engine_head(head, length)
             if self.exchange is None:
                 return
-            exchange = self.exchange  # another one where the answer is held back
+            exchange = self.exchange
         if self._decoder is not None:
             payload = self._decoder.feed(data) if data else b""
             if not self._decoder.done:
@@ -320,7 +326,7 @@ class EngineConnection(PacedReader):
             return
         self._end(exchange, payload, clean)
 
-    def _end(self, exchange: Carried, payload: bytes, clean: bool) -> None:
+    def _end(self, exchange: AnswerTaker, payload: bytes, clean: bool) -> None:
         """The answer is whole: free the connection first, so that what comes next may use it."""
         assert self.head is not None
         self.exchange = None

@@ -51,19 +51,8 @@ class RequestHead:
     """
 
     __slots__ = (
-        "chunked",
-        "content_type",
-        "expects",
-        "fields",
-        "forward_rules",
-        "forwarded",
-        "headers",
-        "http11",
-        "keep_alive",
-        "method",
-        "path",
-        "query",
-        "sized",
+        "chunked", "content_type", "expects", "fields", "forward_rules", "forwarded", "headers", "http11",
+        "keep_alive", "method", "path", "query", "sized",
     )  # fmt: skip
 
     def __init__(self) -> None:

@@ -29,20 +29,9 @@ class SseWatcher:
     """Facts about one stream. `feed` returns what may be passed on."""
 
     __slots__ = (
-        "_each",
-        "_hold",
-        "_long",
-        "_max_held",
-        "_passing",
-        "_tail",
-        "cached_tokens",
-        "completion_tokens",
-        "done",
-        "events",
-        "failed",
-        "prompt_tokens",
-        "refused",
-    )
+        "_each", "_hold", "_long", "_max_held", "_passing", "_tail", "cached_tokens", "completion_tokens",
+        "done", "events", "failed", "prompt_tokens", "refused",
+    )  # fmt: skip
 
     def __init__(self, hold_usage: bool) -> None:
         self._hold = hold_usage
