@@ -232,12 +232,12 @@ class ClientConnection(PacedReader):
     def pause_writing(self) -> None:
         self._stalled_since = self._now()
         if self._exchange is not None:
-            self._exchange.pause()
+            self._exchange.hold(True)
 
     def resume_writing(self) -> None:
         self._stalled_since = None
         if self._exchange is not None:
-            self._exchange.resume()
+            self._exchange.hold(False)
         else:
             self._read_on()
 

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from hetlb.proxy.kv_transfers import KvTransfer
     from hetlb.proxy.realtime import Session
 
-#: An answer goes on elsewhere so often at most: it may be what engines fail of.
-MOST_RESUMED: Final = 5
 #: Bytes of a busy engine's answer that are kept; more than that waits in its connection.
 _KEPT_BYTES: Final = 64 << 10
 #: Kinds of which a stream is server-sent events, and may hold comments.
@@ -64,7 +62,7 @@ class Exchange(RequestRecord):
     """One request and its answer."""
 
     __slots__ = (
-        "_call", "_driver", "_sent", "answer", "dropped", "end", "engine", "now", "outgoing", "phase",
+        "_call", "_sent", "answer", "driver", "dropped", "end", "engine", "now", "outgoing", "phase",
         "plain", "response", "rest", "session", "since", "transfer",
     )  # fmt: skip
 
@@ -84,7 +82,7 @@ class Exchange(RequestRecord):
         super().__init__(
             request, kind, head.method, head.path, label, tenant, now, call.prompts, call.prompt_tokens_total
         )
-        self._driver = driver
+        self.driver = driver
         self.now = driver.now
         self._call = call
         self.outgoing = outgoing
@@ -129,7 +127,7 @@ class Exchange(RequestRecord):
             self.stop_engine()
             transfer.leave()
         if lease.decode is not None:
-            transfers = self._driver.scheduling.transfers
+            transfers = self.driver.scheduling.transfers
             assert transfers is not None, "expected an instance with kv_transfer"
             self.transfer = transfers.transfer(self, lease)
             self.transfer.begin(now)
@@ -150,14 +148,14 @@ class Exchange(RequestRecord):
     def send(self, lease: Lease, *, fresh: bool = False) -> None:
         """Send the request to the instance of a lease."""
         self._sent = lease
-        self._driver.pool(lease).send(self, fresh=fresh)
+        self.driver.pool(lease).send(self, fresh=fresh)
 
     def head_lines(self, own_headers: bytes, passthrough: bool) -> bytes:
         """The head for an engine, but for `x-request-id`: without hop-by-hop headers.
 
         `own_headers` has the engine's Host and key; `passthrough` lets the client's key through.
         """
-        lines = self._driver.forward_rules.request_lines(self.outgoing.head, passthrough=passthrough)
+        lines = self.driver.forward_rules.request_lines(self.outgoing.head, passthrough=passthrough)
         if self.rest is not None:
             lines = self.rest.head_lines(lines, self.path)
         return (lines if self.trace is None else self.trace.onto(lines)) + own_headers
@@ -179,7 +177,7 @@ class Exchange(RequestRecord):
     def engine_identified(self) -> None:
         """After a reconnect it was looked at what the engine serves: it may be another by now."""
         assert self._sent is not None
-        if self._driver.scheduling.serves(self._sent):
+        if self.driver.scheduling.serves(self._sent):
             self.send(self._sent)
         else:
             self.engine_failed(ends.MOVED, "another model is served there")
@@ -208,9 +206,9 @@ class Exchange(RequestRecord):
                 self.stop_engine()
                 self.engine_failed(ends.JUNK, "the engine redirected")
                 return
-            if status == LOOP_STATUS and self._driver.forward_rules.came_back(head.headers):
+            if status == LOOP_STATUS and self.driver.forward_rules.came_back(head.headers):
                 assert lease is not None
-                self._driver.scheduling.came_back(lease.instance)
+                self.driver.scheduling.came_back(lease.instance)
                 self.try_again(ends.LOOP)
                 return
         answer = self.answer = EngineAnswer(head, length)
@@ -223,7 +221,7 @@ class Exchange(RequestRecord):
             # While both legs are on their way, what this says of the engine waits for the other one's answer.
             if self.phase is not _PREFILLING:
                 assert lease is not None
-                self._driver.scheduling.busy(lease, busy_s, self.now())
+                self.driver.scheduling.busy(lease, busy_s, self.now())
         elif answer.is_stream:
             self.plain = False
             # The first event of a chat only says who speaks: it is no text.
@@ -272,13 +270,13 @@ class Exchange(RequestRecord):
             self.first_byte_at = now
         assert lease is not None
         if self.status < 400:
-            self._driver.scheduling.first_token(lease, now)
+            self.driver.scheduling.first_token(lease, now)
             if self.kind is _RESPONSES and (made := response_id(payload)) is not None:
-                self._driver.scheduling.remember_response(made, lease.instance, self.tenant)
+                self.driver.scheduling.remember_response(made, lease.instance, self.tenant)
         if stream is not None:
             self.response.stream_follows()
             if self.request.sequences == 1:
-                stream.count_gaps(self._driver.counted.model(self.request.model).gaps)
+                stream.count_gaps(self.driver.counted.model(self.request.model).gaps)
         self.enter(FIRST_BYTE, now)
         return payload
 
@@ -358,7 +356,7 @@ class Exchange(RequestRecord):
         out += response.last(payload)
         if out:
             response.write(out)
-        self._take_usage(answer)
+        self.take_usage(answer)
         self.finish(answer.end)
 
     def engine_failed(self, end: End, detail: str) -> None:
@@ -376,7 +374,7 @@ class Exchange(RequestRecord):
         may_go_on = end is not ends.LOCAL if begun else end is ends.DROPPED and response.state is STARTED
         if self.transfer is not None and not begun and end is not ends.LOCAL:
             self.transfer.decode_failed(end)
-        elif may_go_on and self._go_on(ends.BROKEN if begun else end):
+        elif may_go_on and self.rest is not None and self.rest.go_on(self, ends.BROKEN if begun else end):
             return
         elif end in ends.NOTHING_SENT:
             self.try_again(end)
@@ -401,19 +399,18 @@ class Exchange(RequestRecord):
             self.stop_engine()
             self.finish(ends.LEFT if self.session is None else self.session.client_gone(), client_gone=True)
 
-    def pause(self) -> None:
-        """The client reads too slowly: the engine is not read either, and its silence is not its own."""
-        self.response.pause(self.now())
-        if self.engine is not None:
-            self.engine.pause()
-
-    def resume(self) -> None:
-        """The client has caught up."""
-        now = self.now()
-        if self.response.resume(now):
+    def hold(self, held: bool) -> None:
+        """The client reads too slowly (`held`): its engine is not read either. Or it has caught up."""
+        now, response, engine = self.now(), self.response, self.engine
+        if held:
+            response.pause(now)
+            if engine is not None:
+                engine.pause()
+            return
+        if response.resume(now):
             self.since = now
-        if self.engine is not None and (self.session is None or not self.session.waits):
-            self.engine.resume()
+        if engine is not None and (self.session is None or not self.session.waits):
+            engine.resume()
 
     # --- from the clock ---
 
@@ -421,7 +418,7 @@ class Exchange(RequestRecord):
         """Called about twice a second: end what has waited for too long, send heartbeats where due."""
         response, phase = self.response, self.phase
         if phase is _QUEUED and response.given_up_at(self.since, self.arrived_at) <= now:
-            retry_after_s = self._driver.give_up(self.request.id)
+            retry_after_s = self.driver.give_up(self.request.id)
             detail = "No instance became free in the time that the client waits."
             self.refuse(error_responses.REJECTIONS[RejectReason.QUEUE_EXPIRED], detail, retry_after_s)
             return
@@ -438,7 +435,7 @@ class Exchange(RequestRecord):
             response.beat(now)  # the first time this commits the answer
         if phase is Phase.SENT and silent_s > first_byte_s:
             self.stop_engine()
-            if response.state is STARTED and self._go_on(ends.STALLED):
+            if response.state is STARTED and self.rest is not None and self.rest.go_on(self, ends.STALLED):
                 return
             answer = error_responses.FIRST_BYTE_TIMEOUT
             self.refuse(answer, "The instance did not begin to answer in time.", end=ends.SILENT)
@@ -461,8 +458,8 @@ class Exchange(RequestRecord):
         if self.transfer is not None or self.request.pinned is not None:
             return False
         if self.phase is Phase.STREAMING:
-            return self._go_on(ends.NOTICE)
-        self._driver.goes_on(self.request, self.back_to_queue(RETRIED), ends.NOTICE)
+            return self.rest is not None and self.rest.go_on(self, ends.NOTICE)
+        self.driver.goes_on(self.request, self.back_to_queue(RETRIED), ends.NOTICE)
         return True
 
     # --- on the way ---
@@ -479,12 +476,12 @@ class Exchange(RequestRecord):
         assert answer is not None, "expected a head before a body"
         return self.response.head(answer.head, answer.length, self.own_lines(self.now()))
 
-    def _take_usage(self, answer: EngineAnswer) -> None:
+    def take_usage(self, answer: EngineAnswer) -> None:
         """Exact counts in place of estimates, where the engine gave them."""
         completion, prompt, cached = answer.usage()
         sensible = self.counted(completion, prompt, cached)
         if sensible and prompt is not None and not self.request.prompt_exact and not self.resumed_tokens:
-            self._driver.learn_prompt(self.request.model, self._call, prompt)
+            self.driver.learn_prompt(self.request.model, self._call, prompt)
 
     def stop_engine(self) -> None:
         """Close the engine's connection, made or in the making: it stops working for this request."""
@@ -494,7 +491,7 @@ class Exchange(RequestRecord):
             if self.transfer is not None:
                 self.transfer.stopped = True
         elif self._sent is not None and self.phase in (_CONNECTING, _PREFILLING):
-            self._driver.pool(self._sent).cancel(self)
+            self.driver.pool(self._sent).cancel(self)
         self._sent = None
 
     def back_to_queue(self, transition: Transition[Phase]) -> Lease:
@@ -528,9 +525,9 @@ class Exchange(RequestRecord):
         if dropped and self.rest is not None and self.transfer is None:
             self.resumed += 1  # it may have been half done
         if self.resumed:
-            self._driver.goes_on(self.request, self.back_to_queue(RETRIED), end)
+            self.driver.goes_on(self.request, self.back_to_queue(RETRIED), end)
         else:
-            self._driver.try_again(self.back_to_queue(RETRIED), end.told)
+            self.driver.try_again(self.back_to_queue(RETRIED), end.told)
 
     def _lost(self, end: End, detail: str, rest: bytes = b"", event: bytes | None = None) -> None:
         """The engine is lost in the middle of its answer, of which `rest` is the last.
@@ -544,7 +541,7 @@ class Exchange(RequestRecord):
             self._pass(answer, rest)
         if event == b"":
             self._break(ends.OTHERWISE, "another instance goes on with something else")
-        elif self._go_on(end):
+        elif self.rest is not None and self.rest.go_on(self, end):
             pass
         elif event is None:
             self._break(end, detail)
@@ -553,32 +550,6 @@ class Exchange(RequestRecord):
             out = self._commit() if response.state is NOTHING else b""
             response.write(out + response.last(answer.last_emptied(event + b"\n\n" + LAST_EVENT)))
             self.finish(end)
-
-    def _go_on(self, end: End) -> bool:
-        """Take another lease for the rest of the answer; False where it cannot go on."""
-        response, rest, answer = self.response, self.rest, self.answer
-        if self.lease is None or rest is None or self.transfer is not None or self.resumed >= MOST_RESUMED:
-            return False
-        if not rest.may_go_on(answer, unsent=response.state is NOTHING):
-            return False
-        if (last := rest.last_event(answer)) is not None:
-            response.write(response.last(last))
-            if answer is not None:
-                self._take_usage(answer)
-            self.finish(ends.LAST_MISSING)
-            return True
-        generated = 0 if rest.seam is None else rest.seam.generated
-        unsaid = not generated and end is not ends.NOTICE
-        if self.dropped and unsaid:
-            return False  # run twice, and not a token: the request itself may be what kills engines
-        self.lease.output_tokens = 0 if answer is None else answer.tokens_so_far
-        self.dropped = unsaid
-        self.resumed += 1
-        lease = self.back_to_queue(RESUMED)
-        self.resumed_tokens = generated
-        self.request = self.request.goes_on(self.resumed_tokens)
-        self._driver.goes_on(self.request, lease, ends.HELD_UP if response.held_up else end)
-        return True
 
     # --- the end ---
 
@@ -648,7 +619,7 @@ class Exchange(RequestRecord):
         if answer is not None:
             answer.tail = b""
         self.rest = None
-        self._driver.finished(self.request.id)
+        self.driver.finished(self.request.id)
         if client_gone:
             return
         if broken:

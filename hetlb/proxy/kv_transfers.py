@@ -26,7 +26,7 @@ from hetlb.core.types import Command, Connector, Hold, KvLink, Lease, Outcome, R
 from hetlb.proxy import ends
 from hetlb.proxy.ends import End
 from hetlb.proxy.engine_answer import EngineAnswer
-from hetlb.proxy.engine_pools import EnginePool, EnginePools
+from hetlb.proxy.engine_pools import EnginePools
 from hetlb.proxy.engine_request import with_field
 from hetlb.proxy.exchange_states import (
     DECODE_UNDER_WAY,
@@ -132,7 +132,8 @@ class KvTransfer:
 
     def begin(self, now: float) -> None:
         """Send the prefill leg, once the bootstrap server has told the engine where its connector has one."""
-        exchange, transfers, lease = self._exchange, self._transfers, self._lease
+        exchange, lease = self._exchange, self._lease
+        driver = exchange.driver
         exchange.dispatched_at = now
         exchange.enter(PREFILL_DISPATCHED, now)
         params: bytes | None = _ASK
@@ -148,13 +149,13 @@ class KvTransfer:
             )  # fmt: skip
 
         self._call = SideCall(
-            transfers.pool(lease), lines, body, self._prefilled, self._prefill_failed,
-            lambda: transfers.serves(lease),
+            driver.pools.of(lease), lines, body, self._prefilled, self._prefill_failed,
+            lambda: driver.scheduling.serves(lease),
         )  # fmt: skip
         if self.state is TransferState.PREFILL:
             self._call.send()
             return
-        query = transfers.bootstrap(lease)
+        query = driver.pools.bootstrap(lease.instance)
         if query is None:
             self._query_failed(None, "its bootstrap server is not known")
             return
@@ -391,19 +392,6 @@ class KvTransfers:
         link = self._scheduler.holder(lease).spec.kv_transfer
         assert link is not None, f"{lease.instance} takes part in no KV transfer"
         return link
-
-    def pool(self, lease: Lease) -> EnginePool:
-        """Connections to the instance of a lease."""
-        return self._pools.of(lease)
-
-    def serves(self, lease: Lease) -> bool:
-        """True if the instance of a lease serves its model, as far as is known."""
-        served = self._scheduler.holder(lease).served
-        return served is None or lease.request.model in served
-
-    def bootstrap(self, lease: Lease) -> EnginePool | None:
-        """Connections to the bootstrap server of a prefill instance, None where it is not known."""
-        return self._pools.bootstrap(lease.instance)
 
     def prefilled(self, lease: Lease) -> None:
         """A prefill leg ended well."""
