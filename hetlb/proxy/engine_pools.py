@@ -65,9 +65,7 @@ class EnginePool(Upstream):
         url: str,
         loop: asyncio.AbstractEventLoop,
         access: EngineAccess,
-        *,
-        connect_timeout_s: float,
-        idle_s: float,
+        table: ProxyTable,
         stalled_since: Callable[[float], bool] = lambda then: False,
         on_reconnect: Callable[[bytes], None] | None = None,
     ) -> None:
@@ -90,7 +88,7 @@ class EnginePool(Upstream):
         self._lost = False
         #: Questions for the engine's models, and when each was asked, by the request that waits.
         self._checks: dict[Carried, tuple[SideCall, float]] = {}
-        self.configure(access, connect_timeout_s=connect_timeout_s, idle_s=idle_s)
+        self.configure(access, table)
         #: The most recently used at the right: the others grow old and are closed.
         self._idle: deque[EngineConnection] = deque()
         self.busy: set[EngineConnection] = set()
@@ -98,10 +96,10 @@ class EnginePool(Upstream):
         self.closed = False
         self.heads = KnownHeads(_parse_answer_head)
 
-    def configure(self, access: EngineAccess, *, connect_timeout_s: float, idle_s: float) -> None:
-        """Set what holds for requests and connections from now on: key, certificates, times in seconds."""
-        self._connect_timeout_s = connect_timeout_s
-        self._idle_s = idle_s
+    def configure(self, access: EngineAccess, table: ProxyTable) -> None:
+        """Set what holds for requests and connections from now on: key, certificates, times."""
+        self._connect_timeout_s = table.connect_timeout_s
+        self._idle_s = table.upstream_idle_s
         self._address = access.address or self._host
         self._confined = access.confined
         self._tls: dict[str, Any] = {}
@@ -253,8 +251,7 @@ class EnginePools:
         self._table = table
         self._access = access
         self._stalled_since = stalled_since
-        self._pools: dict[int, EnginePool] = {}
-        self._bootstraps: dict[str, EnginePool] = {}
+        self._pools: dict[int | str, EnginePool] = {}
         #: Called with an instance's name and its `/v1/models` after its engine closed connections.
         self.on_reconnect: Callable[[str, bytes], None] | None = None
 
@@ -263,88 +260,67 @@ class EnginePools:
         return self._pools[lease.incarnation]
 
     def all(self) -> list[EnginePool]:
-        """Every pool of an engine."""
+        """Every pool."""
         return list(self._pools.values())
 
     def open(self, incarnation: int, name: str, url: str) -> EnginePool:
         """The pool of an instance, made for its first request."""
         pool = self._pools.get(incarnation)
         if pool is None:
-            table, read = self._table, self.on_reconnect
+            read = self.on_reconnect
             pool = self._pools[incarnation] = EnginePool(
                 url,
                 self._loop,
                 self._access.get(name, PLAIN_ACCESS),
-                connect_timeout_s=table.connect_timeout_s,
-                idle_s=table.upstream_idle_s,
-                stalled_since=self._stalled_since,
-                on_reconnect=None if read is None else lambda body: read(name, body),
+                self._table,
+                self._stalled_since,
+                None if read is None else lambda body: read(name, body),
             )
         return pool
 
     def bootstrap(self, name: str) -> EnginePool | None:
         """Connections to the bootstrap server of an instance, None where none is known."""
         url = self._access.get(name, PLAIN_ACCESS).kv_bootstrap
-        if url is None:
-            return None
-        if url not in self._bootstraps:
-            self._bootstraps[url] = EnginePool(
-                url,
-                self._loop,
-                PLAIN_ACCESS,
-                connect_timeout_s=self._table.connect_timeout_s,
-                idle_s=self._table.upstream_idle_s,
-            )
-        return self._bootstraps[url]
+        if url is not None and url not in self._pools:
+            self._pools[url] = EnginePool(url, self._loop, PLAIN_ACCESS, self._table)
+        return None if url is None else self._pools[url]
 
     def configure(self, table: ProxyTable, targets: Iterable[Target]) -> None:
         """New times and keys, for what begins from now on."""
         self._table = table
-        for bootstrap in self._bootstraps.values():
-            bootstrap.configure(
-                PLAIN_ACCESS, connect_timeout_s=table.connect_timeout_s, idle_s=table.upstream_idle_s
-            )
-        for target in targets:
-            if (pool := self._pools.get(target.incarnation)) is not None:
-                pool.configure(
-                    self._access.get(target.name, PLAIN_ACCESS),
-                    connect_timeout_s=table.connect_timeout_s,
-                    idle_s=table.upstream_idle_s,
-                )
+        names = {target.incarnation: target.name for target in targets}
+        for key, pool in self._pools.items():
+            if isinstance(key, str):
+                pool.configure(PLAIN_ACCESS, table)
+            elif key in names:
+                pool.configure(self._access.get(names[key], PLAIN_ACCESS), table)
 
     @property
     def open_connections(self) -> int:
         """Connections to engines and bootstrap servers, in use or idle."""
-        return sum(pool.open_connections for pool in self._every())
+        return sum(pool.open_connections for pool in self.all())
 
     def drop_unused(self, live: set[int]) -> None:
         """Close the connections to all other incarnations, as soon as they carry nothing.
 
         Those to a bootstrap server that no instance has any more end when they have been idle for long.
         """
-        for incarnation, pool in list(self._pools.items()):
-            if incarnation not in live:
+        known = {each.kv_bootstrap for each in self._access.values()}
+        for key, pool in list(self._pools.items()):
+            if isinstance(key, int) and key not in live:
                 pool.close()
-                if not pool.open_connections:
-                    del self._pools[incarnation]
-        if self._bootstraps:
-            known = {each.kv_bootstrap for each in self._access.values()}
-            for url, pool in list(self._bootstraps.items()):
-                if url not in known and not pool.open_connections:
-                    del self._bootstraps[url]
+            if key not in live and key not in known and not pool.open_connections:
+                del self._pools[key]
 
     def sweep(self, now: float) -> None:
         """Close connections that were idle for too long."""
-        for pool in self._every():
+        for pool in self.all():
             pool.sweep(now)
 
     def close(self) -> None:
         """Close idle connections, and the others when their request ends."""
-        for pool in self._every():
+        for pool in self.all():
             pool.close()
-
-    def _every(self) -> list[EnginePool]:
-        return [*self._pools.values(), *self._bootstraps.values()]
 
 
 def _parse_answer_head(raw: bytes) -> tuple[ResponseHead, int | None]:

@@ -100,9 +100,8 @@ async def test_a_connection_that_was_closed_before_it_was_used_is_not_accepted()
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     loop = cast(asyncio.AbstractEventLoop, ClosedFirst(asyncio.get_running_loop()))
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    pool = EnginePool(
-        url, loop, PLAIN_ACCESS, connect_timeout_s=HANG_S, idle_s=1.0, on_reconnect=lambda _: None
-    )
+    table = ProxyTable(connect_timeout_s=HANG_S, upstream_idle_s=1.0)
+    pool = EnginePool(url, loop, PLAIN_ACCESS, table, on_reconnect=lambda _: None)
     failed: list[LeaseEnd | None] = []
     for _ in range(2):  # the second time it would be asked what it serves
         call = SideCall(pool, head_of(b"GET /"), b"", lambda *_: None, lambda end, _: failed.append(end))
