@@ -169,17 +169,11 @@ class ClientResponse:
 
     def refuse(self, answer: Answer, message: str, retry_after_s: float | None, lines: bytes) -> None:
         """A whole answer with an error; `lines` are header lines of it."""
+        lines = b"x-request-id: %b\r\n%b%b" % (self._label.encode("ascii"), lines, self.client.cors)
+        close, head_only = not self._head.keep_alive, self._head.method == b"HEAD"
         self.write(
-            error_responses.response(
-                answer.status,
-                error_responses.error_body(answer, message, self._path),
-                headers=(
-                    *error_responses.refusal_headers(answer, retry_after_s),
-                    (b"x-request-id", self._label.encode("ascii")),
-                    *error_responses.header_pairs(lines + self.client.cors),
-                ),
-                close=not self._head.keep_alive,
-                head_only=self._head.method == b"HEAD",
+            error_responses.refusal(
+                answer, message, retry_after_s, lines, self._path, close=close, head_only=head_only
             )
         )
 

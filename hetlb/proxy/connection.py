@@ -471,34 +471,19 @@ class ClientConnection(PacedReader):
 
     def _refuse(self, error: GateError) -> None:
         """Answer what did not pass, and close: what follows on this connection cannot be trusted."""
-        retry_after_s: float | None = None
-        lines: tuple[tuple[bytes, bytes], ...] = ()
-        named = False
-        if isinstance(error, Refusal):
-            answer = error.answer
-            named = len(error.lines) > 0
-            retry_after_s = error.retry_after_s if answer.should_retry else None
-            lines = error_responses.header_pairs(error.lines)
-        else:
-            answer = error_responses.bad_request(error.status)
-        head = self._head
-        if head is None:
-            self._clients.driver.refused(answer.outcome, error.status)
-        else:
-            label = self._clients.router.refused(
-                head, self._tenant, answer, error.status, self._since, self.address
-            )
-            lines += ((b"x-request-id", label.encode("ascii")), *error_responses.header_pairs(self.cors))
+        answer, retry_after_s, lines = error_responses.refused_for(error)
         # A body that was read whole leaves the connection in a known state.
-        known = error.status in (400, 403, 404, 405) or named
-        keep = head is not None and head.keep_alive and self._reader.whole and known
+        known = self._reader.whole and (answer.status in (400, 403, 404, 405) or lines != b"")
+        head, path, keep, head_only = self._head, "", False, False
+        if head is None:
+            self._clients.driver.refused(answer.outcome, answer.status)
+        else:
+            label = self._clients.router.refused(head, self._tenant, answer, self._since, self.address)
+            lines = b"%bx-request-id: %b\r\n%b" % (lines, label.encode("ascii"), self.cors)
+            path, keep, head_only = head.path, head.keep_alive and known, head.method == b"HEAD"
         self.write(
-            error_responses.response(
-                error.status,
-                error_responses.error_body(answer, error.message, "" if head is None else head.path),
-                headers=(*error_responses.refusal_headers(answer, retry_after_s), *lines),
-                close=not keep,
-                head_only=head is not None and head.method == b"HEAD",
+            error_responses.refusal(
+                answer, error.message, retry_after_s, lines, path, close=not keep, head_only=head_only
             )
         )
         self._release()

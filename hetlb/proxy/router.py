@@ -164,8 +164,7 @@ class Router:
             )
         if self._origins and head.method == b"OPTIONS":
             asked = head.fields.get(b"access-control-request-headers", b"*")
-            pairs = error_responses.header_pairs(_PREFLIGHT % asked)
-            return error_responses.response(200, b"", headers=pairs, close=not head.keep_alive)
+            return error_responses.response(200, b"", lines=_PREFLIGHT % asked, close=not head.keep_alive)
         if form is None and len(pieces) != 1:
             pieces = [b"".join(pieces)]
         path = head.path
@@ -398,7 +397,7 @@ class Router:
     # --- answers of hetlb's own ---
 
     def refused(
-        self, head: RequestHead, tenant: Tenant | None, answer: Answer, status: int, since: float, peer: str
+        self, head: RequestHead, tenant: Tenant | None, answer: Answer, since: float, peer: str
     ) -> str:
         """Count and log a request of `peer` that came in at `since` and did not pass. Its `x-request-id`."""
         driver = self._driver
@@ -409,8 +408,8 @@ class Router:
         request = Request(request_id, "", 0, generates=False)
         record = RequestRecord(request, _PLAIN, head.method, path, label, owner, since, 1, 0)
         record.address = self._address_of(head, peer) if self._trusted else peer
-        record.outcome, record.status, record.ended_at = answer.outcome, status, driver.now()
-        driver.refused(answer.outcome, status, record)
+        record.outcome, record.status, record.ended_at = answer.outcome, answer.status, driver.now()
+        driver.refused(answer.outcome, answer.status, record)
         return label
 
     def _own(self, head: RequestHead, tenant: Tenant | None) -> bytes:
