@@ -31,8 +31,8 @@ COMPILED = (
             "client_response", "connection", "connection_states", "driver", "ends",
             "engine_pools", "continuation", "engine_answer", "engine_request", "exchange",
             "exchange_states", "limits", "paced_reading", "prefix_keys", "progress", "realtime", "router",
-            "scheduler_driver", "scheduler_side", "scheduling", "streamed_answer", "token_estimator",
-            "upstream",
+            "scheduler_driver", "scheduler_side", "scheduling", "server", "streamed_answer",
+            "token_estimator", "upstream",
         )
     ),
     *(

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import socket
-import sys
 from collections.abc import Callable
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
-from hetlb.config.fleet_tables import ProxyTable
 from hetlb.core.transition import Transition
 from hetlb.proxy.access import Tenant
 from hetlb.proxy.connection_states import (
@@ -35,15 +32,15 @@ from hetlb.proxy.connection_states import (
     ClientState,
     Reading,
 )
-from hetlb.proxy.driver import Driver
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.error_responses import Refusal
-from hetlb.proxy.http.http1 import GateError, KnownHeads, RequestHead, parse_request_head
+from hetlb.proxy.http.http1 import GateError, RequestHead
 from hetlb.proxy.http.request_reader import RequestReader
 from hetlb.proxy.paced_reading import PacedReader
-from hetlb.proxy.router import Router
-from hetlb.turns import turns
+
+if TYPE_CHECKING:
+    from hetlb.proxy.server import ProxyServer
 
 #: Bytes of a next request that may wait behind the one being answered.
 _MAX_PIPELINED: Final = 64 << 10
@@ -75,83 +72,17 @@ _TURN: Final = Reading.TURN
 _HELD: Final = Reading.HELD
 
 
-class Clients:
-    """All open connections, and what they share."""
-
-    def __init__(self, driver: Driver, router: Router) -> None:
-        self.driver = driver
-        self.router = router
-        self.table: ProxyTable = driver.table
-        self.heads = KnownHeads(parse_request_head)
-        #: Oldest first (the values say nothing).
-        self.open: dict[ClientConnection, None] = {}
-        #: Bytes of bodies that have not come whole yet, over all connections.
-        self.held_bytes = 0
-        #: Those that were a WebSocket and wait for the client's side to close; told when there is none.
-        self.parting: set[ClientConnection] = set()
-        self.all_parted: asyncio.Future[None] | None = None
-        #: True if each connection ends with the answer it is at.
-        self.stopping = False
-        #: True if connections are still served, each with one more answer that says that it is the last.
-        self.leaving = False
-        #: Connections with more to read than one turn takes wait here for another.
-        self.turns = turns(driver.loop)
-
-    def admit(self, connection: ClientConnection) -> bool:
-        """True if there is room for a new connection; where not, the oldest without a request makes it."""
-        limit = self.table.max_connections or _half_of_the_descriptors()
-        full = len(self.open) >= limit
-        idle = self._oldest_idle() if full else None
-        self.open[connection] = None
-        if idle is not None:
-            idle.abort()
-        elif len(self.open) > limit + max(8, limit // 8):
-            connection.abort()  # too many are being refused already
-        return not full or idle is not None
-
-    def left(self, connection: ClientConnection) -> None:
-        """A connection is gone."""
-        self.open.pop(connection, None)
-        if connection in self.parting:
-            self.parting.remove(connection)
-            waiter = self.all_parted
-            if not self.parting and waiter is not None and not waiter.done():
-                waiter.set_result(None)
-
-    def sweep(self, now: float) -> None:
-        """End what has taken too long."""
-        for connection in list(self.open):
-            connection.sweep(now)
-
-    def stop(self) -> None:
-        """Take no further request: idle connections end now, the others with the answer they are at."""
-        self.stopping = True
-        for connection in list(self.open):
-            connection.close_if_idle()
-
-    def abort(self) -> None:
-        """Drop them all."""
-        for connection in list(self.open):
-            connection.abort()
-
-    def _oldest_idle(self) -> ClientConnection | None:
-        for connection in self.open:
-            if connection.idle:
-                return connection
-        return None
-
-
 class ClientConnection(PacedReader):
     """One connection of a client."""
 
     __slots__ = (
-        "_clients", "_exchange", "_fed_at", "_head", "_held", "_now", "_raw", "_reader", "_since",
+        "_exchange", "_fed_at", "_head", "_held", "_now", "_raw", "_reader", "_server", "_since",
         "_stalled_since", "_tenant", "address", "cors", "state",
     )  # fmt: skip
 
-    def __init__(self, clients: Clients) -> None:
-        super().__init__(clients.turns)
-        self._clients = clients
+    def __init__(self, server: ProxyServer) -> None:
+        super().__init__(server.turns)
+        self._server = server
         self._reader = RequestReader()
         #: IP address of the client, "-" where it has none.
         self.address = "-"
@@ -165,7 +96,7 @@ class ClientConnection(PacedReader):
         self._exchange: Exchange | None = None
         #: Takes what comes once the connection has another protocol than HTTP.
         self._raw: Callable[[bytes], None] | None = None
-        self._now = clients.driver.now
+        self._now = server.driver.now
         #: Time at which the body began, or its last piece came.
         self._fed_at = 0.0
         self._since = 0.0
@@ -186,7 +117,7 @@ class ClientConnection(PacedReader):
                 self.address = str(peer[0])
         transport.set_write_buffer_limits(high=64 << 10)
         self._since = self._now()
-        if not self._clients.admit(self):
+        if not self._server.admit(self):
             self._refuse(Refusal(error_responses.TOO_MANY_CONNECTIONS, "Too many connections are open."))
 
     def data_received(self, data: bytes) -> None:
@@ -223,7 +154,7 @@ class ClientConnection(PacedReader):
         if self.state is _CLOSED:
             return
         self._enter(CLIENT_GONE)
-        self._clients.left(self)
+        self._server.left(self)
         self._release()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
@@ -275,7 +206,7 @@ class ClientConnection(PacedReader):
         """The answer is out; `keep` says that the client can tell where it ended."""
         here = self.state is _BODY or self.state is _READ
         head, self._head, self._exchange = self._head, None, None
-        if not keep or head is None or not head.keep_alive or self._clients.stopping:
+        if not keep or head is None or not head.keep_alive or self._server.stopping:
             self._close(LAST_HERE if here else LAST_ANSWERED)
             return
         self._enter(ANSWERED_HERE if here else ANSWERED)
@@ -288,7 +219,7 @@ class ClientConnection(PacedReader):
         if self.state is _UPGRADED:
             self._raw = None
             if self._transport is not None:
-                self._clients.parting.add(self)
+                self._server.parting.add(self)
             self._linger(LAST_ANSWERED)  # the client may still be sending: a reset would lose the Close frame
         else:
             self._close(LAST_ANSWERED)
@@ -350,7 +281,7 @@ class ClientConnection(PacedReader):
 
     def sweep(self, now: float) -> None:
         """End what has taken too long: heads, bodies, idle connections, clients that do not read."""
-        table, state = self._clients.table, self.state
+        table, state = self._server.table, self.state
         if self._stalled_since is not None and now - self._stalled_since > table.write_timeout_s:
             self.abort()
         elif state is _ANSWERING or state is _UPGRADED:
@@ -405,17 +336,17 @@ class ClientConnection(PacedReader):
 
     def _read_head(self) -> bool:
         """Take in a head; False if it is not whole. Raises `GateError`."""
-        clients, reader = self._clients, self._reader
+        server, reader = self._server, self._reader
         raw = reader.find_head()
         if not raw:
             if self.state is _IDLE and reader.begun:
                 self._enter(HEAD_BEGUN)
             return False
-        head, length = clients.heads.find(raw)
+        head, length = server.heads.find(raw)
         self._head, self._tenant = head, None  # first: how a refusal is written depends on them
         self._since = self._fed_at = self._now()
         self._enter(HEAD_PASSED)
-        router, table = clients.router, clients.table
+        router, table = server.router, server.table
         self.cors = router.cors_lines(head)
         self._tenant = router.authenticate(head)
         multipart = head.content_type.startswith(b"multipart/")
@@ -434,40 +365,40 @@ class ClientConnection(PacedReader):
 
     def _count_held(self) -> None:
         """Count what came of a body that is not whole. Raises `Refusal` where all of them are too much."""
-        clients, more = self._clients, self._reader.held - self._held
+        server, more = self._server, self._reader.held - self._held
         if more:
             self._fed_at = self._now()
             self._held += more
-            clients.held_bytes += more
-            if clients.held_bytes > clients.table.max_held_bytes:
+            server.held_bytes += more
+            if server.held_bytes > server.table.max_held_bytes:
                 raise Refusal(error_responses.TOO_MANY_BYTES, "Too many bytes of bodies are being read.")
 
     def _release(self) -> None:
         """Drop the parts of a body that is whole, or of no use any more."""
-        self._clients.held_bytes -= self._held
+        self._server.held_bytes -= self._held
         self._held = 0
         self._reader.drop_body()
 
     # --- answering ---
 
     def _serve(self) -> None:
-        head, clients, form = self._head, self._clients, self._reader.form
+        head, server, form = self._head, self._server, self._reader.form
         assert head is not None
         pieces = self._reader.body()
-        clients.held_bytes -= self._held
+        server.held_bytes -= self._held
         self._held = 0
-        if clients.leaving:
+        if server.leaving:
             head = self._head = head.closing()
-        elif clients.stopping:
+        elif server.stopping:
             raise Refusal(error_responses.SHUTTING_DOWN, "The proxy is shutting down.")
-        taken = clients.router.handle(self, head, pieces, self._tenant, form)
+        taken = server.router.handle(self, head, pieces, self._tenant, form)
         if isinstance(taken, bytes):
             self.write(taken.replace(b"\r\n", b"\r\n" + self.cors, 1) if self.cors else taken)
             self.end(keep=True)
         else:
             self._exchange = taken
             self._enter(SUBMITTED)
-            clients.driver.submit(taken)
+            server.driver.submit(taken)
 
     def _refuse(self, error: GateError) -> None:
         """Answer what did not pass, and close: what follows on this connection cannot be trusted."""
@@ -476,9 +407,9 @@ class ClientConnection(PacedReader):
         known = self._reader.whole and (answer.status in (400, 403, 404, 405) or lines != b"")
         head, path, keep, head_only = self._head, "", False, False
         if head is None:
-            self._clients.driver.refused(answer.outcome, answer.status)
+            self._server.driver.refused(answer.outcome, answer.status)
         else:
-            label = self._clients.router.refused(head, self._tenant, answer, self._since, self.address)
+            label = self._server.router.refused(head, self._tenant, answer, self._since, self.address)
             lines = b"%bx-request-id: %b\r\n%b" % (lines, label.encode("ascii"), self.cors)
             path, keep, head_only = head.path, head.keep_alive and known, head.method == b"HEAD"
         self.write(
@@ -516,8 +447,3 @@ class ClientConnection(PacedReader):
 
 def _nowhere(data: bytes) -> None:
     """The client is gone."""
-
-
-def _half_of_the_descriptors() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if soft == resource.RLIM_INFINITY else max(1, soft // 2)

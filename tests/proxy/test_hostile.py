@@ -275,7 +275,7 @@ def test_half_sent_forms_hold_no_slot(make: Callable[..., Proxy], engines: Engin
     for client in clients:
         client.leave()
     proxy.loop.rest()
-    assert proxy.server.clients.held_bytes == 0
+    assert proxy.server.held_bytes == 0
 
 
 def test_a_request_that_an_engine_does_not_read_is_held_against_none(
