@@ -20,7 +20,6 @@ from hetlb.proxy.ends import End
 from hetlb.proxy.engine_answer import EngineAnswer
 from hetlb.proxy.engine_request import EngineRequest
 from hetlb.proxy.exchange_states import COMMITTED, FIRST_BYTE, Phase
-from hetlb.proxy.frame_flow import FrameFlow, Message
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.forward_headers import response_lines
@@ -28,6 +27,7 @@ from hetlb.proxy.http.http1 import GateError, RequestHead, ResponseHead
 from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.http.sse import usage_in_tail
 from hetlb.proxy.upstream import EngineConnection
+from hetlb.turns import turns
 from hetlb.websocket import (
     BAD_DATA,
     BAD_GATEWAY,
@@ -59,7 +59,12 @@ _MOST_MESSAGE: Final = 16 << 20
 _GAVE_UP: Final = (GOING_AWAY, SERVICE_RESTART, TRY_AGAIN_LATER)
 _AGREED: Final = b"upgrade: websocket\r\nconnection: upgrade\r\n"
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+#: Frames between two looks at the clock.
+_AT_ONCE: Final = 32
 _NEEDED: Final = b"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\n"
+
+
+Message = tuple[int, bytes]
 
 
 def check_upgrade(head: RequestHead, body: bytes, *, open_to_all: bool) -> None:
@@ -135,6 +140,72 @@ class Handshake(EngineRequest):
             exchange.engine_failed(ends.JUNK, "its 101 does not answer the handshake")
             return
         exchange.session = Session(exchange, head, self)
+
+
+class FrameFlow:
+    """Frames of one side, read a turn of the event loop at a time: its side is not read while some wait.
+
+    `take` gets bytes that were read and the messages that end in them. It may raise `ProtocolError`, as the
+    reader does: `failed` is told of it, and nothing more is read. `hold` is told when something waits (True)
+    and when nothing does any more.
+    """
+
+    __slots__ = ("_at", "_failed", "_hold", "_reader", "_rest", "_take", "_turns", "closed", "waits")
+
+    def __init__(
+        self,
+        reader: FrameReader,
+        take: Callable[[bytes, list[Message]], None],
+        failed: Callable[[ProtocolError], None],
+        hold: Callable[[bool], None],
+    ) -> None:
+        self._reader = reader
+        self._take = take
+        self._failed = failed
+        self._hold = hold
+        self._turns = turns()
+        #: Bytes that came, and the position up to which they were read.
+        self._rest = b""
+        self._at = 0
+        #: True while something waits for its turn.
+        self.waits = False
+        self.closed = False
+
+    def feed(self, data: bytes) -> None:
+        """More came."""
+        if self.waits:
+            self._rest, self._at = self._rest[self._at :] + data, 0
+        else:
+            self._rest, self._at = data, 0
+            self._go_on()
+
+    def close(self) -> None:
+        """Nothing more is read."""
+        self.closed = True
+        self._rest, self._at = b"", 0
+
+    def _go_on(self) -> None:
+        """Read until the turn is over."""
+        end = self._turns.begin()
+        try:
+            while self._at < len(self._rest):
+                found: list[Message] = []
+                start = self._at
+                self._at = self._reader.read(self._rest, start, _AT_ONCE, found)
+                self._take(self._rest[start : self._at], found)
+                if self._turns.over(end):
+                    break
+        except ProtocolError as error:
+            self.close()
+            self._failed(error)
+        left = self._at < len(self._rest)
+        if left:
+            self._turns.later(self._go_on)
+        else:
+            self._rest, self._at = b"", 0
+        if left is not self.waits and not self.closed:
+            self.waits = left
+            self._hold(left)
 
 
 class Session:
