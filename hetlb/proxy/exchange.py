@@ -108,21 +108,13 @@ class Exchange(RequestRecord):
 
     # --- from the scheduler ---
 
-    def dispatched(
-        self,
-        lease: Lease,
-        now: float,
-        expected_s: float = 0.0,
-        expected_first_s: float = 0.0,
-        mixed: bool = False,
-        gives_ids: bool = False,
-    ) -> None:
+    def dispatched(self, lease: Lease, gives_ids: bool) -> None:
         """The scheduler chose an instance: go there. `gives_ids`: its engine takes and gives token ids."""
         self.lease = lease
-        transfer = self.transfer
+        now, transfer = lease.dispatched_at, self.transfer
         if transfer is not None:
             if lease is transfer.decode:
-                transfer.decode_dispatched(lease, now, expected_s)
+                transfer.decode_dispatched(lease)
                 return
             self.stop_engine()
             transfer.leave()
@@ -133,9 +125,9 @@ class Exchange(RequestRecord):
             self.transfer.begin(now)
             return
         if not self.resumed:
-            self.expected_s = expected_s
-            self.expected_first_s = expected_first_s
-            self.mixed = mixed
+            self.expected_s = lease.forecast_end_s
+            self.expected_first_s = lease.expected_first_s
+            self.mixed = lease.beside
             self.dispatched_at = now
         self.enter(DISPATCHED, now)
         if self.rest is not None and not self.rest.dispatched(gives_ids):

@@ -250,10 +250,11 @@ class KvTransfer:
 
     # --- the decode leg ---
 
-    def decode_dispatched(self, lease: Lease, now: float, expected_s: float) -> None:
+    def decode_dispatched(self, lease: Lease) -> None:
         """The decode leg is sent now, or goes on. The prefill instance keeps the KV from then on."""
         exchange = self._exchange
         self._hold = lease.hold
+        now, expected_s = lease.dispatched_at, lease.forecast_end_s
         exchange.expected_s, exchange.expected_first_s, exchange.mixed = expected_s, 0.0, True
         if self._link.holds:
             begun_at = self._lease.dispatched_at

@@ -264,9 +264,9 @@ class RelayDriver(SchedulerSide):
         if command.limit_lines is not None:
             exchange.ticket = _RelayTicket(self, command.request, command.limit_lines)
         driver.open_pool(target.incarnation, target.name, target.url)
-        exchange.dispatched(
-            lease, now, command.expected_s, command.expected_first_s, command.mixed, command.gives_ids
-        )
+        lease.forecast_end_s, lease.expected_first_s = command.expected_s, command.expected_first_s
+        lease.beside = command.mixed
+        exchange.dispatched(lease, command.gives_ids)
 
     def answer(self, command: Rejected | Refused | PassOnMessage | AbortMessage) -> None:
         """Apply the scheduler process's answer to a request, unless it has ended."""
