@@ -311,9 +311,7 @@ class Exchange(RequestRecord):
         passed = answer.emptied(payload)
         if response.state is NOTHING:
             response.write(self._commit() + response.frame(passed))
-        elif (
-            passed and response.state is STARTED
-        ):  # no part of a stream: an event reports it when it is whole
+        elif passed and response.state is STARTED:  # behind heartbeats a whole answer becomes one event
             response.write(response.frame(passed))
         if answer.stream is not None and response.chunked:
             answer.stream.learn_shape(payload)

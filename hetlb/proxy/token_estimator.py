@@ -52,7 +52,9 @@ class LearntRatio:
         if self._below > self._memory:
             self._below /= 2.0
             self._above /= 2.0
-        self.sums = self._above + above, self._below + below
+        self._below += below
+        self._above += above
+        self.value = min(self._most, max(self._least, self._above / self._below))
 
     @property
     def sums(self) -> tuple[float, float]:
