@@ -42,11 +42,11 @@ from hetlb.proxy.http.http1 import ResponseHead
 from hetlb.proxy.http.openai_fields import BootstrapEntry, PrefillFields, TransferFields
 from hetlb.proxy.http.split_bodies import may_split, prefill_body, release_body
 from hetlb.proxy.http.sse import SseWatcher
-from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.upstream import SideCall, head_of
 
 if TYPE_CHECKING:
     from hetlb.proxy.exchange import Exchange
+    from hetlb.proxy.scheduler_side import Carrier
 
 #: Of a lease, what is left unused: the clocks of the engine and of this process start at different times.
 _MARGIN_SHARE: Final = 0.1
@@ -366,17 +366,15 @@ class KvTransfers:
         self,
         scheduler: Scheduler,
         pools: EnginePools,
-        totals: Totals,
+        carrier: Carrier,
         carry_out: Callable[[list[Command]], None],
-        now: Callable[[], float],
-        stood_still_since: Callable[[float], bool],
     ) -> None:
         self._scheduler = scheduler
         self._pools = pools
-        self._totals = totals
+        self._totals = carrier.counted
         self._carry_out = carry_out
-        self.now = now
-        self.stood_still_since = stood_still_since
+        self.now = carrier.now
+        self.stood_still_since = carrier.stalls.since
         #: Requests of the proxy's own to engines.
         self._releases: set[SideCall] = set()
 
