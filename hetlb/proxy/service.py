@@ -45,7 +45,6 @@ from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Offer, Takeover
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
-from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.telemetry.prometheus import SharedFigures, WorkerState
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 
@@ -219,11 +218,6 @@ class FleetService(ABC):
     @abstractmethod
     def tokens_so_far(self, lease: Lease) -> int:
         """Output tokens of a lease: all of them, or those that came until now."""
-
-    @property
-    @abstractmethod
-    def history(self) -> History:
-        """The requests that ended lately."""
 
     @property
     def stopping(self) -> bool:
@@ -478,12 +472,6 @@ class Service(FleetService):
     def tokens_so_far(self, lease: Lease) -> int:
         """Output tokens of a lease: all of them, or those that came until now."""
         return self.driver.tokens_so_far(lease)
-
-    @property
-    def history(self) -> History:
-        """The requests that ended lately."""
-        self.driver.settle()
-        return self._front.history
 
     @property
     def stopping(self) -> bool:

@@ -17,7 +17,8 @@ from aiohttp.typedefs import Handler
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.pages import asset
-from hetlb.proxy.dashboard.samples import BIN_S, Levels
+from hetlb.proxy.dashboard.samples import Levels
+from hetlb.proxy.telemetry.recent import BIN_S
 
 if TYPE_CHECKING:
     from hetlb.proxy.dashboard.snapshot import Snapshots

@@ -7,6 +7,7 @@ from typing import Final
 
 from hetlb.core.types import Lease, Outcome
 from hetlb.proxy.telemetry.histograms import GapHistogram, Histogram
+from hetlb.proxy.telemetry.recent import Recent
 from hetlb.proxy.telemetry.request_record import RequestRecord
 
 #: vLLM's own bounds (0.32), so that its figures and ours can be laid over each other; ITL and E2E have a
@@ -165,6 +166,7 @@ class Totals:
         "kv_transfers",
         "lag",
         "models",
+        "recent",
         "reloads",
         "requests",
         "resumptions",
@@ -191,6 +193,8 @@ class Totals:
         self.arrival = Histogram(DECISION_S)
         self.end = Histogram(DECISION_S)
         self.lag = Histogram(LAG_S)
+        #: The requests that ended lately.
+        self.recent = Recent()
 
     def model(self, name: str) -> ModelTotals:
         """The counters of a name that the fleet serves."""
@@ -262,6 +266,7 @@ class Totals:
         assert outcome is not None
         assert ended_at is not None
         request, lease, ttft_s = record.request, record.lease, record.ttft_s
+        self.recent.finished(record)
         if not served:  # a client may have made up the name of its model
             name = OTHER_MODELS if request.model else ""
             self.count(outcome, record.ended_in._value_, name, record.status)
