@@ -67,7 +67,7 @@ class DiscoveryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Sources of instances besides `models`.
 
     `files` are files or folders of files with `models`, as in a fleet file. `poll_s`: how often files are
-    looked at where the kernel does not tell of changes. `ttl_s`: for how long a registration holds that does
+    looked at. `ttl_s`: for how long a registration holds that does
     not say so, 0 for ever.
     """
 

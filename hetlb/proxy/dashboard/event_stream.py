@@ -71,7 +71,7 @@ class EventStream:
         self._news.set()
 
     def _publish(self) -> None:
-        """Make a snapshot for all, now and again; the timer ends where nobody listens any more."""
+        """Make a snapshot for all, now and again; the timer ends where there is no listener any more."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None

@@ -243,13 +243,16 @@ class Watch:
         self._version = ""
 
     async def run(self) -> None:
-        """Watch until cancelled. Raises `SourceFailedError` or `aiohttp.ClientError` where a list fails."""
+        """Watch until cancelled. Raises `SourceFailedError` where a list fails."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=WATCH_S + 15)
         connector = aiohttp.TCPConnector(ssl=self._api.tls())
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             while True:
-                async with asyncio.timeout(_LIST_S):
-                    await self._list(session)
+                try:
+                    async with asyncio.timeout(_LIST_S):
+                        await self._list(session)
+                except aiohttp.ClientError as error:
+                    raise SourceFailedError(f"{self._api.url}: {error}") from error
                 self._changed(self._items)
                 with contextlib.suppress(ExpiredError):
                     while True:
@@ -391,11 +394,7 @@ class KubernetesSource:
     async def run(self, publish: Publish) -> None:
         """Publish the servers that are ready, after every change."""
         servers = ServersOf(self._of_pod if self._table.resource == "pods" else self._of_slice)
-        watch = Watch(self._api, self._path, self._selector, lambda items: publish(servers(items)))
-        try:
-            await watch.run()
-        except aiohttp.ClientError as error:
-            raise SourceFailedError(f"{self._api.url}: {error}") from error
+        await Watch(self._api, self._path, self._selector, lambda items: publish(servers(items))).run()
 
     def _of_pod(self, item: Item) -> list[Found]:
         """The server of a pod that is ready and not about to end."""
