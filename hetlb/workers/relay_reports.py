@@ -19,6 +19,7 @@ from hetlb.workers.protocol import Report
 from hetlb.workers.relay_host import RelayLink
 
 _Key = TypeVar("_Key")
+_Number = TypeVar("_Number", int, float)
 
 
 class RelayReports:
@@ -95,10 +96,12 @@ def _add_model(whole: ModelTotals, part: ModelTotals) -> None:
 
 def _add_instance(whole: InstanceTotals, part: InstanceTotals) -> None:
     _add_counts(whole.requests, part.requests)
+    _add_counts(whole.model_expected_s, part.model_expected_s)
+    _add_counts(whole.model_seen_s, part.model_seen_s)
     for name in INSTANCE_COUNTS:
         setattr(whole, name, getattr(whole, name) + getattr(part, name))
 
 
-def _add_counts(whole: dict[_Key, int], part: dict[_Key, int]) -> None:
+def _add_counts(whole: dict[_Key, _Number], part: dict[_Key, _Number]) -> None:
     for key, count in part.items():
         whole[key] = whole.get(key, 0) + count

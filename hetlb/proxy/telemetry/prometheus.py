@@ -97,11 +97,11 @@ class _Moment:
         return [(_pairs(version=hetlb.__version__, policy=policy, compiled=is_compiled), 1)]
 
     def times(self, what: str) -> Things:
-        """Seconds by instance and part of its latency model, `expected` or `seen`."""
+        """Seconds by instance and part of its latency model, `model_expected_s` or `model_seen_s`."""
         return [
-            (f'{label},part="{part}"', getattr(each, f"{part}_{what}_s"))
+            (f'{label},part="{part}"', seconds)
             for label, each in self.counted
-            for part in ("prefill", "mixed", "decode")
+            for part, seconds in getattr(each, what).items()
         ]
 
     def states(self, label: str, states: Iterable[AdminState | Health], attribute: str) -> Things:
@@ -297,11 +297,11 @@ FAMILIES: Final[tuple[tuple[Callable[[_Moment], Things | None], tuple[tuple[str,
         ),
     ),
     (
-        lambda moment: moment.times("expected"),
+        lambda moment: moment.times("model_expected_s"),
         (("hetlb_instance_model_expected_seconds_total", "", "Times that the profile as it is expects."),),
     ),
     (
-        lambda moment: moment.times("seen"),
+        lambda moment: moment.times("model_seen_s"),
         (("hetlb_instance_model_seen_seconds_total", "", "The same times as they were seen."),),
     ),
     (
