@@ -395,7 +395,7 @@ class Service(FleetService):
         listen = self.fleet.file.listen
         with named("listen", listen.host, listen.port):
             self.address = await self.server.start(listen.host, listen.port, listeners.main)
-        await self.admin.open(make_app(self), self.fleet.file.admin, listeners.admin)
+        await self.admin.listen(make_app(self), self.fleet.file.admin, listeners.admin)
         if takeover is not None:
             await takeover.accepting()
             tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")

@@ -128,7 +128,7 @@ class SchedulerProcess(FleetService):
             for link, end in self._waiting:
                 await self._connect(link, end)
             self._waiting.clear()
-            await self.admin.open(make_app(self), self.fleet.file.admin, listeners.admin)
+            await self.admin.listen(make_app(self), self.fleet.file.admin, listeners.admin)
             self._control.send("ready")
             if self._life > 1:
                 self._serving()
