@@ -39,7 +39,7 @@ PARTS = {
     "host": ("host_s", "host time of iterations"),
     "request": ("request_s", "host time of requests"),
 }
-#: What is left.
+#: Name of the rest.
 REST = "scheduling"
 #: A mean error up to this share counts as right.
 RIGHT = 0.03
