@@ -36,7 +36,6 @@ from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Takeover
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
-from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.workers.control import ChildControl, ChildState
 from hetlb.workers.protocol import Ask, Commit, FromRelay, Learnt, Prepare, RelayMessage, Report, ViewMessage
@@ -322,11 +321,6 @@ class SchedulerProcess(FleetService):
     def tokens_so_far(self, lease: Lease) -> int:
         """Output tokens of a lease, as of the last report."""
         return self.driver.tokens_so_far(lease)
-
-    @property
-    def history(self) -> History:
-        """The requests that ended lately."""
-        return self._reports.records.history
 
     @property
     def readiness(self) -> str:
