@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import aiohttp
 import msgspec
@@ -47,14 +47,11 @@ class _Refused(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class _Held:
-    """A prompt that is kept for another server."""
+class _Held(NamedTuple):
+    """A prompt that is kept for another server, until the timer ends its lease."""
 
-    __slots__ = ("choice", "timer")
-
-    def __init__(self, choice: ReplyChoice, timer: asyncio.TimerHandle) -> None:
-        self.choice = choice
-        self.timer = timer
+    choice: ReplyChoice
+    timer: asyncio.TimerHandle
 
 
 def _has_source(params: dict[str, Any]) -> bool:

@@ -56,11 +56,6 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, text, "sha256")
 
 
-def same(one: bytes, other: bytes) -> bool:
-    """Comparison in constant time."""
-    return hmac.compare_digest(one, other)
-
-
 # --- the side that connects ---
 
 
@@ -120,7 +115,7 @@ class Challenges:
             raise NotProven("expected a session")
         issued = self._open.pop(nonce, self) is None
         expected = client_proof(self._key, _bytes(headers, _NONCE), nonce, int(text))
-        if not issued or not same(_bytes(headers, _PROOF), expected):
+        if not issued or not hmac.compare_digest(_bytes(headers, _PROOF), expected):
             raise NotProven("expected a proof of the key")
         return int(text)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hmac
 import socket
 import ssl
 from collections import deque
@@ -158,7 +159,7 @@ async def _prove(
     if found is None:
         raise ChannelError("expected a challenge: another version of hetlb?")
     stage_nonce, proof = found
-    if not auth.same(proof, auth.stage_proof(key, nonce, stage_nonce)):
+    if not hmac.compare_digest(proof, auth.stage_proof(key, nonce, stage_nonce)):
         raise ChannelError("it has another key")
     return headers | auth.proof(stage_nonce, auth.client_proof(key, nonce, stage_nonce, session))
 
