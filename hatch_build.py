@@ -56,7 +56,6 @@ COMPILED = (
     ),
     "workers/relay_channel.py",
     "workers/relay_driver.py",
-    "workers/held_answer.py",
     "workers/relay_host.py",
 )  # fmt: skip
 _NEEDED = ("mypy>=2.1,<3", "setuptools>=77", "types-PyYAML")

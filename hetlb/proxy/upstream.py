@@ -464,7 +464,7 @@ class EngineConnection(asyncio.Protocol):
         return transport.write
 
     def pause(self) -> None:
-        """Read no more for now: the client is slow."""
+        """Read no more for now: the client is slow, or another instance may get its request."""
         if self.reading is _HELD:
             return
         self._drop_turn()
@@ -476,7 +476,7 @@ class EngineConnection(asyncio.Protocol):
         """Read on."""
         if self.reading is not _HELD:
             return
-        if self._rest:
+        if self._rest or (self.head is not None and self._left == 0):
             self._take_turn_later()
         else:
             self._read_on()
@@ -543,7 +543,7 @@ class EngineConnection(asyncio.Protocol):
         """The others had their turn."""
         self._turn = None
         exchange = self.exchange
-        if self._rest and exchange is not None:
+        if exchange is not None and (self._rest or (self.head is not None and self._left == 0)):
             self._take_turn(exchange)
         else:
             self._read_on()
@@ -607,7 +607,9 @@ class EngineConnection(asyncio.Protocol):
             exchange.engine_head(head, length)
             if self.exchange is None:
                 return
-            exchange = self.exchange  # another one where the answer is held back
+            if self.reading is _HELD:  # what follows the head waits, and the end of an empty body
+                self._rest, self._rest_at = data + self._rest[self._rest_at :], 0
+                return
         if self._decoder is not None:
             payload = self._decoder.feed(data) if data else b""
             if not self._decoder.done:

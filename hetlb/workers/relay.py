@@ -22,7 +22,7 @@ import msgspec
 
 from hetlb.config.fleet import Fleet
 from hetlb.errors import HetlbError
-from hetlb.proxy.access import Access, EngineAccess
+from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.front import Front
 from hetlb.proxy.scheduler_driver import EMITS_S
@@ -36,23 +36,17 @@ from hetlb.workers.protocol import (
     VERSION,
     AbortMessage,
     Ask,
-    Commit,
     DispatchMessage,
     FromScheduler,
     Hello,
-    InstanceAddress,
-    Instances,
     Learnt,
     PassOnMessage,
-    Prepare,
-    Prepared,
-    Refused,
     Rejected,
+    Reload,
     Report,
     ViewMessage,
     WaitingMessage,
 )
-from hetlb.workers.record_batches import pack
 from hetlb.workers.relay_channel import FROM_SCHEDULER, RelayChannel
 from hetlb.workers.relay_driver import ID_BITS, RelayDriver
 
@@ -95,8 +89,7 @@ class Relay:
         self._looked = asyncio.Event()
         self._stop = asyncio.Event()
         self._hurry = False
-        self._prepared: tuple[int, Fleet, Access] | None = None
-        self._reported = 0
+        self._reported = self._asked = 0
         self._reporter: asyncio.TimerHandle | None = None
         self._opening: set[asyncio.Task[None]] = set()
 
@@ -138,7 +131,7 @@ class Relay:
         if self._reporter is not None:
             self._reporter.cancel()
         await self._front.close()
-        self._report(0)
+        self._report()
         if self._channel is not None:
             self._channel.close()
             await asyncio.sleep(0)
@@ -195,10 +188,8 @@ class Relay:
         for message in messages:
             if isinstance(message, DispatchMessage):
                 scheduling.dispatch(message)
-            elif isinstance(message, Rejected | Refused | PassOnMessage | AbortMessage):
+            elif isinstance(message, Rejected | PassOnMessage | AbortMessage):
                 scheduling.answer(message)
-            elif isinstance(message, Instances):
-                self._set_instances(message.instances)
             elif isinstance(message, ViewMessage):
                 self._set_view(message)
             elif isinstance(message, Learnt):
@@ -206,49 +197,35 @@ class Relay:
             elif isinstance(message, WaitingMessage):
                 scheduling.others_wait = message.requests
             elif isinstance(message, Ask):
-                self._report(message.number)
-            elif isinstance(message, Prepare):
-                self._prepare(message)
-            elif isinstance(message, Commit):
-                self._commit(message.number)
+                self._asked = message.number
+                self._report()
+            elif isinstance(message, Reload):
+                self._reload(message)
 
-    def _set_instances(self, addresses: list[InstanceAddress]) -> None:
+    def _set_view(self, view: ViewMessage) -> None:
         access = self._access
         self._engines.clear()
-        for each in addresses:
+        for each in view.instances:
             if each.registered:
                 self._engines[each.name] = access.unlisted(each.url, each.model, each.address)
             elif each.name in access.engines:
                 self._engines[each.name] = access.engines[each.name]
-        self._scheduling.instances(addresses)
-
-    def _set_view(self, view: ViewMessage) -> None:
         self._scheduling.set_view(view)
         self._models = msgspec.json.decode(view.models)
         self._routable = view.routable
         self._looked.set()
 
-    # --- reloads ---
-
-    def _prepare(self, message: Prepare) -> None:
-        """Read the keys of another fleet; they may not be there."""
-        error = ""
+    def _reload(self, message: Reload) -> None:
+        """Serve another fleet; leave where its keys cannot be read here."""
+        fleet: Fleet = pickle.loads(message.fleet)
         try:
-            fleet: Fleet = pickle.loads(message.fleet)
-            self._prepared = message.number, fleet, require_urls(fleet)
-        except HetlbError as caught:
-            error = str(caught)
-        if self._channel is not None:
-            self._channel.send(Prepared(message.number, error))
-
-    def _commit(self, number: int) -> None:
-        if self._prepared is None or self._prepared[0] != number:
-            text = "relay %d cannot follow a reload: it leaves"
-            tell(logger, Event.WORKER_FAILED, text, self.number, worker=f"relay {self.number}")
+            self._access = require_urls(fleet)
+        except HetlbError as error:
+            text = "relay %d cannot follow a reload: %s: it leaves"
+            tell(logger, Event.WORKER_FAILED, text, self.number, error, worker=f"relay {self.number}")
             self._stop.set()
             return
-        self._generation, self._fleet, self._access = self._prepared
-        self._prepared = None
+        self._generation, self._fleet = message.generation, fleet
         self._engines.update(self._access.engines)
         self._front.configure(self._fleet, self._access)
 
@@ -256,9 +233,9 @@ class Relay:
 
     def _report_often(self) -> None:
         self._reporter = self._loop.call_later(REPORT_S, self._report_often)
-        self._report(0)
+        self._report()
 
-    def _report(self, number: int) -> None:
+    def _report(self) -> None:
         """Send the counters, and the records of all requests that ended until now."""
         channel, driver, scheduling = self._channel, self.driver, self._scheduling
         if channel is None:
@@ -269,14 +246,14 @@ class Relay:
         self._reported = history.added
         while len(records) > _RECORDS_AT_ONCE:
             some, records = records[:_RECORDS_AT_ONCE], records[_RECORDS_AT_ONCE:]
-            channel.send(Report(0, 0.0, len(some), pack(some)))
+            channel.send(Report(self._asked, 0.0, len(some), msgspec.msgpack.encode(some)))
             channel.flush()
         channel.send(
             Report(
-                number,
+                self._asked,
                 driver.now(),
                 len(records),
-                pack(records),
+                msgspec.msgpack.encode(records),
                 pickle.dumps(totals, pickle.HIGHEST_PROTOCOL),
                 self._front.lost_lines,
                 [(each.id, driver.tokens_so_far(each)) for each in scheduling.recent if not each.ended],

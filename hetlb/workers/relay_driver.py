@@ -24,7 +24,6 @@ from hetlb.proxy.lease_wire import RequestFacts, WireBegun, WireBooked, WireEnde
 from hetlb.proxy.limits import Ticket
 from hetlb.proxy.scheduler_side import SchedulerSide
 from hetlb.proxy.scrape import read_model_list
-from hetlb.workers.held_answer import HeldAnswer
 from hetlb.workers.protocol import (
     AbortMessage,
     Arrival,
@@ -39,7 +38,6 @@ from hetlb.workers.protocol import (
     Made,
     ModelsRead,
     PassOnMessage,
-    Refused,
     Rejected,
     RelayMessage,
     Used,
@@ -67,7 +65,8 @@ class RelayDriver(SchedulerSide):
         #: Incarnations of the instances as the scheduler process numbers them.
         self._incarnations: dict[str, int] = {}
         self._next_incarnation = 1
-        self._held: dict[RequestId, HeldAnswer] = {}
+        #: Requests whose busy engine is not read until the scheduler process says where they go.
+        self._held: set[RequestId] = set()
         #: The newest leases, for reports.
         self.recent: deque[Lease] = deque(maxlen=_RECENT)
         #: Bytes and tokens of prompts since the last report, by model.
@@ -77,7 +76,7 @@ class RelayDriver(SchedulerSide):
         driver.pools.on_reconnect = self.reconnected
         #: True if requests wait somewhere: what frees an instance is said at once then.
         self.others_wait = False
-        self._view = ViewMessage([], "", b"[]", False)
+        self._view = ViewMessage([], [], "", b"[]", False)
         self._served: frozenset[str] = frozenset()
 
     # --- the channel ---
@@ -106,8 +105,8 @@ class RelayDriver(SchedulerSide):
         """There is no scheduler process for now."""
         self._channel = None
         self._alone_since = self._driver.now()
-        for held in list(self._held.values()):
-            held.pass_on()
+        for request_id in list(self._held):
+            self._pass_on(request_id)
 
     def _send(self, message: RelayMessage) -> None:
         if self._channel is not None:
@@ -124,6 +123,7 @@ class RelayDriver(SchedulerSide):
 
     def set_view(self, view: ViewMessage) -> None:
         """The fleet is so, as the scheduler process says."""
+        self._set_instances(view.instances)
         self._view, self._served = view, frozenset(view.names)
 
     @property
@@ -152,7 +152,7 @@ class RelayDriver(SchedulerSide):
         names = self._read.get(lease.instance)
         return not names or lease.request.model in names
 
-    def instances(self, addresses: Iterable[InstanceAddress]) -> None:
+    def _set_instances(self, addresses: Iterable[InstanceAddress]) -> None:
         """These are all instances. Their incarnations are numbered here: they outlive a scheduler process."""
         targets: dict[str, Target] = {}
         incarnations: dict[str, int] = {}
@@ -193,7 +193,7 @@ class RelayDriver(SchedulerSide):
     ) -> None:
         lease.ended = True
         request_id = lease.request.id
-        self._held.pop(request_id, None)
+        self._held.discard(request_id)
         ended = WireEnded(lease.id, outcome, lease.output_tokens, lease.reported_cached_tokens)
         message = LeaseChange(request_id, ended, retry, generated)
         if retry:
@@ -204,7 +204,10 @@ class RelayDriver(SchedulerSide):
     def busy(self, lease: Lease, retry_after_s: float, now: float) -> None:
         if self._channel is not None:  # else the client gets what the engine said
             request_id = lease.request.id
-            self._held[request_id] = HeldAnswer(self._driver.exchanges[request_id], self._held)
+            engine = self._driver.exchanges[request_id].engine
+            assert engine is not None, "expected an engine that is answering"
+            engine.pause()
+            self._held.add(request_id)
             self._send(Busy(request_id, lease.id, retry_after_s))
 
     def cancelled(self, request_id: RequestId, now: float) -> None:
@@ -239,7 +242,8 @@ class RelayDriver(SchedulerSide):
         exchange = driver.exchanges.get(command.request)
         if exchange is None:
             return
-        if self._held.pop(command.request, None) is not None:
+        if command.request in self._held:
+            self._held.remove(command.request)
             assert exchange.lease is not None
             exchange.lease.ended = True
             driver.turned_away(exchange.lease)
@@ -269,22 +273,30 @@ class RelayDriver(SchedulerSide):
             lease, now, command.expected_s, command.expected_first_s, command.mixed, command.gives_ids
         )
 
-    def answer(self, command: Rejected | Refused | PassOnMessage | AbortMessage) -> None:
+    def answer(self, command: Rejected | PassOnMessage | AbortMessage) -> None:
         """Apply the scheduler process's answer to a request, unless it has ended."""
         exchange = self._driver.exchanges.get(command.request)
         if exchange is None:
             return
         if isinstance(command, Rejected):
-            reject = Reject(command.request, command.reason, command.detail)
-            self._driver.reject(reject, command.retry_after_s)
-        elif isinstance(command, Refused):
-            limited = command.status == error_responses.RATE_LIMITED.status
-            kind = error_responses.RATE_LIMITED if limited else error_responses.bad_request(command.status)
-            exchange.refuse(kind, command.message, command.retry_after_s, command.lines)
+            if command.reason is not None:
+                kind = error_responses.REJECTIONS[command.reason]
+            elif command.status == error_responses.RATE_LIMITED.status:
+                kind = error_responses.RATE_LIMITED
+            else:
+                kind = error_responses.bad_request(command.status)
+            exchange.refuse(kind, command.detail, command.retry_after_s, command.lines)
         elif isinstance(command, AbortMessage):
             exchange.client_gone()
-        elif (held := self._held.get(command.request)) is not None:
-            held.pass_on()
+        elif command.request in self._held:
+            self._pass_on(command.request)
+
+    def _pass_on(self, request_id: RequestId) -> None:
+        """Let the client have what its busy engine answers."""
+        self._held.remove(request_id)
+        engine = self._driver.exchanges[request_id].engine
+        if engine is not None:
+            engine.resume()
 
     # --- time ---
 

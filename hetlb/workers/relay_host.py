@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from hetlb.core.instance import Instance
@@ -40,7 +40,6 @@ from hetlb.workers.protocol import (
     LeaseChange,
     Made,
     ModelsRead,
-    Prepared,
     Report,
     Used,
 )
@@ -61,19 +60,11 @@ class RelayLink:
         self.greeted = False
         self.report = Report(0)
         self.tokens: dict[int, int] = {}
-        #: Answers that are waited for: reports and preparations, by number.
-        self.asked: dict[int, asyncio.Future[str]] = {}
 
     def send(self, message: protocol.RelayMessage) -> None:
         """Send a message; dropped where the relay is gone."""
         if self.channel is not None:
             self.channel.send(message)
-
-    def answered(self, number: int, answer: str) -> None:
-        """Resolve the question with this number."""
-        asked = self.asked.pop(number, None)
-        if asked is not None and not asked.done():
-            asked.set_result(answer)
 
     @property
     def totals(self) -> Totals | None:
@@ -117,14 +108,15 @@ class _OpenRequest:
 class RelayHost(Carrier):
     """Relays' requests, for the scheduler of this process: `scheduling` drives it.
 
-    `on_view` is called when what relays answer may differ, `on_report` with each report.
+    `on_view` is called when what relays answer may differ (True: before the next dispatch), `on_report` with
+    each report.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         loop: asyncio.AbstractEventLoop,
-        on_view: Callable[[], None],
+        on_view: Callable[[bool], None],
         on_report: Callable[[RelayLink, Report], None],
     ) -> None:
         super().__init__(loop)
@@ -138,13 +130,10 @@ class RelayHost(Carrier):
         #: Relays whose live leases are waited for, and the arrivals that wait for them.
         self._awaited: set[int] = set()
         self._early: list[tuple[RelayLink, Arrival]] = []
-        #: Instances that stand in no file, and the addresses that they must have (None where the name
-        #: resolves itself): their owner alone changes this.
-        self.registered: Mapping[str, str | None] = {}
         #: Called with an instance and its `/v1/models` after its engine closed connections.
         self.on_models: Callable[[str, bytes], None] | None = None
-        #: Reloads of the fleet so far: a relay that serves another one is replaced.
-        self.generation = 0
+        #: The fleet that relays must serve.
+        self.reload = protocol.Reload(0, b"")
         #: True if requests wait, as the relays know it.
         self._waiting = False
 
@@ -167,7 +156,6 @@ class RelayHost(Carrier):
     def connected(self, link: RelayLink) -> None:
         """A channel to a relay is open."""
         self.links.append(link)
-        link.send(instances_message(self.scheduler, self.registered, self.now()))
         link.send(protocol.WaitingMessage(self._waiting))
 
     def disconnected(self, link: RelayLink) -> None:
@@ -176,9 +164,6 @@ class RelayHost(Carrier):
             return
         self.links.remove(link)
         link.channel = None
-        for answer in link.asked.values():
-            if not answer.done():
-                answer.set_result("the relay is gone")
         self._awaited.discard(link.life)
         self._early = [early for early in self._early if early[0] is not link]
         for open_request in [each for each in self._open.values() if each.link is link]:
@@ -225,11 +210,8 @@ class RelayHost(Carrier):
             elif isinstance(message, ModelsRead):
                 if self.on_models is not None:
                     self.on_models(message.instance, message.body)
-            elif isinstance(message, Used):
-                if (found := self._open.get(message.request)) is not None:
-                    found.used(message, now)
-            elif isinstance(message, Prepared):
-                link.answered(-message.number, message.error)
+            elif isinstance(message, Used) and (found := self._open.get(message.request)) is not None:
+                found.used(message, now)
         self.scheduling.tick_later()
         self.ticked()
 
@@ -247,8 +229,8 @@ class RelayHost(Carrier):
                 f"expected the hello of relay {link.life}, version {protocol.VERSION}, got {hello!r:.100}"
             )
         link.greeted = True
-        if hello.generation != self.generation:
-            link.send(protocol.Commit(self.generation))  # it was not prepared, and leaves
+        if hello.generation != self.reload.generation:
+            link.send(self.reload)
         for live in hello.leases:
             try:
                 booked = live.lease.change()
@@ -286,8 +268,8 @@ class RelayHost(Carrier):
             request = facts.request(model, pinned)
             ticket = scheduling.admit(request, arrival.owner, _prompt_tokens(request), now)
         except GateError as error:
-            again = (error.retry_after_s, error.lines) if isinstance(error, Refusal) else (None, b"")
-            link.send(protocol.Refused(facts.id, error.status, error.message, *again))
+            again_s, lines = (error.retry_after_s, error.lines) if isinstance(error, Refusal) else (None, b"")
+            link.send(protocol.Rejected(facts.id, None, error.message, again_s, error.status, lines))
             return
         self._open[request.id] = _OpenRequest(link, request, bool(facts.model), ticket)
         scheduling.arrive(request, now)
@@ -347,8 +329,6 @@ class RelayHost(Carrier):
                     other.send(protocol.Learnt(model, text_bytes, tokens))
         if report.totals:
             link.report, link.tokens = report, dict(report.tokens)
-        if report.number:
-            link.answered(report.number, "")
 
     # --- facts about instances ---
 
@@ -357,10 +337,10 @@ class RelayHost(Carrier):
         return since is not None and self.now() - since < EMITS_S
 
     def instances_changed(self) -> None:
-        self.broadcast(instances_message(self.scheduler, self.registered, self.now()))
+        self._on_view(True)
 
     def view_changed(self) -> None:
-        self._on_view()
+        self._on_view(False)
 
     # --- commands ---
 
@@ -413,23 +393,3 @@ class RelayHost(Carrier):
 def _prompt_tokens(request: Request) -> int:
     """Tokens of all prompts of a request, as known at its arrival."""
     return request.prompt_tokens * (request.sequences // max(1, request.samples))
-
-
-def instances_message(
-    scheduler: Scheduler, registered: Mapping[str, str | None], now: float
-) -> protocol.Instances:
-    """Make the message that names all instances."""
-    return protocol.Instances(
-        [
-            protocol.InstanceAddress(
-                each.name,
-                each.incarnation,
-                each.spec.url,
-                each.spec.model,
-                each.name in registered,
-                registered.get(each.name),
-                None if each.leaves_at is None else each.leaves_at - now,
-            )
-            for each in scheduler.instances
-        ]
-    )

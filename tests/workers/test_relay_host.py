@@ -139,7 +139,7 @@ class Relay:
             assert self.open[message.request] is None or message.request in self.asked
             self.asked.discard(message.request)
             self.open[message.request] = message
-        elif isinstance(message, protocol.Rejected | protocol.Refused):
+        elif isinstance(message, protocol.Rejected):
             if message.request in self.open:
                 assert self.open[message.request] is None
                 self.finish(message.request)
@@ -167,7 +167,7 @@ class World:
             limits=QueueLimits(max_requests=4),
             now=self.clock,
         )
-        host = RelayHost(scheduler, self.loop, lambda: None, lambda link, report: None)
+        host = RelayHost(scheduler, self.loop, lambda at_once: None, lambda link, report: None)
         host.now = lambda: self.clock
         return host
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 from proxy.dashboard.rows import ended
 
 from hetlb.core.types import Outcome
 from hetlb.proxy.telemetry.history import History
-from hetlb.workers.record_batches import FleetRecords, pack
+from hetlb.workers.relay_reports import FleetRecords
 
 
 def _rows(*times: float) -> list[tuple[Any, ...]]:
@@ -25,20 +26,20 @@ def test_a_row_comes_as_it_went() -> None:
     history.add(ended(0.1 + 0.2, used=120, tokens=33))
     history.add(ended(5.0, placed=False, outcome=Outcome.REJECTED_FULL))
     rows = FleetRecords()
-    rows.add(2, pack(history.rows_since(0)))
-    rows.complete_until(5.0)
+    rows.add(2, msgspec.msgpack.encode(history.rows_since(0)))
+    rows.complete_until = 5.0
     assert list(rows.history.copy()) == list(history.copy())
     assert all(type(row) is tuple for row in rows.history.rows_since(0))
 
 
 def test_records_wait_for_relays_that_have_not_reported() -> None:
     rows = FleetRecords()
-    rows.add(3, pack(_rows(1.0, 4.0, 6.0)))
+    rows.add(3, msgspec.msgpack.encode(_rows(1.0, 4.0, 6.0)))
     assert len(rows.history) == 0
-    rows.complete_until(4.0)
+    rows.complete_until = 4.0
     assert [row.ended_at for row in rows.history.copy()] == [1.0, 4.0]
-    rows.add(2, pack(_rows(4.5, 5.0)))
-    rows.complete_until(6.0)
+    rows.add(2, msgspec.msgpack.encode(_rows(4.5, 5.0)))
+    rows.complete_until = 6.0
     assert [row.ended_at for row in rows.history.copy()] == [1.0, 4.0, 4.5, 5.0, 6.0]
 
 
@@ -56,8 +57,8 @@ def test_reading_changes_nothing(told: list[tuple[list[int], bool]], size: int) 
         every += times
         for rows in (looked, not_looked):
             if times:
-                rows.add(len(times), pack(_rows(*times)))
-            rows.complete_until(float(now))
+                rows.add(len(times), msgspec.msgpack.encode(_rows(*times)))
+            rows.complete_until = float(now)
         if looks:
             assert [row.ended_at for row in looked.history.copy()] == every[-size:]
             assert looked.history.added == len(every)
