@@ -30,7 +30,7 @@ COMPILED = (
         for name in (
             "client_response", "connection", "connection_states", "driver", "ends",
             "engine_pools", "continuation", "engine_answer", "engine_request", "exchange",
-            "exchange_states", "limits", "prefix_keys", "progress", "realtime", "router",
+            "exchange_states", "limits", "message_channel", "prefix_keys", "progress", "realtime", "router",
             "scheduler_driver", "scheduler_side", "scheduling", "streamed_answer", "token_estimator",
             "upstream",
         )
@@ -54,7 +54,6 @@ COMPILED = (
             "kv_blocks", "kv_fetches", "prefix",
         )
     ),
-    "workers/relay_channel.py",
     "workers/relay_driver.py",
     "workers/relay_host.py",
 )  # fmt: skip

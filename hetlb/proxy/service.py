@@ -325,7 +325,7 @@ class FleetService(ABC):
         """Close everything now; harmless after a start that failed half-way."""
         await self._offer.close()
         if self._takeover is not None:
-            await self._takeover.close()
+            self._takeover.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,9 +1,9 @@
 """Messages between a relay and the scheduler process, version 4 (rules: docs/reference/messages.md).
 
-A relay owns sockets and exchanges, the scheduler process decides. A frame is a length of four bytes
-(big-endian) and a MessagePack array of messages; a message is an array that begins with its number. Fields
-may be appended within a version: a reader ignores those that it does not know. Times are in seconds and
-relative to now, so that the two sides need no common clock.
+A relay owns sockets and exchanges, the scheduler process decides. They speak over a `MessageChannel`; a
+message is an array that begins with its number. Fields may be appended within a version: a reader ignores
+those that it does not know. Times are in seconds and relative to now, so that the two sides need no common
+clock.
 """
 
 from __future__ import annotations
@@ -263,6 +263,9 @@ FromScheduler: TypeAlias = (
     | Ask
     | Reload
 )
+
+FROM_RELAY: Final = msgspec.msgpack.Decoder(list[FromRelay])
+FROM_SCHEDULER: Final = msgspec.msgpack.Decoder(list[FromScheduler])
 
 
 class RelayProtocolError(msgspec.DecodeError):

@@ -25,6 +25,7 @@ from hetlb.errors import HetlbError
 from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.front import Front
+from hetlb.proxy.message_channel import MessageChannel
 from hetlb.proxy.scheduler_driver import EMITS_S
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.service import require_urls, tune_gc
@@ -33,6 +34,7 @@ from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 from hetlb.workers.control import ChildControl, ChildState
 from hetlb.workers.protocol import (
+    FROM_SCHEDULER,
     VERSION,
     AbortMessage,
     Ask,
@@ -47,7 +49,6 @@ from hetlb.workers.protocol import (
     ViewMessage,
     WaitingMessage,
 )
-from hetlb.workers.relay_channel import FROM_SCHEDULER, RelayChannel
 from hetlb.workers.relay_driver import ID_BITS, RelayDriver
 
 logger = logging.getLogger("hetlb.workers")
@@ -82,7 +83,7 @@ class Relay:
         self._server = ProxyServer(self.driver, self)
         self._front = Front(self.driver, self._server, fleet, self._access)
         self._front.history = History(_RECORDS_KEPT)
-        self._channel: RelayChannel[FromScheduler] | None = None
+        self._channel: MessageChannel[FromScheduler] | None = None
         self._scheduler = 0
         self._models: list[dict[str, Any]] = []
         self._routable = self._stopping = False
@@ -166,7 +167,7 @@ class Relay:
         """Connect to a scheduler process; send it live leases, then waiting requests."""
         if self._channel is not None:
             self._lost(self._channel)
-        channel: RelayChannel[FromScheduler] = RelayChannel(
+        channel: MessageChannel[FromScheduler] = MessageChannel(
             FROM_SCHEDULER, self._receive, lambda: self._lost(channel)
         )
         await channel.open(end)
@@ -174,7 +175,7 @@ class Relay:
         channel.send(Hello(VERSION, self._life, self._generation, self._scheduling.live_leases()))
         self._scheduling.connected(channel)
 
-    def _lost(self, channel: RelayChannel[FromScheduler]) -> None:
+    def _lost(self, channel: MessageChannel[FromScheduler]) -> None:
         """Drop a closed channel."""
         if channel is not self._channel:
             return

@@ -22,6 +22,7 @@ from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.lease_wire import RequestFacts, WireBegun, WireBooked, WireEnded
 from hetlb.proxy.limits import Ticket
+from hetlb.proxy.message_channel import MessageChannel
 from hetlb.proxy.scheduler_side import SchedulerSide
 from hetlb.proxy.scrape import read_model_list
 from hetlb.workers.protocol import (
@@ -43,7 +44,6 @@ from hetlb.workers.protocol import (
     Used,
     ViewMessage,
 )
-from hetlb.workers.relay_channel import RelayChannel
 
 #: Bits of a request's id below the number of its relay.
 ID_BITS: Final = 32
@@ -59,7 +59,7 @@ class RelayDriver(SchedulerSide):
         super().__init__()
         self._limits = limits
         self._driver = driver
-        self._channel: RelayChannel[FromScheduler] | None = None
+        self._channel: MessageChannel[FromScheduler] | None = None
         self._alone_since = driver.now()
         self._targets: dict[str, Target] = {}
         #: Incarnations of the instances as the scheduler process numbers them.
@@ -94,7 +94,7 @@ class RelayDriver(SchedulerSide):
             live.append(LiveRequest(WireBooked.of(booked(lease, now)), exchange.tenant))
         return live
 
-    def connected(self, channel: RelayChannel[FromScheduler]) -> None:
+    def connected(self, channel: MessageChannel[FromScheduler]) -> None:
         """Send waiting requests, oldest first, to a scheduler process that has the live leases."""
         self._channel = channel
         self._incarnations.clear()

@@ -26,6 +26,7 @@ from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.http1 import GateError
 from hetlb.proxy.lease_wire import WireBegun
 from hetlb.proxy.limits import Ticket
+from hetlb.proxy.message_channel import MessageChannel
 from hetlb.proxy.scheduler_driver import EMITS_S, SchedulerDriver
 from hetlb.proxy.scheduler_side import Carrier
 from hetlb.proxy.telemetry.counters import Totals
@@ -43,7 +44,6 @@ from hetlb.workers.protocol import (
     Report,
     Used,
 )
-from hetlb.workers.relay_channel import RelayChannel
 from hetlb.workers.relay_driver import ID_BITS
 
 #: Arrivals wait so long for the live leases of other relays when a scheduler process begins.
@@ -56,7 +56,7 @@ class RelayLink:
     def __init__(self, life: int, number: int) -> None:
         self.life = life
         self.number = number
-        self.channel: RelayChannel[FromRelay] | None = None
+        self.channel: MessageChannel[FromRelay] | None = None
         self.greeted = False
         self.report = Report(0)
         self.tokens: dict[int, int] = {}

@@ -29,6 +29,7 @@ from hetlb.core.types import (
 from hetlb.errors import InputError
 from hetlb.proxy.access import Access
 from hetlb.proxy.admin import make_app
+from hetlb.proxy.message_channel import MessageChannel
 from hetlb.proxy.scheduler_driver import SchedulerDriver
 from hetlb.proxy.scrape import models_learned
 from hetlb.proxy.service import FIRST_ROUND_S, FleetService, tune_gc
@@ -39,8 +40,7 @@ from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.workers.control import ChildControl, ChildState
-from hetlb.workers.protocol import FromRelay, InstanceAddress, Learnt, Reload, Report, ViewMessage
-from hetlb.workers.relay_channel import FROM_RELAY, RelayChannel
+from hetlb.workers.protocol import FROM_RELAY, FromRelay, InstanceAddress, Learnt, Reload, Report, ViewMessage
 from hetlb.workers.relay_host import RelayHost, RelayLink
 from hetlb.workers.relay_reports import RelayReports
 
@@ -201,7 +201,7 @@ class SchedulerProcess(FleetService):
                 self._stop.set()
 
     async def _connect(self, link: RelayLink, end: socket.socket) -> None:
-        channel: RelayChannel[FromRelay] = RelayChannel(
+        channel: MessageChannel[FromRelay] = MessageChannel(
             FROM_RELAY,
             lambda messages: self.driver.receive(link, messages),
             lambda: self._disconnected(link),

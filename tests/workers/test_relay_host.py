@@ -15,9 +15,17 @@ from hypothesis import strategies as st
 from hetlb.core.queue import QueueLimits
 from hetlb.core.types import Outcome
 from hetlb.proxy.lease_wire import WireBegun, WireBooked, WireEnded
+from hetlb.proxy.message_channel import MessageChannel
 from hetlb.workers import protocol
-from hetlb.workers.protocol import Cancelled, Hello, LeaseChange, LiveRequest, RelayMessage
-from hetlb.workers.relay_channel import FROM_RELAY, FROM_SCHEDULER, RelayChannel
+from hetlb.workers.protocol import (
+    FROM_RELAY,
+    FROM_SCHEDULER,
+    Cancelled,
+    Hello,
+    LeaseChange,
+    LiveRequest,
+    RelayMessage,
+)
 from hetlb.workers.relay_driver import ID_BITS, arrival_of
 from hetlb.workers.relay_host import RelayHost, RelayLink
 
@@ -36,7 +44,7 @@ class Wire(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self._down: deque[Any] = deque()
-        self.channel = RelayChannel(FROM_RELAY, lambda messages: None, lambda: None)
+        self.channel = MessageChannel(FROM_RELAY, lambda messages: None, lambda: None)
         self.channel.connection_made(self)
 
     @property
