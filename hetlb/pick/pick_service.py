@@ -60,6 +60,10 @@ class PickService(Service):
     def _make_server(self) -> PickServer:
         return PickServer(self.driver, self, self.fleet, self._serves)
 
+    @property
+    def ready_line(self) -> str:
+        return super().ready_line.replace("hetlb ready", "hetlb pick ready", 1)
+
     def _serves(self) -> bool:
         """True if gateways should send requests here."""
         leader = self._leader

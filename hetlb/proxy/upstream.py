@@ -607,7 +607,8 @@ class EngineConnection(asyncio.Protocol):
             exchange.engine_head(head, length)
             if self.exchange is None:
                 return
-            if self.reading is _HELD:  # what follows the head waits, and the end of an empty body
+            # What follows the head waits where the exchange says so, and the end of an empty body.
+            if self.reading is _HELD and self._transport is not None:
                 self._rest, self._rest_at = data + self._rest[self._rest_at :], 0
                 return
         if self._decoder is not None:
