@@ -85,7 +85,9 @@ class PickService(Service):
 
     @staticmethod
     def _shared_table(fleet: Fleet) -> tuple[SharedTable | None, str]:
-        return _shared_table(fleet)
+        if fleet.file.pick.shared is not None:
+            return fleet.file.pick.shared, f"{fleet.where}pick.shared"
+        return Service._shared_table(fleet)
 
     async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Takeover | None = None) -> None:
         """Know the addresses of the instances, then start as any service."""
@@ -141,16 +143,9 @@ class PickService(Service):
             state.set_addresses(found)
 
 
-def _shared_table(fleet: Fleet) -> tuple[SharedTable | None, str]:
-    """Table of what is shared with other pickers, and its key."""
-    if fleet.file.pick.shared is not None:
-        return fleet.file.pick.shared, f"{fleet.where}pick.shared"
-    return fleet.file.shared, f"{fleet.where}shared"
-
-
 def lease_of(fleet: Fleet) -> LeaseLeader | None:
     """The Lease by which one picker serves, None where there is none. Raises `ConfigError`."""
-    table, key = _shared_table(fleet)
+    table, key = PickService._shared_table(fleet)
     if table is None or table.lease is None:
         return None
     name = f"{socket.gethostname()}_{secrets.token_hex(4)}"
@@ -160,7 +155,7 @@ def lease_of(fleet: Fleet) -> LeaseLeader | None:
 def check_pick(fleet: Fleet) -> None:
     """Raise `ConfigError` unless all that the section `pick` names is there."""
     gateway_certificates(fleet)
-    table, key = _shared_table(fleet)
+    table, key = PickService._shared_table(fleet)
     if table is not None:
         shared_url(table, key)
     lease_of(fleet)

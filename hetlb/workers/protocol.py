@@ -95,7 +95,7 @@ class Made(RelayMessage, tag=7, frozen=True):
 
 
 class Report(RelayMessage, tag=8, frozen=True):
-    """Counters and records, every half second and when asked. All else may be empty.
+    """Counters and records, every half second and when asked.
 
     `number` is that of the last `Ask`. `totals` holds all counters since the relay began
     (pickled `Totals`), `records` those of `record_count` requests that ended; no later report has one that

@@ -55,8 +55,6 @@ logger = logging.getLogger("hetlb.workers")
 
 #: Seconds between reports of counters and ended requests.
 REPORT_S: Final = 0.5
-#: Records in one report: a buffer of a megabyte would be fresh zeroed memory every time.
-_RECORDS_AT_ONCE: Final = 500
 #: Records kept until they are reported.
 _RECORDS_KEPT: Final = 20_000
 
@@ -245,10 +243,6 @@ class Relay:
         learnt, scheduling.learnt = scheduling.learnt, {}
         records = history.rows_since(self._reported)
         self._reported = history.added
-        while len(records) > _RECORDS_AT_ONCE:
-            some, records = records[:_RECORDS_AT_ONCE], records[_RECORDS_AT_ONCE:]
-            channel.send(Report(self._asked, 0.0, len(some), msgspec.msgpack.encode(some)))
-            channel.flush()
         channel.send(
             Report(
                 self._asked,

@@ -46,7 +46,7 @@ from hetlb.workers.protocol import (
 )
 from hetlb.workers.relay_driver import ID_BITS
 
-#: Arrivals wait so long for the live leases of other relays when a scheduler process begins.
+#: Relays wait so long for the live leases of the others when a scheduler process begins, in seconds.
 RESTORE_S: Final = 0.2
 
 
@@ -127,9 +127,9 @@ class RelayHost(Carrier):
         self._on_report = on_report
         self._open: dict[RequestId, _OpenRequest] = {}
         self._streaming_at: dict[str, float] = {}
-        #: Relays whose live leases are waited for, and the arrivals that wait for them.
+        #: Relays whose live leases are waited for, and what the others said meanwhile.
         self._awaited: set[int] = set()
-        self._early: list[tuple[RelayLink, Arrival]] = []
+        self._early: list[tuple[RelayLink, list[FromRelay]]] = []
         #: Called with an instance and its `/v1/models` after its engine closed connections.
         self.on_models: Callable[[str, bytes], None] | None = None
         #: The fleet that relays must serve.
@@ -148,7 +148,7 @@ class RelayHost(Carrier):
     # --- relays ---
 
     def expect(self, lives: Iterable[int]) -> None:
-        """Hold arrivals for a moment until these relays have told their live leases."""
+        """Hear nothing else for a moment until these relays have told their live leases."""
         self._awaited.update(lives)
         if self._awaited:
             self.loop.call_later(RESTORE_S, self._restored)
@@ -186,15 +186,22 @@ class RelayHost(Carrier):
     # --- messages of relays ---
 
     def receive(self, link: RelayLink, messages: list[FromRelay]) -> None:
-        """Handle a batch of messages."""
+        """Handle a batch of messages; it may wait for the live leases of other relays."""
         now = self.now()
+        if not link.greeted and messages:
+            first, messages = messages[0], messages[1:]
+            self._greeted(link, first, now)
+        if self._awaited:
+            self._early.append((link, messages))
+            return
         for message in messages:
             if isinstance(message, Arrival):
                 self._arrived(link, message, now)
             elif isinstance(message, LeaseChange):
                 self._changed(message, now)
             elif isinstance(message, Cancelled):
-                self._cancelled(message.request, now)
+                if (found := self._open.get(message.request)) is not None:
+                    self._end(found, Outcome.CLIENT_GONE, now)
             elif isinstance(message, Busy):
                 found = self._open.get(message.request)
                 if found is not None and found.lease is not None and found.lease_number == message.lease:
@@ -203,8 +210,6 @@ class RelayHost(Carrier):
                 self.scheduling.remember_response(message.response, message.instance, message.owner)
             elif isinstance(message, Report):
                 self._reported(link, message, now)
-            elif isinstance(message, Hello):
-                self._greeted(link, message, now)
             elif isinstance(message, CameBack):
                 self.scheduling.came_back(message.instance)
             elif isinstance(message, ModelsRead):
@@ -222,9 +227,9 @@ class RelayHost(Carrier):
             self._waiting = waiting
             self.broadcast(protocol.WaitingMessage(waiting))
 
-    def _greeted(self, link: RelayLink, hello: Hello, now: float) -> None:
+    def _greeted(self, link: RelayLink, hello: FromRelay, now: float) -> None:
         """A relay's first message: book its live leases again."""
-        if hello.version != protocol.VERSION or hello.relay != link.life or link.greeted:
+        if not isinstance(hello, Hello) or hello.version != protocol.VERSION or hello.relay != link.life:
             raise protocol.RelayProtocolError(
                 f"expected the hello of relay {link.life}, version {protocol.VERSION}, got {hello!r:.100}"
             )
@@ -247,16 +252,13 @@ class RelayHost(Carrier):
             self._restored()
 
     def _restored(self) -> None:
-        """Place the arrivals that waited for live leases to be booked."""
+        """Take what was said while live leases were waited for."""
         self._awaited.clear()
         early, self._early = self._early, []
-        for link, arrival in early:
-            self._arrived(link, arrival, self.now())
+        for link, messages in early:
+            self.receive(link, messages)
 
     def _arrived(self, link: RelayLink, arrival: Arrival, now: float) -> None:
-        if self._awaited:
-            self._early.append((link, arrival))
-            return
         facts = arrival.request
         if facts.id >> ID_BITS != link.life or facts.id in self._open:
             raise protocol.RelayProtocolError(f"expected a new id of relay {link.life}, got {facts.id}")
@@ -273,13 +275,6 @@ class RelayHost(Carrier):
             return
         self._open[request.id] = _OpenRequest(link, request, bool(facts.model), ticket)
         scheduling.arrive(request, now)
-
-    def _cancelled(self, request_id: RequestId, now: float) -> None:
-        found = self._open.get(request_id)
-        if found is not None:
-            self._end(found, Outcome.CLIENT_GONE, now)
-        else:  # it may wait for the live leases
-            self._early = [each for each in self._early if each[1].request.id != request_id]
 
     def _changed(self, message: LeaseChange, now: float) -> None:
         change, found = message.change, self._open.get(message.request)
@@ -327,8 +322,7 @@ class RelayHost(Carrier):
             for other in self.links:
                 if other is not link:
                     other.send(protocol.Learnt(model, text_bytes, tokens))
-        if report.totals:
-            link.report, link.tokens = report, dict(report.tokens)
+        link.tokens = dict(report.tokens)
 
     # --- facts about instances ---
 

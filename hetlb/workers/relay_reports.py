@@ -90,12 +90,11 @@ class RelayReports:
                     await self._came.wait()
 
     def take(self, link: RelayLink, report: Report) -> None:
-        """Keep a report; one without counters brings records alone."""
+        """Keep a report."""
         if report.record_count:
             self.records.add(report.record_count, report.records)
-        if report.totals:
-            link.report = report
-            self._changed()
+        link.report = report
+        self._changed()
 
     def retire(self, link: RelayLink, instances: Collection[str]) -> None:
         """Keep the counters of a relay that is gone, of these instances."""
