@@ -164,7 +164,7 @@ class _Successor:
         self.end = end
         self._scheduler = scheduler
         self._loop = asyncio.get_running_loop()
-        self._journal = Journal(self._news)
+        self._journal = Journal(lambda: self._loop.call_soon(self._tell))
         self._channel: MessageChannel[WireChange | Step] | None = None
         #: Steps that came, None at the end.
         self._steps: asyncio.Queue[str | None] = asyncio.Queue()
@@ -197,9 +197,6 @@ class _Successor:
         for change in to_wire(self._scheduler.live(self._loop.time())):
             self._channel.send(change)
         self._channel.send(Step("told"))
-
-    def _news(self) -> None:
-        self._loop.call_soon(self._tell)
 
     def _tell(self) -> None:
         assert self._channel is not None, "expected an open channel"
