@@ -32,7 +32,7 @@ from hetlb.proxy.service import require_urls, tune_gc
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
-from hetlb.workers.control import ChildControl, ChildState
+from hetlb.workers.control import ChildControl, ChildState, Packet
 from hetlb.workers.protocol import (
     FROM_SCHEDULER,
     VERSION,
@@ -107,7 +107,7 @@ class Relay:
     async def run(self, listeners: Sequence[socket.socket]) -> None:
         """Serve on bound `listeners` until stopped."""
         self._loop.add_signal_handler(signal.SIGTERM, self._stop.set)
-        self._loop.add_reader(self._control.fileno(), self._on_control)
+        self._control.listen(self._hear, self._stop.set)
         whole = stat.S_ISREG(os.fstat(sys.stderr.fileno()).st_mode)
         # A file takes a batch of lines in one piece, a pipe does not.
         self._front.open_log(None if whole else select.PIPE_BUF)
@@ -135,29 +135,24 @@ class Relay:
             self._channel.close()
             await asyncio.sleep(0)
 
-    def _on_control(self) -> None:
-        """Handle supervisor messages; leave when the supervisor is gone."""
-        try:
-            while (received := self._control.receive()) is not None:
-                (kind, *rest), fds = received
-                if kind == "ping":
-                    self._control.send("pong", len(self._server.connections))
-                elif kind == "scheduler":
-                    task = asyncio.create_task(self._connect(rest[0], socket.socket(fileno=fds[0])))
-                    self._opening.add(task)
-                    task.add_done_callback(self._opening.discard)
-                elif kind == "stopping":
-                    self._stopping = True
-                elif kind == "leave":
-                    self._server.leave()
-                elif kind == "stop":
-                    self._hurry = rest[0]
-                    self._stop.set()
-                    if self._hurry:
-                        self.driver.shut_down()
-        except EOFError:
-            self._loop.remove_reader(self._control.fileno())
+    def _hear(self, packet: Packet, fds: list[int]) -> None:
+        """Handle a packet of the supervisor."""
+        kind, *rest = packet
+        if kind == "ping":
+            self._control.send("pong", len(self._server.connections))
+        elif kind == "scheduler":
+            task = asyncio.create_task(self._connect(rest[0], socket.socket(fileno=fds[0])))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+        elif kind == "stopping":
+            self._stopping = True
+        elif kind == "leave":
+            self._server.leave()
+        elif kind == "stop":
+            self._hurry = rest[0]
             self._stop.set()
+            if self._hurry:
+                self.driver.shut_down()
 
     # --- the scheduler process ---
 

@@ -39,7 +39,7 @@ from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.token_estimator import TokenEstimator
-from hetlb.workers.control import ChildControl, ChildState
+from hetlb.workers.control import ChildControl, ChildState, Packet
 from hetlb.workers.protocol import FROM_RELAY, FromRelay, InstanceAddress, Learnt, Reload, Report, ViewMessage
 from hetlb.workers.relay_host import RelayHost, RelayLink
 from hetlb.workers.relay_reports import RelayReports
@@ -111,7 +111,7 @@ class SchedulerProcess(FleetService):
         """
         self._listeners, self._takeover = listeners, takeover
         self._loop.add_signal_handler(signal.SIGTERM, self._stop.set)
-        self._loop.add_reader(self._control.fileno(), self._on_control)
+        self._control.listen(self._hear, self._orphaned)
         try:
             self._load_learnt(self._token_estimator)
             self._read_kv_events(self.fleet)
@@ -168,37 +168,36 @@ class SchedulerProcess(FleetService):
         await super().close()
         self.driver.close()
 
-    def _on_control(self) -> None:
-        """Handle supervisor messages; without a supervisor, leave with the last relay."""
-        try:
-            while (received := self._control.receive()) is not None:
-                (kind, *rest), fds = received
-                if kind == "ping":
-                    self._control.send("pong", 0)
-                elif kind == "relay":
-                    link, end = RelayLink(*rest), socket.socket(fileno=fds[0])
-                    if self._looked:
-                        self._do(self._connect(link, end))
-                    else:
-                        self._waiting.append((link, end))
-                elif kind == "workers":
-                    self.workers = rest[0]
-                elif kind == "reload":
-                    self._do(self._reload_by_signal())
-                elif kind == "serving":
-                    self._serving()
-                elif kind == "stopping":
-                    self.stopping_soon = True
-                    self._view_changed()
-                elif kind == "stop":
-                    self._stop.set()
-        except EOFError:
-            self._loop.remove_reader(self._control.fileno())
-            self._alone = self.stopping_soon = True
-            self._close_listeners()
-            self._do(self._offer.close())
-            if not self.driver.links:
-                self._stop.set()
+    def _hear(self, packet: Packet, fds: list[int]) -> None:
+        """Handle a packet of the supervisor."""
+        kind, *rest = packet
+        if kind == "ping":
+            self._control.send("pong", 0)
+        elif kind == "relay":
+            link, end = RelayLink(*rest), socket.socket(fileno=fds[0])
+            if self._looked:
+                self._do(self._connect(link, end))
+            else:
+                self._waiting.append((link, end))
+        elif kind == "workers":
+            self.workers = rest[0]
+        elif kind == "reload":
+            self._do(self._reload_by_signal())
+        elif kind == "serving":
+            self._serving()
+        elif kind == "stopping":
+            self.stopping_soon = True
+            self._view_changed()
+        elif kind == "stop":
+            self._stop.set()
+
+    def _orphaned(self) -> None:
+        """The supervisor is gone: leave with the last relay."""
+        self._alone = self.stopping_soon = True
+        self._close_listeners()
+        self._do(self._offer.close())
+        if not self.driver.links:
+            self._stop.set()
 
     async def _connect(self, link: RelayLink, end: socket.socket) -> None:
         channel: MessageChannel[FromRelay] = MessageChannel(
