@@ -30,7 +30,7 @@ from hetlb.proxy.scheduler_driver import EMITS_S
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.service import require_urls, tune_gc
 from hetlb.proxy.telemetry.events import Event, tell
-from hetlb.proxy.telemetry.history import History
+from hetlb.proxy.telemetry.recent import Recent
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 from hetlb.workers.control import ChildControl, ChildState, Packet
 from hetlb.workers.protocol import (
@@ -53,10 +53,8 @@ from hetlb.workers.relay_driver import ID_BITS, RelayDriver
 
 logger = logging.getLogger("hetlb.workers")
 
-#: Seconds between reports of counters and ended requests.
+#: Seconds between reports of counters.
 REPORT_S: Final = 0.5
-#: Records kept until they are reported.
-_RECORDS_KEPT: Final = 20_000
 
 
 class Relay:
@@ -80,7 +78,6 @@ class Relay:
         self.driver.identify(state.own)
         self._server = ProxyServer(self.driver, self)
         self._front = Front(self.driver, self._server, fleet, self._access)
-        self._front.history = History(_RECORDS_KEPT)
         self._channel: MessageChannel[FromScheduler] | None = None
         self._scheduler = 0
         self._models: list[dict[str, Any]] = []
@@ -88,7 +85,7 @@ class Relay:
         self._looked = asyncio.Event()
         self._stop = asyncio.Event()
         self._hurry = False
-        self._reported = self._asked = 0
+        self._asked = 0
         self._reporter: asyncio.TimerHandle | None = None
         self._opening: set[asyncio.Task[None]] = set()
 
@@ -230,24 +227,21 @@ class Relay:
         self._report()
 
     def _report(self) -> None:
-        """Send the counters, and the records of all requests that ended until now."""
+        """Send the counters."""
         channel, driver, scheduling = self._channel, self.driver, self._scheduling
         if channel is None:
             return
-        totals, history = driver.totals, self._front.history
+        totals = driver.totals
+        recent, totals.recent = totals.recent, Recent()
         learnt, scheduling.learnt = scheduling.learnt, {}
-        records = history.rows_since(self._reported)
-        self._reported = history.added
         channel.send(
             Report(
                 self._asked,
-                driver.now(),
-                len(records),
-                msgspec.msgpack.encode(records),
                 pickle.dumps(totals, pickle.HIGHEST_PROTOCOL),
                 self._front.lost_lines,
                 [(each.id, driver.tokens_so_far(each)) for each in scheduling.recent if not each.ended],
                 sorted(driver.streaming(driver.now() - EMITS_S)),
                 [(model, *counts) for model, counts in learnt.items()],
+                pickle.dumps(recent, pickle.HIGHEST_PROTOCOL),
             )
         )

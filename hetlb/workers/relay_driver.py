@@ -65,8 +65,6 @@ class RelayDriver(SchedulerSide):
         #: Incarnations of the instances as the scheduler process numbers them.
         self._incarnations: dict[str, int] = {}
         self._next_incarnation = 1
-        #: Requests whose busy engine is not read until the scheduler process says where they go.
-        self._held: set[RequestId] = set()
         #: The newest leases, for reports.
         self.recent: deque[Lease] = deque(maxlen=_RECENT)
         #: Bytes and tokens of prompts since the last report, by model.
@@ -105,8 +103,8 @@ class RelayDriver(SchedulerSide):
         """There is no scheduler process for now."""
         self._channel = None
         self._alone_since = self._driver.now()
-        for request_id in list(self._held):
-            self._pass_on(request_id)
+        for exchange in list(self._driver.exchanges.values()):
+            exchange.let_go()
 
     def _send(self, message: RelayMessage) -> None:
         if self._channel is not None:
@@ -193,7 +191,6 @@ class RelayDriver(SchedulerSide):
     ) -> None:
         lease.ended = True
         request_id = lease.request.id
-        self._held.discard(request_id)
         ended = WireEnded(lease.id, outcome, lease.output_tokens, lease.reported_cached_tokens)
         message = LeaseChange(request_id, ended, retry, generated)
         if retry:
@@ -204,10 +201,9 @@ class RelayDriver(SchedulerSide):
     def busy(self, lease: Lease, retry_after_s: float, now: float) -> None:
         if self._channel is not None:  # else the client gets what the engine said
             request_id = lease.request.id
-            engine = self._driver.exchanges[request_id].engine
-            assert engine is not None, "expected an engine that is answering"
-            engine.pause()
-            self._held.add(request_id)
+            answer = self._driver.exchanges[request_id].answer
+            assert answer is not None, "expected an engine that has answered"
+            answer.wait()
             self._send(Busy(request_id, lease.id, retry_after_s))
 
     def cancelled(self, request_id: RequestId, now: float) -> None:
@@ -242,8 +238,7 @@ class RelayDriver(SchedulerSide):
         exchange = driver.exchanges.get(command.request)
         if exchange is None:
             return
-        if command.request in self._held:
-            self._held.remove(command.request)
+        if exchange.answer is not None and exchange.answer.waits:
             assert exchange.lease is not None
             exchange.lease.ended = True
             driver.turned_away(exchange.lease)
@@ -269,9 +264,9 @@ class RelayDriver(SchedulerSide):
         if command.limit_lines is not None:
             exchange.ticket = _RelayTicket(self, command.request, command.limit_lines)
         driver.open_pool(target.incarnation, target.name, target.url)
-        exchange.dispatched(
-            lease, now, command.expected_s, command.expected_first_s, command.mixed, command.gives_ids
-        )
+        lease.forecast_end_s, lease.expected_first_s = command.expected_s, command.expected_first_s
+        lease.beside = command.mixed
+        exchange.dispatched(lease, command.gives_ids)
 
     def answer(self, command: Rejected | PassOnMessage | AbortMessage) -> None:
         """Apply the scheduler process's answer to a request, unless it has ended."""
@@ -288,15 +283,8 @@ class RelayDriver(SchedulerSide):
             exchange.refuse(kind, command.detail, command.retry_after_s, command.lines)
         elif isinstance(command, AbortMessage):
             exchange.client_gone()
-        elif command.request in self._held:
-            self._pass_on(command.request)
-
-    def _pass_on(self, request_id: RequestId) -> None:
-        """Let the client have what its busy engine answers."""
-        self._held.remove(request_id)
-        engine = self._driver.exchanges[request_id].engine
-        if engine is not None:
-            engine.resume()
+        else:
+            exchange.let_go()
 
     # --- time ---
 

@@ -1,19 +1,12 @@
-"""Counters, and records of ended requests, of several processes as one.
-
-The records that relays report stay packed until a page reads them, which is seldom: to unpack the record of
-every request, and to free it again, would cost the scheduler process more than all else that it does for one.
-Records stand in the order in which the requests ended: one is shown once no relay can have an older one.
-"""
+"""Counters of several processes as one."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
+import pickle
 from collections.abc import Collection, Sequence
 from typing import Any, Final, TypeVar
-
-import msgspec
 
 from hetlb.proxy.telemetry.counters import (
     ACCOUNT_COUNTS,
@@ -21,49 +14,14 @@ from hetlb.proxy.telemetry.counters import (
     MODEL_HISTOGRAMS,
     Totals,
 )
-from hetlb.proxy.telemetry.history import ENDED_KEPT, History
+from hetlb.proxy.telemetry.recent import Recent
 from hetlb.workers.protocol import Ask, Report
 from hetlb.workers.relay_host import RelayLink
 
 #: Seconds that relays may take to report.
 _ANSWER_S: Final = 1.0
 _Key = TypeVar("_Key")
-_decoder = msgspec.msgpack.Decoder(list[tuple[Any, ...]])
-
-
-class FleetRecords:
-    """The records of all relays; `history` is what pages read."""
-
-    def __init__(self, size: int = ENDED_KEPT) -> None:
-        self.history = History(size, self._unpack)
-        self._size = size
-        #: Batches: how many rows each holds, and the rows.
-        self._packed: deque[tuple[int, bytes]] = deque()
-        self._count = 0
-        #: Rows of some relays that are newer than what others have reported.
-        self._early: list[tuple[Any, ...]] = []
-        #: All requests that ended until then were reported by all relays; seconds.
-        self.complete_until = 0.0
-
-    def add(self, count: int, packed: bytes) -> None:
-        """Add a batch of one relay: rows of a `History` as a MessagePack array."""
-        self._packed.append((count, packed))
-        self._count += count
-        while self._count - self._packed[0][0] >= self._size:  # as many newer ones would take their places
-            missed, _ = self._packed.popleft()
-            self._count -= missed
-            self.history.added += missed
-
-    def _unpack(self) -> None:
-        rows, until = self._early, self.complete_until
-        for _, packed in self._packed:
-            rows += _decoder.decode(packed)
-        self._packed.clear()
-        self._count = 0
-        if rows:
-            ready = sorted((row for row in rows if row[0] <= until), key=lambda row: row[0])
-            self._early = [row for row in rows if row[0] > until][-self._size :]
-            self.history.extend(ready)
+_Number = TypeVar("_Number", int, float)
 
 
 class RelayReports:
@@ -75,8 +33,8 @@ class RelayReports:
         self._gone_lost = 0
         self._asked = 0
         self._came = asyncio.Event()
-        #: Requests that ended lately.
-        self.records = FleetRecords()
+        #: Requests that ended lately at any relay.
+        self._recent = Recent()
 
     async def refresh(self) -> None:
         """Ask all relays for a report, and wait for those that answer within `_ANSWER_S`."""
@@ -91,10 +49,9 @@ class RelayReports:
 
     def take(self, link: RelayLink, report: Report) -> None:
         """Keep a report."""
-        if report.record_count:
-            self.records.add(report.record_count, report.records)
         link.report = report
-        self._changed()
+        self._recent.add(pickle.loads(report.recent))
+        self._wake()
 
     def retire(self, link: RelayLink, instances: Collection[str]) -> None:
         """Keep the counters of a relay that is gone, of these instances."""
@@ -103,10 +60,10 @@ class RelayReports:
             add(self._gone, totals)
             self._gone.keep(set(instances))
             self._gone_lost += link.report.lost_lines
-        self._changed()
+        self._wake()
 
-    def _changed(self) -> None:
-        self.records.complete_until = min((link.report.until for link in self._links), default=0.0)
+    def _wake(self) -> None:
+        """Let those look that wait for reports."""
         self._came.set()
         self._came.clear()
 
@@ -116,6 +73,7 @@ class RelayReports:
         for part in (own, self._gone, *(link.totals for link in self._links)):
             if part is not None:
                 add(whole, part)
+        whole.recent = self._recent
         return whole
 
     @property
@@ -142,8 +100,11 @@ def add(whole: Totals, part: Totals) -> None:
     for key, account in part.accounts.items():
         _add_attributes(whole.account(*key), account, ACCOUNT_COUNTS)
     for name, instance in part.instances.items():
-        _add_counts(whole.instance(name).requests, instance.requests)
-        _add_attributes(whole.instance(name), instance, INSTANCE_COUNTS)
+        found = whole.instance(name)
+        _add_counts(found.requests, instance.requests)
+        _add_counts(found.model_expected_s, instance.model_expected_s)
+        _add_counts(found.model_seen_s, instance.model_seen_s)
+        _add_attributes(found, instance, INSTANCE_COUNTS)
 
 
 def _add_attributes(whole: Any, part: Any, names: Sequence[str]) -> None:
@@ -151,6 +112,6 @@ def _add_attributes(whole: Any, part: Any, names: Sequence[str]) -> None:
         setattr(whole, name, getattr(whole, name) + getattr(part, name))
 
 
-def _add_counts(whole: dict[_Key, int], part: dict[_Key, int]) -> None:
+def _add_counts(whole: dict[_Key, _Number], part: dict[_Key, _Number]) -> None:
     for key, count in part.items():
         whole[key] = whole.get(key, 0) + count
