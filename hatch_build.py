@@ -44,7 +44,7 @@ COMPILED = (
     ),
     *(
         f"proxy/telemetry/{name}.py"
-        for name in ("access_log", "counters", "histograms", "history", "request_record", "trace_context")
+        for name in ("access_log", "counters", "histograms", "recent", "request_record", "trace_context")
     ),
     *(f"pick/{name}.py" for name in ("pick_driver", "stream")),
     *(
