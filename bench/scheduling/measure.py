@@ -29,7 +29,7 @@ from hetlb.core.predictor import make_predictor
 from hetlb.core.types import Outcome
 from hetlb.sim.alone import run_alone
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.reference import fixed_split
+from hetlb.sim.simulation_sweep import fixed_split
 from hetlb.workload.arrivals import PlannedRequest
 
 OTHERS = ("rr", "wrr", "least-requests", "least-kv", "p2c", "peak-ewma", "paper")
