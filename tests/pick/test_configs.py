@@ -69,7 +69,7 @@ def test_wrong_input_is_one_line_that_names_the_key(
     fleet = "version: 1\nmodels: [{name: m, instances: [{url: 'http://127.0.0.1:1'}]}]\n"
     path = tmp_path / "fleet.yaml"
     cases = {
-        "pick: {shared: {mode: both}}": "pick.shared.mode",
+        "pick: {shared: {silent_s: 0}}": "pick.shared.silent_s",
         "pick: {shared: {url: 'http://h'}}": "pick.shared.url",
         "pick: {shared: {}}": "pick.shared.url",
         "pick: {client_ca_file: ca.pem}": "pick.client_ca_file",
