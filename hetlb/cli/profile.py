@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from hetlb.config.profile_file import (
 )
 from hetlb.errors import InputError, ProfileError
 from hetlb.profiler.aiconfigurator import Layout, query
-from hetlb.profiler.fit import FitResult, Point, PrefillForm, fit
+from hetlb.profiler.fit import FitResult, Point, PrefillForm, StepKind, fit, shown_tile
 from hetlb.profiler.plot import write_plot
 from hetlb.profiler.shown import (
     comparison,
@@ -251,7 +252,7 @@ def _from_live(args: argparse.Namespace, live: profile_live.LiveResult, degree: 
     source = ProfileSource(kind="live", name=args.url)
     profile, points, result = _make(
         args, live.points, source, engine, args.system, facts.model,
-        host=HostTime(), tile=1, assumed=drafts, where=str(live.file.path),
+        host=HostTime(), tile=None, assumed=drafts, where=str(live.file.path),
     )  # fmt: skip
     host = HostTime(request_s=live.request_s(result.latency))
     return msgspec.structs.replace(profile, host=host), points, result
@@ -361,7 +362,7 @@ def _make(
     model: str | None,
     *,
     host: HostTime | None = None,
-    tile: int = ASSUMED_TILE,
+    tile: int | None = ASSUMED_TILE,
     split_blocks: float | None = None,
     assumed: tuple[str, ...] = (),
     where: str = "",
@@ -376,12 +377,16 @@ def _make(
     if host is None:
         stated = args.overhead_ms is not None
         host = HostTime(iteration_s=args.overhead_ms / 1e3) if stated else assumed_host(asynchronous)
+    prefill = [point for point in points if point.phase is StepKind.PREFILL]
     form = PrefillForm(args.form) if args.form is not None else None
+    tile = args.tile or (None if shown_tile(prefill) else tile)
     try:
-        result = fit(points, form=form, tile=args.tile, assumed_tile=tile)
+        result = fit(points, form=form, tile=tile)
     except (ProfileError, RuntimeError, ValueError) as error:
         lead = "" if isinstance(error, ProfileError) else "expected points that a model can be fitted to: "
         raise ProfileError(f"{where}: {lead}{error}" if where else f"{lead}{error}") from error
+    if args.tile is not None:
+        result = replace(result, tile=args.tile)
     result, more = complete(result, points, host, asynchronous, split_blocks)
     degree = engine.tensor_parallel_size
     parts = (system, model, None if degree is None else f"tp{degree}")

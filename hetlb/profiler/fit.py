@@ -149,12 +149,11 @@ def fit(
     *,
     form: PrefillForm | None = None,
     tile: int | None = None,
-    assumed_tile: int = 1,
 ) -> FitResult:
     """Fit all phases. `form` fixes the prefill form, None chooses by held-out error.
 
-    `tile` fixes the tile; None takes what the points show, or the assumed one. Mixed points are fitted where
-    there are at least `LEAST_MIXED`. Raises `ProfileError` where a phase has too few or unusable points.
+    `tile` fixes the tile; None takes what the points show, or none. Mixed points are fitted where there are
+    at least `LEAST_MIXED`. Raises `ProfileError` where a phase has too few or unusable points.
     """
     merged = merge_repeats(points)
     by_phase = {phase: [p for p in merged if p.phase is phase] for phase in StepKind}
@@ -162,7 +161,7 @@ def fit(
         _check_enough(phase, phase_points)
     prefill, decode, mixed = by_phase[StepKind.PREFILL], by_phase[StepKind.DECODE], by_phase[StepKind.MIXED]
     shown = None if form is PrefillForm.PAPER else shown_tile(prefill)
-    prefill_fit, better = _choose(prefill, tuple(PrefillForm), form, tile or shown or assumed_tile)
+    prefill_fit, better = _choose(prefill, tuple(PrefillForm), form, tile or shown or 1)
     decode_fit, table = _choose(decode, tuple(DecodeForm), None, 1)
     latency = LatencyModel(
         *fit_linear(_usual(prefill)),
@@ -182,7 +181,7 @@ def fit(
         decode_fit,
         tuple(line for phase, error in errors if error for line in _warnings(phase, error)),
         mixed_error,
-        tile or shown,
+        shown,
     )
 
 

@@ -58,11 +58,11 @@ class Selection:
     """The rows of one configuration, and what the file says it is (None where it has no such column)."""
 
     points: tuple[Point, ...]
-    tensor_parallel_size: int | None
     system: str | None
     backend: str | None
     backend_version: str | None
     model: str | None
+    tensor_parallel_size: int | None
 
 
 def read_csv(
@@ -85,9 +85,15 @@ def read_csv(
             flag = f"--{column}" if column in wanted else column
             raise ProfileError(f"{path}: {flag}: expected one to be chosen out of {', '.join(names)}")
         identity[column] = names[0] if names else None
-    degree = identity.pop("tp")
-    points = tuple(merge_repeats(point for _, point in rows))
-    return Selection(points, None if degree is None else int(degree), **identity)
+    degree = identity["tp"]
+    return Selection(
+        tuple(merge_repeats(point for _, point in rows)),
+        identity["system"],
+        identity["backend"],
+        identity["backend_version"],
+        identity["model"],
+        int(degree) if degree is not None else None,
+    )
 
 
 def _point(row: CsvRow) -> Point:
