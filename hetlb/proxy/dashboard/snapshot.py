@@ -63,7 +63,7 @@ class Snapshots:
             "registration": source.fleet.file.admin.registration,
             "decisions": {
                 "total": totals.decisions,
-                "last": newest(source.scheduling.decisions, DECISIONS_SHOWN, source.tokens_so_far),
+                "last": newest(source.scheduling.decisions, DECISIONS_SHOWN, source.driver.tokens_so_far),
             },
             "fleet": fleet,
             "status": self.status(),
