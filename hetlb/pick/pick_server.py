@@ -20,6 +20,7 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]
 from hetlb.addresses import is_loopback
 from hetlb.config.fleet import Fleet
 from hetlb.config.fleet_tables import ProxyTable
+from hetlb.config.urls import bracketed
 from hetlb.errors import ConfigError
 from hetlb.pick import messages
 from hetlb.pick.calls import MAX_BESIDE_BODY, ProcessCall
@@ -149,7 +150,7 @@ class PickServer:
             messages.HEALTH_SERVICE, {"Check": grpc.unary_unary_rpc_method_handler(self._check)}
         )
         _check_free(host, port)
-        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        where = f"{bracketed(host)}:{port}"
         try:
             if self.tls is None:
                 port = server.add_insecure_port(where)

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from hetlb.addresses import is_special
 from hetlb.config.fleet import Fleet
 from hetlb.config.fleet_tables import Listen, SharedTable
+from hetlb.config.urls import bracketed
 from hetlb.core.types import InstanceSpec
 from hetlb.pick.pick_driver import PickDriver
 from hetlb.pick.pick_server import PickServer, gateway_certificates
@@ -159,10 +160,6 @@ def _parts(url: str) -> tuple[str, int]:
     return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
 
 
-def _endpoint(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def _literal(url: str) -> str | None:
     """`ip:port` of a URL with an address in it, None of one with a name."""
     host, port = _parts(url)
@@ -170,7 +167,7 @@ def _literal(url: str) -> str | None:
         ipaddress.ip_address(host)
     except ValueError:
         return None
-    return _endpoint(host, port)
+    return f"{bracketed(host)}:{port}"
 
 
 async def _looked_up(url: str) -> str | None:
@@ -186,4 +183,4 @@ async def _looked_up(url: str) -> str | None:
         return None
     found = [each for each in found if not is_special(str(each[4][0]))]
     first = min(found, key=lambda each: each[0] != socket.AF_INET, default=None)
-    return None if first is None else _endpoint(str(first[4][0]), port)
+    return None if first is None else f"{bracketed(str(first[4][0]))}:{port}"

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from hetlb.config.fleet import Fleet, load_fleet
 from hetlb.config.fleet_tables import KvEventsTable, SharedTable
+from hetlb.config.urls import bracketed
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Health, Lease
+from hetlb.core.types import Health
 from hetlb.errors import ConfigError, InputError
 from hetlb.proxy import systemd
 from hetlb.proxy.access import (
@@ -40,6 +41,7 @@ from hetlb.proxy.front import Front, Listener
 from hetlb.proxy.reload import needs_restart, read_again
 from hetlb.proxy.roster import Roster
 from hetlb.proxy.scheduler_driver import SchedulerDriver
+from hetlb.proxy.scheduler_side import Carrier
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Offer, Takeover
@@ -69,6 +71,7 @@ class FleetService(ABC):
     The admin listener, the dashboard and `/metrics` read it as it is.
     """
 
+    driver: Carrier
     #: Descriptions of the stages that an instance is made of, by its name.
     stages: Mapping[str, Callable[[], list[dict[str, Any]]]] = {}
     #: The view that other processes of the fleet share, None where this one is alone.
@@ -218,10 +221,6 @@ class FleetService(ABC):
     def lost_lines(self) -> int:
         """Lines of logs that a slow reader made us drop."""
         return 0 if self._event_log is None else self._event_log.lost
-
-    @abstractmethod
-    def tokens_so_far(self, lease: Lease) -> int:
-        """Output tokens of a lease: all of them, or those that came until now."""
 
     @property
     def stopping(self) -> bool:
@@ -473,10 +472,6 @@ class Service(FleetService):
         """Everything counted so far."""
         return self.driver.totals
 
-    def tokens_so_far(self, lease: Lease) -> int:
-        """Output tokens of a lease: all of them, or those that came until now."""
-        return self.driver.tokens_so_far(lease)
-
     @property
     def stopping(self) -> bool:
         """True if no further request is to be sent here."""
@@ -542,8 +537,7 @@ def ready_line(
 
 def _url(address: tuple[str, int], tls: object | None) -> str:
     host, port = address
-    scheme = "http" if tls is None else "https"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return f"{'http' if tls is None else 'https'}://{bracketed(host)}:{port}"
 
 
 def _share(table: SharedTable, key: str, scheduling: SchedulerDriver) -> Sharing | None:

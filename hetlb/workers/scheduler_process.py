@@ -24,7 +24,6 @@ from hetlb.config.fleet import Fleet
 from hetlb.core.types import (
     AdminState,
     AdminStateSet,
-    Lease,
 )
 from hetlb.errors import InputError
 from hetlb.proxy.access import Access
@@ -309,10 +308,6 @@ class SchedulerProcess(FleetService):
     def lost_lines(self) -> int:
         """Lines of all logs that were dropped."""
         return super().lost_lines + self._reports.lost_lines
-
-    def tokens_so_far(self, lease: Lease) -> int:
-        """Output tokens of a lease, as of the last report."""
-        return self.driver.tokens_so_far(lease)
 
     @property
     def readiness(self) -> str:
