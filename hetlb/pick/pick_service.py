@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from hetlb.addresses import is_special
 from hetlb.config.fleet import Fleet
 from hetlb.config.fleet_tables import Listen, SharedTable
+from hetlb.config.urls import bracketed
 from hetlb.core.types import InstanceSpec
 from hetlb.pick.pick_driver import PickDriver
 from hetlb.pick.pick_server import PickServer, gateway_certificates
@@ -60,6 +61,10 @@ class PickService(Service):
     def _make_server(self) -> PickServer:
         return PickServer(self.driver, self, self.fleet, self._serves)
 
+    @property
+    def ready_line(self) -> str:
+        return super().ready_line.replace("hetlb ready", "hetlb pick ready", 1)
+
     def _serves(self) -> bool:
         """True if gateways should send requests here."""
         return self.routable() and (self._leader is None or self._leader.leads)
@@ -73,7 +78,9 @@ class PickService(Service):
 
     @staticmethod
     def _shared_table(fleet: Fleet) -> tuple[SharedTable | None, str]:
-        return _shared_table(fleet)
+        if fleet.file.pick.shared is not None:
+            return fleet.file.pick.shared, f"{fleet.where}pick.shared"
+        return Service._shared_table(fleet)
 
     async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Takeover | None = None) -> None:
         """Know the addresses of the instances, then start as any service."""
@@ -129,16 +136,9 @@ class PickService(Service):
             state.set_addresses(found)
 
 
-def _shared_table(fleet: Fleet) -> tuple[SharedTable | None, str]:
-    """Table of what is shared with other pickers, and its key."""
-    if fleet.file.pick.shared is not None:
-        return fleet.file.pick.shared, f"{fleet.where}pick.shared"
-    return fleet.file.shared, f"{fleet.where}shared"
-
-
 def leader_of(fleet: Fleet) -> Leader | None:
     """The election of the picker that serves, None where all serve. Raises `ConfigError`."""
-    table, key = _shared_table(fleet)
+    table, key = PickService._shared_table(fleet)
     if table is None or table.lease is None:
         return None
     name = f"{socket.gethostname()}_{secrets.token_hex(4)}"
@@ -148,7 +148,7 @@ def leader_of(fleet: Fleet) -> Leader | None:
 def check_pick(fleet: Fleet) -> None:
     """Raise `ConfigError` unless all that the section `pick` names is there."""
     gateway_certificates(fleet)
-    table, key = _shared_table(fleet)
+    table, key = PickService._shared_table(fleet)
     if table is not None:
         shared_url(table, key)
     leader_of(fleet)
@@ -160,10 +160,6 @@ def _parts(url: str) -> tuple[str, int]:
     return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
 
 
-def _endpoint(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def _literal(url: str) -> str | None:
     """`ip:port` of a URL with an address in it, None of one with a name."""
     host, port = _parts(url)
@@ -171,7 +167,7 @@ def _literal(url: str) -> str | None:
         ipaddress.ip_address(host)
     except ValueError:
         return None
-    return _endpoint(host, port)
+    return f"{bracketed(host)}:{port}"
 
 
 async def _looked_up(url: str) -> str | None:
@@ -187,4 +183,4 @@ async def _looked_up(url: str) -> str | None:
         return None
     found = [each for each in found if not is_special(str(each[4][0]))]
     first = min(found, key=lambda each: each[0] != socket.AF_INET, default=None)
-    return None if first is None else _endpoint(str(first[4][0]), port)
+    return None if first is None else f"{bracketed(str(first[4][0]))}:{port}"
