@@ -30,15 +30,16 @@ COMPILED = (
         for name in (
             "client_response", "connection", "connection_states", "driver", "ends",
             "engine_pools", "continuation", "engine_answer", "engine_request", "exchange",
-            "exchange_states", "limits", "prefix_keys", "progress", "realtime", "router",
-            "scheduler_driver", "scheduler_side", "scheduling", "streamed_answer", "token_estimator",
-            "upstream",
+            "exchange_states", "limits", "message_channel", "paced_reading", "prefix_keys", "progress",
+            "realtime", "router", "scheduler_driver", "scheduler_side", "scheduling", "server",
+            "streamed_answer", "token_estimator", "upstream",
         )
     ),
     *(
         f"proxy/http/{name}.py"
         for name in (
-            "error_responses", "forward_headers", "http1", "multipart", "openai_body", "retry_after", "sse",
+            "error_responses", "forward_headers", "http1", "multipart", "openai_body", "request_reader",
+            "retry_after", "sse",
         )
     ),
     *(
@@ -54,9 +55,7 @@ COMPILED = (
             "kv_blocks", "kv_fetches", "prefix",
         )
     ),
-    "workers/relay_channel.py",
     "workers/relay_driver.py",
-    "workers/held_answer.py",
     "workers/relay_host.py",
 )  # fmt: skip
 _NEEDED = ("mypy>=2.1,<3", "setuptools>=77", "types-PyYAML")

@@ -2,27 +2,29 @@
 
 Made from `report.html.j2`, which escapes every text. Self-contained: its Content-Security-Policy allows the
 inline style and script alone. Light and dark as the reader's system is. The figures are those of the JSON
-document, rounded only here.
+document, rounded only here. Curves are of what was measured, nothing is smoothed: distributions are the
+sorted values, timelines are counts on a grid of moments.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import fmean
+from typing import Any, TypeAlias
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from hetlb.loadtest.curves import Line, against_rate, distribution, in_flight, output_rate, policies_of
-from hetlb.loadtest.metrics import METRICS
 from hetlb.loadtest.report import (
-    ReportCell,
-    ReportRow,
     ReportTable,
+    Run,
     comparison_table,
     comparison_title,
     instances_table,
+    latency_name,
     latency_table,
     milliseconds,
     percent,
@@ -33,63 +35,58 @@ from hetlb.loadtest.report import (
 from hetlb.loadtest.runs import MeasuredRun
 from hetlb.loadtest.verdict import SUSPECT, verdict_of
 from hetlb.pages import asset, content_hash, inline_module, inline_style
+from hetlb.workload.records import METRICS, RequestResult, latencies_s
 
-_LATENCIES = (("ttft", "TTFT"), ("itl", "ITL"), ("e2el", "E2EL"))
+_LATENCIES = ("ttft", "itl", "e2el")
+_GLANCED = ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "mean_e2el_ms", "p99_e2el_ms")
 #: Figures compared at a glance: figure, heading, how it is written.
 _GLANCE: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("output_throughput", "output tok/s", lambda value: f"{value:,.0f}"),
     ("request_goodput", "goodput/s", lambda value: f"{value:,.2f}"),
-    ("mean_ttft_ms", "TTFT mean", milliseconds),
-    ("p99_ttft_ms", "TTFT p99", milliseconds),
-    ("mean_tpot_ms", "TPOT mean", milliseconds),
-    ("mean_e2el_ms", "E2EL mean", milliseconds),
-    ("p99_e2el_ms", "E2EL p99", milliseconds),
+    *((key, latency_name(key), milliseconds) for key in _GLANCED),
 )
 _PERCENTILES = (99.0,)
-_INSTANCE_LATENCIES = {
-    "median_ttft_ms": "TTFT p50",
-    "p99_ttft_ms": "TTFT p99",
-    "median_tpot_ms": "TPOT p50",
-    "p99_e2el_ms": "E2EL p99",
-}
+_INSTANCE_LATENCIES = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_e2el_ms")
 #: Further groups are folded.
 _OPEN_GROUPS = 2
+_MOMENTS = 160
+#: Tokens are counted over longer stretches than requests in flight are looked at: in steps of an engine's
+#: batch they come all at once.
+_STRETCHES = 50
+_QUANTILES = 300
+
+
+#: Points of one line of a chart, in order of x.
+Points: TypeAlias = Sequence[tuple[float, float]]
+
+
+_Axis = Mapping[str, Any]
+#: A chart as the script of the page reads it.
+_Chart = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ReportGroup:
-    """A part that folds: `charts` are numbers in the list of charts."""
+    """A part that folds: charts, and a table."""
 
     title: str
     verdict: str
     is_open: bool
-    charts: Sequence[int] = ()
+    charts: Sequence[_Chart] = ()
     table: ReportTable | None = None
 
 
-@dataclass(slots=True)
-class _Charts:
-    """The charts of the page, as its script reads them."""
-
-    documents: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, title: str, lines: Iterable[Line], x: _Axis, y: _Axis, *, marks: bool = False) -> int:
-        """Add a chart; returns its number."""
-        drawn = [
-            (line.name, [(_rounded(at), _rounded(value)) for at, value in line.points]) for line in lines
-        ]
-        self.documents.append({"title": title, "x": x, "y": y, "marks": marks, "lines": drawn})
-        return len(self.documents) - 1
-
-
-_Axis = Mapping[str, Any]
+def _chart(title: str, lines: Mapping[str, Points], x: _Axis, y: _Axis, *, marks: bool = False) -> _Chart:
+    drawn = [
+        (name, [(_rounded(at), _rounded(value)) for at, value in points]) for name, points in lines.items()
+    ]
+    return {"title": title, "x": x, "y": y, "marks": marks, "lines": drawn}
 
 
 def report(document: Mapping[str, Any], measured: Sequence[MeasuredRun]) -> str:
     """The page. `document` is what `--json` prints, `measured` the runs behind it."""
     metadata, runs, comparisons = document["metadata"], document["runs"], document["comparison"]
     search = document["search"]
-    charts = _Charts()
     style = inline_style(asset("report.css", "hetlb.loadtest"))
     script = inline_module(asset("report.js", "hetlb.loadtest"))
     context = {
@@ -103,16 +100,15 @@ def report(document: Mapping[str, Any], measured: Sequence[MeasuredRun]) -> str:
         "rounds": comparisons[0]["rounds"] if comparisons else 0,
         "confidence": percent(comparisons[0]["confidence"]) if comparisons else "",
         "search": search_table(search) if search else None,
-        "rates": _rates(measured, charts),
-        "distributions": list(_distributions(measured, charts)),
-        "timelines": list(_timelines(measured, charts)),
+        "rates": _rates(measured),
+        "distributions": list(_distributions(measured)),
+        "timelines": list(_timelines(measured)),
         "runs_tables": [throughput_table(runs), latency_table(runs, METRICS, _PERCENTILES)],
         "differences": [
             ReportGroup(comparison_title(each), each["verdict"], False, table=comparison_table(each))
             for each in comparisons
         ],
         "metadata_rows": [(key, _plain(value)) for key, value in metadata.items()],
-        "charts": charts.documents,
         "style": Markup(style),
         "script": Markup(script),
         "content_policy": "; ".join(
@@ -123,43 +119,31 @@ def report(document: Mapping[str, Any], measured: Sequence[MeasuredRun]) -> str:
     return environment.from_string(asset("report.html.j2", "hetlb.loadtest")).render(context).lstrip() + "\n"
 
 
-def _policies(
-    comparisons: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]
-) -> list[tuple[str, ReportTable]]:
+def _policies(comparisons: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> list[tuple[str, ReportTable]]:
     """Build a table per rate that compares every policy with the first."""
     by_rate: dict[str, list[Mapping[str, Any]]] = {}
     for each in comparisons:
         by_rate.setdefault(rate_text(each), []).append(each)
     tables = []
     for rate, found in by_rate.items():
-        baseline = found[0]["figures"]
-        first = [ReportCell(show(baseline[key]["baseline_mean"]), "") for key, _, show in _GLANCE]
-        name = found[0]["baseline"]
+        name, figures = found[0]["baseline"], found[0]["figures"]
         own = verdict_of(run for run in runs if run["policy"] == name and rate_text(run) == rate)
-        rows = [ReportRow([ReportCell(name), *first], own)]
-        rows += [
-            ReportRow(
-                [
-                    ReportCell(each["policy"]),
-                    *(_against(each["figures"][key], show) for key, _, show in _GLANCE),
-                ],
-                each["verdict"],
-            )
-            for each in found
-        ]
-        tables.append((rate, ReportTable(["policy", *(head for _, head, _ in _GLANCE)], rows)))
+        rows = [[name, *(show(figures[key]["baseline_mean"]) for key, _, show in _GLANCE)]]
+        marks = {(0, column): ("", False) for column in range(1, len(_GLANCE) + 1)}
+        for number, each in enumerate(found, start=1):
+            rows.append([each["policy"], *(show(each["figures"][key]["mean"]) for key, _, show in _GLANCE)])
+            for column, (key, _, _) in enumerate(_GLANCE, start=1):
+                figure = each["figures"][key]
+                if figure["relative"] is not None:
+                    is_sure = figure["low"] is not None and (figure["low"] > 0 or figure["high"] < 0)
+                    marks[number, column] = (f"{100 * figure['relative']:+.1f} %", is_sure)
+        heads = ["policy", *(head for _, head, _ in _GLANCE)]
+        verdicts = [own, *(each["verdict"] for each in found)]
+        tables.append((rate, ReportTable(heads, rows, verdicts=verdicts, marks=marks)))
     return tables
 
 
-def _against(figure: Mapping[str, Any], show: Callable[[float], str]) -> ReportCell:
-    """A mean, and by how much it is off the baseline's."""
-    if figure["relative"] is None:
-        return ReportCell(show(figure["mean"]))
-    is_sure = figure["low"] is not None and (figure["low"] > 0 or figure["high"] < 0)
-    return ReportCell(show(figure["mean"]), f"{100 * figure['relative']:+.1f} %", is_sure)
-
-
-def _rates(measured: Sequence[MeasuredRun], charts: _Charts) -> ReportGroup:
+def _rates(measured: Sequence[MeasuredRun]) -> ReportGroup:
     """Chart figures against the rate; none for a single rate."""
     title, verdict = "Against the rate", verdict_of(each.run for each in measured)
     rates = {each.run["request_rate"] for each in measured if isinstance(each.run["request_rate"], float)}
@@ -167,7 +151,7 @@ def _rates(measured: Sequence[MeasuredRun], charts: _Charts) -> ReportGroup:
         return ReportGroup(title, verdict, is_open=True)
     pictures: list[tuple[str, str, str, float]] = [
         ("Output throughput", "output_throughput", "tokens/s", 1.0),
-        *((f"{name} p99", f"p99_{key}_ms", "ms", 1.0) for key, name in _LATENCIES),
+        *((latency_name(key), key, "ms", 1.0) for key in (f"p99_{name}_ms" for name in _LATENCIES)),
     ]
     if any(each.run["slo_attainment"] is not None for each in measured):
         pictures.append(("Requests that met the limits", "slo_attainment", "%", 100.0))
@@ -177,15 +161,16 @@ def _rates(measured: Sequence[MeasuredRun], charts: _Charts) -> ReportGroup:
         )
         for policy in policies_of(measured)
     }
-    numbers = []
+    x = {"label": "offered requests/s", "least": 0}
+    charts = []
     for name, figure, unit, factor in pictures:
-        lines = [Line(names[line.name], line.points) for line in against_rate(measured, figure, factor)]
+        lines = {names[line]: points for line, points in against_rate(measured, figure, factor).items()}
         y = {"label": unit, "least": 0, **({"most": 100} if unit == "%" else {})}
-        numbers.append(charts.add(name, lines, {"label": "offered requests/s", "least": 0}, y, marks=True))
-    return ReportGroup(title, verdict, is_open=True, charts=numbers)
+        charts.append(_chart(name, lines, x, y, marks=True))
+    return ReportGroup(title, verdict, is_open=True, charts=charts)
 
 
-def _distributions(measured: Sequence[MeasuredRun], charts: _Charts) -> Iterable[ReportGroup]:
+def _distributions(measured: Sequence[MeasuredRun]) -> Iterable[ReportGroup]:
     """A group per rate with a line per policy; one policy alone is one group with a line per rate."""
     groups: dict[str, dict[str, list[MeasuredRun]]] = {}
     several = len(policies_of(measured)) > 1
@@ -195,31 +180,31 @@ def _distributions(measured: Sequence[MeasuredRun], charts: _Charts) -> Iterable
         groups.setdefault(group, {}).setdefault(line, []).append(each)
     x, y = {"label": "ms", "log": True}, {"label": "share", "least": 0, "most": 1, "format": "percent"}
     for number, (title, lines) in enumerate(groups.items()):
-        numbers = [
-            charts.add(
-                name,
-                [Line(_marked(line, each), distribution(each, key)) for line, each in lines.items()],
+        charts = [
+            _chart(
+                key.upper(),
+                {_marked(name, each): distribution(each, key) for name, each in lines.items()},
                 x,
                 y,
             )
-            for key, name in _LATENCIES
+            for key in _LATENCIES
         ]
         verdict = verdict_of(each.run for line in lines.values() for each in line)
-        yield ReportGroup(title, verdict, number < _OPEN_GROUPS, numbers)
+        yield ReportGroup(title, verdict, number < _OPEN_GROUPS, charts)
 
 
-def _timelines(measured: Sequence[MeasuredRun], charts: _Charts) -> Iterable[ReportGroup]:
+def _timelines(measured: Sequence[MeasuredRun]) -> Iterable[ReportGroup]:
     x, y = {"label": "s", "least": 0}, {"label": "requests in flight", "least": 0}
     for number, each in enumerate(measured):
         names = [entry["name"] for entry in each.run["instances"]]
         records = each.result.records
-        numbers = (
-            charts.add("In flight", in_flight(records, names), x, y),
-            charts.add("Output", output_rate(records, names), x, {**y, "label": "tokens/s"}),
+        charts = (
+            _chart("In flight", in_flight(records, names), x, y),
+            _chart("Output", output_rate(records, names), x, {**y, "label": "tokens/s"}),
         )
         verdict = each.run["client"]["verdict"]
         table = instances_table(each.run, _INSTANCE_LATENCIES) if names else None
-        yield ReportGroup(_name(each.run), verdict, number < _OPEN_GROUPS, numbers, table)
+        yield ReportGroup(_name(each.run), verdict, number < _OPEN_GROUPS, charts, table)
 
 
 def _marked(name: str, measured: Iterable[MeasuredRun]) -> str:
@@ -228,7 +213,7 @@ def _marked(name: str, measured: Iterable[MeasuredRun]) -> str:
     return f"{name} ({SUSPECT})" if verdict == SUSPECT else name
 
 
-def _name(run: Mapping[str, Any]) -> str:
+def _name(run: Run) -> str:
     words = [] if run["policy"] is None else [run["policy"]]
     return ", ".join([*words, f"rate {rate_text(run)}", f"round {run['round']}"])
 
@@ -242,3 +227,77 @@ def _plain(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {each}" for key, each in value.items()) or "-"
     return str(value)
+
+
+# --- curves ------------------------------------------------------------------------------------------------
+
+
+def against_rate(measured: Sequence[MeasuredRun], figure: str, factor: float = 1.0) -> dict[str, Points]:
+    """A figure against the rate, a line per policy; rounds are averaged."""
+    lines: dict[str, Points] = {}
+    for policy in policies_of(measured):
+        by_rate: dict[float, list[float]] = {}
+        for run in (each.run for each in measured if each.run["policy"] == policy):
+            if isinstance(run["request_rate"], float) and run[figure] is not None:
+                by_rate.setdefault(run["request_rate"], []).append(factor * run[figure])
+        lines[policy or "measured"] = [(rate, fmean(by_rate[rate])) for rate in sorted(by_rate)]
+    return lines
+
+
+def distribution(measured: Iterable[MeasuredRun], metric: str) -> Points:
+    """Return the empirical distribution (ms, share) of a latency over these runs."""
+    done = (record for each in measured for record in each.result.records if record.ok)
+    values = sorted(latencies_s(done, metric))
+    last = len(values) - 1
+    if last < 1:
+        return [(1e3 * value, 1.0) for value in values]
+    ranks = sorted({round(i * last / (_QUANTILES - 1)) for i in range(_QUANTILES)})
+    return [(1e3 * values[rank], (rank + 1) / len(values)) for rank in ranks]
+
+
+def in_flight(records: Sequence[RequestResult], names: Sequence[str]) -> dict[str, Points]:
+    """Requests in flight over time (seconds), a line per instance; without instances one of all."""
+    lines: dict[str, Points] = {}
+    for name, mine in _by_instance(records, names):
+        begun = sorted(record.sent_s for record in mine if record.sent_s is not None)
+        ended = sorted(record.end_s for record in mine if record.end_s is not None)
+        lines[name] = [
+            (at, float(bisect.bisect_right(begun, at) - bisect.bisect_right(ended, at)))
+            for at in _moments(records, _MOMENTS)
+        ]
+    return lines
+
+
+def output_rate(records: Sequence[RequestResult], names: Sequence[str]) -> dict[str, Points]:
+    """Output tokens per second over time, a line per instance; tokens are counted when they came."""
+    moments = _moments(records, _STRETCHES)
+    width = moments[1] - moments[0] if len(moments) > 1 else 1.0
+    lines: dict[str, Points] = {}
+    for name, mine in _by_instance(records, names):
+        counts = [0] * len(moments)
+        for record in mine:
+            if record.first_token_s is not None:
+                for at in accumulate(record.itl_s or (), initial=record.first_token_s):
+                    counts[min(bisect.bisect_left(moments, at), len(moments) - 1)] += 1
+        lines[name] = [(at, count / width) for at, count in zip(moments, counts, strict=True)]
+    return lines
+
+
+def policies_of(measured: Sequence[MeasuredRun]) -> list[str | None]:
+    """The policies that were measured, in order."""
+    return list(dict.fromkeys(each.run["policy"] for each in measured))
+
+
+def _by_instance(
+    records: Sequence[RequestResult], names: Sequence[str]
+) -> Iterable[tuple[str, list[RequestResult]]]:
+    if not names:
+        yield "all", list(records)
+    for name in names:
+        yield name, [record for record in records if record.instance == name]
+
+
+def _moments(records: Sequence[RequestResult], count: int) -> list[float]:
+    """Evenly from the start of a run to its end."""
+    end = max((record.end_s for record in records if record.end_s is not None), default=0.0)
+    return [end * i / (count - 1) for i in range(count)] if end > 0 else [0.0]

@@ -61,6 +61,10 @@ class PickService(Service):
     def _make_server(self) -> PickServer:
         return PickServer(self.driver, self, self.fleet, self._serves)
 
+    @property
+    def ready_line(self) -> str:
+        return super().ready_line.replace("hetlb ready", "hetlb pick ready", 1)
+
     def _serves(self) -> bool:
         """True if gateways should send requests here."""
         return self.routable() and (self._leader is None or self._leader.leads)
@@ -74,7 +78,9 @@ class PickService(Service):
 
     @staticmethod
     def _shared_table(fleet: Fleet) -> tuple[SharedTable | None, str]:
-        return _shared_table(fleet)
+        if fleet.file.pick.shared is not None:
+            return fleet.file.pick.shared, f"{fleet.where}pick.shared"
+        return Service._shared_table(fleet)
 
     async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Takeover | None = None) -> None:
         """Know the addresses of the instances, then start as any service."""
@@ -130,16 +136,9 @@ class PickService(Service):
             state.set_addresses(found)
 
 
-def _shared_table(fleet: Fleet) -> tuple[SharedTable | None, str]:
-    """Table of what is shared with other pickers, and its key."""
-    if fleet.file.pick.shared is not None:
-        return fleet.file.pick.shared, f"{fleet.where}pick.shared"
-    return fleet.file.shared, f"{fleet.where}shared"
-
-
 def leader_of(fleet: Fleet) -> Leader | None:
     """The election of the picker that serves, None where all serve. Raises `ConfigError`."""
-    table, key = _shared_table(fleet)
+    table, key = PickService._shared_table(fleet)
     if table is None or table.lease is None:
         return None
     name = f"{socket.gethostname()}_{secrets.token_hex(4)}"
@@ -149,7 +148,7 @@ def leader_of(fleet: Fleet) -> Leader | None:
 def check_pick(fleet: Fleet) -> None:
     """Raise `ConfigError` unless all that the section `pick` names is there."""
     gateway_certificates(fleet)
-    table, key = _shared_table(fleet)
+    table, key = PickService._shared_table(fleet)
     if table is not None:
         shared_url(table, key)
     leader_of(fleet)

@@ -60,8 +60,8 @@ OBJECTIVE: Final = b"x-gateway-inference-objective"
 _PIECE: Final = 64 << 10
 #: A body of which nothing came in so many seconds has stopped.
 _BODY_STOP_S: Final = 10
-#: A gateway that does not reach an instance is named this often.
-_STRAYED_S: Final = 60.0
+#: Seconds between two lines about an error of ours, or a gateway that does not reach an instance.
+_LOG_S: Final = 60.0
 #: Headers of an own answer that Envoy makes itself.
 _FRAMING = frozenset({b"content-length", b"connection"})
 #: Keys of clients: not for engines where they are checked here, or where the engine has its own.
@@ -93,12 +93,12 @@ class PickerState:
         self.held_bytes = 0
         #: Tenants that the gateway's header may name.
         self.tenants = TenantNames()
-        #: Time of the last line about a gateway that does not reach an instance.
-        self._strayed_at: dict[str, float] = {}
+        #: Time of the last line about a gateway that does not reach an instance; "": about an error of ours.
+        self._told_at: dict[str, float] = {}
 
     def set_addresses(self, addresses: Mapping[str, str]) -> None:
         """Instances are reached at these addresses from now on."""
-        self._strayed_at.clear()
+        self._told_at.clear()
         self.addresses = dict(addresses)
         self.names = {address: name for name, address in addresses.items()}
 
@@ -110,13 +110,24 @@ class PickerState:
 
     def strayed(self, instance: str, served: str) -> None:
         """A request for `instance` reached an address that the gateway was not told."""
-        now = self.driver.now()
-        if now - self._strayed_at.get(instance, -math.inf) < _STRAYED_S:
+        if not self._may_tell(instance):
             return
-        self._strayed_at[instance] = now
         address = self.addresses.get(instance, "-")
         message = "requests for %s reach %s: the gateway has no healthy endpoint %s"
         tell(logger, Event.GATEWAY_ELSEWHERE, message, instance, served, address, instance=instance)
+
+    def failed(self, error: Exception) -> None:
+        """An error of ours ended a call: it is logged with its traceback."""
+        if self._may_tell(""):
+            logger.error("a request of a gateway failed", exc_info=error)
+
+    def _may_tell(self, about: str) -> bool:
+        """True once in `_LOG_S`."""
+        now = self.driver.now()
+        if now - self._told_at.get(about, -math.inf) < _LOG_S:
+            return False
+        self._told_at[about] = now
+        return True
 
     def set_objectives(self, priorities: Mapping[str, int]) -> None:
         """The cluster's objectives from now on; the file's go before them."""
@@ -233,18 +244,15 @@ class HttpStream(Upstream):
 
     def refuse(self, error: GateError) -> None:
         """Answer a request that may not pass."""
-        answer = error.answer if isinstance(error, Refusal) else error_responses.bad_request(error.status)
-        headers = error_responses.refusal_headers(answer, 1.0 if answer.should_retry else None)
-        if isinstance(error, Refusal):
-            headers += error_responses.header_pairs(error.lines)
+        answer, retry_after_s, lines = error_responses.refused_for(error)
         shared = self._shared
         if self._head is None:
-            shared.driver.refused(answer.outcome, error.status)
+            shared.driver.refused(answer.outcome, answer.status)
         else:
             now = shared.driver.now()
-            label = shared.router.refused(self._head, self._tenant, answer, error.status, now, self.address)
-            headers += ((b"x-request-id", label.encode("ascii")),)
-        self._answer(error.status, headers, error_responses.error_body(answer, error.message))
+            label = shared.router.refused(self._head, self._tenant, answer, now, self.address)
+            lines += b"x-request-id: %b\r\n" % label.encode("ascii")
+        self._answer(error_responses.refusal(answer, error.message, retry_after_s, lines))
 
     # --- the request ---
 
@@ -334,7 +342,7 @@ class HttpStream(Upstream):
         taken = shared.router.handle(self, head, pieces, self._tenant, self._form)
         self._form = None
         if isinstance(taken, bytes):
-            self._answer_bytes(taken)
+            self._answer(taken)
             return
         driver, request = shared.driver, taken.request
         request.splittable = False  # a gateway sends a request to one instance
@@ -518,7 +526,7 @@ class HttpStream(Upstream):
         """Take what goes to the client: an answer of our own, or the engine's body behind a head."""
         if self.state is not StreamState.ANSWERING:
             if data.startswith(b"HTTP/1.1 "):
-                self._answer_bytes(data)
+                self._answer(data)
                 return
             if self.state is not StreamState.HEAD_SEEN:
                 return
@@ -551,7 +559,7 @@ class HttpStream(Upstream):
     def break_off(self) -> None:
         """The answer is broken off: Envoy resets it, unless what is being fed ends it."""
         if self._out is None:
-            self._answer(502, (), b"")
+            self._answer(error_responses.response(502, b""))
 
     # --- out ---
 
@@ -559,26 +567,27 @@ class HttpStream(Upstream):
         if self.state is not StreamState.REFUSED:
             self._send(data)
 
-    def _answer_bytes(self, response: bytes) -> None:
-        """Answer with a response that was made for a connection."""
+    def _answer(self, response: bytes) -> None:
+        """Answer through Envoy in place of an engine, with a response that was made for a connection."""
         head, _, body = response.partition(b"\r\n\r\n")
         first, *lines = head.split(b"\r\n")
-        fields = [tuple(line.split(b": ", 1)) for line in lines]
-        self._answer(int(first.split(b" ", 2)[1]), fields, body)
-
-    def _answer(self, status: int, headers: Any, body: bytes) -> None:
-        """Answer through Envoy in place of an engine."""
-        kept = [(name.decode("ascii"), value) for name, value in headers if name not in _FRAMING]
-        if body and not any(name == "content-type" for name, _ in kept):
-            kept.append(("content-type", b"application/json"))
+        fields = [line.partition(b": ") for line in lines]
+        kept = [(name.decode("ascii"), value) for name, _, value in fields if name not in _FRAMING]
         if self.state in OWN_ANSWER.before:
-            self._reply(messages.immediate(status, kept, body, "hetlb"))
+            self._reply(messages.immediate(int(first.split(b" ", 2)[1]), kept, body, "hetlb"))
             self._enter(OWN_ANSWER)
 
 
 #: States in which an answer is under way, or is over; those in which nothing more is to be done.
 _ANSWER: Final = (StreamState.HEAD_SEEN, StreamState.ANSWERING, StreamState.PASSED)
 _OVER: Final = (StreamState.PASSED, StreamState.REFUSED, StreamState.CLOSED)
+
+
+def _taken_apart(response: bytes) -> tuple[int, Any, bytes]:
+    """Status, headers and body of a response that was made for a connection."""
+    head, _, body = response.partition(b"\r\n\r\n")
+    first, *lines = head.split(b"\r\n")
+    return int(first.split(b" ", 2)[1]), [tuple(line.split(b": ", 1)) for line in lines], body
 
 
 def _unsent(_: bytes) -> None:

@@ -31,8 +31,8 @@ from hetlb.core.types import (
     ProbeResult,
 )
 from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
+from hetlb.proxy.engine_pools import LOCAL_ERRNOS
 from hetlb.proxy.telemetry.events import Event, tell
-from hetlb.proxy.upstream import LOCAL_ERRNOS
 
 logger = logging.getLogger("hetlb.scrape")
 

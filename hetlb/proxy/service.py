@@ -255,20 +255,20 @@ class FleetService(ABC):
             try:
                 fleet = await asyncio.to_thread(read_again, self.fleet, self._load)
                 access = await asyncio.to_thread(require_urls, fleet)
-                await self._agree(fleet)
             except InputError as error:
                 reloads["refused"] += 1
                 text = "not reloaded, the last good configuration stays: %s"
                 tell(logger, Event.RELOAD_REFUSED, text, error)
                 raise
+            self._spread(fleet)
             done = await self._swap(fleet, access)
             reloads["done"] += 1
             await self.settled()
         tell(logger, Event.RELOADED, "reloaded: %s", done)
         return done
 
-    async def _agree(self, fleet: Fleet) -> None:
-        """Prepare all processes for another fleet. Raises `ConfigError` where one cannot be."""
+    def _spread(self, fleet: Fleet) -> None:
+        """Give other processes a fleet that is about to be in force."""
 
     async def _swap(self, fleet: Fleet, access: Access) -> str:
         """Serve another fleet from now on; what was kept as it is keeps its load. Says what changed."""
@@ -322,7 +322,7 @@ class FleetService(ABC):
         """Close everything now; harmless after a start that failed half-way."""
         await self._offer.close()
         if self._takeover is not None:
-            await self._takeover.close()
+            self._takeover.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -394,7 +394,7 @@ class Service(FleetService):
         listen = self.fleet.file.listen
         with named("listen", listen.host, listen.port):
             self.address = await self.server.start(listen.host, listen.port, listeners.main)
-        await self.admin.open(make_app(self), self.fleet.file.admin, listeners.admin)
+        await self.admin.listen(make_app(self), self.fleet.file.admin, listeners.admin)
         if takeover is not None:
             await takeover.accepting()
             tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")

@@ -22,9 +22,9 @@ from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.lease_wire import RequestFacts, WireBegun, WireBooked, WireEnded
 from hetlb.proxy.limits import Ticket
+from hetlb.proxy.message_channel import MessageChannel
 from hetlb.proxy.scheduler_side import SchedulerSide
 from hetlb.proxy.scrape import read_model_list
-from hetlb.workers.held_answer import HeldAnswer
 from hetlb.workers.protocol import (
     AbortMessage,
     Arrival,
@@ -39,13 +39,11 @@ from hetlb.workers.protocol import (
     Made,
     ModelsRead,
     PassOnMessage,
-    Refused,
     Rejected,
     RelayMessage,
     Used,
     ViewMessage,
 )
-from hetlb.workers.relay_channel import RelayChannel
 
 #: Bits of a request's id below the number of its relay.
 ID_BITS: Final = 32
@@ -61,13 +59,12 @@ class RelayDriver(SchedulerSide):
         super().__init__()
         self._limits = limits
         self._driver = driver
-        self._channel: RelayChannel[FromScheduler] | None = None
+        self._channel: MessageChannel[FromScheduler] | None = None
         self._alone_since = driver.now()
         self._targets: dict[str, Target] = {}
         #: Incarnations of the instances as the scheduler process numbers them.
         self._incarnations: dict[str, int] = {}
         self._next_incarnation = 1
-        self._held: dict[RequestId, HeldAnswer] = {}
         #: The newest leases, for reports.
         self.recent: deque[Lease] = deque(maxlen=_RECENT)
         #: Bytes and tokens of prompts since the last report, by model.
@@ -77,7 +74,7 @@ class RelayDriver(SchedulerSide):
         driver.pools.on_reconnect = self.reconnected
         #: True if requests wait somewhere: what frees an instance is said at once then.
         self.others_wait = False
-        self._view = ViewMessage([], "", b"[]", False)
+        self._view = ViewMessage([], [], "", b"[]", False)
         self._served: frozenset[str] = frozenset()
 
     # --- the channel ---
@@ -95,7 +92,7 @@ class RelayDriver(SchedulerSide):
             live.append(LiveRequest(WireBooked.of(booked(lease, now)), exchange.tenant))
         return live
 
-    def connected(self, channel: RelayChannel[FromScheduler]) -> None:
+    def connected(self, channel: MessageChannel[FromScheduler]) -> None:
         """Send waiting requests, oldest first, to a scheduler process that has the live leases."""
         self._channel = channel
         self._incarnations.clear()
@@ -106,8 +103,8 @@ class RelayDriver(SchedulerSide):
         """There is no scheduler process for now."""
         self._channel = None
         self._alone_since = self._driver.now()
-        for held in list(self._held.values()):
-            held.pass_on()
+        for exchange in list(self._driver.exchanges.values()):
+            exchange.let_go()
 
     def _send(self, message: RelayMessage) -> None:
         if self._channel is not None:
@@ -124,6 +121,7 @@ class RelayDriver(SchedulerSide):
 
     def set_view(self, view: ViewMessage) -> None:
         """The fleet is so, as the scheduler process says."""
+        self._set_instances(view.instances)
         self._view, self._served = view, frozenset(view.names)
 
     @property
@@ -152,7 +150,7 @@ class RelayDriver(SchedulerSide):
         names = self._read.get(lease.instance)
         return not names or lease.request.model in names
 
-    def instances(self, addresses: Iterable[InstanceAddress]) -> None:
+    def _set_instances(self, addresses: Iterable[InstanceAddress]) -> None:
         """These are all instances. Their incarnations are numbered here: they outlive a scheduler process."""
         targets: dict[str, Target] = {}
         incarnations: dict[str, int] = {}
@@ -193,7 +191,6 @@ class RelayDriver(SchedulerSide):
     ) -> None:
         lease.ended = True
         request_id = lease.request.id
-        self._held.pop(request_id, None)
         ended = WireEnded(lease.id, outcome, lease.output_tokens, lease.reported_cached_tokens)
         message = LeaseChange(request_id, ended, retry, generated)
         if retry:
@@ -204,7 +201,9 @@ class RelayDriver(SchedulerSide):
     def busy(self, lease: Lease, retry_after_s: float, now: float) -> None:
         if self._channel is not None:  # else the client gets what the engine said
             request_id = lease.request.id
-            self._held[request_id] = HeldAnswer(self._driver.exchanges[request_id], self._held)
+            answer = self._driver.exchanges[request_id].answer
+            assert answer is not None, "expected an engine that has answered"
+            answer.wait()
             self._send(Busy(request_id, lease.id, retry_after_s))
 
     def cancelled(self, request_id: RequestId, now: float) -> None:
@@ -239,7 +238,7 @@ class RelayDriver(SchedulerSide):
         exchange = driver.exchanges.get(command.request)
         if exchange is None:
             return
-        if self._held.pop(command.request, None) is not None:
+        if exchange.answer is not None and exchange.answer.waits:
             assert exchange.lease is not None
             exchange.lease.ended = True
             driver.turned_away(exchange.lease)
@@ -265,26 +264,27 @@ class RelayDriver(SchedulerSide):
         if command.limit_lines is not None:
             exchange.ticket = _RelayTicket(self, command.request, command.limit_lines)
         driver.open_pool(target.incarnation, target.name, target.url)
-        exchange.dispatched(
-            lease, now, command.expected_s, command.expected_first_s, command.mixed, command.gives_ids
-        )
+        lease.forecast_end_s, lease.expected_first_s = command.expected_s, command.expected_first_s
+        lease.beside = command.mixed
+        exchange.dispatched(lease, command.gives_ids)
 
-    def answer(self, command: Rejected | Refused | PassOnMessage | AbortMessage) -> None:
+    def answer(self, command: Rejected | PassOnMessage | AbortMessage) -> None:
         """Apply the scheduler process's answer to a request, unless it has ended."""
         exchange = self._driver.exchanges.get(command.request)
         if exchange is None:
             return
         if isinstance(command, Rejected):
-            reject = Reject(command.request, command.reason, command.detail)
-            self._driver.reject(reject, command.retry_after_s)
-        elif isinstance(command, Refused):
-            limited = command.status == error_responses.RATE_LIMITED.status
-            kind = error_responses.RATE_LIMITED if limited else error_responses.bad_request(command.status)
-            exchange.refuse(kind, command.message, command.retry_after_s, command.lines)
+            if command.reason is not None:
+                kind = error_responses.REJECTIONS[command.reason]
+            elif command.status == error_responses.RATE_LIMITED.status:
+                kind = error_responses.RATE_LIMITED
+            else:
+                kind = error_responses.bad_request(command.status)
+            exchange.refuse(kind, command.detail, command.retry_after_s, command.lines)
         elif isinstance(command, AbortMessage):
             exchange.client_gone()
-        elif (held := self._held.get(command.request)) is not None:
-            held.pass_on()
+        else:
+            exchange.let_go()
 
     # --- time ---
 

@@ -38,8 +38,9 @@ from engines import (
 from hetlb.core.engine_metrics import parse
 from hetlb.core.types import EngineSample
 from hetlb.loadtest.bodies import CompletionBodies
-from hetlb.loadtest.generator import LoadResult, run_load
+from hetlb.loadtest.generator import run_load
 from hetlb.loadtest.processes import helper_processes
+from hetlb.loadtest.verdict import LoadResult
 from hetlb.workload.arrivals import PlannedRequest, make_plan
 from hetlb.workload.traces import Row
 
@@ -95,7 +96,8 @@ async def _warm_up(servers: Sequence[Server]) -> None:
 async def load(url: str, plan: Sequence[PlannedRequest], seed: str, *, stream: bool = True) -> LoadResult:
     """Run the plan against a server with prompts drawn from `seed`: no two seeds share a cached prefix."""
     bodies = CompletionBodies(SERVED_MODEL_NAME, plan, random.Random(seed), stream=stream)
-    return await run_load(plan, bodies, url, request_timeout_s=600.0)
+    async with asyncio.timeout(600.0):
+        return await run_load(plan, bodies, url)
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hetlb.plan.common.servers import VllmServer
 from hetlb.plan.disaggregation.split_cluster import Role, SplitCluster, SplitPlan
-from hetlb.plan.disaggregation.split_deploy import GroupServer, commands
 from hetlb.plan.disaggregation.split_search import SplitsFound
+from hetlb.tables import table
 
 
 def document_of(
-    cluster: SplitCluster, plan: SplitPlan, found: SplitsFound, instances: list[GroupServer], solve_s: float
+    cluster: SplitCluster, plan: SplitPlan, found: SplitsFound, servers: list[VllmServer], solve_s: float
 ) -> dict[str, Any]:
     """The figures of the contract, and what they rest on under further keys."""
-    names = {g: instance.name for g, instance in enumerate(instances)}
     rates = {Role.PREFILL: 0.0, Role.DECODE: 0.0, Role.BOTH: 0.0}
     for group in plan.groups:
         rates[group.role] += group.capacity
@@ -32,7 +32,7 @@ def document_of(
         "split_req_s": split_s,
         "groups": [
             {
-                "name": instance.name,
+                "name": server.name,
                 "role": str(group.role),
                 "gpus": {cluster.machines[m].name: n for m, n in group.composition},
                 "tensor_parallel_size": group.tensor_parallel_size,
@@ -41,12 +41,12 @@ def document_of(
                 "capacity_req_s": group.capacity,
                 "kv_cache_tokens": group.kv_cache_tokens,
             }
-            for group, instance in zip(plan.groups, instances, strict=True)
+            for group, server in zip(plan.groups, servers, strict=True)
         ],
         "kv_flows": [
             {
-                "from": names[sender],
-                "to": names[receiver],
+                "from": servers[sender].name,
+                "to": servers[receiver].name,
                 "share": rate / split_s,
                 "req_s": rate,
                 "bytes_per_s": rate * cluster.kv_bytes,
@@ -54,7 +54,7 @@ def document_of(
             for (sender, receiver), rate in plan.flows.items()
         ],
         "solve_s": solve_s,
-        "commands": commands(cluster, plan, instances),
+        "commands": [server.command() for server in servers],
         "workload": {
             "input_tokens": cluster.workload.prompt_tokens,
             "output_tokens": cluster.workload.output_tokens,
@@ -81,36 +81,35 @@ def print_plan(cluster: SplitCluster, document: dict[str, Any], console: Console
 
 
 def _group_grid(document: dict[str, Any]) -> Table:
-    grid = Table(title="groups", title_justify="left")
-    for column in ("group", "GPUs", "TP", "PP", "layers", "requests/s", "KV tokens"):
-        grid.add_column(column, justify="left" if column in ("group", "GPUs", "layers") else "right")
+    rows = []
     for each in document["groups"]:
         layers = each["layers"]
-        grid.add_row(
-            each["name"],
-            " + ".join(f"{n} {name}" for name, n in each["gpus"].items()),
-            str(each["tensor_parallel_size"]),
-            str(each["pipeline_parallel_size"]),
-            str(layers[0]) if len(set(layers)) == 1 else ",".join(map(str, layers)),
-            f"{each['capacity_req_s']:.4g}",
-            str(each["kv_cache_tokens"]),
+        rows.append(
+            (
+                each["name"],
+                " + ".join(f"{n} {name}" for name, n in each["gpus"].items()),
+                str(each["tensor_parallel_size"]),
+                str(each["pipeline_parallel_size"]),
+                str(layers[0]) if len(set(layers)) == 1 else ",".join(map(str, layers)),
+                f"{each['capacity_req_s']:.4g}",
+                str(each["kv_cache_tokens"]),
+            )
         )
-    return grid
+    return table("groups", ("group", "GPUs", ">TP", ">PP", "layers", ">requests/s", ">KV tokens"), rows)
 
 
 def _flow_grid(document: dict[str, Any]) -> Table:
-    grid = Table(title="KV flows", title_justify="left")
-    for column in ("from", "to", "share", "requests/s", "GB/s"):
-        grid.add_column(column, justify="left" if column in ("from", "to") else "right")
-    for each in document["kv_flows"]:
-        grid.add_row(
+    rows = [
+        (
             each["from"],
             each["to"],
             f"{each['share']:.1%}",
             f"{each['req_s']:.4g}",
             f"{each['bytes_per_s'] / 1e9:.3g}",
         )
-    return grid
+        for each in document["kv_flows"]
+    ]
+    return table("KV flows", ("from", "to", ">share", ">requests/s", ">GB/s"), rows)
 
 
 def trust_lines(document: dict[str, Any]) -> list[str]:
