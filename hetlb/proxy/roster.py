@@ -152,9 +152,11 @@ class Roster:
         """Add an instance, or say again that it is there. True where it is new. Raises `InputError`."""
         from hetlb.proxy.registration import addresses, read_registration
 
-        default_ttl_s = 0.0 if self._fleet.file.discovery is None else self._fleet.file.discovery.ttl_s
-        instance, model, ttl_s = read_registration(table, default_ttl_s)
-        spec = self._fleet.resolve_found(instance, model, self._profiles)
+        instance, discovery = read_registration(table), self._fleet.file.discovery
+        ttl_s = instance.ttl_s
+        if ttl_s is None:
+            ttl_s = 0.0 if discovery is None else discovery.ttl_s
+        spec = self._fleet.resolve_found(instance, instance.model, self._profiles)
         known = self.spec(spec.name)
         ours = self.members.source_of(spec.name) in (REGISTRATION, "")
         if known is not None and ours and _same_place(known, spec):
