@@ -18,7 +18,6 @@ from hetlb.config.fleet_tables import (
     OWN_HEADERS,
     ClassTable,
     FleetFile,
-    ImageTokensTable,
     InstanceTable,
     KvEventsTable,
     KvTransferTable,
@@ -123,7 +122,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
             )
             for each in p.shares
         )
-        return PolicyParams(p.theta, p.combine, p.decay_s, shares, p.adapter_load_s, tuple(p.weights.items()))
+        return PolicyParams(p.theta, p.combine, shares, p.adapter_load_s, tuple(p.weights.items()))
 
     @property
     def service_classes(self) -> dict[str, dict[str, ServiceClass]]:
@@ -303,38 +302,6 @@ def check_policy(table: PolicyTable, where: str) -> None:
             raise ConfigError(f"{where}policy.{key}: {one_of(value, names)}")
 
 
-def image_rule(stated: str | ImageTokensTable, key: str) -> ImageRule:
-    """The rule that a fleet file states, by name or in numbers. Raises `ConfigError`."""
-    from hetlb.image_tokens import NAMED_RULES, FixedTokens, LongestEdge, PixelBounds, Tiles
-
-    if isinstance(stated, str):
-        if stated not in NAMED_RULES:
-            raise ConfigError(f"{key}: {one_of(stated, NAMED_RULES)}")
-        return NAMED_RULES[stated]
-    kinds = [name for name in ("tokens", "patch", "tile") if getattr(stated, name) is not None]
-    if len(kinds) != 1:
-        raise ConfigError(f"{key}: expected one of tokens, patch, tile, got {' and '.join(kinds) or 'none'}")
-    if stated.tokens is not None:
-        return FixedTokens(stated.tokens)
-    if stated.tile is not None:
-        if stated.tile_tokens is None:
-            raise ConfigError(f"{key}.tile_tokens: expected a value, but the key is missing")
-        return Tiles(stated.tile, stated.tile_tokens, stated.max_tiles, stated.markers)
-    assert stated.patch is not None
-    if stated.longest_edge is not None:
-        if stated.min_pixels is not None or stated.max_pixels is not None:
-            raise ConfigError(f"{key}.longest_edge: expected it without min_pixels and max_pixels")
-        return LongestEdge(stated.patch, stated.merge, stated.longest_edge)
-    side = stated.patch * stated.merge
-    least = side * side if stated.min_pixels is None else stated.min_pixels
-    if stated.max_pixels is None or stated.max_pixels < max(least, side * side):
-        raise ConfigError(
-            f"{key}.max_pixels: expected at least {max(least, side * side)}, min_pixels or a merged patch, "
-            f"got {stated.max_pixels or 'none'}"
-        )
-    return PixelBounds(stated.patch, stated.merge, least, stated.max_pixels, stated.markers)
-
-
 def resolve_instance(
     instance: InstanceTable,
     model: str,
@@ -469,7 +436,11 @@ class _Resolved:
             fleet.tokenizers[model.name] = base / model.tokenizer
         with mistakes.here():
             if model.image_tokens is not None:
-                fleet.image_rules[model.name] = image_rule(model.image_tokens, f"{key}.image_tokens")
+                from hetlb.image_tokens import NAMED_RULES
+
+                if model.image_tokens not in NAMED_RULES:
+                    raise ConfigError(f"{key}.image_tokens: {one_of(model.image_tokens, NAMED_RULES)}")
+                fleet.image_rules[model.name] = NAMED_RULES[model.image_tokens]
         with mistakes.here():
             if model_key := secret_source(model.api_key_file, model.api_key_env, f"{key}.api_key", base):
                 fleet.model_keys[model.name] = model_key

@@ -71,6 +71,7 @@ MAX_BLANK_LINES: Final = 8
 _SMALL_PIECE: Final = 4 << 10
 #: A body that has just begun may be as slow as it likes.
 _BODY_GRACE_S: Final = 5.0
+_LEAST_BODY_BYTES_PER_S: Final = 1024.0
 #: No body may stop for longer.
 _BODY_STOP_S: Final = 10.0
 #: Seconds in which a refused client may still send before its connection is dropped.
@@ -420,8 +421,8 @@ class ClientConnection(asyncio.Protocol):
                 self.abort()
         elif state is _BODY or state is _READ:
             took_s = now - self._since
-            slow = took_s > _BODY_GRACE_S and self._held < took_s * table.min_body_bytes_per_s
-            stopped = now - self._fed_at > _BODY_STOP_S and table.min_body_bytes_per_s > 0.0
+            slow = took_s > _BODY_GRACE_S and self._held < took_s * _LEAST_BODY_BYTES_PER_S
+            stopped = now - self._fed_at > _BODY_STOP_S
             if slow or stopped or took_s > table.body_timeout_s:
                 self._refuse(GateError(408, "The request body took too long."))
         elif state is _HEAD:
@@ -474,8 +475,9 @@ class ClientConnection(asyncio.Protocol):
         self._body = []
         self._body_left = length or 0
         self._decoder = ChunkedDecoder(MAX_SMALL_CHUNKS) if head.chunked else None
-        if length is not None and length > self._body_limit(head):
-            raise GateError(413, f"The request body is larger than {self._body_limit(head)} bytes.")
+        most = self._clients.table.max_body_bytes
+        if length is not None and length > most:
+            raise GateError(413, f"The request body is larger than {most} bytes.")
         self._form = clients.router.form(head)
         if head.expects is not None:
             self._expected(head)
@@ -520,11 +522,6 @@ class ClientConnection(asyncio.Protocol):
         if head.http11 and (self._body_left or self._decoder) and not self._unread:
             self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def _body_limit(self, head: RequestHead) -> int:
-        table = self._clients.table
-        multipart = head.content_type.startswith(b"multipart/")
-        return table.max_multipart_bytes if multipart else table.max_body_bytes
-
     def _read_body(self) -> bool:
         """Take the body out of the buffer; True when it is whole."""
         buffer, at, decoder = self._buffer, self._at, self._decoder
@@ -546,8 +543,7 @@ class ClientConnection(asyncio.Protocol):
         self._at = at + len(data) - len(decoder.surplus)
         if payload:
             self._body_left += len(payload)
-            assert self._head is not None
-            if self._body_left > self._body_limit(self._head):
+            if self._body_left > self._clients.table.max_body_bytes:
                 raise GateError(413, "The request body is too large.")
             self._take(payload, last=decoder.done)
         return decoder.done
