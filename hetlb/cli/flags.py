@@ -6,26 +6,14 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 
-class Declare(Protocol):
-    """Declaration of one flag: name, help, metavar, type, default, and what else argparse takes."""
+def declare(parser: argparse._ActionsContainer) -> Callable[..., None]:
+    """A short form of `add_argument` for the flags of a parser or of a group.
 
-    def __call__(
-        self,
-        name: str,
-        text: str,
-        metavar: str | None = None,
-        kind: Any = None,
-        default: Any = None,
-        **more: Any,
-    ) -> None:
-        """Add the flag."""
-
-
-def declare(parser: argparse._ActionsContainer) -> Declare:
-    """A short form of `add_argument` for the flags of a parser or of a group."""
+    It takes name, help, metavar, type, default, and by name what else argparse takes.
+    """
 
     def add(
         name: str, text: str, metavar: Any = None, kind: Any = None, default: Any = None, **more: Any

@@ -25,7 +25,7 @@ from hetlb.core.paths.path_log import dispatches, is_path_log
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS
 from hetlb.errors import InputError, PlanError, TraceError
-from hetlb.loadtest.options import read_rates, read_waves
+from hetlb.loadtest.options import read_names, read_rates, read_waves
 from hetlb.loadtest.report import percent, runs_table
 from hetlb.plan.placement.check_path import check_path
 from hetlb.sim.simulation_sweep import TRACE, Ran, Study, StudyCell, StudyLoad, run_sweep
@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--queue-limit", "requests that may wait at the proxy (default: any number)", "N", whole(0))
     prefixes = "engines cache prefixes; the trace needs hash_ids or session_id"
     switch("--prefix-cache", action="store_true", help=prefixes)
-    add("--seed", "seed of arrivals and random choices; several: 0,1,2", "S", default="0")
-    add("--seeds", "number of seeds, from --seed on", "N", whole(1))
+    add("--seed", "seed of arrivals and random choices (default 0)", "S", int, 0)
+    add("--seeds", "number of seeds, from --seed on", "N", whole(1), 1)
     add("--jobs", "processes (default: one per core)", "N", whole(1))
     add("--model", "model of the file (default: its first)")
     add("--plot", "picture of throughput, latencies, KV use and queues", "P.png", Path)
@@ -79,11 +79,11 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None or args.trace is None:
         raise InputError("expected --config and --trace, or --event-log, or --against")
     fleet = load_fleet(args.config)
-    policies = read_policies(args.policy) if args.policy else [fleet.file.policy.name]
+    policies = read_names("--policy", args.policy, POLICIES) if args.policy else [fleet.file.policy.name]
     rates: dict[float | str, str] = {
         read_rates(text)[0]: text.strip() for text in args.request_rate.split(",")
     }
-    seeds = read_seeds(args.seed, args.seeds)
+    seeds = list(range(args.seed, args.seed + args.seeds))
     if args.tune is not None:
         from hetlb.cli.simulate_tune import check_tune, run_tune
 
@@ -143,30 +143,6 @@ def run_against(args: argparse.Namespace) -> int:
 
 
 # --- flags ----------------------------------------------------------------------------------------------
-
-
-def read_policies(text: str) -> list[str]:
-    """`--policy`. Raises `InputError`."""
-    policies = text.split(",")
-    for policy in policies:
-        if policy not in POLICIES:
-            raise InputError(f"--policy: expected names out of {', '.join(POLICIES)}, got {policy!r}")
-    return policies
-
-
-def read_seeds(text: str, count: int | None) -> list[int]:
-    """`--seed` and `--seeds`. Raises `InputError`."""
-    try:
-        seeds = list(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        raise InputError(
-            f"--seed: expected a whole number, or several separated by commas, got {text!r}"
-        ) from None
-    if count is None:
-        return seeds
-    if len(seeds) > 1:
-        raise InputError(f"--seeds: expected one --seed to count from, got {text!r}")
-    return list(range(seeds[0], seeds[0] + count))
 
 
 def read_contents(args: argparse.Namespace, rows: Sequence[Row]) -> list[PromptContent] | None:
