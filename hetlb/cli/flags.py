@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 
 def declare(parser: argparse._ActionsContainer) -> Callable[..., None]:
     """A short form of `add_argument` for the flags of a parser or of a group.
@@ -23,6 +25,13 @@ def declare(parser: argparse._ActionsContainer) -> Callable[..., None]:
         parser.add_argument(name, help=text, **more)
 
     return add
+
+
+def changed(table: Any, **values: Any) -> Any:
+    """A table of a file with the values of flags; one that is None stays as it is."""
+    return msgspec.structs.replace(
+        table, **{key: value for key, value in values.items() if value is not None}
+    )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -8,8 +8,8 @@ import signal
 
 import uvloop
 
-from hetlb.cli.flags import PORT, declare
-from hetlb.cli.serve import add_fleet_arguments, allow_many_connections, changed, fleet_of
+from hetlb.cli.flags import PORT, changed, declare
+from hetlb.cli.serve import add_fleet_arguments, allow_many_connections, fleet_of
 from hetlb.errors import InputError
 from hetlb.proxy.service import require_urls, tune_gc
 from hetlb.proxy.telemetry.events import Event, plain_line
