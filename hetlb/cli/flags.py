@@ -41,6 +41,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def add_load(parser: argparse.ArgumentParser) -> None:
     """Flags of a load that is sent or simulated: `args.trace`, `args.request_rate` and so on."""
+    from hetlb.loadtest.options import read_waves
     from hetlb.workload.content import HASH_BLOCK_TOKENS
 
     add = declare(parser)
@@ -48,7 +49,7 @@ def add_load(parser: argparse.ArgumentParser) -> None:
     rates = "requests/s, inf (all at once) or trace (recorded arrivals); several: 2,4,inf"
     add("--request-rate", rates, "R", default="inf")
     add("--burstiness", "gamma shape of the gaps (default 1: Poisson; inf: constant)", "X", POSITIVE, 1.0)
-    add("--waves", "seconds of traffic at the rate, seconds of pause", "ON:OFF")
+    add("--waves", "seconds of traffic at the rate, seconds of pause", "ON:OFF", read_waves)
     blocks = f"tokens of a block of hash_ids (default {HASH_BLOCK_TOKENS})"
     add("--hash-block-size", blocks, "N", whole(1), HASH_BLOCK_TOKENS)
 

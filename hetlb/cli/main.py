@@ -10,6 +10,7 @@ import difflib
 import importlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, NoReturn
@@ -149,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = build_parser(command if command in COMMANDS else "").parse_args(arguments)
         if getattr(args, "plot", None) is not None:
             require("matplotlib")  # before the work, not after it
+        args.command_line = shlex.join(["hetlb", *arguments])
         status = importlib.import_module(f"hetlb.cli.{args.command}").run(args)
         sys.stdout.flush()
         return int(status)

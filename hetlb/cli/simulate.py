@@ -25,7 +25,7 @@ from hetlb.core.paths.path_log import dispatches, is_path_log
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS
 from hetlb.errors import InputError, PlanError, TraceError
-from hetlb.loadtest.options import read_names, read_rates, read_waves
+from hetlb.loadtest.options import read_names, read_rates
 from hetlb.loadtest.report import percent, runs_table
 from hetlb.plan.placement.check_path import check_path
 from hetlb.sim.simulation_sweep import TRACE, Ran, Study, StudyCell, StudyLoad, run_sweep
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         raise TraceError(f"{args.trace}: arrival_s: expected a time in every row to replay")
     study = make_study(
         fleet,
-        StudyLoad(rows, args.num_prompts, args.burstiness, read_contents(args, rows), read_waves(args.waves)),
+        StudyLoad(rows, args.num_prompts, args.burstiness, read_contents(args, rows), args.waves),
         predictor=args.predictor,
         rule=IterationRule(args.iteration),
         model=args.model,
