@@ -13,7 +13,6 @@ import os
 import random
 import re
 import secrets
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -26,7 +25,6 @@ from rich.console import Console
 from hetlb.cli.flags import FINITE, SHARE, add_json, add_load, declare, real, whole
 from hetlb.cli.signals import cancel_on_signals
 from hetlb.config.fleet import load_fleet
-from hetlb.core.objective import ServiceClass
 from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import HetlbError, InputError, TraceError
 from hetlb.extras import require
@@ -267,20 +265,12 @@ async def _measure(args: argparse.Namespace, campaign: Campaign) -> CampaignResu
     cancel_on_signals()
     spec = campaign.spec
     model = spec.model or await first_model(spec.url, spec.headers)
-    campaign.spec = replace(spec, model=model, classes=_classes(args, model, spec.rows))
+    if args.config is not None:
+        spec = replace(
+            spec, classes=load_fleet(args.config).classes_of(model, (r.service for r in spec.rows))
+        )
+    campaign.spec = replace(spec, model=model)
     return await campaign.run()
-
-
-def _classes(args: argparse.Namespace, model: str, rows: Sequence[Row]) -> dict[str, ServiceClass]:
-    """The classes of the model in `--config`, none without one. Raises `InputError`."""
-    if args.config is None:
-        return {}
-    classes = load_fleet(args.config).service_classes.get(model, {})
-    for row in rows:
-        if row.service not in ("", *classes):
-            known = ", ".join(classes) or f"none, as `{model}` has no classes in {args.config}"
-            raise InputError(f"--trace: class: expected one of {known}, got {row.service!r}")
-    return classes
 
 
 def _document(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -131,6 +131,15 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
             model.name: {name: _service_class(name, table) for name, table in model.classes.items()}
             for model in self.file.models
         }
+
+    def classes_of(self, model: str, named: Iterable[str]) -> dict[str, ServiceClass]:
+        """The classes of a model, which has those that a trace names. Raises `ConfigError`."""
+        classes = self.service_classes.get(model, {})
+        for name in named:
+            if name and name not in classes:
+                known = ", ".join(classes) or f"none, as {model} has no classes in {self.path}"
+                raise ConfigError(f"--trace: class: expected one of {known}, got {name!r}")
+        return classes
 
     @property
     def resume(self) -> dict[tuple[str, str], Resume]:
