@@ -251,34 +251,20 @@ def _kv_events(stated: str | KvEventsTable | None, key: str) -> KvEventsTable | 
     return table
 
 
-def _kv_transfer(stated: str | KvTransferTable | None) -> KvLink | None:
+def _kv_link(stated: str | KvTransferTable | None, profile: Profile | None) -> KvLink | None:
+    """How an instance hands over KV; the bytes of a token are its profile's unless stated."""
     if stated is None:
         return None
     table = KvTransferTable(connector=stated) if isinstance(stated, str) else stated  # type: ignore[arg-type]
     connector = Connector(table.connector)
-    known = {
-        name: value
-        for name in ("lease_s", "bytes_per_token", "bandwidth_bytes_per_s", "latency_s")
-        if (value := getattr(table, name)) is not None
+    model = None if profile is None else profile.model
+    figures = {
+        "lease_s": table.lease_s or (MOONCAKE_LEASE_S if connector is Connector.MOONCAKE else None),
+        "bytes_per_token": table.bytes_per_token or (model.kv_bytes_per_token if model else None),
+        "bandwidth_bytes_per_s": table.bandwidth_bytes_per_s,
+        "latency_s": table.latency_s,
     }
-    if connector is Connector.MOONCAKE:
-        known.setdefault("lease_s", MOONCAKE_LEASE_S)
-    return KvLink(connector, **known)
-
-
-def _with_kv_transfer(
-    spec: InstanceSpec,
-    role: str,
-    kv_transfer: KvLink | None,
-    stated: KvTransferTable | None,
-    profile: Profile | None,
-) -> InstanceSpec:
-    """The instance with its role; the KV bytes of a token are its profile's unless stated."""
-    if kv_transfer is not None and (stated is None or stated.bytes_per_token is None):
-        model = None if profile is None else profile.model
-        if model is not None and model.kv_bytes_per_token is not None:
-            kv_transfer = replace(kv_transfer, bytes_per_token=float(model.kv_bytes_per_token))
-    return replace(spec, role=Role(role), kv_transfer=kv_transfer)
+    return KvLink(connector, **{key: float(value) for key, value in figures.items() if value is not None})
 
 
 def _check_roles(model: ModelTable, key: str) -> None:
@@ -476,8 +462,8 @@ class _Resolved:
         spec, profile = resolve_instance(
             instance, model.name, f"{key}.", fleet.base, self._cache, fleet.file.profiles
         )
-        stated = model.kv_transfer if isinstance(model.kv_transfer, KvTransferTable) else None
-        spec = _with_kv_transfer(spec, instance.role, _kv_transfer(model.kv_transfer), stated, profile)
+        link = _kv_link(model.kv_transfer, profile)
+        spec = replace(spec, role=Role(instance.role), kv_transfer=link)
         self._add(spec, _engine_source(instance, spec.url, key, fleet.base), key)
         if profile is not None:
             fleet.profiles[spec.name] = profile
