@@ -16,7 +16,7 @@ from hetlb.core.engine_metrics import parse
 from hetlb.core.engine_tables import OTHER_PAGE, EngineTable, table_of
 from hetlb.core.types import EngineSample
 from hetlb.errors import connect_reason
-from hetlb.proxy.scrape import read_model_list, read_version
+from hetlb.served_models import longest_context, read_model_list, read_version
 
 _TIMEOUT_S = 5.0
 _MOST_BYTES = 1 << 20
@@ -52,8 +52,7 @@ class EngineFacts:
     @property
     def max_model_len(self) -> int | None:
         """The longest context of its models."""
-        lengths = [each.get("max_model_len") for each in self.entries]
-        return max((each for each in lengths if isinstance(each, int)), default=None)
+        return longest_context(self.entries)
 
 
 async def ask_engines(urls: Mapping[str, Mapping[str, str]]) -> dict[str, EngineFacts]:

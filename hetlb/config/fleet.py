@@ -252,7 +252,7 @@ def _kv_events(stated: str | KvEventsTable | None, key: str) -> KvEventsTable | 
 
 
 def _kv_link(stated: str | KvTransferTable | None, profile: Profile | None) -> KvLink | None:
-    """How an instance hands over KV; the bytes of a token are its profile's unless stated."""
+    """The KV connector of an instance; the bytes of a token are its profile's unless stated."""
     if stated is None:
         return None
     table = KvTransferTable(connector=stated) if isinstance(stated, str) else stated  # type: ignore[arg-type]

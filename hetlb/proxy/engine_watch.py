@@ -15,8 +15,9 @@ from hetlb.core.types import AdminState, EngineSample, Health, InstanceChange, M
 from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.engine_notices import log_absent, log_models, log_other_than_profiled
 from hetlb.proxy.scheduler_driver import SchedulerDriver
-from hetlb.proxy.scrape import Scraper, ScrapeTarget, models_learned, read_model_list
+from hetlb.proxy.scrape import Scraper, ScrapeTarget, models_learned
 from hetlb.proxy.telemetry.events import Event, tell
+from hetlb.served_models import read_model_list
 
 if TYPE_CHECKING:
     from hetlb.config.profile_file import Profile

@@ -23,7 +23,7 @@ from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.lease_wire import RequestFacts, WireBegun, WireBooked, WireEnded
 from hetlb.proxy.limits import Ticket
 from hetlb.proxy.scheduler_side import SchedulerSide
-from hetlb.proxy.scrape import read_model_list
+from hetlb.served_models import read_model_list
 from hetlb.workers.held_answer import HeldAnswer
 from hetlb.workers.protocol import (
     AbortMessage,
