@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hetlb.errors import InputError
+from hetlb.files import read_text
 
 #: Larger counts are mistakes: nothing is sized by an unchecked number.
 MOST_COUNT = 1 << 53
@@ -62,28 +63,21 @@ class CsvRow:
 
 def csv_rows(path: Path, columns: Sequence[str], error: type[InputError]) -> Iterator[CsvRow]:
     """The rows of a file that has these columns and perhaps more, at least one. Raises `error`."""
+    lines = csv.reader(io.StringIO(read_text(path, error), newline=""))
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            lines = csv.reader(file)
-            header = [name.strip() for name in next(lines, [])]
-            if not set(columns) <= set(header):
-                raise error(
-                    f"{path}: header: expected the columns {','.join(columns)}, got {','.join(header)!r}"
-                )
-            found = False
-            for cells in lines:
-                if not cells:
-                    continue
-                where = f"{path}: line {lines.line_num}"
-                if len(cells) != len(header):
-                    raise error(f"{where}: expected {len(header)} columns, got {len(cells)}")
-                found = True
-                yield CsvRow(where, dict(zip(header, cells, strict=True)), error)
-            if not found:
-                raise error(f"{path}: expected at least one row after the header, got none")
-    except OSError as caught:
-        raise error(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught
-    except UnicodeDecodeError as caught:
-        raise error(f"{path}: expected UTF-8 text: {caught.reason}") from caught
+        header = [name.strip() for name in next(lines, [])]
+        if not set(columns) <= set(header):
+            raise error(f"{path}: header: expected the columns {','.join(columns)}, got {','.join(header)!r}")
+        found = False
+        for cells in lines:
+            if not cells:
+                continue
+            where = f"{path}: line {lines.line_num}"
+            if len(cells) != len(header):
+                raise error(f"{where}: expected {len(header)} columns, got {len(cells)}")
+            found = True
+            yield CsvRow(where, dict(zip(header, cells, strict=True)), error)
     except csv.Error as caught:
         raise error(f"{path}: expected comma-separated values: {caught}") from caught
+    if not found:
+        raise error(f"{path}: expected at least one row after the header, got none")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
 import sys
 from urllib.parse import urlsplit
@@ -12,7 +13,7 @@ from urllib.parse import urlsplit
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
 from hetlb.cli.flags import declare
 from hetlb.config.fleet import fleet_from_urls
-from hetlb.errors import HetlbError
+from hetlb.errors import HetlbError, InputError
 
 #: Schema beside the file, for editors; the next line of the file says what writes it.
 SCHEMA = "fleet.schema.json"
@@ -27,10 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the file; what is to be looked at goes to stderr."""
-    from hetlb.cli.doctor import bearer
-
     urls = [each.url for each in fleet_from_urls([url.removesuffix("/v1") for url in args.urls]).instances]
-    found = asyncio.run(ask_engines(dict.fromkeys(urls, bearer(args.api_key_env))))
+    found = asyncio.run(ask_engines(dict.fromkeys(urls, _bearer(args.api_key_env))))
     for url, facts in found.items():
         if not facts.entries:
             print(f"hetlb init: {url}: {why_unknown(facts)}", file=sys.stderr)
@@ -38,6 +37,16 @@ def run(args: argparse.Namespace) -> int:
         raise HetlbError("no server told what it serves: nothing to write")
     print(fleet_text(list(found.values()), args.api_key_env), end="")
     return 0
+
+
+def _bearer(variable: str | None) -> dict[str, str]:
+    """The header with the key of a variable. Raises `InputError` where that is not set."""
+    if variable is None:
+        return {}
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise InputError(f"--api-key-env: expected a variable with an API key, but {variable!r} is not set")
+    return {"Authorization": f"Bearer {key}"}
 
 
 def why_unknown(facts: EngineFacts) -> str:
