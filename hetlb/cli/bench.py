@@ -1,7 +1,7 @@
 """`hetlb bench`: load against any OpenAI-compatible server, measured by a client that judges itself.
 
-The load is open-loop and made before the run from the seed; latency counts from the time a request
-was due; every run says whether its client was fit to measure. Ctrl-C ends it at once.
+The load is open-loop and planned from the seed before the run; latency counts from the scheduled send
+time; each run says whether its client kept up. Ctrl-C ends it at once.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from hetlb.workload.schedules import Ramp, Rate
 from hetlb.workload.traces import Row, read_trace
 
 _DATASETS = ("random", "sharegpt", "custom")
-#: Of the datasets that do not say how much of them to ask; `vllm bench serve` has the same.
+#: Default number of requests of random and sharegpt, as in `vllm bench serve`.
 _DATASET_PROMPTS = 1000
 _PLAIN_WIDTH = 130
 _HEADER_VALUE = re.compile(r"[\x21-\x7e]{1,256}")
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _campaign(args: argparse.Namespace) -> Campaign:
-    """The runs that the flags ask for, checked before anything is sent. Raises `InputError`."""
+    """Runs that the flags ask for; all are validated before a request is sent. Raises `InputError`."""
     _check_flags(args)
     rates = _read_rates(args)
     slo_s = options.read_goodput(args.goodput)
@@ -194,7 +194,7 @@ def _campaign(args: argparse.Namespace) -> Campaign:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Raise `InputError` for flags that contradict each other and for files that cannot be written."""
+    """Raise `InputError` for contradictory flags and for output files that cannot be written."""
     if args.compare and args.admin is None:
         raise InputError("--admin: expected the proxy's admin address to compare policies, got none")
     if args.rounds > 1 and not args.compare:
@@ -261,7 +261,7 @@ def _check_rows(args: argparse.Namespace, rows: list[Row], recorded: bool) -> No
 
 
 async def _measure(args: argparse.Namespace, campaign: Campaign) -> CampaignResult:
-    """Every run, of the first model of the server where none is named."""
+    """Run the campaign; without `--model` on the server's first model."""
     cancel_on_signals()
     spec = campaign.spec
     model = spec.model or await first_model(spec.url, spec.headers)
@@ -300,7 +300,7 @@ def _document(
 def _write(
     args: argparse.Namespace, document: dict[str, Any], outcome: CampaignResult, started: datetime
 ) -> None:
-    """The files that were asked for."""
+    """Write the requested result files."""
     if args.csv is not None:
         write_text(args.csv, csv_text(document["runs"]))
     if args.html is not None:
@@ -314,7 +314,7 @@ def _write(
 
 
 def _show(args: argparse.Namespace, document: dict[str, Any]) -> None:
-    """The tables."""
+    """Print the tables."""
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = _PLAIN_WIDTH

@@ -1,4 +1,4 @@
-"""`hetlb doctor`: looks for the mistakes that fleets have, a line for each, and says what to do."""
+"""`hetlb doctor`: checks a fleet for common mistakes, one line each, with advice."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DEFAULT_FILE: Final = Path("fleet.yaml")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding: `name` is the check and its server, `found` what is so, `advice` what to do, or ""."""
+    """Result of one check: `name` says what was checked, `advice` what to do, "" if it passed."""
 
     name: str
     ok: bool
@@ -43,7 +43,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A server of the fleet and what it told."""
+    """A server of the fleet and its facts."""
 
     spec: InstanceSpec
     facts: EngineFacts
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def examine(fleet: Fleet) -> list[Check]:
-    """All findings about a fleet and its servers."""
+    """Run all checks on a fleet and its servers."""
     access = require_urls(fleet)
     headers: dict[str, dict[str, str]] = {}
     for spec in fleet.instances:
@@ -104,7 +104,7 @@ def _of_this_machine(fleet: Fleet) -> Iterator[Check]:
 
 
 def _of_server(seen: Seen) -> Iterator[Check]:
-    """Findings about one server, until one makes the others moot."""
+    """Checks of one server; stops at one that makes the rest pointless."""
     spec, facts = seen.spec, seen.facts
 
     def check(name: str, ok: bool, found: str, advice: str) -> Check:
@@ -155,7 +155,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _of_all(servers: Sequence[Seen]) -> Iterator[Check]:
-    """Findings about several servers together."""
+    """Checks across servers."""
     by_process: dict[tuple[float, ...], list[str]] = {}
     for seen in servers:
         if seen.facts.began:
@@ -174,7 +174,7 @@ def _of_all(servers: Sequence[Seen]) -> Iterator[Check]:
 
 
 def _alike(name: str, pool: Sequence[Seen], of: Callable[[Seen], str | None], advice: str) -> Check:
-    """A check that all servers of a pool say the same; those that say nothing are left out."""
+    """Check that all servers of a pool report the same value; those without one are ignored."""
     said: dict[str, list[str]] = {}
     for seen in pool:
         value = of(seen)
@@ -192,7 +192,7 @@ def _caching(seen: Seen) -> str | None:
 
 
 def _root(model: str, seen: Seen) -> str | None:
-    """Path or repository of the weights that a server has under a model's name."""
+    """Path or repository of the weights that a server serves under a model's name."""
     entry: Mapping[str, object] = next(
         (each for each in seen.facts.entries if not model or each["id"] == model), {}
     )

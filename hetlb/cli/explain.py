@@ -1,4 +1,4 @@
-"""`hetlb explain`: one decision in numbers, of a fleet file or of a running proxy.
+"""`hetlb explain`: the numbers of a decision, on a fleet file, of a running proxy or from an event log.
 
 The figures are the scheduler's own, unrounded in JSON; nothing is sent to an engine.
 """
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 def _explain_made_up(
     fleet: Fleet, policy: str, args: argparse.Namespace
 ) -> tuple[list[Candidate], str | None]:
-    """Candidates and choice for the request of the flags on a fleet that is up. Raises `InputError`."""
+    """Candidates and choice for a request described by flags, on an idle fleet. Raises `InputError`."""
     if not fleet.instances:
         raise ConfigError(f"{fleet.path}: models: expected at least one instance, got none")
     params = fleet.policy_params
@@ -185,7 +185,7 @@ def _explain_log(path: Path, args: argparse.Namespace) -> int:
 
 
 def _number(request: str) -> int:
-    """The number of a request, of which an `x-request-id` that hetlb made ends in the hexadecimal form."""
+    """Parse a request number, or the hexadecimal one at the end of an `x-request-id` made by hetlb."""
     head, dash, tail = request.rpartition("-")
     try:
         return int(tail, 16) if head and dash else int(request)
@@ -208,7 +208,7 @@ def _show(document: dict[str, Any], args: argparse.Namespace) -> int:
 
 
 def _decision(decision: dict[str, Any], clock_s: float) -> Group:
-    """One decision: the request, the terms of every instance, and in words why each was chosen or not."""
+    """Render one decision: the request, and per instance its terms and why it was chosen or not."""
     sequences, tokens = decision["sequences"], decision["output_tokens"]
     came = f"{tokens / sequences:.0f} generated" if decision["ended"] else f"{tokens / sequences:.0f} so far"
     title = (
@@ -221,9 +221,9 @@ def _decision(decision: dict[str, Any], clock_s: float) -> Group:
 
 
 def _candidates(title: str, candidates: list[dict[str, Any]], chosen: str | None) -> Group:
-    """The terms of the score with their weights, the forecast, and in words why each was chosen or not.
+    """Table of the weighted terms of the score, the forecast, and why each was chosen or not.
 
-    Terms that are 0 everywhere are left out; where a policy has none, those of the paper stand.
+    Terms that are 0 everywhere are omitted; for policies without terms the paper's are shown.
     """
     terms = [each.get("terms") or {} for each in candidates]
     weights: dict[str, float] = next((each["weights"] for each in candidates if each.get("weights")), {})
@@ -251,7 +251,7 @@ def _candidates(title: str, candidates: list[dict[str, Any]], chosen: str | None
         table.add_column(
             column, justify="left" if left else "right", vertical="bottom", no_wrap=column != "why"
         )
-    # A sentence has no room in a cell: it stands below.
+    # Sentences are too long for a cell: they go below the table.
     sentences = []
     best = next((each for each in candidates if each["instance"] == chosen), None)
     for index, each in enumerate(candidates):
@@ -265,7 +265,7 @@ def _candidates(title: str, candidates: list[dict[str, Any]], chosen: str | None
 
 
 def _head(name: str, weight: float | None) -> str:
-    """Head of a term's column: its weight in the score, its name, its unit."""
+    """Column header of a term: weight, name, unit."""
     words = name.removesuffix("_s").replace("_", "\n") + "\ns" * name.endswith("_s")
     return words if weight is None else f"{weight:g} x\n{words}"
 
@@ -275,7 +275,7 @@ def _figure(value: float | None) -> str:
 
 
 def _why(candidate: dict[str, Any], chosen: dict[str, Any] | None, candidates: list[dict[str, Any]]) -> str:
-    """The reason a candidate was chosen, or was not."""
+    """Reason for which a candidate was chosen or not."""
     if candidate is chosen:
         able = sum(each["eligible"] and each["score"] is not None for each in candidates)
         return f"chosen, lowest of {able}" if able > 1 else "chosen, the only one able"

@@ -1,4 +1,4 @@
-"""Declaration of flags: one line for most, with the range of a number where it is declared."""
+"""Helpers for declaring flags, with validated ranges of numbers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import msgspec
 
 
 def declare(parser: argparse._ActionsContainer) -> Callable[..., None]:
-    """A short form of `add_argument` for the flags of a parser or of a group.
+    """Short form of `add_argument` for a parser or a group.
 
-    It takes name, help, metavar, type, default, and by name what else argparse takes.
+    Takes name, help, metavar, type and default in this order, other arguments by keyword.
     """
 
     def add(
@@ -28,7 +28,7 @@ def declare(parser: argparse._ActionsContainer) -> Callable[..., None]:
 
 
 def changed(table: Any, **values: Any) -> Any:
-    """A table of a file with the values of flags; one that is None stays as it is."""
+    """Copy of a table with values from flags; None leaves a field unchanged."""
     return msgspec.structs.replace(
         table, **{key: value for key, value in values.items() if value is not None}
     )
@@ -40,7 +40,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load(parser: argparse.ArgumentParser) -> None:
-    """Flags of a load that is sent or simulated: `args.trace`, `args.request_rate` and so on."""
+    """Flags of a load, common to `bench` and `simulate`."""
     from hetlb.loadtest.options import read_waves
     from hetlb.workload.content import HASH_BLOCK_TOKENS
 
@@ -55,7 +55,7 @@ def add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def whole(least: int, most: float = math.inf, what: str = "a whole number") -> Callable[[str], int]:
-    """Type of a flag: a whole number from `least` to `most`."""
+    """Flag type: integer from `least` to `most`."""
     to = "" if most == math.inf else f" to {most}"
 
     def read(text: str) -> int:
@@ -71,7 +71,7 @@ def whole(least: int, most: float = math.inf, what: str = "a whole number") -> C
 
 
 def real(words: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """Type of a flag: a number that fits; `words` say which do. NaN fits no comparison."""
+    """Flag type: number for which `fits` is true; `words` describe it in errors. NaN fits no comparison."""
 
     def read(text: str) -> float:
         try:

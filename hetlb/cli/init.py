@@ -1,4 +1,4 @@
-"""`hetlb init`: a commented fleet file from what servers say of themselves."""
+"""`hetlb init`: writes a commented fleet file from facts read from the servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetlb.cli.flags import declare
 from hetlb.config.fleet import fleet_from_urls
 from hetlb.errors import HetlbError, InputError
 
-#: Schema beside the file, for editors; the next line of the file says what writes it.
+#: Name of the schema file that editors look for next to the fleet file.
 SCHEMA = "fleet.schema.json"
 
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the file; what is to be looked at goes to stderr."""
+    """Print the file; warnings go to stderr."""
     urls = [each.url for each in fleet_from_urls([url.removesuffix("/v1") for url in args.urls]).instances]
     found = asyncio.run(ask_engines(dict.fromkeys(urls, _bearer(args.api_key_env))))
     for url, facts in found.items():
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _bearer(variable: str | None) -> dict[str, str]:
-    """The header with the key of a variable. Raises `InputError` where that is not set."""
+    """Authorization header with the key in a variable. Raises `InputError` if it is unset."""
     if variable is None:
         return {}
     key = os.environ.get(variable, "").strip()
@@ -50,7 +50,7 @@ def _bearer(variable: str | None) -> dict[str, str]:
 
 
 def why_unknown(facts: EngineFacts) -> str:
-    """Reason why a server is not in the file."""
+    """Reason for which a server is left out of the file."""
     if facts.trouble:
         return facts.trouble
     if facts.models_status in (401, 403):
@@ -59,7 +59,7 @@ def why_unknown(facts: EngineFacts) -> str:
 
 
 def fleet_text(found: list[EngineFacts], key_env: str | None) -> str:
-    """The fleet file of these servers, by model."""
+    """Text of the fleet file, servers grouped by model."""
     models: dict[str, list[EngineFacts]] = {}
     for facts in found:
         if facts.entries:
@@ -92,7 +92,7 @@ def fleet_text(found: list[EngineFacts], key_env: str | None) -> str:
 
 
 def about(facts: EngineFacts) -> str:
-    """One line about a server, by its own words."""
+    """Comment line that describes a server."""
     parts = [f"vLLM {facts.version}" if facts.version else "version not told"]
     if facts.max_model_len is not None:
         parts.append(f"context {facts.max_model_len:,} tokens")

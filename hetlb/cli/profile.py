@@ -1,7 +1,7 @@
-"""`hetlb profile`: makes a latency profile from measured points, shows one, compares two, lists a library.
+"""`hetlb profile`: creates latency profiles, shows, compares and lists them.
 
-The file is written only when the fit succeeded, whole or not at all; a fit past 10 % mean or
-30 % largest held-out error is warned of on stderr.
+The file is written atomically, after the fit succeeded; a held-out error above 10 % in the mean or 30 % at
+most gives a warning on stderr.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hetlb.profiler.shown import (
 from hetlb.profiler.sources import Roofline, profile_of, read_csv, write_profile
 
 _SOURCES = "csv:FILE, log:FILE, proxy:URL, aiconfigurator or roofline"
-#: Tokens of a step, at most: drafts are shorter.
+#: Upper bound of tokens per decode step with speculative decoding.
 _MOST_TOKENS_PER_STEP = 32
 
 
@@ -91,7 +91,6 @@ def _add_estimates(parser: argparse.ArgumentParser) -> None:
     add("--peak-flops", "FLOP/s of one GPU at this precision", "F", FINITE)
     add("--bandwidth", "memory bytes/s of one GPU", "B", FINITE)
     add("--parameters", "parameters of the model", "P", FINITE)
-    add("--bytes-per-parameter", "bytes of a weight (default 2)", "B", FINITE, 2.0)
     group = parser.add_argument_group("without a server")
     add = declare(group)
     host = "host time of every iteration; 0 where the points hold it (default: roofline 2, else assumed)"
@@ -167,7 +166,7 @@ def _about_files(args: argparse.Namespace) -> int:
 
 
 def _make_folder(out: Path) -> None:
-    """Create the folder of the profile: before the work, not after it."""
+    """Create the output folder before the measurement."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -176,7 +175,7 @@ def _make_folder(out: Path) -> None:
 
 
 def _degrees(args: argparse.Namespace) -> list[int | None]:
-    """The degrees of `--tp`; several only where a source can tell them apart."""
+    """Degrees of `--tp`; several only with aiconfigurator. Raises `InputError`."""
     if args.tp is None:
         return [None]
     parts = args.tp.split(",")
@@ -188,7 +187,7 @@ def _degrees(args: argparse.Namespace) -> list[int | None]:
 
 
 def _finish(args: argparse.Namespace, out: Path, source: Measurements) -> dict[str, Any]:
-    """Fit, warn, draw, write and tell; returns what `--json` prints of it."""
+    """Fit, plot, write and report one profile; returns its entry for `--json`."""
     found = _with_flags(args, source)
     profile, result = profile_of(
         found,
@@ -213,7 +212,7 @@ def _finish(args: argparse.Namespace, out: Path, source: Measurements) -> dict[s
 
 
 def _with_flags(args: argparse.Namespace, found: Measurements) -> Measurements:
-    """Combine what a source knows with what flags state, which beats it."""
+    """Override what a source knows with flags."""
     hardware, model = found.hardware, found.model
     if hardware is not None:
         hardware = changed(hardware, memory_bytes=args.memory_bytes)
@@ -247,7 +246,6 @@ def _from_roofline(args: argparse.Namespace, degree: int) -> Measurements:
         peak_flops=args.peak_flops,
         bandwidth_bytes_s=args.bandwidth,
         parameters=args.parameters,
-        bytes_per_parameter=args.bytes_per_parameter,
         kv_bytes_per_token=args.kv_bytes_per_token,
         tensor_parallel_size=degree,
         step_overhead_s=overhead_ms / 1e3,

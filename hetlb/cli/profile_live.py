@@ -1,7 +1,7 @@
-"""`hetlb profile --url`: the sweep over a live server, its bar, and what is kept when it is interrupted.
+"""`hetlb profile --url`: a sweep over a live server that can be resumed.
 
-Every sample is on disk before the next is taken; the same command goes on where an interrupted
-one was; the samples are removed only once the profile is written.
+Each sample is written to disk before the next; running the same command again resumes an interrupted sweep;
+the samples are removed once the profile is written.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from hetlb.profiler.sweep import REPEATS, BusyError, Sweep, SweepProgress, learn
 from hetlb.tables import bar
 
 _DEFAULT_BUDGET = "5m"
-#: The fit and the picture belong to the budget too: so many seconds are kept for them.
+#: Seconds of the budget reserved for the fit and the plot.
 _FINISH_S = 5.0
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class _GridFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`--grid FILE`: rows of batch and length for each phase; of mixed steps the prompt tokens first."""
+    """File of `--grid`: rows of batch and length per phase; mixed rows begin with prompt tokens."""
 
     prefill: tuple[tuple[PositiveInt, PositiveInt], ...]
     decode: tuple[tuple[PositiveInt, PositiveInt], ...]
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, degree: int | None) -> tuple[Measurements, SampleFile]:
-    """Run or resume the sweep of the arguments; gives the file that still holds its samples, too.
+    """Run or resume the sweep; returns its measurements and the file of its samples.
 
     Raises `InputError`, `HetlbError`.
     """
@@ -88,7 +88,7 @@ def parse_duration(text: str) -> float:
 
 
 def read_grid(path: Path) -> tuple[Size, ...]:
-    """The points of a grid file. Raises `ProfileError`."""
+    """Read the points of a grid file. Raises `ProfileError`."""
     table = load_yaml(path, _GridFile, ProfileError)
     pure = ((StepKind.PREFILL, table.prefill), (StepKind.DECODE, table.decode))
     return (
@@ -178,7 +178,7 @@ async def _measure(
 async def _facts(
     args: argparse.Namespace, client: EngineClient, rng: random.Random, console: Console
 ) -> ServerFacts:
-    """Facts of the server, completed by flags and by trial. Raises `BusyError`."""
+    """Facts of the server, completed by flags and by probing. Raises `BusyError`."""
     facts = await client.facts(args.model)
     if not facts.counts:
         unseen = "warning: the server has no metrics: others' work and preemptions go unseen"
@@ -195,7 +195,7 @@ async def _facts(
 
 @contextlib.contextmanager
 def _kept(file: SampleFile) -> Iterator[None]:
-    """Close the file where a sweep ends early, and say that its samples are kept."""
+    """Close the sample file if the sweep ends early, and say that its samples are kept."""
     try:
         yield
     except (HetlbError, asyncio.CancelledError) as stopped:
@@ -208,5 +208,5 @@ def _kept(file: SampleFile) -> Iterator[None]:
 
 
 def _step(point: Point, tokens: float) -> Point:
-    """The step of a decode point: streams show the time of a token, `tokens` of which come out of a step."""
+    """Convert a decode point from seconds per token to seconds per step of `tokens` tokens."""
     return replace(point, seconds=tokens * point.seconds) if point.phase is StepKind.DECODE else point

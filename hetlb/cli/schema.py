@@ -30,5 +30,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tables(kind: str) -> tuple[type, ...]:
-    """The tables that a kind of file is read as."""
+    """Tables that a kind of file is read as."""
     return tuple(resolve_name(f"hetlb.{each}") for each in KINDS[kind])

@@ -1,7 +1,7 @@
-"""`hetlb simulate`: a fleet in virtual time under policies, rates and seeds; or the replay of an event log.
+"""`hetlb simulate`: simulates a fleet under policies, rates and seeds, or replays an event log.
 
-The scheduler is the one the proxy runs; the same arguments give the same bytes, on however many
-processes. A replay exits with 0 only if every decision is the recorded one.
+The scheduler is the proxy's own. The output depends on the arguments alone, not on the number of
+processes. A replay exits with 0 only if every decision equals the recorded one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hetlb.tables import bar
 from hetlb.workload.content import PromptContent, contents_of
 from hetlb.workload.traces import Row, read_trace
 
-#: Fewer requests than this, over all runs, are done before another process has started.
+#: Requests over all runs for which starting another process pays.
 _REQUESTS_WORTH_A_PROCESS = 4000
 
 
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_against(args: argparse.Namespace) -> int:
-    """Hold the log of a real server against its profile, and print how right that is."""
+    """Compare the log of a real server with its profile and print the errors."""
     from hetlb.sim.against import compare  # scipy takes half a second
     from hetlb.sim.against_logs import read_log
     from hetlb.sim.against_report import comparison_document, engines, print_comparison, write_against_plot
@@ -146,7 +146,7 @@ def run_against(args: argparse.Namespace) -> int:
 
 
 def read_contents(args: argparse.Namespace, rows: Sequence[Row]) -> list[PromptContent] | None:
-    """`--prefix-cache`: what the rows have in common. Raises `InputError`."""
+    """Prompt contents for `--prefix-cache`, None without it. Raises `InputError`."""
     if not args.prefix_cache:
         return None
     if not any(row.hash_ids or row.session for row in rows):
@@ -158,7 +158,7 @@ def read_contents(args: argparse.Namespace, rows: Sequence[Row]) -> list[PromptC
 
 
 def sweep(study: Study, cells: Sequence[StudyCell], jobs: int | None = None) -> list[Ran]:
-    """Run the cells, with a bar on stderr if that is a terminal."""
+    """Run the cells with a progress bar on stderr."""
     if jobs is None:
         worth = 1 + len(cells) * study.load.count // _REQUESTS_WORTH_A_PROCESS
         jobs = min(_cores(), worth)
@@ -169,12 +169,12 @@ def sweep(study: Study, cells: Sequence[StudyCell], jobs: int | None = None) -> 
 
 
 def _cores() -> int:
-    """The cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def print_tables(runs: Sequence[Mapping[str, Any]], rates: Sequence[str], seeds: int) -> None:
-    """One table for every rate."""
+    """Print one table per rate."""
     console = Console()
     for rate in rates:
         words = [] if len(rates) == 1 else [rate_in_words(rate)]
@@ -194,7 +194,7 @@ def _has_hits(run: Mapping[str, Any]) -> bool:
 
 
 def _prefix_hits(run: Mapping[str, Any]) -> float:
-    """The share of the prompt tokens that no engine had to compute."""
+    """Share of prompt tokens found in prefix caches."""
     hit, computed = (
         sum(each[key] for each in run["instances"]) for key in ("prefix_hit_tokens", "prefilled_tokens")
     )
@@ -202,7 +202,7 @@ def _prefix_hits(run: Mapping[str, Any]) -> float:
 
 
 def _check_paths(path: Path, lines: Iterable[str], as_json: bool) -> int:
-    """Check every path of a log: 0 if all are whole, else 1."""
+    """Check every path of a log; returns 0 if all are complete, else 1."""
     paths, wrong = 0, []
     for number, network, hops in dispatches(lines):
         paths += 1
@@ -219,9 +219,9 @@ def _check_paths(path: Path, lines: Iterable[str], as_json: bool) -> int:
 
 
 def replay(path: Path, as_json: bool) -> int:
-    """Feed a recorded log to the scheduler again: 0 if every decision is the recorded one, else 1.
+    """Replay a recorded log; returns 0 if every decision equals the recorded one, else 1.
 
-    Of a log of paths through stages every path is checked instead.
+    For a log of paths through stages every path is checked instead.
     """
     facts = decisions = 0
     differing: list[int] = []

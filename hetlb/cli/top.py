@@ -1,7 +1,7 @@
-"""`hetlb top`: the running fleet in a terminal, over the event stream that the dashboard reads.
+"""`hetlb top`: live view of a fleet in a terminal, from the event stream of the dashboard.
 
-Every line fits the terminal, from 80 columns up; a proxy that goes away is said and waited for,
-and its last state stays on the screen until it is back; the terminal is left as it was found.
+Lines fit terminals from 80 columns. If the proxy goes away, its last state stays on the screen and top
+reconnects. The terminal's settings are restored at the end.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _listen(client: AdminClient, tell: Callable[[dict[str, Any] | InputError], None]) -> None:
-    """Tell snapshots as they come, and why none do, until an error that no retry would mend."""
+    """Pass on snapshots and errors until an error that a retry cannot fix."""
     while True:
         try:
             for snapshot in client.snapshots():
@@ -86,7 +86,7 @@ def _listen(client: AdminClient, tell: Callable[[dict[str, Any] | InputError], N
 
 @contextlib.contextmanager
 def _quit_key(leave: Callable[[], None]) -> Iterator[None]:
-    """Call `leave` at `q` or at the end of the input; the terminal is put back after the block."""
+    """Call `leave` on `q` or end of input; restores the terminal's settings afterwards."""
     if not sys.stdin.isatty():
         yield
         return
@@ -113,18 +113,18 @@ def _quit_key(leave: Callable[[], None]) -> Iterator[None]:
 
 
 class FleetScreen:
-    """The last snapshot of a fleet, made into lines by `render`."""
+    """Last snapshot of a fleet and its rendering."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self.snapshot: dict[str, Any] | None = None
-        #: Reason why there is nothing new, "" while there is.
+        #: Reason for which updates stopped, "" while they arrive.
         self.trouble = ""
 
     def render(self, width: int, height: int | None) -> Group:
-        """The frame for a terminal of this size; `height` None shows everything.
+        """Frame for a terminal of this size; `height` None shows everything.
 
-        Instances in trouble come first, the others in the order of the file.
+        Instances that are not up or not ready come first, the others in file order.
         """
         state = self._state()
         if self.snapshot is None:
@@ -140,7 +140,7 @@ class FleetScreen:
         rows.sort(key=lambda pair: (pair[1]["health"] == "up") * 2 + (pair[1]["state"] == "ready"))
         troubles, decisions = _troubles([row for _, row in rows]), _decisions(snapshot)
         if height is not None:
-            # What is left after the head, the table's own head and the last line goes to the instances first.
+            # Lines left after the headers go to the instances first.
             free = height - len(lines) - 2
             del troubles[3:]
             room = max(1, min(len(rows), free - len(troubles)))
@@ -157,12 +157,12 @@ class FleetScreen:
 
 
 def _text(words: str = "", style: str = "") -> Text:
-    """One line; what does not fit is cut."""
+    """Single line, cut at the right edge."""
     return Text(words, style, no_wrap=True, overflow="ellipsis")
 
 
 def _line(left: str, right: Text, width: int) -> Text:
-    """Text at both ends; what is on the left makes way."""
+    """Line with text at both ends; the left one is shortened."""
     right.truncate(width - 1, overflow="ellipsis")
     text = Text(left, no_wrap=True)
     text.truncate(max(0, width - right.cell_len - 1), overflow="ellipsis", pad=True)
@@ -170,7 +170,7 @@ def _line(left: str, right: Text, width: int) -> Text:
 
 
 def _status(snapshot: dict[str, Any], width: int) -> list[Text]:
-    """Status of the fleet, in its colour, in one line or, where that is too long, with the advice below."""
+    """Coloured status of the fleet, with its advice on the same line if it fits."""
     status = snapshot["status"]
     text = _text(f" {status['state']} ", f"bold reverse {_STATE_STYLES[status['state']]}")
     plain, advice = "default not reverse not bold", status["advice"]
@@ -245,7 +245,7 @@ def _fleet(rows: Sequence[tuple[str, dict[str, Any]]], width: int) -> Table:
 
 
 def shortened(names: Sequence[str], most: int) -> dict[str, str]:
-    """Names of at most so many characters that stay different: what is alike at the front is left out."""
+    """Shorten names to at most `most` characters, dropping their common prefix to keep them distinct."""
     if len(names) > 1 and max(map(len, names)) > most:
         alike = max(0, len(os.path.commonprefix(list(names))) - 2)  # noqa: RUF071 - no paths
         begun = "…" if alike else ""
@@ -287,7 +287,7 @@ def _decisions(snapshot: dict[str, Any]) -> list[Text]:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """Values as blocks, the newest at the right, several in one place as their mean; a gap where none is."""
+    """Draw values as block characters, newest at the right, averaged to fit; None is a gap."""
     if width <= 0 or not values:
         return ""
     places = []
@@ -300,7 +300,7 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
         ]
         places.append(sum(part) / len(part) if part else None)
     top = max((place for place in places if place is not None), default=0.0)
-    # What is more than nothing shows as more than nothing.
+    # Any value above 0 gets at least the second block.
     return "".join(
         " " if place is None else _BLOCKS[max(2, round(place / top * 8))] if place > 0 else _BLOCKS[1]
         for place in places
@@ -328,12 +328,12 @@ def _rate(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share as a person reads it."""
+    """Format a share as a percentage."""
     return "-" if share is None else f"{100 * share:.0f}%"
 
 
 def seconds(value: float | None) -> str:
-    """Seconds as a person reads them, in 6 places at most."""
+    """Format seconds in at most 6 characters."""
     if value is None:
         return "-"
     if value == 0:

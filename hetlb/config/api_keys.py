@@ -1,4 +1,4 @@
-"""The file of client API keys."""
+"""Client API keys: the file with their hashes and limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetlb.errors import ConfigError
 
 
 class LimitsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits of a key: requests and tokens of any 60 seconds, requests at one time."""
+    """Limits of a key: requests and tokens in any 60 seconds, concurrent requests."""
 
     requests_per_minute: PositiveInt | None = None
     tokens_per_minute: PositiveInt | None = None
@@ -53,7 +53,7 @@ def load_api_keys(path: Path) -> tuple[ApiKeyTable, ...]:
 
 
 def _wrong(key: ApiKeyTable, seen: Collection[str]) -> str:
-    """Mistake of a key after those whose hashes were `seen`, "" where there is none."""
+    """Error of a key, given the hashes `seen` before it; "" if it is valid."""
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", key.name):
         return f"name: expected letters, digits and . _ - (64 at most), got {short(key.name)}"
     if not isinstance(key.sha256, str) or not re.fullmatch(r"[0-9A-Fa-f]{64}", key.sha256):

@@ -1,4 +1,4 @@
-"""Fleet files of `serve` and `simulate`, resolved: the `Fleet`, its instances and their profiles."""
+"""Fleet files, resolved: the `Fleet`, its instances and their profiles."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MOONCAKE_LEASE_S: Final = 480.0
 
 
 class SecretSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Source of a secret: a file or an environment variable. `key` names it in errors."""
+    """Location of a secret: a file or an environment variable. `key` names it in errors."""
 
     key: str
     file: Path | None = None
@@ -56,10 +56,10 @@ class SecretSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Sources of the key and the authorities of one instance. `key` names the instance in errors.
+    """Locations of the key and the authorities of one instance. `key` names the instance in errors.
 
-    `kv_events` is where it publishes KV events, None where it does not; `kv_bootstrap` the URL of its
-    Mooncake bootstrap server.
+    `kv_events` is its publisher of KV events, None without one; `kv_bootstrap` the URL of its Mooncake
+    bootstrap server.
     """
 
     key: str
@@ -70,11 +70,11 @@ class EngineSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """A fleet file resolved: every instance with its profile read, in file order.
+    """Resolved fleet file: instances with their profiles, in file order.
 
-    `file` is what is in force, flags applied; `written` the file as it stood there, before any flag. Secrets
-    and certificates are named, not read: only what serves the fleet needs them. `engines` has an entry for
-    every instance, `model_keys` for every model with a key, `stages` for every instance made of stages.
+    `file` is in force, flags applied; `written` is the file before flags. Secrets and certificates are
+    located, not read: only serving needs them. `engines` has an entry per instance, `model_keys` per model
+    with a key, `stages` per instance made of stages.
     """
 
     path: Path | None
@@ -89,26 +89,26 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     model_keys: dict[str, SecretSource] = {}
 
     def with_tables(self, **tables: Any) -> Fleet:
-        """The fleet with other tables in force, by their keys in the file."""
+        """Copy of the fleet with other tables in force, by their keys in the file."""
         return msgspec.structs.replace(self, file=msgspec.structs.replace(self.file, **tables))
 
     def resolve_found(self, table: InstanceTable, model: str, cache: dict[Path, Profile]) -> InstanceSpec:
-        """An instance that is in no file, with the profile that its labels choose. Raises `InputError`."""
+        """Resolve a discovered instance, with the profile its labels select. Raises `InputError`."""
         return resolve_instance(table, model, "", self.base, cache, self.file.profiles)[0]
 
     @property
     def where(self) -> str:
-        """Beginning of an error about this fleet."""
+        """Prefix of errors about this fleet."""
         return f"{self.path}: " if self.path else ""
 
     @property
     def base(self) -> Path:
-        """Folder that paths in the file are relative to."""
+        """Folder to which paths in the file are relative."""
         return self.path.parent if self.path else Path()
 
     @property
     def policy_params(self) -> PolicyParams:
-        """The parameters in the scheduler's own type."""
+        """Policy parameters as the scheduler's type."""
         p = self.file.policy
         first = self.file.models[0].name if self.file.models else ""
         shares = tuple(
@@ -126,14 +126,14 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def service_classes(self) -> dict[str, dict[str, ServiceClass]]:
-        """The classes of each model, by name, the default first."""
+        """Service classes by model and name, the default first."""
         return {
             model.name: {name: _service_class(name, table) for name, table in model.classes.items()}
             for model in self.file.models
         }
 
     def classes_of(self, model: str, named: Iterable[str]) -> dict[str, ServiceClass]:
-        """The classes of a model, which has those that a trace names. Raises `ConfigError`."""
+        """Service classes of a model. Raises `ConfigError` if a trace names another one."""
         classes = self.service_classes.get(model, {})
         for name in named:
             if name and name not in classes:
@@ -143,7 +143,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def resume(self) -> dict[tuple[str, str], Resume]:
-        """Ways of resuming answers, by model and class ("" without classes)."""
+        """Mode of resuming answers, by model and class ("" without one)."""
         found = {}
         for model in self.file.models:
             stated = self.file.proxy.resume if model.resume is None else model.resume
@@ -154,16 +154,16 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def queue_limits(self) -> QueueLimits:
-        """The queue's limits in the scheduler's own type."""
+        """Queue limits as the scheduler's type."""
         return QueueLimits(**msgspec.structs.asdict(self.file.queue))
 
     @property
     def health_params(self) -> HealthParams:
-        """The parameters of health in the scheduler's own type."""
+        """Health parameters as the scheduler's type."""
         return HealthParams(**msgspec.structs.asdict(self.file.health))
 
     def output_lengths(self) -> LengthDistribution | None:
-        """The output lengths of `policy.trace`, None without one. Raises `TraceError`."""
+        """Output lengths of `policy.trace`, None without one. Raises `TraceError`."""
         if self.file.policy.trace is None:
             return None
         from hetlb.workload.traces import read_trace
@@ -190,7 +190,7 @@ def _seconds(target_ms: float | None) -> float:
 
 
 def _check_classes(classes: dict[str, ClassTable], key: str) -> None:
-    """Raise `ConfigError` unless names can be sent in a header and no class contradicts itself."""
+    """Raise `ConfigError` unless names are valid header values and no class contradicts itself."""
     for name, table in classes.items():
         stated = any(ms is not None for ms in (table.ttft_ms, table.tpot_ms, table.e2e_ms))
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
@@ -207,12 +207,12 @@ def _check_classes(classes: dict[str, ClassTable], key: str) -> None:
             raise ConfigError(f"{key}.{name}.refuse_hopeless: expected a target beside it, got none")
 
 
-#: Address of an instance made of stages until its coordinator listens.
+#: Placeholder address of an instance made of stages, until its coordinator listens.
 STAGES_URL = "http://stages.invalid"
 
 
 def secret_source(file: str | None, env: str | None, key: str, base: Path) -> SecretSource | None:
-    """The source that `{key}_file` or `{key}_env` names, None without either. Raises `ConfigError`."""
+    """Location stated by `{key}_file` or `{key}_env`, None without either. Raises `ConfigError` for both."""
     if file is not None and env is not None:
         name = key.rpartition(".")[2]
         raise ConfigError(f"{key}_file: expected either {name}_file or {name}_env, got both")
@@ -241,7 +241,7 @@ def _engine_source(instance: InstanceTable, url: str, key: str, base: Path) -> E
 
 
 def _kv_events(stated: str | KvEventsTable | None, key: str) -> KvEventsTable | None:
-    """The source of KV events, checked. Raises `ConfigError` unless the addresses can be connected to."""
+    """Checked table of a publisher of KV events. Raises `ConfigError` for malformed addresses."""
     if stated is None:
         return None
     table = KvEventsTable(endpoint=stated) if isinstance(stated, str) else stated
@@ -252,7 +252,7 @@ def _kv_events(stated: str | KvEventsTable | None, key: str) -> KvEventsTable | 
 
 
 def _kv_link(stated: str | KvTransferTable | None, profile: Profile | None) -> KvLink | None:
-    """The KV connector of an instance; the bytes of a token are its profile's unless stated."""
+    """KV connector of an instance; the bytes per token default to the profile's."""
     if stated is None:
         return None
     table = KvTransferTable(connector=stated) if isinstance(stated, str) else stated  # type: ignore[arg-type]
@@ -268,7 +268,7 @@ def _kv_link(stated: str | KvTransferTable | None, profile: Profile | None) -> K
 
 
 def _check_roles(model: ModelTable, key: str) -> None:
-    """Raise `ConfigError` unless the roles of a model's instances can serve a request."""
+    """Raise `ConfigError` unless the roles of a model's instances can serve requests."""
     roles = [instance.role for instance in model.instances]
     if model.kv_transfer is None:
         for i, role in enumerate(roles):
@@ -305,10 +305,10 @@ def resolve_instance(
     cache: dict[Path, Profile],
     profiles: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[InstanceSpec, Profile | None]:
-    """Check one instance and read its profile, once per file. Raises `ConfigError` or `ProfileError`.
+    """Check one instance and read its profile, cached by path. Raises `ConfigError` or `ProfileError`.
 
-    `key` is how errors name the table, with its dot: `models[0].instances[1].`, or nothing. `profiles` are
-    those by label, for an instance that names none.
+    `key` is the prefix of its keys in errors, such as `models[0].instances[1].`. `profiles` maps selectors to
+    profiles, for instances that name none.
     """
     url = "" if instance.url is None else check_url(instance.url, f"{key}url")
     name = instance.name or urlsplit(url).netloc
@@ -341,7 +341,7 @@ def resolve_instance(
 
 
 def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
-    """Check a fleet as a whole and read its profiles. Raises `ConfigError`, of all mistakes together."""
+    """Check a whole fleet and read its profiles. Raises one `ConfigError` with all mistakes."""
     where = f"{path}: " if path else ""
     base = path.parent if path else Path()
     mistakes = Mistakes()
@@ -387,7 +387,7 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
 
 
 def _check_names(file: FleetFile, where: str) -> None:
-    """Raise `ConfigError` unless aliases are names of their own and fallbacks names of other models."""
+    """Raise `ConfigError` unless aliases are unique and fallbacks name other models."""
     names = {model.name for model in file.models}
     seen: set[str] = set()
     for m, model in enumerate(file.models):
@@ -407,7 +407,7 @@ def _check_names(file: FleetFile, where: str) -> None:
 
 
 class _Resolved:
-    """The models of a file, resolved one after the other into the tables of `fleet`."""
+    """Resolver that adds models one by one to the tables of `fleet`."""
 
     def __init__(self, fleet: Fleet, mistakes: Mistakes) -> None:
         self._fleet = fleet
@@ -419,7 +419,7 @@ class _Resolved:
         self.specs: list[InstanceSpec] = []
 
     def add_model(self, model: ModelTable, key: str) -> None:
-        """Resolve one model and its instances; `key` is how errors name it."""
+        """Resolve one model and its instances; `key` names it in errors."""
         mistakes, fleet, base = self._mistakes, self._fleet, self._fleet.base
         with mistakes.here():
             if model.name in self._models:
@@ -489,7 +489,7 @@ def load_fleet(path: Path) -> Fleet:
 
 
 def fleet_from_urls(urls: list[str]) -> Fleet:
-    """A fleet without a file: what the engines serve, and how fast, is learnt from them."""
+    """Fleet of URLs without a file; models and speeds are learnt from the engines."""
     instances = []
     seen: set[str] = set()
     for url in urls:

@@ -1,4 +1,4 @@
-"""Tables of a fleet file. Each key is declared here once: for the reader, and for `hetlb schema fleet`."""
+"""Tables of a fleet file: the one declaration of its keys, for the reader and for `hetlb schema fleet`."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class ScrapeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     timeout_s: Positive = 2.0
 
 
-#: More processes than this would only take memory from each other.
+#: Upper bound of worker processes.
 MOST_WORKERS = 128
 
 

@@ -125,8 +125,8 @@ class Roofline:
     peak_flops: float
     bandwidth_bytes_s: float
     parameters: float
-    bytes_per_parameter: float
     kv_bytes_per_token: int
+    bytes_per_parameter: float = 2.0
     tensor_parallel_size: int = 1
     flops_efficiency: float = 0.5
     bandwidth_efficiency: float = 0.7
