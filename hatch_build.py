@@ -30,20 +30,21 @@ COMPILED = (
         for name in (
             "client_response", "connection", "connection_states", "driver", "ends",
             "engine_pools", "continuation", "engine_answer", "engine_request", "exchange",
-            "exchange_states", "limits", "prefix_keys", "progress", "realtime", "router",
-            "scheduler_driver", "scheduler_side", "scheduling", "streamed_answer", "token_estimator",
-            "upstream",
+            "exchange_states", "limits", "paced_reading", "prefix_keys", "progress", "realtime", "router",
+            "scheduler_driver", "scheduler_side", "scheduling", "server", "streamed_answer",
+            "token_estimator", "upstream",
         )
     ),
     *(
         f"proxy/http/{name}.py"
         for name in (
-            "error_responses", "forward_headers", "http1", "multipart", "openai_body", "retry_after", "sse",
+            "error_responses", "forward_headers", "http1", "multipart", "openai_body", "request_reader",
+            "retry_after", "sse",
         )
     ),
     *(
         f"proxy/telemetry/{name}.py"
-        for name in ("access_log", "counters", "histograms", "history", "request_record", "trace_context")
+        for name in ("access_log", "counters", "histograms", "recent", "request_record", "trace_context")
     ),
     *(f"pick/{name}.py" for name in ("pick_driver", "stream")),
     *(
@@ -56,7 +57,6 @@ COMPILED = (
     ),
     "workers/relay_channel.py",
     "workers/relay_driver.py",
-    "workers/held_answer.py",
     "workers/relay_host.py",
 )  # fmt: skip
 _NEEDED = ("mypy>=2.1,<3", "setuptools>=77", "types-PyYAML")

@@ -95,12 +95,12 @@ def logs(data: Path) -> str:
     """Errors of the mean of every log with the grid of its GPU."""
     found = []
     for folder in sorted(path.parent for path in data.glob("vllm-logs/*/iteration_time.csv")):
-        log = read_log(folder / "requests.csv")
+        log = read_log(folder / "requests.csv", 16)
         flags = KV_FLAGS.get(folder.name, [])
         engine = engine_of(made(f"csv:{folder / 'iteration_time.csv'}", *flags))
         engine = replace(engine, limits=replace(engine.limits, max_num_seqs=256, max_num_batched_tokens=2048))
         for words, latency in (("assumed", engine.latency), ("nothing assumed", bare(engine.latency))):
-            said = errors(log.requests, replay(log.requests, replace(engine, latency=latency), 16).requests)
+            said = errors(log.requests, replay(log.requests, replace(engine, latency=latency)).requests)
             found.append([folder.name, words, *(percent(said[name].error) for name in METRICS)])
     return table(["log", "host time, mixed steps", "TTFT %", "TPOT %", "E2E %"], found) if found else ""
 

@@ -244,7 +244,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args()
     tables = Tables(args.folder, args.layers)
-    log = read_log(args.folder / "requests.csv")
+    log = read_log(args.folder / "requests.csv", args.block_size)
     limits = EngineLimits(
         args.kv_cache_tokens,
         args.block_size,
@@ -265,12 +265,12 @@ def main() -> int:
         latency = replace(result.latency, host_s=host_s, request_s=request_s)
         document["mixed_steps"][name] = mixed_errors(tables, latency, limits)
         engine = EngineSpec(latency, limits)
-        runs[name] = errors(log.requests, replay(log.requests, engine, args.block_size).requests)
+        runs[name] = errors(log.requests, replay(log.requests, engine).requests)
         if name == "profile":
-            comparison = compare(log, {"": engine}, args.block_size)
+            comparison = compare(log, {"": engine})
             document["verdict"], document["split_e2e_s"] = comparison.verdict, comparison.split
     exact = EngineSpec(cast("LatencyModel", Exact(tables, host_s, request_s)), limits)
-    runs["exact iterations"] = errors(log.requests, replay(log.requests, exact, args.block_size).requests)
+    runs["exact iterations"] = errors(log.requests, replay(log.requests, exact).requests)
     for name, found in runs.items():
         document["runs"][name] = {metric: asdict(error) for metric, error in found.items()}
         parts = [

@@ -14,17 +14,19 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from hetlb.config.cluster import Cluster, ClusterFile, ClusterLimits, ClusterModel
+from hetlb.config.cluster import Cluster, ClusterLimits
+from hetlb.config.plan_tables import Machine, Model
 from hetlb.config.profile_file import load_profile
 from hetlb.plan.cluster_layouts import RowSample, Throughputs, lay_out
 from hetlb.plan.layouts import LayoutFleet, LayoutTarget, layout_name
 from hetlb.plan.throughput import SloLimits
-from hetlb.plan.tp_search import Machine, PlanModel, search
+from hetlb.plan.tp_search import search
 from hetlb.workload.traces import read_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "bench/results/search-fleets.json"
-MODEL = PlanModel("Llama-3.1-8B", 8.03e9, 2, 131_072, 8192, 1024)
+MODEL = Model(name="Llama-3.1-8B", parameters=8.03e9, kv_bytes_per_token=131_072)
+LIMITS = ClusterLimits(max_input_tokens=8192, max_output_tokens=1024)
 MEMORY = {"a100_sxm": 85_899_345_920, "h100_sxm": 85_899_345_920, "l40s": 48_305_799_168}
 FLEETS = {
     "A100 x 4 and L40S x 4": (("a100_sxm", 4), ("l40s", 4)),
@@ -37,13 +39,15 @@ LOADS = (0.4, 0.8)
 HELD_OUT = (11, 12, 13)
 
 
-def machine(index: int, system: str, gpus: int) -> tuple[Machine, dict[str, Any]]:
-    """A machine of a measured grid, and its profiles by path."""
-    paths = {tp: f"profiling/{system}-llama-3.1-8b-tp{tp}.yaml" for tp in (1, 2, 4, 8) if tp <= gpus}
-    profiles = {path: load_profile(ROOT / path) for path in paths.values()}
+def machine(index: int, system: str, gpus: int) -> Machine:
+    """A machine of a measured grid."""
+    profiles = {
+        tp: load_profile(ROOT / f"profiling/{system}-llama-3.1-8b-tp{tp}.yaml")
+        for tp in (1, 2, 4, 8)
+        if tp <= gpus
+    }
     name = f"{system.replace('_', '-')}-{index}"
-    box = Machine(name, system, gpus, MEMORY[system], 0.9, 2_147_483_648, tuple(paths.items()))
-    return box, profiles
+    return Machine(name, system, gpus, MEMORY[system], 0.9, 2_147_483_648, profiles)
 
 
 def cases() -> list[tuple[str, str, float]]:
@@ -59,21 +63,11 @@ def evaluate(name: str, words: str, load: float) -> dict[str, Any]:
     """One case: choose, then hold both choices against seeds that were not seen."""
     trace = read_trace(ROOT / "bench/data/azure-conv-sample.csv")
     rows = [(row.input_tokens, max(1, row.output_tokens)) for row in trace]
-    rows = [(i, o) for i, o in rows if i <= MODEL.max_input_tokens and o <= MODEL.max_output_tokens][::2]
-    machines, profiles = [], {}
-    for index, (system, gpus) in enumerate(FLEETS[name]):
-        box, own = machine(index, system, gpus)
-        machines.append(box)
-        profiles |= own
-    file = ClusterFile(
-        version=1,
-        model=ClusterModel(name=MODEL.name, parameters=8.03e9, kv_bytes_per_token=131_072),
-        limits=ClusterLimits(max_input_tokens=8192, max_output_tokens=1024),
-        machines=(),
-    )
-    cluster = Cluster(path=ROOT, file=file, model=MODEL, machines=tuple(machines), profiles=profiles)
+    rows = [(i, o) for i, o in rows if i <= LIMITS.max_input_tokens and o <= LIMITS.max_output_tokens][::2]
+    machines = [machine(index, *each) for index, each in enumerate(FLEETS[name])]
+    cluster = Cluster(path=ROOT, model=MODEL, limits=LIMITS, machines=tuple(machines))
     throughputs = Throughputs(rows, "simulate")
-    plans = search(MODEL, machines, throughputs.estimator(profiles))
+    plans = search(cluster, throughputs.of)
     most_tok_s = sum(plan.best.throughput_tok_s for plan in plans if plan.best)
     rate = load * most_tok_s / mean(i + o for i, o in rows)
     target = LayoutTarget(rate, SloLimits(*SLOS[words]) if words else SloLimits())

@@ -43,7 +43,8 @@ import pair as real
 from engines import REPO_ROOT, SERVED_MODEL_NAME, VENV_PYTHON, Server, command_line
 
 from hetlb.loadtest.bodies import CompletionBodies
-from hetlb.loadtest.generator import LoadResult, run_load
+from hetlb.loadtest.generator import run_load
+from hetlb.loadtest.verdict import LoadResult
 from hetlb.workload.arrivals import PlannedRequest, make_plan
 from hetlb.workload.traces import Row
 

@@ -19,6 +19,7 @@ from hetlb.core.queue import Queue, Queued, QueueKey, QueueLimits
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Dispatch, Health, InstanceSpec, Lease, Request
+from hetlb.proxy.telemetry.counters import Totals
 
 FAST = LatencyModel(k1=1e-4, k2=1e-3, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
 MODEL = "m"
@@ -152,3 +153,9 @@ async def turns_until(holds: Callable[[], bool], limit_s: float = HANG_S) -> Non
         while not holds():
             turns += 1
             await asyncio.sleep(0 if turns < _TURNS else 0.002)
+
+
+def outcomes(totals: Totals) -> list[str]:
+    """Outcomes of the requests that ended lately."""
+    found = [each.outcomes.items() for each in totals.recent.stretches.values()]
+    return [name for each in found for name, count in each for _ in range(count)]

@@ -25,17 +25,17 @@ from typing import Any
 from common import HERE, MODEL, Answer, Promise, Serving, background, quantile, report, serving, until
 from engine import Engine
 from scipy.stats import theilslopes
-from watched import REMEMBERED
 
 #: The project's bound, MiB per 1,000 reloads, on the lower end of the slope's 95 % interval.
 SLOPE_MIB = 1.0
+WARM_UP = 5_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reloads", type=int, default=1000, help="(default 1000)")
     parser.add_argument("--streams", type=int, default=30, help="at a time (default 30)")
     parser.add_argument(
-        "--warm-up", type=int, default=REMEMBERED, help="requests before, to fill what is remembered"
+        "--warm-up", type=int, default=WARM_UP, help="requests before, to fill what is remembered"
     )
     parser.add_argument("--pause-s", type=float, default=0.05, help="between reloads (default 0.05)")
 

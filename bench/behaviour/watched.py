@@ -1,8 +1,7 @@
 """`hetlb`, which on SIGUSR2 says how many asyncio tasks it has: `python watched.py serve …`.
 
-Nothing else differs from `hetlb`, but that the dashboard remembers REMEMBERED requests and not
-100,000: what they take is filled before memory is looked at. The answer goes to the file that HETLB_WATCH
-names: JSON with the coroutines of the tasks that are not done, and how many objects the collector tracks.
+Nothing else differs from `hetlb`. The answer goes to the file that HETLB_WATCH names: JSON with the
+coroutines of the tasks that are not done, and how many objects the collector tracks.
 """
 
 from __future__ import annotations
@@ -17,9 +16,6 @@ from pathlib import Path
 from types import FrameType
 
 from hetlb.cli.main import main
-from hetlb.proxy.telemetry.history import History
-
-REMEMBERED = 5_000
 
 
 def _say(number: int, frame: FrameType | None) -> None:
@@ -34,5 +30,4 @@ def _say(number: int, frame: FrameType | None) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGUSR2, _say)
-    History.__init__.__defaults__ = (REMEMBERED,)
     sys.exit(main())

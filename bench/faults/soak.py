@@ -112,7 +112,7 @@ class Soak:
 
     async def warm_up(self, count: int, seconds: float) -> int:
         """Plain requests, one behind the other on each connection, to fill what the proxy keeps of the last
-        ones (the dashboard's history is 100,000 requests); for at most so long. How many there were."""
+        ones (decisions, answers); for at most so long. How many there were."""
         ends, left = time.monotonic() + seconds, iter(range(count))
 
         async def client() -> None:

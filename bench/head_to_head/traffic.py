@@ -18,8 +18,7 @@ from peers import MODEL, ROOT
 
 from hetlb.loadtest.bodies import COMPLETIONS, MadePrompts, Prompt
 from hetlb.loadtest.runs import LoadSpec
-from hetlb.workload.arrivals import PlannedRequest, Waves
-from hetlb.workload.schedules import Load
+from hetlb.workload.arrivals import Load, PlannedRequest, Waves
 from hetlb.workload.traces import Row, read_trace
 
 #: Traces by name: the file in bench/data.

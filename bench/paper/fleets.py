@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from hetlb.config.cluster import Cluster, ClusterLimits
+from hetlb.config.plan_tables import Machine, Model
 from hetlb.config.profile_file import load_profile
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.core.policies.base import PolicyParams
@@ -27,7 +29,7 @@ from hetlb.core.predictor import LengthDistribution
 from hetlb.core.queue import QueueLimits
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
-from hetlb.plan.tp_search import Machine, PlanModel, memory
+from hetlb.plan.tp_search import memory
 from hetlb.profiler.fit import fit
 from hetlb.profiler.sources import Roofline
 from hetlb.sim.engine_limits import EngineLimits
@@ -66,15 +68,20 @@ class Layout:
 
 # --- servers --------------------------------------------------------------------------------------------
 
-LLAMA_8B = PlanModel("Llama-3-8B", 8.03e9, 2, 131_072, 2048, 1024)
-QWEN_14B = PlanModel("DeepSeek-R1-Distill-Qwen-14B", 14.77e9, 2, 196_608, 2048, 1024)
-V100_BOX = Machine("v100-box", "V100-SXM2-32GB", 8, 34_359_738_368, 0.9, 2_147_483_648, ())
-A800_BOX = Machine("a800-box", "A800 80GB PCIe", 1, 85_899_345_920, 0.9, 2_147_483_648, ())
+LLAMA_8B = Model(name="Llama-3-8B", parameters=8.03e9, kv_bytes_per_token=131_072)
+QWEN_14B = Model(name="DeepSeek-R1-Distill-Qwen-14B", parameters=14.77e9, kv_bytes_per_token=196_608)
+V100_BOX = Machine("v100-box", "V100-SXM2-32GB", 8, 34_359_738_368, 0.9, 2_147_483_648)
+A800_BOX = Machine("a800-box", "A800 80GB PCIe", 1, 85_899_345_920, 0.9, 2_147_483_648)
+_LIMITS = ClusterLimits(max_input_tokens=2048, max_output_tokens=1024)
 _MEASURED = "measured kernels (aiconfigurator-core 0.12.0)"
 
 
+def _alone(model: Model) -> Cluster:
+    return Cluster(path=ROOT, model=model, limits=_LIMITS, machines=())
+
+
 @cache
-def v100(tp: int, slowness: float = 1.0, model: PlanModel = LLAMA_8B) -> Layout:
+def v100(tp: int, slowness: float = 1.0, model: Model = LLAMA_8B) -> Layout:
     """A V100-32GB server: the roofline of `profiling/v100-*-roofline.yaml`, `slowness` times as slow."""
     roofline = Roofline(
         peak_flops=125e12,
@@ -89,7 +96,7 @@ def v100(tp: int, slowness: float = 1.0, model: PlanModel = LLAMA_8B) -> Layout:
     return Layout(
         f"V100 TP {tp}",
         latency.scaled(slowness),
-        memory(model, V100_BOX, tp).kv_cache_tokens,
+        memory(_alone(model), V100_BOX, tp).kv_cache_tokens,
         f"roofline of the data sheet, {slowness:g} times as slow, unmeasured",
     )
 
@@ -107,7 +114,7 @@ def measured(system: str, tp: int) -> Layout:
 def a800_14b() -> Layout:
     """One A800 with the 14B model."""
     profile = load_profile(ROOT / "profiling/a100_sxm-qwen3-14b-tp1.yaml")
-    tokens = memory(QWEN_14B, A800_BOX, 1).kv_cache_tokens
+    tokens = memory(_alone(QWEN_14B), A800_BOX, 1).kv_cache_tokens
     return Layout("A800 TP 1", profile.latency, tokens, f"{_MEASURED}: A100, Qwen3-14B")
 
 

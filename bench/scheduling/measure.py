@@ -24,9 +24,11 @@ from rich.progress import track
 import hetlb
 import hetlb.core.policies.hetlb as default_policy
 import hetlb.core.speed as speed
-from hetlb.core.latency import IterationRule
+from hetlb.core.latency import IterationRule, LatencyModel
+from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import make_predictor
-from hetlb.core.types import Outcome
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.types import Command, Outcome, Request
 from hetlb.sim.alone import run_alone
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.sim.reference import fixed_split
@@ -34,6 +36,17 @@ from hetlb.workload.arrivals import PlannedRequest
 
 OTHERS = ("rr", "wrr", "least-requests", "least-kv", "p2c", "peak-ewma", "paper")
 RATES = (0.5, 0.8, 0.95)
+#: `policy.weights` for an operator to whom one figure matters most: that figure, and weights of terms.
+SETTINGS = {
+    "first token": ("p99_ttft_ms", (("first_token_s", 100.0),)),
+    "whole answer": ("p99_e2el_ms", (("first_token_s", 8.0), ("others_s", 0.5))),
+}
+#: A request is good if its first token and its whole answer come within so many times what they take alone on
+#: the fastest server of the fleet.
+GOOD = (3.0, 8.0)
+#: Instances with fewer answers say nothing about their forecasts.
+FORECASTS = 100
+FORECAST_FIGURES = ("first_token_bias", "end_bias", "first_token_coverage", "end_coverage")
 #: Fleets drawn at random from the measured layouts, and orders of the traces that no rule was chosen on.
 HELD_OUT = 12
 HELD_OUT_SEED = 1000
@@ -46,7 +59,7 @@ class Case:
     """One simulation. `rate` is requests/s; `factors` multiply the times that the scheduler believes in.
 
     `slowed_at_s`: from then on the first instance takes three times as long. `without` names the ingredient
-    of `hetlb` that is taken out.
+    of `hetlb` that is taken out; `weights` are those of terms that are not the default.
     """
 
     fleet: str
@@ -60,6 +73,7 @@ class Case:
     slowed_at_s: float | None = None
     burst: bool = False
     without: str = ""
+    weights: tuple[tuple[str, float], ...] = ()
 
 
 _lab: Lab | None = None
@@ -127,6 +141,38 @@ def without(names: str) -> Callable[[], None]:
     return put_back
 
 
+class Observed(FleetSimulation):
+    """A simulation that keeps how true the forecasts were when the last request came.
+
+    Afterwards the fleet empties, and the answers of then are of no load that was asked for.
+    """
+
+    def _arrived(self, scheduler: Scheduler, request: Request) -> list[Command]:
+        commands = super()._arrived(scheduler, request)
+        if request.id == self.last_id:
+            self.forecasts = [
+                {name: (ratios.bias, ratios.coverage) for name, ratios in each.errors.by_figure}
+                for each in scheduler.instances
+                if each.errors.end.samples >= FORECASTS
+            ]
+        return commands
+
+    last_id = -1
+    forecasts: Sequence[dict[str, tuple[float | None, float | None]]] = ()
+
+
+def _forecast_figures(forecasts: Sequence[dict[str, tuple[float | None, float | None]]]) -> dict[str, float]:
+    """Bias and coverage of the 90 % bound, means over the instances."""
+    figures = {}
+    for name in ("first_token", "end"):
+        for index, figure in enumerate(("bias", "coverage")):
+            found = [each[name][index] for each in forecasts]
+            figures[f"{name}_{figure}"] = (
+                statistics.fmean(x for x in found if x is not None) if found else math.nan
+            )
+    return figures
+
+
 def simulate(case: Case) -> dict[str, float]:
     """Run one case. Raises `AssertionError` unless all requests completed exactly."""
     assert _lab is not None, "expected the data to be read"
@@ -137,9 +183,12 @@ def simulate(case: Case) -> dict[str, float]:
         engines[first] = replace(engines[first], changes=((case.slowed_at_s, SLOW),))
     believed = scaled(specs, case.factors) if case.factors else specs
     setup = _lab.setup(believed, case.policy, case.predictor, case.trace, case.seed)
+    setup = replace(setup, params=PolicyParams(weights=case.weights))
     put_back = without(case.without)
     try:
-        result = FleetSimulation(setup, engines, plan, model=MODEL).run()
+        simulation = Observed(setup, engines, plan, model=MODEL)
+        simulation.last_id = len(plan) - 1
+        result = simulation.run()
     finally:
         put_back()
     assert all(outcome is Outcome.OK for outcome in result.outcomes), f"{case}: a request failed"
@@ -152,7 +201,25 @@ def simulate(case: Case) -> dict[str, float]:
     )  # fmt: skip
     figures = {key: float(summary[key]) for key in (*keys, "duration")}
     figures["tail_ms"] = _p99_after(result.records, plan, case)
+    latencies = {engine.latency for engine in engines.values()}
+    for times, good in zip(GOOD, _good(result.records, plan, latencies), strict=True):
+        figures[f"goodput_{times:g}x"] = good
+    figures |= _forecast_figures(simulation.forecasts)
     return figures
+
+
+def _good(
+    records: Sequence[Any], plan: Sequence[PlannedRequest], latencies: Iterable[LatencyModel]
+) -> list[float]:
+    """Shares of good requests, for each of `GOOD`."""
+    slowness = []
+    for record, planned in zip(records, plan, strict=True):
+        prompt, output = planned.input_tokens, max(1, planned.output_tokens)
+        alone_s = min(each.prefill_s(prompt) for each in latencies)
+        answer_s = min(each.prefill_s(prompt) + each.answer_s(prompt, output, 0.0, 0.0) for each in latencies)
+        first_s, end_s = record.first_token_s - planned.scheduled_s, record.last_token_s - planned.scheduled_s
+        slowness.append(max(first_s / alone_s, end_s / answer_s))
+    return [sum(each <= times for each in slowness) / len(slowness) for times in GOOD]
 
 
 def _p99_after(records: Sequence[Any], plan: Sequence[PlannedRequest], case: Case) -> float:
@@ -303,6 +370,10 @@ def moderate(runs: Runs, full: dict[tuple[str, str], float], seeds: Sequence[int
         for share in RATES
         for policy in (*OTHERS, "hetlb")
     }
+    for f, t, share, policy in list(cases):
+        if policy == "hetlb":
+            for name, (_, weights) in SETTINGS.items():
+                cases[f, t, share, name] = [replace(c, weights=weights) for c in cases[f, t, share, policy]]
     figures = runs(simulate, (case for each in cases.values() for case in each), "at 50, 80, 95 %")
 
     def middle(key: tuple[str, str, float, str], figure: str) -> float:
@@ -317,6 +388,14 @@ def moderate(runs: Runs, full: dict[tuple[str, str], float], seeds: Sequence[int
                 other = best(OTHERS, key=lambda p: middle((f, t, share, p), figure))
                 own, others = middle((f, t, share, "hetlb"), figure), middle((f, t, share, other), figure)
                 row[figure] = {"hetlb": own, "best_other": others, "by": other, "ratio": own / others}
+            for name, (figure, _) in SETTINGS.items():
+                own = middle((f, t, share, name), figure)
+                row[name] = {"hetlb": own, "ratio": own / row[figure]["best_other"]}
+            row["forecast"] = {each: middle((f, t, share, "hetlb"), each) for each in FORECAST_FIGURES}
+            for times in GOOD:
+                figure = f"goodput_{times:g}x"
+                good = {p: middle((f, t, share, p), figure) for p in (*OTHERS, "hetlb")}
+                row[figure] = good
             rows.append(row)
     return rows
 

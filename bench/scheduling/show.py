@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from measure import OTHERS
+from measure import GOOD, OTHERS, SETTINGS
 
 from hetlb.plots import line_style, new_figure, plot_distribution, save_figure, tidy
 
@@ -59,6 +59,47 @@ def verdicts(document: dict[str, Any]) -> list[tuple[str, str]]:
                 f"mean {mean:.2f} x",
             )
         )
+    for name, (figure, weights) in SETTINGS.items():
+        ratios = sorted(row[name]["ratio"] for row in rates)
+        said.append(
+            (
+                f"moderate: {figure.replace('_', ' ').removesuffix(' ms')} at most 1.03 x the best other "
+                f"in 44 of 48 with the weights {', '.join(f'`{n}: {w:g}`' for n, w in weights)}",
+                f"{sum(r <= 1.03 for r in ratios)} of {len(ratios)}, worst {ratios[-1]:.2f}, "
+                f"mean {statistics.geometric_mean(ratios):.2f} x",
+            )
+        )
+    for times in GOOD:
+        goods = [row[f"goodput_{times:g}x"] for row in rates]
+        points = [100.0 * (good["hetlb"] - max(good[p] for p in OTHERS)) for good in goods]
+        means = {p: statistics.mean(100.0 * good[p] for good in goods) for p in (*OTHERS, "hetlb")}
+        best = max(OTHERS, key=lambda policy: means[policy])
+        said.append(
+            (
+                f"moderate: requests within {times:g} x of alone: never 3 points below the best other, in "
+                "the mean not below",
+                f"{sum(p >= -3.0 for p in points)} of {len(points)}, worst {min(points):+.1f} points, mean "
+                f"{means['hetlb']:.1f} % (best other policy {means[best]:.1f} %, `{best}`; chosen case by "
+                f"case {means['hetlb'] - statistics.mean(points):.1f} %)",
+            )
+        )
+    to_80 = [row["forecast"] for row in rates if row["rate"] <= 0.8]
+    parts = []
+    for name, figure in (("first token", "first_token"), ("whole answer", "end")):
+        biases = [each[f"{figure}_bias"] for each in to_80]
+        covered = [each[f"{figure}_coverage"] for each in to_80]
+        parts.append(
+            f"{name}: bias {sum(abs(b) <= 0.05 for b in biases)} of {len(to_80)} ({min(biases):+.1%} to "
+            f"{max(biases):+.1%}), covered {sum(0.87 <= c <= 0.93 for c in covered)} ({min(covered):.1%} to "
+            f"{max(covered):.1%})"
+        )
+    said.append(
+        (
+            "forecasts up to 80 %, of the newest 200 answers of each server when the last request came: bias "
+            "within 5 %, 90 % bounds cover 87 to 93 %",
+            "; ".join(parts),
+        )
+    )
     wrong = [min(row["wrong_up"], row["wrong_down"]) for row in document["mishaps"]]
     said.append(("profiles wrong by 30 %: at least 0.95 of true ones", f"least {min(wrong):.3f}"))
     return said

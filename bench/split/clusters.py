@@ -10,8 +10,8 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from hetlb.config.plan_tables import Model, RooflineTable
-from hetlb.plan.disaggregation.split_cluster import Links, RequestLengths, Slo, SplitCluster, SplitMachine
+from hetlb.config.plan_tables import Machine, Model, RooflineTable
+from hetlb.plan.disaggregation.split_cluster import Links, RequestLengths, Slo, SplitCluster
 
 GIB = 1 << 30
 
@@ -24,7 +24,6 @@ GPUS = {
 }
 LLAMA_70B = Model(
     name="llama-2-70b",
-    weight_bytes=69e9 * 2,
     parameters=69e9,
     bytes_per_parameter=2.0,
     kv_bytes_per_token=2 * 80 * 8 * 128 * 2,
@@ -33,7 +32,6 @@ LLAMA_70B = Model(
 )
 OPT_30B = Model(
     name="opt-30b",
-    weight_bytes=30e9 * 2,
     parameters=30e9,
     bytes_per_parameter=2.0,
     kv_bytes_per_token=2 * 48 * 7168 * 2,
@@ -42,7 +40,6 @@ OPT_30B = Model(
 )
 LLAMA_8B = Model(
     name="llama-3-8b",
-    weight_bytes=8.03e9 * 2,
     parameters=8.03e9,
     bytes_per_parameter=2.0,
     kv_bytes_per_token=131072,
@@ -70,24 +67,22 @@ SETTINGS = {
 BETWEEN = 5e9
 
 
-def machine(name: str, gpu: str, gpus: int, site: str = "") -> SplitMachine:
+def machine(name: str, gpu: str, gpus: int, site: str = "") -> Machine:
     """A machine by its GPUs' peak figures."""
     flops, bandwidth, memory, _ = GPUS[gpu]
-    return SplitMachine(
+    return Machine(
         name=name,
         gpu=gpu,
         gpus=gpus,
         memory_bytes=memory,
         reserved_bytes_per_gpu=2 * GIB,
         site=site,
-        profiles={},
-        profile_paths={},
         roofline=RooflineTable(flops=flops, bandwidth_bytes_per_s=bandwidth),
     )
 
 
 def cluster(
-    machines: list[SplitMachine],
+    machines: list[Machine],
     model: Model,
     workload: tuple[int, int] | RequestLengths,
     *,

@@ -29,7 +29,15 @@ from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import CAUSES, InstanceSpec, Outcome
 from hetlb.pick import stream_states
 from hetlb.proxy import connection, ends, exchange_states, scrape, upstream
-from hetlb.proxy.http import error_responses, forward_headers, http1, multipart, openai_body, sse
+from hetlb.proxy.http import (
+    error_responses,
+    forward_headers,
+    http1,
+    multipart,
+    openai_body,
+    request_reader,
+    sse,
+)
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event
 from hetlb.proxy.telemetry.prometheus import MetricsPage, SharedFigures
@@ -336,7 +344,7 @@ def _kib(size: int) -> str:
 def limits_page() -> str:
     """docs/reference/limits.md."""
     of_clients = (
-        ("empty lines before a request", f"{connection.MAX_BLANK_LINES}", "400"),
+        ("empty lines before a request", f"{request_reader.MAX_BLANK_LINES}", "400"),
         (
             "head",
             f"{_kib(http1.MAX_HEAD_BYTES)}, {http1.MAX_HEADERS} headers, "
@@ -398,7 +406,7 @@ def limits_page() -> str:
         + "; those of `proxy.forward_headers`; `x-request-id`, the client's (with a suffix if there are "
         "keys) or a new one. Beside these the engine gets its own `Host` and, where configured, its own key.",
         "## Of one turn of the event loop",
-        f"A connection reads at most 256 KiB in a turn, {_kib(connection.TURN_BYTES)} of a chunked body, "
+        f"A connection reads at most 256 KiB in a turn, {_kib(request_reader.TURN_BYTES)} of a chunked body, "
         f"{_kib(upstream.TURN_BYTES)} of an answer in chunks or events. JSON is decoded in one turn "
         "(about 3 ns a byte).",
     )

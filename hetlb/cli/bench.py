@@ -50,8 +50,8 @@ from hetlb.loadtest.results import (
 )
 from hetlb.loadtest.runs import LoadSpec, first_model
 from hetlb.loadtest.screen import Screen
+from hetlb.workload.arrivals import Ramp, Rate
 from hetlb.workload.datasets import custom_rows, random_rows, sharegpt_rows
-from hetlb.workload.schedules import Ramp, Rate
 from hetlb.workload.traces import Row, read_trace
 
 _DATASETS = ("random", "sharegpt", "custom")

@@ -20,7 +20,7 @@ from hetlb.config.place_file import load_place
 from hetlb.core.paths.path_scheduler import PATH_POLICIES
 from hetlb.errors import ConfigError, InputError, PlanError
 from hetlb.plan.highs import Interrupt, SolveLimits
-from hetlb.plan.placement.place_deploy import write_fleet
+from hetlb.plan.placement.place_deploy import write_stages
 from hetlb.plan.placement.place_files import load_lengths, load_placement
 from hetlb.plan.placement.place_plan import document_of, plan_placement
 from hetlb.plan.placement.place_report import print_placement
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         folder=folder,
     )
     if args.write_fleet is not None:
-        write_fleet(args.write_fleet, cluster, plan.chosen.placement, folder)
+        write_stages(args.write_fleet, cluster, plan.chosen.placement, folder)
     if args.json:
         print(json.dumps(document, allow_nan=False))
     else:

@@ -59,13 +59,13 @@ def write_corrected(args: argparse.Namespace, kind: str, origin: str) -> int:
 
 def _by_log(args: argparse.Namespace, start: Profile, path: Path) -> Correction:
     """Correction by a log. Raises `TraceError` if it cannot separate prefill, mixed and decode steps."""
-    log = read_log(path)
+    log = read_log(path, args.hash_block_size)
     instances = sorted({each.instance for each in log.requests})
     if len(instances) > 1:
         raise TraceError(f"{path}: expected the log of one server, got {', '.join(instances)}")
     engine = engine_of(start)
     try:
-        before = replay(log.requests, engine, args.hash_block_size)
+        before = replay(log.requests, engine)
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from error
     if reason := varies_enough(before):
@@ -73,8 +73,8 @@ def _by_log(args: argparse.Namespace, start: Profile, path: Path) -> Correction:
             f"{path}: expected arrivals that vary (as at 2, 8 and 20 requests/s): {reason}, "
             "so prefill, mixed and decode steps cannot be told apart"
         )
-    found = fit_corrections(log.requests, engine, args.hash_block_size)
-    tested = reach(log.requests, engine, found, args.hash_block_size)
+    found = fit_corrections(log.requests, engine)
+    tested = reach(log.requests, engine, found)
     test = (
         f"corrected by its quieter half, {tested.metric.upper()} of the busier half is off by "
         f"{100 * tested.after:+.1f} % (before {100 * tested.before:+.1f} %)"
@@ -85,7 +85,7 @@ def _by_log(args: argparse.Namespace, start: Profile, path: Path) -> Correction:
             "do harm at other loads; a log with more varied load may tell (2, 8 and 20 requests/s, say)"
         )
     latency = found.applied(engine.latency)
-    after = replay(log.requests, replace(engine, latency=latency), args.hash_block_size)
+    after = replay(log.requests, replace(engine, latency=latency))
     holds = (
         f"holds up to {tested.sequences} sequences at once, {tested.times:g} times the log's rate"
         if tested.times

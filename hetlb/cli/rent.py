@@ -24,7 +24,6 @@ from hetlb.plan.highs import INFINITY, Interrupt, SolveLimits
 from hetlb.plan.hours import read_hours, schedule
 from hetlb.plan.market import Market, load_market
 from hetlb.plan.planning import SolvedPlan, Table, make_plan, make_table
-from hetlb.plan.rent_deploy import commands, lay_out, write_fleet
 from hetlb.plan.rent_report import (
     baselines_document,
     budgets_grid,
@@ -35,6 +34,7 @@ from hetlb.plan.rent_report import (
     replanning_document,
     simulated_document,
 )
+from hetlb.plan.rent_servers import servers_of, write_fleet
 from hetlb.plan.replan import MoveCost, Replanned, replan, require_known
 from hetlb.plan.throughput import Measured, SloLimits, default_cache
 from hetlb.plan.workloads import trace_rows
@@ -150,11 +150,11 @@ def plan_once(
     if replanned is not None:
         document["replanning"] = replanning_document(replanned)
     document["interrupted"] = stopped
-    instances = lay_out(table, planned.plan)
-    document["commands"] = commands(table, instances) if table.market.file.models else []
+    servers = servers_of(table, planned.plan)
+    document["commands"] = [server.command() for server in servers] if table.market.file.models else []
     if args.write_fleet is not None:
         policy = (document["simulated"] or {"policy": "hetlb"})["policy"]
-        write_fleet(args.write_fleet, table, planned.plan, instances, policy)
+        write_fleet(args.write_fleet, table, planned.plan, servers, policy)
     if args.json:
         print(json.dumps(document, allow_nan=False))
     else:

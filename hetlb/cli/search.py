@@ -19,7 +19,8 @@ from hetlb.config.cluster import load_cluster
 from hetlb.errors import InputError
 from hetlb.plan.check import check
 from hetlb.plan.cluster_layouts import MOST_STAGES, Throughputs, lay_out, sample_rows
-from hetlb.plan.layout_deploy import write_fleet
+from hetlb.plan.common.servers import write_servers
+from hetlb.plan.layout_servers import servers_of
 from hetlb.plan.layouts import LayoutTarget
 from hetlb.plan.search_report import print_result, result_document
 from hetlb.plan.throughput import SloLimits
@@ -61,16 +62,14 @@ def run(args: argparse.Namespace) -> int:
     with bar("searching") as show:
         done = count(1)
         throughputs = Throughputs(sample.rows, args.estimate)
-        estimator = throughputs.estimator(cluster.profiles)
-        plans = search(
-            cluster.model, cluster.machines, estimator, lambda: show(completed=next(done), total=total)
-        )
-        check(cluster.model, cluster.machines, plans)
+        plans = search(cluster, throughputs.of, lambda: show(completed=next(done), total=total))
+        check(cluster, plans)
         show(description="simulating layouts", total=None)
         found = lay_out(cluster, sample, target, plans, throughputs, args.pipeline_parallel)
-    document = result_document(found, args.data_parallel)
-    if found.choice.layouts and args.write_fleet is not None:
-        write_fleet(args.write_fleet, found, args.data_parallel)
+    servers = servers_of(found, args.data_parallel)
+    document = result_document(found, servers)
+    if servers and args.write_fleet is not None:
+        write_servers(args.write_fleet, f"Written by `hetlb search` from {args.config.name}.", servers)
     if args.json:
         print(json.dumps(document, allow_nan=False))
     else:

@@ -127,10 +127,10 @@ def run_against(args: argparse.Namespace) -> int:
     from hetlb.sim.against_logs import read_log
     from hetlb.sim.against_report import comparison_document, engines, print_comparison, write_against_plot
 
-    log = read_log(args.against)
+    log = read_log(args.against, args.hash_block_size)
     profile = load_profile(args.profile) if args.profile is not None else None
     try:
-        comparison = compare(log, engines(args.against, log, profile), args.hash_block_size)
+        comparison = compare(log, engines(args.against, log, profile))
     except TraceError as error:
         raise TraceError(f"{args.against}: {error}") from error
     if args.plot is not None:

@@ -19,13 +19,14 @@ from rich.console import Console
 from hetlb.cli.flags import add_json, declare, real, whole
 from hetlb.errors import ConfigError, InputError
 from hetlb.plan.check import check_split
+from hetlb.plan.common.servers import write_servers
 from hetlb.plan.disaggregation.cost import CostModel, GroupTable, PaperCost, ProfileCost
 from hetlb.plan.disaggregation.exhaustive import SEARCH_S, find_exhaustively
 from hetlb.plan.disaggregation.split_cluster import SplitCluster, SplitPlan
-from hetlb.plan.disaggregation.split_deploy import lay_out, write_fleet
 from hetlb.plan.disaggregation.split_files import load_split
 from hetlb.plan.disaggregation.split_report import document_of, print_plan
 from hetlb.plan.disaggregation.split_search import SplitSearch, SplitsFound
+from hetlb.plan.disaggregation.split_servers import servers_of
 from hetlb.plan.disaggregation.split_simulation import (
     LOAD,
     Judged,
@@ -91,11 +92,12 @@ def run(args: argparse.Namespace) -> int:
     for each in (*found.plans, *([] if found.colocated is None else [found.colocated])):
         check_split(cluster, each, cost.capacity)
     plan, simulated = _judged(args, cluster, found, interrupt)
-    instances = lay_out(cluster, plan)
-    document = document_of(cluster, plan, found, instances, solve_s) | simulated
+    servers = servers_of(cluster, plan)
+    document = document_of(cluster, plan, found, servers, solve_s) | simulated
     document |= {"cost_model": args.cost_model or "profiles", "interrupted": interrupt.requested}
     if args.write_fleet is not None:
-        write_fleet(args.write_fleet, cluster, plan, instances, ProfileCost(cluster))
+        heading = f"Written by `hetlb split` from {args.config.name}."
+        write_servers(args.write_fleet, heading, servers, {"name": "hetlb"})
     if args.json:
         print(json.dumps(document, allow_nan=False))
     else:

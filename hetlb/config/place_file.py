@@ -6,42 +6,30 @@ A file that loads names a whole cluster; anything else is one `ConfigError` line
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 
 from hetlb.config.mistakes import short
-from hetlb.config.plan_tables import LinkTable, PlanModelTable, read_model
-from hetlb.config.profile_file import Profile, load_named
-from hetlb.config.yaml_file import Positive, PositiveInt, Share, load_yaml
+from hetlb.config.plan_tables import (
+    LinkTable,
+    Machine,
+    MachineTable,
+    PlanModelTable,
+    read_machines,
+    read_model,
+)
+from hetlb.config.yaml_file import Positive, load_yaml
 from hetlb.core.paths.stages import SINK, SOURCE, Edge, LinkSpec
 from hetlb.errors import ConfigError
-from hetlb.plan.placement.machines import USUAL_BATCHED_TOKENS, USUAL_SEQS, MachineModel, machine_kind
+from hetlb.plan.placement.machine_kinds import machine_kind
 from hetlb.plan.placement.place_cluster import LayeredModel, MachineKind, PlaceCluster, PlaceNode
 from hetlb.plan.placement.place_files import ClusterFiles, load_cluster
 
 _TOKEN_BYTES = 4
 _ACTIVATION_VALUE_BYTES = 2
-
-
-class PlaceMachine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One machine, or `count` alike; every GPU of it is a node. `profiles` maps a tensor-parallel degree to a
-    latency profile of the whole model; that of degree 1 is used, as a stage is one GPU.
-    """
-
-    name: str
-    gpu: str
-    gpus: PositiveInt
-    memory_bytes: PositiveInt
-    profiles: dict[str, str]
-    site: str = ""
-    gpu_memory_utilization: Share = 0.9
-    reserved_bytes_per_gpu: Annotated[int, msgspec.Meta(ge=0)] = 0
-    count: PositiveInt = 1
 
 
 class PlaceWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -53,7 +41,7 @@ class PlaceWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 class PlaceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A placement file as written: `nodes`, `layer_times`, `limits` and paths under `links` and `model`, or
-    `machines`. Paths are relative to the file.
+    `machines`, every GPU of which is a node. Paths are relative to the file.
     """
 
     version: Literal[1] = 1
@@ -62,7 +50,7 @@ class PlaceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     links: str | LinkTable | None = None
     layer_times: str | None = None
     limits: str | None = None
-    machines: tuple[PlaceMachine, ...] = ()
+    machines: tuple[MachineTable, ...] = ()
     workload: PlaceWorkload = PlaceWorkload()
 
 
@@ -86,85 +74,58 @@ def _from_machines(path: Path, file: PlaceFile) -> PlaceCluster:
     if isinstance(file.model, str) or isinstance(file.links, str):
         key = "model" if isinstance(file.model, str) else "links"
         raise ConfigError(f"{path}: {key}: expected a mapping beside machines, got a path")
-    table = file.model
-    model = read_model(table, path, "model", ("parameters", "kv_bytes_per_token", "layers", "hidden_size"))
-    layers, hidden = model.layers or 1, model.hidden_size or 1
-    nodes: list[PlaceNode] = []
-    homes: list[_Home] = []
-    kinds: dict[str, MachineKind] = {}
-    for m, machine in enumerate(file.machines):
-        key = f"{path}: machines[{m}]"
-        if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", machine.name) or machine.name in (SOURCE, SINK):
-            raise ConfigError(f"{key}.name: expected letters, digits and . _ -, got {short(machine.name)}")
-        profile = _profile(path, key, machine)
-        memory = machine.memory_bytes * machine.gpu_memory_utilization - machine.reserved_bytes_per_gpu
-        engine = profile.engine
-        kind = machine_kind(
-            MachineModel(
-                kind=machine.name,
-                latency=profile.latency,
-                memory_bytes=memory,
-                layers=layers,
-                weight_bytes=model.weight_bytes or 0.0,
-                kv_bytes_per_token=model.kv_bytes_per_token or 1,
-                max_num_seqs=engine.max_num_seqs or USUAL_SEQS,
-                max_num_batched_tokens=engine.max_num_batched_tokens or USUAL_BATCHED_TOKENS,
-            ),
-            file.workload.input_tokens,
-            file.workload.output_tokens,
-        )
-        if not kind.holdings:
-            raise ConfigError(f"{key}.memory_bytes: expected room for one layer and its KV cache")
-        kinds[kind.name] = kind
-        for copy in range(machine.count):
-            index = homes[-1].index + 1 if homes else 0
-            own = machine.name if machine.count == 1 else f"{machine.name}-{copy}"
-            for gpu in range(machine.gpus):
-                name = own if machine.gpus == 1 else f"{own}-gpu{gpu}"
-                most = len(kind.holdings)
-                nodes.append(PlaceNode(name, kind.name, machine.site, most, math.inf, math.inf, own, gpu))
-                homes.append(_Home(index, machine.gpu, machine.site))
+    needed = ("parameters", "kv_bytes_per_token", "layers", "hidden_size")
+    model = read_model(file.model, path, "model", needed)
+    machines = read_machines(path, file.machines)
+    for m, table in enumerate(file.machines):
+        if "1" not in table.profiles:
+            raise ConfigError(
+                f"{path}: machines[{m}].profiles.1: expected a latency profile of one GPU (a stage is one), "
+                "got none"
+            )
+    workload, nodes, homes = file.workload, [], []
+    kinds: dict[tuple[object, ...], MachineKind] = {}
+    for machine in machines:
+        kind = kinds.get(machine.kind_of_gpu)
+        if kind is None:
+            kind = machine_kind(machine, model, workload.input_tokens, workload.output_tokens)
+            if not kind.holdings:
+                raise ConfigError(
+                    f"{path}: machines: {machine.name}: memory_bytes: expected room for one layer and its KV "
+                    "cache"
+                )
+            kinds[machine.kind_of_gpu] = kind
+        for gpu in range(machine.gpus):
+            name = machine.name if machine.gpus == 1 else f"{machine.name}-gpu{gpu}"
+            most = len(kind.holdings)
+            nodes.append(
+                PlaceNode(name, kind.name, machine.site, most, math.inf, math.inf, machine.name, gpu)
+            )
+            homes.append(machine)
     names = [node.name for node in nodes]
-    if len(set(names)) < len(names) or len(kinds) < len(file.machines):
-        raise ConfigError(f"{path}: machines: expected every name once")
-    shape = LayeredModel(table.name, layers, hidden * _ACTIVATION_VALUE_BYTES, _TOKEN_BYTES)
+    if len({SOURCE, SINK, *names}) < len(names) + 2:
+        raise ConfigError(f"{path}: machines: expected every name once, and not {SOURCE} or {SINK}")
+    shape = LayeredModel(model.name, model.layers, model.hidden_size * _ACTIVATION_VALUE_BYTES, _TOKEN_BYTES)
     links = _links(path, file.links or LinkTable(), names, homes)
-    return PlaceCluster(model=shape, nodes=tuple(nodes), kinds=kinds, links=links)
-
-
-@dataclass(frozen=True, slots=True)
-class _Home:
-    """The machine of a node: its place in the file, its GPUs, its site."""
-
-    index: int
-    gpu: str
-    site: str
-
-
-def _profile(path: Path, key: str, machine: PlaceMachine) -> Profile:
-    """The profile of one GPU."""
-    named = machine.profiles.get("1")
-    if named is None:
-        raise ConfigError(
-            f"{key}.profiles.1: expected a latency profile of one GPU (a stage is one), got none"
-        )
-    return load_named(path.parent, named, f"{key}.profiles.1")
+    return PlaceCluster(
+        model=shape, nodes=tuple(nodes), kinds={kind.name: kind for kind in kinds.values()}, links=links
+    )
 
 
 def _links(
-    path: Path, table: LinkTable, names: Sequence[str], homes: Sequence[_Home]
+    path: Path, table: LinkTable, names: Sequence[str], homes: Sequence[Machine]
 ) -> dict[Edge, LinkSpec]:
     """Build the links between nodes and to the coordinator, which runs on the first machine."""
-    matrix, machines = table.matrix, homes[-1].index + 1
-    if matrix is not None and any(len(rows) != machines for rows in (matrix, *matrix)):
-        raise ConfigError(f"{path}: links.matrix: expected {machines} rows and columns, one per machine")
+    matrix, index = table.matrix, {name: m for m, name in enumerate(dict.fromkeys(h.name for h in homes))}
+    if matrix is not None and any(len(rows) != len(index) for rows in (matrix, *matrix)):
+        raise ConfigError(f"{path}: links.matrix: expected {len(index)} rows and columns, one per machine")
     apart = table.apart
     table.check(path)
 
-    def rate(one: _Home, other: _Home) -> float:
+    def rate(one: Machine, other: Machine) -> float:
         if matrix is not None:
-            return matrix[one.index][other.index]
-        if one.index == other.index:
+            return matrix[index[one.name]][index[other.name]]
+        if one is other:
             return table.rate_inside(one.gpu)
         return table.between if one.site == other.site else apart
 

@@ -1,19 +1,28 @@
-"""Tables that the files of all planners share: the model, peak figures of a GPU, links.
+"""Tables that the files of all planners share: the model, machines, peak figures of a GPU, links.
 
 Whatever is wrong comes out as one `ConfigError` line that names file, key, value and what was expected.
 """
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from hetlb.config.cluster import model_kv_bytes
-from hetlb.config.quantities import Quantity, read_bytes, read_parameters, read_rate
+from hetlb.config.mistakes import short
+from hetlb.config.profile_file import Profile, load_named
+from hetlb.config.quantities import Quantity, read_bytes, read_memory, read_parameters, read_rate
 from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, read_object
 from hetlb.errors import ConfigError
-from hetlb.plan.model_shape import text_config
+from hetlb.plan.common.capacity import usable_bytes
+from hetlb.plan.model_shape import ModelShape, read_shape, text_config
 
 #: Bytes/s between GPUs of one machine and between machines where the file does not say: PCIe 4 x16, 5 Gbit/s.
 INSIDE, BETWEEN = 25e9, 0.625e9
@@ -23,6 +32,9 @@ _THEIRS = {
     "hidden_size": "hidden_size",
     "attention_heads": "num_attention_heads",
 }
+
+
+# --- the model ------------------------------------------------------------------------------------------
 
 
 class PlanModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -39,6 +51,80 @@ class PlanModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     attention_heads: PositiveInt | None = None
 
 
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A model with what planning needs of it; sizes in bytes, 0 where nothing was stated.
+
+    `shape` is None without a `config.json`: degrees are not checked then.
+    """
+
+    name: str
+    parameters: float = 0.0
+    bytes_per_parameter: float = 2.0
+    kv_bytes_per_token: int = 0
+    layers: int = 0
+    hidden_size: int = 0
+    attention_heads: int = 0
+    shape: ModelShape | None = None
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of all weights."""
+        return self.parameters * self.bytes_per_parameter
+
+
+def read_model(table: PlanModelTable, path: Path, where: str, needed: Sequence[str] = ()) -> Model:
+    """Resolve the model of a table at `where`; `needed` keys must be known. Raises `ConfigError`."""
+    parameters, kv_bytes = 0.0, 0
+    if table.parameters is not None:
+        parameters = read_parameters(table.parameters, f"{path}: {where}.parameters")
+    if table.kv_bytes_per_token is not None:
+        kv_bytes = read_bytes(table.kv_bytes_per_token, f"{path}: {where}.kv_bytes_per_token")
+    raw: Mapping[str, Any] = {}
+    shape = None
+    if table.config is not None:
+        if kv_bytes:
+            raise ConfigError(
+                f"{path}: {where}.config: expected either config or kv_bytes_per_token, got both"
+            )
+        file = path.parent / table.config
+        whole = read_object(file)
+        raw = text_config(whole)
+        try:
+            shape = read_shape(whole)
+            kv_bytes = kv_bytes_per_token(shape, table.kv_bytes_per_value)
+        except ConfigError as caught:
+            raise ConfigError(f"{file}: {caught}") from caught
+    known = {key: getattr(table, key) or raw.get(theirs) for key, theirs in _THEIRS.items()}
+    model = Model(
+        name=table.name,
+        parameters=parameters,
+        bytes_per_parameter=table.bytes_per_parameter,
+        kv_bytes_per_token=kv_bytes,
+        shape=shape,
+        **{key: value if type(value) is int and value > 0 else 0 for key, value in known.items()},
+    )
+    for key in needed:
+        if not getattr(model, key):
+            raise ConfigError(f"{path}: {where}.{key}: expected a value or {where}.config, got neither")
+    return model
+
+
+def kv_bytes_per_token(shape: ModelShape, bytes_per_value: float) -> int:
+    """KV bytes of one token: 2 * layers * kv_heads * head_dim * bytes. Raises `ConfigError`.
+
+    Grouped-query attention counts its KV heads, not its query heads.
+    """
+    if not shape.kv_heads:
+        raise ConfigError(
+            "kv_lora_rank: expected a model whose cache holds keys and values per head; "
+            "give model.kv_bytes_per_token for this one"
+        )
+    return math.ceil(2 * shape.layers * shape.kv_heads * shape.head_dim * bytes_per_value)
+
+
+# --- machines -------------------------------------------------------------------------------------------
+
+
 class RooflineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Peak figures of one GPU, and the shares of them that are reached: an estimate, never measured."""
 
@@ -47,6 +133,131 @@ class RooflineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     flops_efficiency: Share = 0.5
     bandwidth_efficiency: Share = 0.7
     overhead_ms: NonNegative = 2.0
+
+
+class MachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One machine, or `count` alike. `profiles` maps a tensor-parallel degree to a latency profile of the
+    whole model; `roofline` is for `split` and the degrees without one. Machines of one `site` are near each
+    other.
+    """
+
+    name: str
+    gpu: str
+    gpus: PositiveInt
+    memory_bytes: Quantity
+    profiles: dict[str, str] = {}
+    roofline: RooflineTable | None = None
+    site: str = ""
+    gpu_memory_utilization: Share = 0.9
+    reserved_bytes_per_gpu: Quantity = 0
+    count: PositiveInt = 1
+    price_per_gpu_hour: NonNegative | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`gpus` alike GPUs of `memory_bytes` each, and the profiles of the whole model by degree.
+
+    `profile_paths` are as written in the file. The price of one GPU is in whatever currency.
+    """
+
+    name: str
+    gpu: str
+    gpus: int
+    memory_bytes: int
+    gpu_memory_utilization: float = 0.9
+    reserved_bytes_per_gpu: int = 0
+    profiles: Mapping[int, Profile] = field(default_factory=dict)
+    profile_paths: Mapping[int, str] = field(default_factory=dict)
+    roofline: RooflineTable | None = None
+    site: str = ""
+    price_per_gpu_hour: float | None = None
+
+    def usable(self, gpus: int) -> Fraction:
+        """Bytes of so many GPUs for weights and KV cache."""
+        return usable_bytes(gpus, self.memory_bytes, self.gpu_memory_utilization, self.reserved_bytes_per_gpu)
+
+    @cached_property
+    def usable_bytes(self) -> float:
+        """Bytes of one GPU for weights and KV cache."""
+        return float(self.usable(1))
+
+    @cached_property
+    def kind_of_gpu(self) -> tuple[object, ...]:
+        """Likeness of the GPUs of two machines."""
+        return (
+            self.gpu,
+            self.memory_bytes,
+            self.gpu_memory_utilization,
+            self.reserved_bytes_per_gpu,
+            tuple((degree, profile.name) for degree, profile in sorted(self.profiles.items())),
+            tuple(sorted(self.profile_paths.items())),
+            self.roofline,
+        )
+
+    @cached_property
+    def kind(self) -> tuple[object, ...]:
+        """Likeness of machines: everything but name and site."""
+        return self.gpus, self.price_per_gpu_hour, *self.kind_of_gpu
+
+
+def read_machines(path: Path, tables: Sequence[MachineTable]) -> tuple[Machine, ...]:
+    """Resolve machines with every profile that they name. Raises `ConfigError` or `ProfileError`."""
+    if not tables:
+        raise ConfigError(f"{path}: machines: expected at least one machine, got none")
+    loaded: dict[str, Profile] = {}
+    machines: list[Machine] = []
+    for m, table in enumerate(tables):
+        key = f"{path}: machines[{m}]"
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", table.name):
+            raise ConfigError(f"{key}.name: expected letters, digits and . _ -, got {short(table.name)}")
+        paths = _profile_paths(path, table, key, loaded)
+        reserved = table.reserved_bytes_per_gpu
+        machines += [
+            Machine(
+                name=table.name if table.count == 1 else f"{table.name}-{copy}",
+                gpu=table.gpu,
+                gpus=table.gpus,
+                memory_bytes=read_memory(table.memory_bytes, f"{key}.memory_bytes"),
+                gpu_memory_utilization=table.gpu_memory_utilization,
+                reserved_bytes_per_gpu=read_bytes(reserved, f"{key}.reserved_bytes_per_gpu")
+                if reserved
+                else 0,
+                profiles={degree: loaded[written] for degree, written in sorted(paths.items())},
+                profile_paths=paths,
+                roofline=table.roofline,
+                site=table.site,
+                price_per_gpu_hour=table.price_per_gpu_hour,
+            )
+            for copy in range(table.count)
+        ]
+    names = [machine.name for machine in machines]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{path}: machines: expected every name once, got {twice!r} again")
+    return tuple(machines)
+
+
+def _profile_paths(path: Path, table: MachineTable, key: str, loaded: dict[str, Profile]) -> dict[int, str]:
+    """Load the profiles of a machine; returns their paths by degree. Raises `ConfigError`."""
+    by_degree: dict[int, str] = {}
+    for text, written in table.profiles.items():
+        where = f"{key}.profiles.{text}"
+        if not re.fullmatch(r"[1-9][0-9]{0,3}", text):
+            raise ConfigError(f"{where}: expected a tensor-parallel degree as the key, got {short(text)}")
+        degree = int(text)
+        by_degree[degree] = written
+        if degree > table.gpus:
+            raise ConfigError(f"{where}: expected a degree of at most the {table.gpus} GPUs, got {degree}")
+        if written not in loaded:
+            loaded[written] = load_named(path.parent, written, where)
+        measured = loaded[written].engine.tensor_parallel_size
+        if measured is not None and measured != degree:
+            raise ConfigError(f"{where}: expected a profile of degree {degree}, got one of degree {measured}")
+    return by_degree
+
+
+# --- links ----------------------------------------------------------------------------------------------
 
 
 class LinkRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -88,45 +299,3 @@ class LinkTable(LinkRates, frozen=True, forbid_unknown_fields=True, kw_only=True
         for i, row in enumerate(self.matrix or ()):
             for j, rate in enumerate(row):
                 read_rate(rate, f"{path}: links.matrix[{i}][{j}]")
-
-
-class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A model with what planning needs of it; sizes in bytes, None where nothing was stated."""
-
-    name: str
-    weight_bytes: float | None
-    parameters: float | None
-    bytes_per_parameter: float
-    kv_bytes_per_token: int | None
-    layers: int | None
-    hidden_size: int | None
-    attention_heads: int | None = None
-
-
-def read_model(table: PlanModelTable, path: Path, where: str, needed: tuple[str, ...] = ()) -> Model:
-    """Resolve the model of a table at `where`; `needed` keys must be known. Raises `ConfigError`."""
-    parameters = table.parameters
-    if parameters is not None:
-        parameters = read_parameters(parameters, f"{path}: {where}.parameters")
-    kv_bytes = table.kv_bytes_per_token
-    if kv_bytes is not None:
-        kv_bytes = read_bytes(kv_bytes, f"{path}: {where}.kv_bytes_per_token")
-    if table.config is not None:
-        kv_bytes = model_kv_bytes(path, f"{where}.", kv_bytes, table.config, table.kv_bytes_per_value)
-    raw = {} if table.config is None else text_config(read_object(path.parent / table.config))
-    shape = {
-        key: getattr(table, key) if getattr(table, key) is not None else raw.get(theirs)
-        for key, theirs in _THEIRS.items()
-    }
-    model = Model(
-        name=table.name,
-        weight_bytes=None if parameters is None else parameters * table.bytes_per_parameter,
-        parameters=parameters,
-        bytes_per_parameter=table.bytes_per_parameter,
-        kv_bytes_per_token=kv_bytes,
-        **{key: value if type(value) is int and value > 0 else None for key, value in shape.items()},
-    )
-    for key in needed:
-        if getattr(model, key) is None:
-            raise ConfigError(f"{path}: {where}.{key}: expected a value or {where}.config, got neither")
-    return model

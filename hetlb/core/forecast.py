@@ -1,6 +1,6 @@
 """Forecast of a request on an instance: the one that scores, objectives, leases and metrics share.
 
-It is a mean; how far truth lies from it, `forecast_errors` knows.
+It is a mean by the latency model; how far truth lies from it, and what corrects it, `forecast_errors` knows.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ class Forecast:
             self.others_s = sequences / own * batch * delay_s
 
     def document(self, errors: ForecastErrors) -> dict[str, float]:
-        """The times by name, and those that nine of ten answers stay within by the `errors` so far."""
+        """The times by name, corrected by the `errors` so far, and those that 90 % of answers stay within."""
         return {
-            "first_token_s": self.first_token_s,
-            "step_s": self.step_s,
-            "end_s": self.end_s,
+            "first_token_s": self.first_token_s * errors.first_token.factor,
+            "step_s": self.step_s * errors.step.factor,
+            "end_s": self.end_s * errors.end.factor,
             "first_token_s_90": self.first_token_s * errors.first_token.quantile(0.9),
             "end_s_90": self.end_s * errors.end.quantile(0.9),
         }

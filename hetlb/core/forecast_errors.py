@@ -22,13 +22,14 @@ _BOUND: Final = 0.9
 class Ratios:
     """True times over forecast ones of the newest answers."""
 
-    __slots__ = ("_covered", "_newest", "_ordered", "_pairs", "_predicted_s", "_true_s")
+    __slots__ = ("_corrected_s", "_covered", "_newest", "_ordered", "_raw_s", "_times", "_true_s")
 
     def __init__(self) -> None:
         self._newest: deque[float] = deque()
         self._ordered: list[float] = []
-        self._pairs: deque[tuple[float, float]] = deque()
-        self._predicted_s = self._true_s = 0.0
+        #: Raw, corrected and true times of each, and their sums.
+        self._times: deque[tuple[float, float, float]] = deque()
+        self._raw_s = self._corrected_s = self._true_s = 0.0
         #: For each of the newest, whether it was within the bound that held before it.
         self._covered: deque[bool] = deque(maxlen=_KEPT)
 
@@ -38,22 +39,31 @@ class Ratios:
         return len(self._newest)
 
     def add(self, predicted_s: float, true_s: float) -> None:
-        """An answer took `true_s`."""
+        """An answer took `true_s`; its forecast is judged as the answers before it correct it."""
         if predicted_s <= 0.0 or true_s <= 0.0:
             return
         ratio = true_s / predicted_s
+        corrected_s = predicted_s * self.factor
         self._covered.append(ratio <= self.quantile(_BOUND))
         if len(self._newest) == _KEPT:
             oldest = self._newest.popleft()
             del self._ordered[first_at_least(self._ordered, oldest)]
-            was_predicted_s, was_true_s = self._pairs.popleft()
-            self._predicted_s -= was_predicted_s
+            was_predicted_s, was_corrected_s, was_true_s = self._times.popleft()
+            self._raw_s -= was_predicted_s
+            self._corrected_s -= was_corrected_s
             self._true_s -= was_true_s
         self._newest.append(ratio)
         self._ordered.insert(first_at_least(self._ordered, ratio), ratio)
-        self._pairs.append((predicted_s, true_s))
-        self._predicted_s += predicted_s
+        self._times.append((predicted_s, corrected_s, true_s))
+        self._raw_s += predicted_s
+        self._corrected_s += corrected_s
         self._true_s += true_s
+
+    @property
+    def factor(self) -> float:
+        """Mean true over mean forecast time: corrects a forecast. 1 while few answers are known."""
+        known = len(self._newest) >= _PRIOR_WEIGHT
+        return self._true_s / self._raw_s if known and self._raw_s > 0.0 and self._true_s > 0.0 else 1.0
 
     def over(self, ratio: float) -> float:
         """The probability that an answer takes more than `ratio` times its forecast."""
@@ -71,8 +81,8 @@ class Ratios:
 
     @property
     def bias(self) -> float | None:
-        """Mean forecast over mean true time - 1, None before the first answer."""
-        return self._predicted_s / self._true_s - 1.0 if self._newest and self._true_s > 0.0 else None
+        """Mean corrected forecast over mean true time - 1, None before the first answer."""
+        return self._corrected_s / self._true_s - 1.0 if self._newest and self._true_s > 0.0 else None
 
     @property
     def coverage(self) -> float | None:

@@ -47,7 +47,7 @@ KV_ROOM: Final = 0.8
 _LOADS_KEPT: Final = 1024
 #: Sequences that an instance of unknown speed runs at once; twice as many after each `_UNTRIED_S` without an
 #: answer. A burst that is bound before a speed is known keeps the pace of the slowest instance.
-_UNTRIED_SEQUENCES: Final = 4
+_UNTRIED_SEQUENCES: Final = 2
 _UNTRIED_S: Final = 10.0
 #: Shorter answers say nothing about speed.
 _LEAST_STEPS: Final = 4.0

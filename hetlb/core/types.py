@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -285,32 +286,14 @@ class Request(PickleByFields):
 
     def goes_on(self, generated: int) -> Request:
         """The request for the rest of an answer: `generated` tokens of it are part of the prompt now."""
-        more = generated - self.generated
-        most = None if self.max_tokens is None else max(1, self.max_tokens - more)
-        return Request(
-            self.id,
-            self.model,
-            self.prompt_tokens + more,
-            most,
-            self.sequences,
-            self.longest_prompt_tokens + more,
-            self.generates,
-            self.body_bytes,
-            self.prompt_exact,
-            self.pinned,
-            self.prefix_keys,
-            self.priority,
-            self.tenant,
-            self.samples,
-            self.blocks,
-            False,
-            self.streamed,
-            self.subset,
-            self.preferred,
-            self.preferred_within,
-            generated,
-            self.service,
-        )
+        more, rest = generated - self.generated, copy(self)
+        rest.generated = generated
+        rest.prompt_tokens += more
+        rest.longest_prompt_tokens += more
+        rest.splittable = False
+        if rest.max_tokens is not None:
+            rest.max_tokens = max(1, rest.max_tokens - more)
+        return rest
 
     @property
     def restriction(self) -> str | None:
@@ -618,19 +601,8 @@ class Candidate(PickleByFields):
 
     def document(self) -> dict[str, object]:
         """JSON of it, unrounded; a score that is never chosen is null."""
-        return {
-            "instance": self.instance,
-            "ideal_batch": self.ideal_batch,
-            "processing_s": self.processing_s,
-            "kv_utilization": self.kv_utilization,
-            "workload": self.workload,
-            "terms": self.terms,
-            "weights": self.weights,
-            "forecast": self.forecast,
-            "score": self.score if math.isfinite(self.score) else None,
-            "eligible": self.eligible,
-            "reason": self.reason,
-        }
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**found, "score": self.score if math.isfinite(self.score) else None}
 
 
 #: Reason of the dispatch of a decode leg, which was decided together with its prefill leg.

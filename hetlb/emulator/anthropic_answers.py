@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from hetlb.emulator.replies import LAST_CHUNK, ChatReply, ReplyChoice, chunk
+from hetlb.emulator.replies import ChatReply, ReplyChoice
 from hetlb.openai.answers import event
 from hetlb.openai.requests import ApiError
 
@@ -60,7 +60,7 @@ class MessagesReply(ChatReply):
 
     # --- streams ---
 
-    def opening(self) -> bytes:
+    def opening(self) -> list[bytes]:
         message: dict[str, Any] = {
             "id": self.id,
             "type": "message",
@@ -71,7 +71,7 @@ class MessagesReply(ChatReply):
             "stop_sequence": None,
             "usage": self._usage(),
         }
-        return chunk(_event({"type": "message_start", "message": message}))
+        return [_event({"type": "message_start", "message": message})]
 
     def event(self, choice: ReplyChoice, text: str, *, last: bool = False) -> bytes:
         number = choice.sent - 1 - choice.reasoning_tokens
@@ -115,16 +115,16 @@ class MessagesReply(ChatReply):
     def _delta_event(self, delta: dict[str, Any]) -> bytes:
         return _event({"type": "content_block_delta", "delta": delta, "index": self._block_number})
 
-    def closing(self) -> bytes:
+    def closing(self) -> list[bytes]:
         delta = {"stop_reason": self._stop_reason(), "stop_sequence": None}
         end = _event({"type": "message_delta", "delta": delta, "usage": self._usage()})
-        return chunk(self._leave() + end + _event({"type": "message_stop"})) + LAST_CHUNK
+        return [self._leave() + end + _event({"type": "message_stop"})]
 
 
 def _event(fields: dict[str, Any]) -> bytes:
     return event(fields, fields["type"])
 
 
-def error_body(error: ApiError) -> bytes:
+def anthropic_error(error: ApiError) -> bytes:
     """The JSON of an error in Anthropic's form."""
     return msgspec.json.encode({"type": "error", "error": {"type": error.kind, "message": error.message}})

@@ -7,20 +7,21 @@ it has for an embedding model, is there for both kinds of request to be tried).
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
+from http import HTTPStatus
 from typing import Any, TypeAlias
 
 import msgspec
+from aiohttp import web
 
 from hetlb.emulator import vllm_metrics
-from hetlb.emulator.anthropic_answers import MessagesReply, error_body
+from hetlb.emulator.anthropic_answers import MessagesReply, anthropic_error
 from hetlb.emulator.counting import chat_text, token_ids
 from hetlb.emulator.data_parallel import EngineGroup
 from hetlb.emulator.generation import Generation, Reader
-from hetlb.emulator.http import Connection, HttpMessage
 from hetlb.emulator.kv_transfer import KvExchange
 from hetlb.emulator.replies import (
     VERSION,
@@ -30,11 +31,12 @@ from hetlb.emulator.replies import (
     Reply,
     ResponsesReply,
 )
+from hetlb.openai.application import application
 from hetlb.openai.requests import ApiError, bad, read
 
-Handler: TypeAlias = Callable[[Connection, HttpMessage], None]
+_Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_encode = msgspec.json.encode
+_EVENTS = {"content-type": "text/event-stream; charset=utf-8"}
 
 
 class Api:
@@ -49,128 +51,124 @@ class Api:
         self._kv_cache_tokens = kv_cache_tokens
         self._ids = random.Random()
         self._started = int(time.time())
-        self._version = _encode({"version": VERSION})
-        self._routes: dict[str, dict[str, Handler]] = {
-            "/health": {"GET": self._empty},
-            "/ping": {"GET": self._empty, "POST": self._empty},
-            "/version": {"GET": self._get_version},
-            "/load": {"GET": self._load},
-            "/metrics": {"GET": self._metrics},
-            "/v1/models": {"GET": self._models},
-            "/tokenize": {"POST": self._tokenize},
-            "/detokenize": {"POST": self._detokenize},
-            "/v1/completions": {"POST": self._generator(reader.completion, CompletionReply)},
-            "/v1/chat/completions": {"POST": self._generator(reader.chat, ChatReply)},
-            "/v1/responses": {"POST": self._generator(reader.response, ResponsesReply)},
-            "/v1/messages": {"POST": self._generator(reader.message, MessagesReply)},
-            "/v1/messages/count_tokens": {"POST": self._count_tokens},
-            "/v1/embeddings": {"POST": self._generator(reader.embedding, EmbeddingReply)},
-        }
-        if kv is not None:
-            self._routes["/kv_transfer/pull"] = {"POST": self._pull}
-            self._routes["/kv_transfer/done"] = {"POST": self._done}
-            self._routes["/query"] = {"GET": self._query}
 
-    def handle(self, connection: Connection, message: HttpMessage) -> None:
-        """Answer one request, now or as its tokens come."""
-        methods = self._routes.get(message.path)
-        if methods is None:
-            connection.respond(404, b'{"detail":"Not Found"}')
-        elif (handler := methods.get(message.method)) is None:
-            allow = b"allow: %b\r\n" % ", ".join(methods).encode()
-            connection.respond(405, b'{"detail":"Method Not Allowed"}', extra=allow)
-        else:
-            try:
-                if message.method == "POST" and message.path != "/ping":
-                    _check_type(message)
-                handler(connection, message)
-            except ApiError as error:
-                anthropic = message.path.startswith("/v1/messages")
-                connection.respond(error.status, error_body(error) if anthropic else error.body())
+    def app(self) -> web.Application:
+        """The application to listen with."""
+        reader = self._reader
+        posts: dict[str, _Handler] = {
+            "/v1/completions": partial(self._generate, reader.completion, CompletionReply),
+            "/v1/chat/completions": partial(self._generate, reader.chat, ChatReply),
+            "/v1/responses": partial(self._generate, reader.response, ResponsesReply),
+            "/v1/messages": partial(self._generate, reader.message, MessagesReply),
+            "/v1/embeddings": partial(self._generate, reader.embedding, EmbeddingReply),
+            "/v1/messages/count_tokens": self._count_tokens,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+            "/ping": self._empty,
+        }
+        gets: dict[str, _Handler] = {
+            "/health": self._empty,
+            "/ping": self._empty,
+            "/version": self._version,
+            "/load": self._load,
+            "/metrics": self._metrics,
+            "/v1/models": self._models,
+        }
+        if self._kv is not None:
+            posts |= {"/kv_transfer/pull": self._pull, "/kv_transfer/done": self._done}
+            gets["/query"] = self._query
+        routes = [web.get(path, handler, allow_head=False) for path, handler in gets.items()]
+        routes += [web.post(path, handler) for path, handler in posts.items()]
+        app = application(routes, 0, _error_body)
+        app.on_response_prepare.append(_as_uvicorn)
+        return app
 
     # --- generating ---
 
-    def _generator(self, read: Callable[[bytes], Generation], kind: type[Reply]) -> Handler:
-        def handle(connection: Connection, message: HttpMessage) -> None:
-            try:
-                generation = read(message.body)
-            except ApiError:
-                if self._kv is not None:
-                    self._kv.reject(message.body)
-                raise
-            request_id = generation.request_id if kind is ResponsesReply else message.request_id
-            reply = kind(connection, generation, self._reader.max_model_len, request_id or self._new_id())
-            if self._kv is not None and generation.generates:
-                self._kv.prepare(reply, generation.kv_transfer_params)
-            if generation.stream:
-                connection.start_stream()
-            connection.watch(lambda: self._leave(reply))
+    async def _generate(
+        self, read: Callable[[bytes], Generation], kind: type[Reply], request: web.Request
+    ) -> web.StreamResponse:
+        """Run what a body asks for, and answer as its tokens come."""
+        body = await _body(request)
+        try:
+            generation = read(body)
+        except ApiError:
+            if self._kv is not None:
+                self._kv.reject(body)
+            raise
+        named = generation.request_id if kind is ResponsesReply else request.headers.get("x-request-id")
+        request_id = named or f"{self._ids.getrandbits(64):016x}"
+        reply = kind(generation, self._reader.max_model_len, request_id)
+        if self._kv is not None and generation.generates:
+            self._kv.prepare(reply, generation.kv_transfer_params)
+        try:
+            response = await self._stream(request, reply) if generation.stream else None
             self._engines.submit(reply.choices)
+            status, answer = await reply.ended
+        finally:
+            if not reply.done:  # the client has left
+                self._engines.abort(reply.choices)
+                if self._kv is not None:
+                    self._kv.abandon(reply)
+        if response is not None:
+            return response
+        return web.Response(body=answer, status=status, content_type="application/json")
 
-        return handle
+    async def _stream(self, request: web.Request, reply: Reply) -> web.StreamResponse:
+        """Begin a stream of events: each is written to the socket when it comes, and nothing waits for it."""
+        response = web.StreamResponse(headers=_EVENTS)
+        chunked = request.version >= (1, 1)
+        if chunked:
+            response.enable_chunked_encoding()
+        await response.prepare(request)
+        transport = request.transport
+        assert transport is not None, "expected a connection: its end cancels the handler"
 
-    def _leave(self, reply: Reply) -> None:
-        """The client of a reply has left."""
-        self._engines.abort(reply.choices)
-        if self._kv is not None:
-            self._kv.abandon(reply)
+        def send(data: bytes) -> None:
+            if not transport.is_closing():  # else the handler is about to be cancelled
+                transport.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
 
-    def _count_tokens(self, connection: Connection, message: HttpMessage) -> None:
-        tokens = self._reader.message_tokens(message.body)
-        body = {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
-        connection.respond(200, _encode(body))
+        reply.send = send
+        return response
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        tokens = self._reader.message_tokens(await _body(request))
+        return _json({"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}})
 
     # --- between engines ---
 
-    def _pull(self, connection: Connection, message: HttpMessage) -> None:
-        asked = read(message.body, dict[str, Any])
-        assert self._kv is not None
+    async def _pull(self, request: web.Request) -> web.Response:
+        asked = read(await _body(request), dict[str, Any])
+        assert self._kv is not None, "expected a connector with its paths"
+        return _json({"state": await self._kv.pull(str(asked.get("engine_id")), str(asked.get("key")))})
 
-        def answer(done: asyncio.Task[str]) -> None:
-            if not done.cancelled():
-                connection.respond(200, _encode({"state": done.result()}))
+    async def _done(self, request: web.Request) -> web.Response:
+        assert self._kv is not None, "expected a connector with its paths"
+        self._kv.done(str(read(await _body(request), dict[str, Any]).get("key")))
+        return _json({"state": "released"})
 
-        pulling = asyncio.get_running_loop().create_task(
-            self._kv.pull(str(asked.get("engine_id")), str(asked.get("key")))
-        )
-
-        def gone() -> None:
-            pulling.cancel()
-
-        connection.watch(gone)
-        pulling.add_done_callback(answer)
-
-    def _done(self, connection: Connection, message: HttpMessage) -> None:
-        assert self._kv is not None
-        self._kv.done(str(read(message.body, dict[str, Any]).get("key")))
-        connection.respond(200, b'{"state":"released"}')
-
-    def _query(self, connection: Connection, message: HttpMessage) -> None:
-        assert self._kv is not None
-        connection.respond(200, _encode(self._kv.directory()))
-
-    def _new_id(self) -> str:
-        return f"{self._ids.getrandbits(64):016x}"
+    async def _query(self, request: web.Request) -> web.Response:
+        assert self._kv is not None, "expected a connector with its paths"
+        return _json(self._kv.directory())
 
     # --- telling ---
 
-    def _empty(self, connection: Connection, message: HttpMessage) -> None:
-        connection.respond(200, b"", content_type=None)
+    async def _empty(self, request: web.Request) -> web.Response:
+        return web.Response()
 
-    def _get_version(self, connection: Connection, message: HttpMessage) -> None:
-        connection.respond(200, self._version)
+    async def _version(self, request: web.Request) -> web.Response:
+        return _json({"version": VERSION})
 
-    def _load(self, connection: Connection, message: HttpMessage) -> None:
-        # As of a server without --enable-server-load-tracking.
-        connection.respond(200, b'{"server_load":0}')
+    async def _load(self, request: web.Request) -> web.Response:
+        return _json({"server_load": 0})  # as of a server without --enable-server-load-tracking
 
-    def _metrics(self, connection: Connection, message: HttpMessage) -> None:
+    async def _metrics(self, request: web.Request) -> web.Response:
         page = vllm_metrics.render(
             self._engines.runners, self._reader.served[0], self._kv_cache_tokens, self._kv
         )
-        connection.respond(200, page, content_type=vllm_metrics.CONTENT_TYPE)
+        return web.Response(body=page, headers={"content-type": vllm_metrics.CONTENT_TYPE})
 
-    def _models(self, connection: Connection, message: HttpMessage) -> None:
+    async def _models(self, request: web.Request) -> web.Response:
         root = self._reader.served[0]
         data = [
             {
@@ -184,10 +182,10 @@ class Api:
             }
             for name in self._reader.served
         ]
-        connection.respond(200, _encode({"object": "list", "data": data}))
+        return _json({"object": "list", "data": data})
 
-    def _tokenize(self, connection: Connection, message: HttpMessage) -> None:
-        asked = read(message.body, _Tokenize)
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        asked = read(await _body(request), _Tokenize)
         if asked.prompt is not None:
             tokens = token_ids(asked.prompt)
         elif asked.messages is not None:
@@ -198,14 +196,13 @@ class Api:
             raise bad("Expected a prompt or messages.", "prompt")
         self._reader.model(asked.model)
         longest = self._reader.max_model_len
-        body = {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": None}
-        connection.respond(200, _encode(body))
+        return _json({"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": None})
 
-    def _detokenize(self, connection: Connection, message: HttpMessage) -> None:
-        asked = read(message.body, _Detokenize)
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        asked = read(await _body(request), _Detokenize)
         self._reader.model(asked.model)
         # The ids of this emulator cannot be turned back into text; each stands for itself.
-        connection.respond(200, _encode({"prompt": "".join(f" t{token}" for token in asked.tokens)}))
+        return _json({"prompt": "".join(f" t{token}" for token in asked.tokens)})
 
 
 class _Tokenize(msgspec.Struct):
@@ -219,6 +216,28 @@ class _Detokenize(msgspec.Struct, kw_only=True):
     tokens: list[Any]
 
 
-def _check_type(message: HttpMessage) -> None:
-    if message.content_type.partition(";")[0].strip().lower() != "application/json":
+def _json(body: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+
+async def _body(request: web.Request) -> bytes:
+    """The body of a request. Raises `ApiError` unless it is JSON by its content type."""
+    if request.content_type != "application/json":
         raise bad("Expected the content type application/json.")
+    return await request.read()
+
+
+def _error_body(request: web.Request, error: ApiError) -> bytes:
+    if request.match_info.http_exception is not None:  # no such path or method
+        return msgspec.json.encode({"detail": HTTPStatus(error.status).phrase})
+    return anthropic_error(error) if request.path.startswith("/v1/messages") else error.body()
+
+
+async def _as_uvicorn(request: web.Request, response: web.StreamResponse) -> None:
+    """Give a response the headers that vLLM's server gives it."""
+    response.headers["server"] = "uvicorn"
+    response.headers["vary"] = "Origin"
+    if request.version < (1, 1):
+        response.headers["connection"] = "close"
+    if response.content_length == 0:
+        response.headers.pop("content-type", None)

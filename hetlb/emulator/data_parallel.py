@@ -7,7 +7,6 @@ exact.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from hetlb.emulator.real_time import EmulatedSequence, RealTimeEngine
@@ -35,11 +34,9 @@ class EngineGroup:
 
     @property
     def finished(self) -> dict[str, int]:
-        """Sequences that have ended, by vLLM's finished_reason."""
-        total: Counter[str] = Counter()
-        for runner in self.runners:
-            total.update(runner.finished)
-        return dict(total)
+        """Sequences that have ended, by vLLM's finished_reason: stop, length, abort."""
+        each = [runner.finished for runner in self.runners]
+        return {reason: sum(finished[reason] for finished in each) for reason in each[0]}
 
     def submit(self, choices: Sequence[EmulatedSequence]) -> None:
         """Give the sequences of one request to engines."""
@@ -59,15 +56,10 @@ class EngineGroup:
                 choice.runner.abort((choice,))
 
     async def wait_idle(self) -> None:
-        """Wait until no sequence runs or waits."""
+        """Wait until no sequence runs or waits: all were answered, or aborted since their clients left."""
         while self.running or self.waiting:
             for runner in self.runners:
                 await runner.wait_idle()
-
-    def close(self) -> None:
-        """Stop all engines for good."""
-        for runner in self.runners:
-            runner.close()
 
     def _least_loaded(self) -> RealTimeEngine:
         count = len(self.runners)

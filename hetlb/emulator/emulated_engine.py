@@ -6,17 +6,16 @@ leaves no socket, timer or task behind. Several may run in one loop.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 from types import TracebackType
 
+from hetlb.app_listener import AppListener
 from hetlb.config.profile_file import Profile
 from hetlb.core.latency import IterationRule
 from hetlb.emulator.api import Api
 from hetlb.emulator.data_parallel import EngineGroup
 from hetlb.emulator.generation import Reader
-from hetlb.emulator.http import Connection, EmulatorListener
 from hetlb.emulator.kv_transfer import KvExchange, KvSettings
 from hetlb.emulator.real_time import RealTimeEngine
 from hetlb.errors import ConfigError, ProfileError
@@ -27,7 +26,7 @@ from hetlb.sim.engine_model import EngineModel
 KEEP_ALIVE_S = 5.0
 
 
-class EmulatedEngine:
+class EmulatedEngine(EngineGroup):
     """One server. Raises `ProfileError` or `ConfigError` where profile and arguments give no engine.
 
     `served_model_names` defaults to the profile's model, `max_model_len` to the profile's, then to the
@@ -69,6 +68,8 @@ class EmulatedEngine:
             key = f"{where}: engine.max_model_len" if max_model_len is None else "--max-model-len"
             error_type = ProfileError if max_model_len is None else ConfigError
             raise error_type(f"{key}: expected 1 to {holds}, the tokens of the KV cache, got {stated}")
+        if kv is not None:
+            _check_kv(kv, data_parallel_size, prefix_caching)
         self.host = host
         self.port = port
         self.max_model_len = holds if stated is None else stated
@@ -77,21 +78,19 @@ class EmulatedEngine:
             EngineModel(profile.latency, limits, iteration, prefix_cache=prefix_caching)
             for _ in range(data_parallel_size)
         )
-        self._cached_block_size = limits.block_size if prefix_caching else 0
-        if kv is not None:
-            _check_kv(kv, data_parallel_size, prefix_caching)
-        model = profile.model
-        self._bytes_per_token = float((model.kv_bytes_per_token if model else None) or 131_072)
-        self._kv_settings = kv
-        #: Transfer of KV blocks, from its start on where it has a connector.
+        tokens_per_step = profile.engine.tokens_per_step or 1.0
+        super().__init__([RealTimeEngine(each, time_scale, tokens_per_step) for each in self.models])
+        #: Transfer of KV blocks, None without a connector.
         self.kv: KvExchange | None = None
-        self._kv_cache_tokens = limits.kv_cache_tokens
-        self._time_scale = time_scale
-        self._tokens_per_step = profile.engine.tokens_per_step or 1.0
-        self._keep_alive_s = keep_alive_s
-        self._server: asyncio.Server | None = None
-        self._listener: EmulatorListener | None = None
-        self._engines: EngineGroup | None = None
+        if kv is not None:
+            kv_bytes = (profile.model.kv_bytes_per_token if profile.model else None) or 131_072
+            self.kv = KvExchange(kv, float(kv_bytes), lambda: (self.host, self.port), time_scale)
+            self.runners[0].on_fetch = self.kv.fetch
+        reader = Reader(names, self.max_model_len, limits.block_size if prefix_caching else 0)
+        self._api = Api(self, reader, limits.kv_cache_tokens, self.kv)
+        self._listener = AppListener(
+            handler_cancellation=True, shutdown_timeout=0.1, keepalive_timeout=keep_alive_s
+        )
 
     @property
     def url(self) -> str:
@@ -105,69 +104,22 @@ class EmulatedEngine:
         return self.models[0]
 
     @property
-    def running(self) -> int:
-        """Sequences the engines work on."""
-        return sum(model.running for model in self.models)
-
-    @property
-    def waiting(self) -> int:
-        """Sequences that wait for an engine."""
-        return self._engines.waiting if self._engines else 0
-
-    @property
     def connections(self) -> int:
         """Connections that clients hold open."""
-        return len(self._listener.connections) if self._listener else 0
-
-    @property
-    def finished(self) -> dict[str, int]:
-        """Sequences that have ended, by vLLM's reason: stop, length, abort."""
-        return self._engines.finished if self._engines else {}
-
-    async def wait_idle(self) -> None:
-        """Wait until the engine has no work: answered, or aborted since the client left."""
-        if self._engines is not None:
-            await self._engines.wait_idle()
+        return len(self._listener.connections)
 
     async def start(self) -> None:
         """Accept requests. Raises `OSError` where the address cannot be bound."""
-        assert self._server is None, "expected an engine that was not started"
-        loop = asyncio.get_running_loop()
-        engines = EngineGroup(
-            [RealTimeEngine(each, loop, self._time_scale, self._tokens_per_step) for each in self.models]
-        )
-        reader = Reader(self.served_model_names, self.max_model_len, self._cached_block_size)
-        if self._kv_settings is not None:
-            self.kv = KvExchange(
-                self._kv_settings,
-                self._bytes_per_token,
-                lambda: (self.host, self.port),
-                loop,
-                self._time_scale,
-            )
-            engines.runners[0].on_fetch = self.kv.fetch
-        api = Api(engines, reader, self._kv_cache_tokens, self.kv)
-        listener = EmulatorListener(loop, api.handle, self._keep_alive_s)
-        self._server = await loop.create_server(
-            lambda: Connection(listener), self.host, self.port, backlog=2048
-        )
-        self.port = self._server.sockets[0].getsockname()[1]
-        self._engines, self._listener = engines, listener
+        await self._listener.open(self._api.app(), self.host, self.port)
+        self.port = self._listener.address[1]
 
     async def close(self) -> None:
         """End at once, like a killed process: connections break, nothing is finished."""
-        if self._server is None:
-            return
-        assert self._engines is not None, "expected engines with the server"
-        assert self._listener is not None, "expected a listener with the server"
-        self._server.close()
-        for connection in tuple(self._listener.connections):
-            connection.abort()
-        self._engines.close()
+        for runner in self.runners:
+            runner.close()
+        await self._listener.close(at_once=True)
         if self.kv is not None:
             await self.kv.close()
-        await self._server.wait_closed()
-        self._server = None
 
     async def __aenter__(self) -> EmulatedEngine:
         await self.start()

@@ -79,7 +79,6 @@ class KvExchange:
         settings: KvSettings,
         bytes_per_token: float,
         address: Callable[[], tuple[str, int]],
-        loop: asyncio.AbstractEventLoop,
         time_scale: float = 1.0,
     ) -> None:
         self.settings = settings
@@ -89,7 +88,6 @@ class KvExchange:
         self.asked = 0
         self._bytes_per_token = bytes_per_token
         self._address = address
-        self._loop = loop
         self._time_scale = time_scale
         #: Cleared, it answers no other server, as a stopped process does.
         self.answering = asyncio.Event()
@@ -150,7 +148,7 @@ class KvExchange:
         mooncake = self.settings.connector == "mooncake"
         key = str(params.get("transfer_id")) if mooncake else reply.id
         choice = reply.choices[0]
-        timer = self._loop.call_later(self.settings.lease_s, self._expire, key)
+        timer = asyncio.get_running_loop().call_later(self.settings.lease_s, self._expire, key)
         self._held[key] = _Held(choice, timer)
         for waiting in self._early.pop(key, ()):
             if not waiting.done():
@@ -192,7 +190,7 @@ class KvExchange:
         if key not in self._held:
             if self.settings.connector != "mooncake":
                 return "unknown"
-            early: asyncio.Future[None] = self._loop.create_future()
+            early: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._early.setdefault(key, []).append(early)
             await early
         return "ready"
@@ -230,7 +228,7 @@ class KvExchange:
             self._start(self._tell_done(params))
 
     def _start(self, work: Any) -> None:
-        task = self._loop.create_task(work)
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -65,13 +65,7 @@ class IterationTokens:
 class RealTimeEngine:
     """One engine in real time. Durations of the model are multiplied by `time_scale`."""
 
-    def __init__(
-        self,
-        model: EngineModel,
-        loop: asyncio.AbstractEventLoop,
-        time_scale: float = 1.0,
-        tokens_per_step: float = 1.0,
-    ) -> None:
+    def __init__(self, model: EngineModel, time_scale: float = 1.0, tokens_per_step: float = 1.0) -> None:
         self.model = model
         #: Tokens of a decode step with speculative decoding; the model's steps are of one token all the same.
         self.tokens_per_step = tokens_per_step
@@ -82,11 +76,9 @@ class RealTimeEngine:
         self.iteration_tokens = IterationTokens()
         #: Sequences that have ended, by vLLM's finished_reason.
         self.finished = {"stop": 0, "length": 0, "abort": 0}
-        self._loop = loop
         self._time_scale = time_scale
-        self._arrivals: deque[tuple[float, Many[EmulatedSequence]]] = (
-            deque()
-        )  # later than the iteration in flight
+        #: Later than the beginning of the iteration in flight.
+        self._arrivals: deque[tuple[float, Many[EmulatedSequence]]] = deque()
         self._pending = 0  # sequences in `_arrivals` that were not aborted
         self._handle: asyncio.Handle | None = None  # None: idle
         #: Told of a sequence whose KV cache is to be fetched.
@@ -143,7 +135,7 @@ class RealTimeEngine:
         """Wait until no sequence runs or waits."""
         while self.running or self.waiting:
             if self._idle is None:
-                self._idle = self._loop.create_future()
+                self._idle = asyncio.get_running_loop().create_future()
             await asyncio.shield(self._idle)
 
     def _tell_idle(self) -> None:
@@ -187,7 +179,7 @@ class RealTimeEngine:
     def _schedule(self) -> None:
         # uvloop's timers count whole milliseconds of the same monotonic clock: rounding up is what
         # keeps a token from being early, and the boundary itself stays exact.
-        self._handle = self._loop.call_at(math.ceil(self._boundary * 1000) / 1000, self._wake)
+        self._handle = asyncio.get_running_loop().call_at(math.ceil(self._boundary * 1000) / 1000, self._wake)
 
     def _wake(self) -> None:
         until = self._boundary
@@ -199,7 +191,7 @@ class RealTimeEngine:
             until = self._boundary
             now = time.monotonic()
             if now - start > _CATCH_UP_S:
-                self._handle = self._loop.call_soon(self._wake)
+                self._handle = asyncio.get_running_loop().call_soon(self._wake)
                 return
         self._schedule()
 

@@ -6,9 +6,10 @@ order.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -24,35 +25,12 @@ VERSION = "0.32.0"
 _MARK = "\ue000"
 FINGERPRINT = f"vllm-{VERSION}-emulated"
 
-LAST_CHUNK = b"0\r\n\r\n"
-
 _encode = msgspec.json.encode
 
 
 def words(count: int) -> str:
     """The text of the first `count` tokens of any answer."""
     return "".join([f" t{number}" for number in range(count)])
-
-
-def chunk(data: bytes) -> bytes:
-    """One chunk of a chunked body."""
-    return b"%x\r\n%b\r\n" % (len(data), data)
-
-
-DONE = chunk(answers.DONE) + LAST_CHUNK
-
-
-class Out(Protocol):
-    """Interface of a reply's connection."""
-
-    def write(self, data: bytes) -> None:
-        """Send bytes of the body."""
-
-    def respond(self, status: int, body: bytes) -> None:
-        """Send a whole JSON response and be done."""
-
-    def done(self) -> None:
-        """The whole response has been written."""
 
 
 class Reply:
@@ -63,8 +41,11 @@ class Reply:
     #: True if the events of a stream, but for the last, may differ in nothing but the token's text.
     ALIKE = False
 
-    def __init__(self, out: Out, generation: Generation, max_model_len: int, request_id: str) -> None:
-        self.out = out
+    def __init__(self, generation: Generation, max_model_len: int, request_id: str) -> None:
+        #: Sends an event, or several, of a stream whose head is out.
+        self.send: Callable[[bytes], object] = lambda event: None
+        #: Status and body of the answer; of a stream the body is empty, and all of it has been sent.
+        self.ended: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
         self.generation = generation
         self.id = f"{self.PREFIX}{request_id}"
         self.created = int(time.time())
@@ -88,22 +69,29 @@ class Reply:
         """Tokens in and out so far, all choices together."""
         return answers.usage(sum(prompt.tokens for prompt in self.generation.prompts), self.output_tokens)
 
-    def finished(self, choice: ReplyChoice, tail: bytes = b"") -> None:
-        """A choice is complete; `tail` is the last piece of its stream."""
+    def finished(self, choice: ReplyChoice) -> None:
+        """A choice is complete; its stream has been sent."""
         self.open -= 1
         self.output_tokens += choice.output_tokens
-        params = None if self.on_finished is None or self.open else self.on_finished(self)
+        if self.open:
+            return
+        params = None if self.on_finished is None else self.on_finished(self)
+        body = b""
         if self.generation.stream:
-            if self.open:
-                self.out.write(tail)
-            else:
-                self.out.write(tail + self.closing())
-                self.out.done()
-        elif not self.open:
-            body = self.body()
-            if params is not None:
-                body["kv_transfer_params"] = params
-            self.out.respond(200, _encode(body))
+            for event in self.closing():
+                self.send(event)
+        else:
+            body = _encode(self.body() if params is None else self.body() | {"kv_transfer_params": params})
+        self._end(200, body)
+
+    @property
+    def done(self) -> bool:
+        """True if the answer is complete, or its engine has failed."""
+        return self.ended.done() and not self.ended.cancelled()
+
+    def _end(self, status: int, body: bytes) -> None:
+        if not self.ended.done():
+            self.ended.set_result((status, body))
 
     def text(self, count: int) -> str:
         """The first `count` tokens of the answer."""
@@ -114,21 +102,20 @@ class Reply:
         """Answer that the engine has failed: a status, or the event of a stream whose head is out."""
         error = ApiError(500, message)
         if self.generation.stream:
-            self.out.write(chunk(b"data: %b\n\n" % error.body()) + DONE)
-            self.out.done()
-        else:
-            self.out.respond(error.status, error.body())
+            self.send(b"data: %b\n\n" % error.body())
+            self.send(answers.DONE)
+        self._end(error.status, error.body())
 
     def body(self) -> dict[str, Any]:
         """The whole answer of a plain request."""
         raise NotImplementedError
 
-    def opening(self) -> bytes:
-        """Bytes before the first token of a stream, framed."""
-        return b""
+    def opening(self) -> list[bytes]:
+        """Events before the first token of a stream."""
+        return []
 
     def event(self, choice: ReplyChoice, text: str, *, last: bool = False) -> bytes:
-        """The event, or events, of one token."""
+        """The event of one token."""
         raise NotImplementedError
 
     def finish_reason(self, choice: ReplyChoice) -> str:
@@ -137,9 +124,9 @@ class Reply:
         called = tool is not None and not tool.forced and choice.finish_reason == "stop"
         return "tool_calls" if called else choice.finish_reason
 
-    def closing(self) -> bytes:
-        """Bytes that end a stream, framed."""
-        return DONE
+    def closing(self) -> list[bytes]:
+        """Events that end a stream."""
+        return [answers.DONE]
 
 
 class ReplyChoice(EmulatedSequence):
@@ -175,21 +162,27 @@ class ReplyChoice(EmulatedSequence):
 
     def token(self) -> None:
         if self.reply.generation.stream:
-            self.reply.out.write(self._event())
+            self._send()
 
     def finish(self) -> None:
-        self.reply.finished(self, self._event(last=True) if self.reply.generation.stream else b"")
+        if self.reply.generation.stream:
+            self._send(last=True)
+        self.reply.finished(self)
 
-    def _event(self, *, last: bool = False) -> bytes:
-        """The next token of a stream, and before the first one what opens it."""
-        opening = b"" if self.sent else self.reply.opening()
-        word = f" {self.reply.word}{self.prompt.said + self.sent}"
+    def _send(self, *, last: bool = False) -> None:
+        """Send the next token of a stream, and before the first one what opens it."""
+        reply = self.reply
+        if not self.sent:
+            for event in reply.opening():
+                reply.send(event)
+        word = f" {reply.word}{self.prompt.said + self.sent}"
         self.sent += 1
-        if last or not self.reply.alike:
-            return opening + chunk(self.reply.event(self, word, last=last))
+        if last or not reply.alike:
+            reply.send(reply.event(self, word, last=last))
+            return
         if not self._template:
-            self._template = self.reply.event(self, _MARK)
-        return opening + chunk(self._template.replace(_MARK.encode(), word.encode()))
+            self._template = reply.event(self, _MARK)
+        reply.send(self._template.replace(_MARK.encode(), word.encode()))
 
     @property
     def ids(self) -> list[int] | None:
@@ -218,8 +211,8 @@ class OpenAIReply(Reply):
     ALIKE = True
     CHAT = False
 
-    def __init__(self, out: Out, generation: Generation, max_model_len: int, request_id: str) -> None:
-        super().__init__(out, generation, max_model_len, request_id)
+    def __init__(self, generation: Generation, max_model_len: int, request_id: str) -> None:
+        super().__init__(generation, max_model_len, request_id)
         self.envelope = answers.Envelope(request_id, generation.model, chat=self.CHAT)
         self.id = self.envelope.id
 
@@ -249,11 +242,11 @@ class OpenAIReply(Reply):
         """The usage of one event under `continuous_usage_stats`."""
         return answers.usage(choice.prompt_tokens, choice.sent) if self.generation.continuous_usage else None
 
-    def closing(self) -> bytes:
+    def closing(self) -> list[bytes]:
         if not self.generation.include_usage:
-            return DONE
+            return [answers.DONE]
         body = self.envelope.chunk([], self.usage) | {"system_fingerprint": FINGERPRINT}
-        return chunk(answers.event(body)) + DONE
+        return [answers.event(body), answers.DONE]
 
 
 class CompletionReply(OpenAIReply):
@@ -288,14 +281,14 @@ class ChatReply(OpenAIReply):
         """The id of the call of a choice."""
         return f"chatcmpl-tool-{self.id.partition('-')[2]}{choice.index or ''}"
 
-    def opening(self) -> bytes:
+    def opening(self) -> list[bytes]:
         """The role of every choice, with the first token of any."""
         if self._opened:
-            return b""
+            return []
         self._opened = True
         chunks = (self.envelope.chunk([self.envelope.role(choice.index)], self.usage_so_far(choice))
                   | {"prompt_token_ids": choice.prompt_ids} for choice in self.choices)  # fmt: skip
-        return b"".join(chunk(answers.event(each)) for each in chunks)
+        return [answers.event(each) for each in chunks]
 
     def event(self, choice: ReplyChoice, text: str, *, last: bool = False) -> bytes:
         more = {"stop_reason": None} if last else {}
@@ -377,34 +370,26 @@ class ResponsesReply(Reply):
         number, self._sequence = self._sequence, self._sequence + 1
         return answers.event({"type": name, "sequence_number": number, **fields}, name)
 
-    def opening(self) -> bytes:
+    def opening(self) -> list[bytes]:
         started = self._response(status="in_progress")
-        return b"".join(
-            chunk(event)
-            for event in (
-                self._named("response.created", response=started),
-                self._named("response.in_progress", response=started),
-                self._named(
-                    "response.output_item.added", item=self._item(None, "in_progress"), output_index=0
-                ),
-                self._named("response.content_part.added", part=_part(""), **self._place),
-            )
-        )
+        return [
+            self._named("response.created", response=started),
+            self._named("response.in_progress", response=started),
+            self._named("response.output_item.added", item=self._item(None, "in_progress"), output_index=0),
+            self._named("response.content_part.added", part=_part(""), **self._place),
+        ]
 
     def event(self, choice: ReplyChoice, text: str, *, last: bool = False) -> bytes:
         return self._named("response.output_text.delta", delta=text, logprobs=[], **self._place)
 
-    def closing(self) -> bytes:
+    def closing(self) -> list[bytes]:
         text = self.text(self.choices[0].output_tokens)
-        return b"".join(
-            chunk(event)
-            for event in (
-                self._named("response.output_text.done", text=text, logprobs=[], **self._place),
-                self._named("response.content_part.done", part=_part(text), **self._place),
-                self._named("response.output_item.done", item=self._item(text, "completed"), output_index=0),
-                self._named("response.completed", response=self.body()),
-            )
-        ) + LAST_CHUNK  # fmt: skip
+        return [
+            self._named("response.output_text.done", text=text, logprobs=[], **self._place),
+            self._named("response.content_part.done", part=_part(text), **self._place),
+            self._named("response.output_item.done", item=self._item(text, "completed"), output_index=0),
+            self._named("response.completed", response=self.body()),
+        ]
 
 
 def _part(text: str) -> dict[str, Any]:

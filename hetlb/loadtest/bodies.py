@@ -44,7 +44,10 @@ _POOL_STARTS = 1 << 14
 
 
 class MadePrompts:
-    """Prompts of exact length in token ids, or in words of `BYTES_PER_TOKEN` bytes (`text=True`)."""
+    """Prompts of exact length in token ids, or in words of `BYTES_PER_TOKEN` bytes (`text=True`).
+
+    As text, the rows that have a text of their own keep it.
+    """
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class MadePrompts:
         self._rows = rows
         self._salt = salt.encode()
         self._block_tokens = hash_block_tokens
+        self._text = text
         self._units = _WORDS if text else _IDS
         self._quotes = (b'"', b'"') if text else (b"[", b"]")
         self._unit_bytes = BYTES_PER_TOKEN if text else len(_IDS[0])
@@ -68,6 +72,8 @@ class MadePrompts:
 
     def __call__(self, planned: PlannedRequest) -> bytes:
         """Return the JSON of the prompts, a list if several, each of `planned.prompt_tokens` tokens."""
+        if self._text and (text := self._rows[planned.index].text) is not None:
+            return msgspec.json.encode(text if planned.prompts == 1 else [text] * planned.prompts)
         if planned.prompts == 1:
             return self._prompt(planned, b"request %d" % planned.index)
         names = (b"request %d/%d" % (planned.index, i) for i in range(planned.prompts))
@@ -93,18 +99,6 @@ class MadePrompts:
         )
         start = int.from_bytes(digest[8:]) % _POOL_STARTS * size
         return (head + self._pool[start : start + length * size])[: length * size]
-
-
-def given_texts(rows: Sequence[Row], otherwise: Prompt) -> Prompt:
-    """The texts of the rows; `otherwise` makes those that have none."""
-
-    def prompt(planned: PlannedRequest) -> bytes:
-        text = rows[planned.index].text
-        if text is None:
-            return otherwise(planned)
-        return msgspec.json.encode(text if planned.prompts == 1 else [text] * planned.prompts)
-
-    return prompt
 
 
 def own_headers(

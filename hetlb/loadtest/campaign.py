@@ -10,7 +10,6 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
 from hetlb.loadtest.compare import comparisons, turns
@@ -20,7 +19,7 @@ from hetlb.loadtest.rate_search import RateSearch
 from hetlb.loadtest.runs import LoadSpec, MeasuredRun, measure
 from hetlb.loadtest.screen import Screen
 from hetlb.loadtest.verdict import verdict_of
-from hetlb.workload.schedules import Ramp, Rate
+from hetlb.workload.arrivals import Ramp, Rate
 
 
 @dataclass(slots=True)
@@ -97,29 +96,19 @@ class Campaign:
 
     async def _search(self, policy: str | None, attainment: float) -> dict[str, Any]:
         """The highest rate of one policy; the rates measured before are where it starts."""
-        search = RateSearch()
-        shares: dict[float, list[float]] = {}
-        for measured in self._outcome.measured:
-            if measured.run["policy"] == policy:
-                shares.setdefault(measured.run["request_rate"], []).append(measured.run["slo_attainment"])
-        for rate, found in shares.items():
-            search.add(rate, fmean(found) >= attainment)
+        search = RateSearch(attainment)
+        for run in (each.run for each in self._outcome.measured):
+            if run["policy"] == policy:
+                search.add(run["request_rate"], run["slo_attainment"])
         while (next_rps := search.next_rate_rps()) is not None:
             measured = await self._measure(policy, next_rps)
-            shares[next_rps] = [measured.run["slo_attainment"]]
-            search.add(next_rps, shares[next_rps][0] >= attainment)
+            search.add(next_rps, measured.run["slo_attainment"])
+        runs = (each.run for each in self._outcome.measured if each.run["policy"] == policy)
         return {
             "policy": policy,
             "slo_attainment": attainment,
-            "verdict": verdict_of(
-                each.run for each in self._outcome.measured if each.run["policy"] == policy
-            ),
-            "max_request_rate": search.highest_met_rps,
-            "lowest_missed_rate": search.lowest_missed_rps,
-            "probes": [
-                {"request_rate": rate, "slo_attainment": fmean(found)}
-                for rate, found in sorted(shares.items())
-            ],
+            "verdict": verdict_of(runs),
+            **search.document(),
         }
 
 

@@ -16,18 +16,17 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import aiohttp
 from yarl import URL
 
 from hetlb.loadtest.bodies import RequestBodies
 from hetlb.loadtest.response_parser import AnswerError, StreamReader, read_plain
-from hetlb.loadtest.verdict import judge
+from hetlb.loadtest.verdict import LoadResult
 from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.records import RequestResult, summarize
+from hetlb.workload.records import RequestResult
 
 #: uvicorn closes idle connections after 5 s; the pool lets go of them before.
 KEEP_ALIVE_S = 2.0
@@ -56,41 +55,6 @@ class LoadProgress:
     def ended(self) -> int:
         """Requests that have their answer, good or bad."""
         return self.completed + self.failed
-
-
-@dataclass(slots=True)
-class LoadResult:
-    """Result of a run: a record per planned request in plan order, and the client's own lag."""
-
-    plan: Sequence[PlannedRequest]
-    records: list[RequestResult]
-    cpu_share: float
-    loop_lag_s: list[float]
-    errors: dict[str, int] = field(default_factory=dict)
-    #: One message for each kind of error.
-    examples: dict[str, str] = field(default_factory=dict)
-    #: True if every answer was to be exactly as long as planned, or at most.
-    exact_output: bool = True
-    #: True if the planned lengths of the prompts are exact, or estimates.
-    exact_prompt: bool = True
-
-    def summary(self, **options: Any) -> dict[str, Any]:
-        """`summarize` of the records (`options` are its own), and how the client fared as `client`."""
-        figures = summarize(self.records, **options)
-        return {**figures, "client": self.client(figures)}
-
-    def client(self, figures: dict[str, Any]) -> dict[str, Any]:
-        """The verdict on the client, and the figures it rests on."""
-        return judge(
-            self.plan,
-            self.records,
-            figures,
-            cpu_share=self.cpu_share,
-            loop_lag_s=self.loop_lag_s,
-            errors=self.errors,
-            exact_output=self.exact_output,
-            exact_prompt=self.exact_prompt,
-        )
 
 
 async def run_load(

@@ -8,18 +8,16 @@ document, rounded only here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from hetlb.loadtest.curves import Line, against_rate, distribution, in_flight, output_rate, policies_of
-from hetlb.loadtest.metrics import METRICS
+from hetlb.loadtest.curves import Points, against_rate, distribution, in_flight, output_rate, policies_of
 from hetlb.loadtest.report import (
-    ReportCell,
-    ReportRow,
     ReportTable,
+    Run,
     comparison_table,
     comparison_title,
     instances_table,
@@ -33,6 +31,7 @@ from hetlb.loadtest.report import (
 from hetlb.loadtest.runs import MeasuredRun
 from hetlb.loadtest.verdict import SUSPECT, verdict_of
 from hetlb.pages import asset, content_hash, inline_module, inline_style
+from hetlb.workload.records import METRICS
 
 _LATENCIES = (("ttft", "TTFT"), ("itl", "ITL"), ("e2el", "E2EL"))
 #: Figures compared at a glance: figure, heading, how it is written.
@@ -56,40 +55,33 @@ _INSTANCE_LATENCIES = {
 _OPEN_GROUPS = 2
 
 
+_Axis = Mapping[str, Any]
+#: A chart as the script of the page reads it.
+_Chart = Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class ReportGroup:
-    """A part that folds: `charts` are numbers in the list of charts."""
+    """A part that folds: charts, and a table."""
 
     title: str
     verdict: str
     is_open: bool
-    charts: Sequence[int] = ()
+    charts: Sequence[_Chart] = ()
     table: ReportTable | None = None
 
 
-@dataclass(slots=True)
-class _Charts:
-    """The charts of the page, as its script reads them."""
-
-    documents: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, title: str, lines: Iterable[Line], x: _Axis, y: _Axis, *, marks: bool = False) -> int:
-        """Add a chart; returns its number."""
-        drawn = [
-            (line.name, [(_rounded(at), _rounded(value)) for at, value in line.points]) for line in lines
-        ]
-        self.documents.append({"title": title, "x": x, "y": y, "marks": marks, "lines": drawn})
-        return len(self.documents) - 1
-
-
-_Axis = Mapping[str, Any]
+def _chart(title: str, lines: Mapping[str, Points], x: _Axis, y: _Axis, *, marks: bool = False) -> _Chart:
+    drawn = [
+        (name, [(_rounded(at), _rounded(value)) for at, value in points]) for name, points in lines.items()
+    ]
+    return {"title": title, "x": x, "y": y, "marks": marks, "lines": drawn}
 
 
 def report(document: Mapping[str, Any], measured: Sequence[MeasuredRun]) -> str:
     """The page. `document` is what `--json` prints, `measured` the runs behind it."""
     metadata, runs, comparisons = document["metadata"], document["runs"], document["comparison"]
     search = document["search"]
-    charts = _Charts()
     style = inline_style(asset("report.css", "hetlb.loadtest"))
     script = inline_module(asset("report.js", "hetlb.loadtest"))
     context = {
@@ -103,16 +95,15 @@ def report(document: Mapping[str, Any], measured: Sequence[MeasuredRun]) -> str:
         "rounds": comparisons[0]["rounds"] if comparisons else 0,
         "confidence": percent(comparisons[0]["confidence"]) if comparisons else "",
         "search": search_table(search) if search else None,
-        "rates": _rates(measured, charts),
-        "distributions": list(_distributions(measured, charts)),
-        "timelines": list(_timelines(measured, charts)),
+        "rates": _rates(measured),
+        "distributions": list(_distributions(measured)),
+        "timelines": list(_timelines(measured)),
         "runs_tables": [throughput_table(runs), latency_table(runs, METRICS, _PERCENTILES)],
         "differences": [
             ReportGroup(comparison_title(each), each["verdict"], False, table=comparison_table(each))
             for each in comparisons
         ],
         "metadata_rows": [(key, _plain(value)) for key, value in metadata.items()],
-        "charts": charts.documents,
         "style": Markup(style),
         "script": Markup(script),
         "content_policy": "; ".join(
@@ -123,43 +114,31 @@ def report(document: Mapping[str, Any], measured: Sequence[MeasuredRun]) -> str:
     return environment.from_string(asset("report.html.j2", "hetlb.loadtest")).render(context).lstrip() + "\n"
 
 
-def _policies(
-    comparisons: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]
-) -> list[tuple[str, ReportTable]]:
+def _policies(comparisons: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> list[tuple[str, ReportTable]]:
     """Build a table per rate that compares every policy with the first."""
     by_rate: dict[str, list[Mapping[str, Any]]] = {}
     for each in comparisons:
         by_rate.setdefault(rate_text(each), []).append(each)
     tables = []
     for rate, found in by_rate.items():
-        baseline = found[0]["figures"]
-        first = [ReportCell(show(baseline[key]["baseline_mean"]), "") for key, _, show in _GLANCE]
-        name = found[0]["baseline"]
+        name, figures = found[0]["baseline"], found[0]["figures"]
         own = verdict_of(run for run in runs if run["policy"] == name and rate_text(run) == rate)
-        rows = [ReportRow([ReportCell(name), *first], own)]
-        rows += [
-            ReportRow(
-                [
-                    ReportCell(each["policy"]),
-                    *(_against(each["figures"][key], show) for key, _, show in _GLANCE),
-                ],
-                each["verdict"],
-            )
-            for each in found
-        ]
-        tables.append((rate, ReportTable(["policy", *(head for _, head, _ in _GLANCE)], rows)))
+        rows = [[name, *(show(figures[key]["baseline_mean"]) for key, _, show in _GLANCE)]]
+        marks = {(0, column): ("", False) for column in range(1, len(_GLANCE) + 1)}
+        for number, each in enumerate(found, start=1):
+            rows.append([each["policy"], *(show(each["figures"][key]["mean"]) for key, _, show in _GLANCE)])
+            for column, (key, _, _) in enumerate(_GLANCE, start=1):
+                figure = each["figures"][key]
+                if figure["relative"] is not None:
+                    is_sure = figure["low"] is not None and (figure["low"] > 0 or figure["high"] < 0)
+                    marks[number, column] = (f"{100 * figure['relative']:+.1f} %", is_sure)
+        heads = ["policy", *(head for _, head, _ in _GLANCE)]
+        verdicts = [own, *(each["verdict"] for each in found)]
+        tables.append((rate, ReportTable(heads, rows, verdicts=verdicts, marks=marks)))
     return tables
 
 
-def _against(figure: Mapping[str, Any], show: Callable[[float], str]) -> ReportCell:
-    """A mean, and by how much it is off the baseline's."""
-    if figure["relative"] is None:
-        return ReportCell(show(figure["mean"]))
-    is_sure = figure["low"] is not None and (figure["low"] > 0 or figure["high"] < 0)
-    return ReportCell(show(figure["mean"]), f"{100 * figure['relative']:+.1f} %", is_sure)
-
-
-def _rates(measured: Sequence[MeasuredRun], charts: _Charts) -> ReportGroup:
+def _rates(measured: Sequence[MeasuredRun]) -> ReportGroup:
     """Chart figures against the rate; none for a single rate."""
     title, verdict = "Against the rate", verdict_of(each.run for each in measured)
     rates = {each.run["request_rate"] for each in measured if isinstance(each.run["request_rate"], float)}
@@ -177,15 +156,16 @@ def _rates(measured: Sequence[MeasuredRun], charts: _Charts) -> ReportGroup:
         )
         for policy in policies_of(measured)
     }
-    numbers = []
+    x = {"label": "offered requests/s", "least": 0}
+    charts = []
     for name, figure, unit, factor in pictures:
-        lines = [Line(names[line.name], line.points) for line in against_rate(measured, figure, factor)]
+        lines = {names[line]: points for line, points in against_rate(measured, figure, factor).items()}
         y = {"label": unit, "least": 0, **({"most": 100} if unit == "%" else {})}
-        numbers.append(charts.add(name, lines, {"label": "offered requests/s", "least": 0}, y, marks=True))
-    return ReportGroup(title, verdict, is_open=True, charts=numbers)
+        charts.append(_chart(name, lines, x, y, marks=True))
+    return ReportGroup(title, verdict, is_open=True, charts=charts)
 
 
-def _distributions(measured: Sequence[MeasuredRun], charts: _Charts) -> Iterable[ReportGroup]:
+def _distributions(measured: Sequence[MeasuredRun]) -> Iterable[ReportGroup]:
     """A group per rate with a line per policy; one policy alone is one group with a line per rate."""
     groups: dict[str, dict[str, list[MeasuredRun]]] = {}
     several = len(policies_of(measured)) > 1
@@ -195,31 +175,26 @@ def _distributions(measured: Sequence[MeasuredRun], charts: _Charts) -> Iterable
         groups.setdefault(group, {}).setdefault(line, []).append(each)
     x, y = {"label": "ms", "log": True}, {"label": "share", "least": 0, "most": 1, "format": "percent"}
     for number, (title, lines) in enumerate(groups.items()):
-        numbers = [
-            charts.add(
-                name,
-                [Line(_marked(line, each), distribution(each, key)) for line, each in lines.items()],
-                x,
-                y,
-            )
+        charts = [
+            _chart(name, {_marked(line, each): distribution(each, key) for line, each in lines.items()}, x, y)
             for key, name in _LATENCIES
         ]
         verdict = verdict_of(each.run for line in lines.values() for each in line)
-        yield ReportGroup(title, verdict, number < _OPEN_GROUPS, numbers)
+        yield ReportGroup(title, verdict, number < _OPEN_GROUPS, charts)
 
 
-def _timelines(measured: Sequence[MeasuredRun], charts: _Charts) -> Iterable[ReportGroup]:
+def _timelines(measured: Sequence[MeasuredRun]) -> Iterable[ReportGroup]:
     x, y = {"label": "s", "least": 0}, {"label": "requests in flight", "least": 0}
     for number, each in enumerate(measured):
         names = [entry["name"] for entry in each.run["instances"]]
         records = each.result.records
-        numbers = (
-            charts.add("In flight", in_flight(records, names), x, y),
-            charts.add("Output", output_rate(records, names), x, {**y, "label": "tokens/s"}),
+        charts = (
+            _chart("In flight", in_flight(records, names), x, y),
+            _chart("Output", output_rate(records, names), x, {**y, "label": "tokens/s"}),
         )
         verdict = each.run["client"]["verdict"]
         table = instances_table(each.run, _INSTANCE_LATENCIES) if names else None
-        yield ReportGroup(_name(each.run), verdict, number < _OPEN_GROUPS, numbers, table)
+        yield ReportGroup(_name(each.run), verdict, number < _OPEN_GROUPS, charts, table)
 
 
 def _marked(name: str, measured: Iterable[MeasuredRun]) -> str:
@@ -228,7 +203,7 @@ def _marked(name: str, measured: Iterable[MeasuredRun]) -> str:
     return f"{name} ({SUSPECT})" if verdict == SUSPECT else name
 
 
-def _name(run: Mapping[str, Any]) -> str:
+def _name(run: Run) -> str:
     words = [] if run["policy"] is None else [run["policy"]]
     return ", ".join([*words, f"rate {rate_text(run)}", f"round {run['round']}"])
 

@@ -8,45 +8,25 @@ which. Nothing is rounded.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hetlb.core.objective import ServiceClass
-from hetlb.loadtest.generator import LoadResult
-from hetlb.workload.records import RequestResult, latency_figures, percentile
+from hetlb.loadtest.verdict import LoadResult
+from hetlb.workload.records import METRICS, RequestResult, latencies_s, latency_figures, percentile
 from hetlb.workload.traces import Row
 
-METRICS = ("ttft", "tpot", "itl", "e2el")
 #: The latencies that a goodput may set a limit to.
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
-def run_figures(
-    result: LoadResult,
-    *,
-    slo_s: Mapping[str, float] | None = None,
-    percentiles: Sequence[float] = (),
-    instances: Sequence[str] | None = None,
-    preemptions: Mapping[str, int] | None = None,
-    kv_peak: Mapping[str, float] | None = None,
-    classes: Mapping[str, ServiceClass] | None = None,
-) -> dict[str, Any]:
-    """The figures of one run.
+def run_figures(result: LoadResult, *, percentiles: Sequence[float] = (), **options: Any) -> dict[str, Any]:
+    """The figures of one run; `options` are those of `summarize`.
 
-    `slo_s` maps `GOODPUT_METRICS` to limits in seconds; `percentiles` are reported of every latency beside
-    those that always are; `instances` names those to report (default: those that answered), `preemptions`
-    and `kv_peak` hold what their engines said of the run, `classes` are those of the requests.
-    `slo_attainment` is the share of all planned requests that met every limit (null without limits): a
-    request that failed met none.
+    `percentiles` are reported of every latency beside those that always are. `slo_attainment` is the share of
+    all planned requests that met every limit of `goodput_slo_s` (null without limits): one that failed met
+    none.
     """
-    figures = result.summary(
-        goodput_slo_s=slo_s,
-        instances=instances,
-        preemptions=preemptions,
-        kv_peak=kv_peak,
-        classes=classes,
-    )
+    figures = result.summary(**options)
     records = result.records
     done = [record for record in records if record.ok]
     met = round(figures["request_goodput"] * figures["duration"])
@@ -56,7 +36,7 @@ def run_figures(
             figures[f"p{percent:g}_{name}_ms"] = 1e3 * percentile(ordered, percent)
     return {
         **figures,
-        "slo_attainment": met / len(records) if slo_s and records else None,
+        "slo_attainment": met / len(records) if options.get("goodput_slo_s") and records else None,
         "max_concurrent_requests": peak_concurrency(records),
         **latency_figures("client_queue_time", _lateness_s(records)),
         "from_sent": {
@@ -67,17 +47,6 @@ def run_figures(
             {**entry, **_instance_latencies(records, entry["name"])} for entry in figures["instances"]
         ],
     }
-
-
-def latencies_s(done: Iterable[RequestResult], name: str) -> Iterable[float]:
-    """One of `METRICS` in seconds, of every completed request (of every gap: "itl")."""
-    if name == "ttft":
-        return (value for record in done if (value := record.ttft_s) is not None)
-    if name == "tpot":
-        return (value for record in done if (value := record.tpot_s) is not None)
-    if name == "itl":
-        return chain.from_iterable(record.itl_s for record in done if record.itl_s is not None)
-    return (record.e2el_s for record in done)
 
 
 def details(result: LoadResult, rows: Sequence[Row]) -> dict[str, Any]:

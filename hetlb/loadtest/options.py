@@ -11,9 +11,9 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from hetlb.errors import InputError
-from hetlb.loadtest.metrics import GOODPUT_METRICS, METRICS
-from hetlb.workload.arrivals import Waves
-from hetlb.workload.schedules import Ramp, Rate
+from hetlb.loadtest.metrics import GOODPUT_METRICS
+from hetlb.workload.arrivals import Ramp, Rate, Waves
+from hetlb.workload.records import METRICS
 
 
 def read_rates(text: str) -> list[Rate]:

@@ -2,15 +2,14 @@
 "use strict";
 
 import { LineChart, lineClass } from "./charts.js";
-import { byId, percent } from "./dom.js";
+import { percent } from "./dom.js";
 
 const FORMATS = { percent };
-const CHARTS = JSON.parse(byId("charts").textContent);
 
 const axisOf = (axis) => ({ ...axis, format: FORMATS[axis.format] });
 
 for (const place of document.querySelectorAll("[data-chart]")) {
-  const { title, x, y, marks, lines } = CHARTS[Number(place.dataset.chart)];
+  const { title, x, y, marks, lines } = JSON.parse(place.dataset.chart);
   const named = lines.map(([name], index) => [name, lineClass(index)]);
   const size = { width: 420, height: 260, left: 58, bottom: 42 };
   const chart = new LineChart(title, named, axisOf(x), axisOf(y), { ...size, labelled: true, marks });

@@ -6,10 +6,10 @@ A table shows nothing that is not in the runs it is given, and fits 80 columns f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich import box
 from rich.table import Table
@@ -18,42 +18,26 @@ from hetlb.loadtest.verdict import SUSPECT, VALID
 
 #: More instances than this get no columns of their own.
 _MAX_INSTANCE_COLUMNS = 4
-_NO_LATENCIES: Mapping[str, str] = MappingProxyType({})
 
-
-@dataclass(frozen=True, slots=True)
-class ReportCell:
-    """Text of a cell; `difference` is off a baseline, `is_sure` where its interval leaves out 0."""
-
-    text: str
-    difference: str | None = None
-    is_sure: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ReportRow:
-    """Cells of a row and the verdict of the runs it rests on."""
-
-    cells: Sequence[ReportCell]
-    verdict: str = VALID
-
-
-def row(*texts: str, verdict: str = VALID) -> ReportRow:
-    """A row of plain cells."""
-    return ReportRow([ReportCell(text) for text in texts], verdict)
+Run: TypeAlias = Mapping[str, Any]
+#: Heading and cell of a column. A heading that begins with `>` is of numbers, to the right.
+Column: TypeAlias = tuple[str, Callable[[Any], str]]
 
 
 @dataclass(frozen=True, slots=True)
 class ReportTable:
-    """A table for terminals and pages. A heading that begins with `>` is of numbers, to the right.
+    """A table for terminals and pages: headings, the cells of each row, and the verdicts of the rows.
 
-    A terminal shows verdicts as the last column: `always_verdict`, else where one is SUSPECT.
+    `marks` are differences off a baseline, by row and column; those whose interval leaves out 0 are sure
+    (True). A terminal shows verdicts as the last column: `always_verdict`, else where one is SUSPECT.
     """
 
     heads: Sequence[str]
-    rows: Sequence[ReportRow]
+    rows: Sequence[Sequence[str]]
     title: str | None = None
     caption: str | None = None
+    verdicts: Sequence[str] = ()
+    marks: Mapping[tuple[int, int], tuple[str, bool]] = field(default_factory=dict)
     padding: int = 1
     always_verdict: bool = False
 
@@ -61,6 +45,10 @@ class ReportTable:
     def labels(self) -> list[str]:
         """The headings on one line each."""
         return [head.removeprefix(">").replace("\n", " ") for head in self.heads]
+
+    def verdict(self, number: int) -> str:
+        """The verdict of a row."""
+        return self.verdicts[number] if self.verdicts else VALID
 
     def __rich__(self) -> Table:
         found = Table(
@@ -77,20 +65,27 @@ class ReportTable:
         for head in self.heads:
             justify: Any = "right" if head.startswith(">") else "left"
             found.add_column(head.removeprefix(">"), justify=justify, overflow="fold")
-        flagged = self.always_verdict or any(each.verdict == SUSPECT for each in self.rows)
+        flagged = self.always_verdict or SUSPECT in self.verdicts
         if flagged:
             found.add_column("verdict")
-        for each in self.rows:
-            found.add_row(*(cell.text for cell in each.cells), *([each.verdict] if flagged else []))
+        for number, cells in enumerate(self.rows):
+            found.add_row(*cells, *([self.verdict(number)] if flagged else []))
         return found
 
 
+def _table(columns: Sequence[Column], items: Sequence[Any], **more: Any) -> ReportTable:
+    """A table with a row for each item."""
+    return ReportTable(
+        [head for head, _ in columns], [[cell(item) for _, cell in columns] for item in items], **more
+    )
+
+
 def runs_table(
-    runs: Sequence[Mapping[str, Any]],
+    runs: Sequence[Run],
     *,
     reference_tok_s: float | None = None,
     steady_tok_s: float | None = None,
-    alone: Sequence[Mapping[str, Any]] = (),
+    alone: Sequence[Run] = (),
     title: str | None = None,
 ) -> ReportTable:
     """One line per run.
@@ -103,21 +98,20 @@ def runs_table(
     shown = (*alone, *runs)
     names = list(dict.fromkeys(each["name"] for run in shown for each in run["instances"]))
     by_instance = names if len(names) <= _MAX_INSTANCE_COLUMNS else []
-    caption = "\ntokens/s: prompt and output"
-    columns: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
+    caption, total = "\ntokens/s: prompt and output", "total_token_throughput"
+    columns: list[Column] = [
         ("policy", lambda run: str(run["policy"])),
-        (">tokens/s", lambda run: f"{run['total_token_throughput']:,.0f}"),
+        (">tokens/s", lambda run: f"{run[total]:,.0f}"),
     ]
     if steady_tok_s:
-        steady = "total_token_throughput"
-        columns.append((">% of\nfull", lambda run: percent(run["steady"][steady] / steady_tok_s)))
+        columns.append((">% of\nfull", lambda run: percent(run["steady"][total] / steady_tok_s)))
         caption += "; % of full: while requests come, of what all reach alone"
     elif reference_tok_s:
-        columns.append((">% of\nsum", lambda run: percent(run["total_token_throughput"] / reference_tok_s)))
+        columns.append((">% of\nsum", lambda run: percent(run[total] / reference_tok_s)))
     columns += [
-        (">TTFT\np50", partial(_latency, "median_ttft_ms")),
-        (">TTFT\np99", partial(_latency, "p99_ttft_ms")),
-        (">TPOT\np50", partial(_latency, "median_tpot_ms")),
+        (">TTFT\np50", lambda run: milliseconds(run["median_ttft_ms"])),
+        (">TTFT\np99", lambda run: milliseconds(run["p99_ttft_ms"])),
+        (">TPOT\np50", lambda run: milliseconds(run["median_tpot_ms"])),
         *((f">{name}\nshare, end", partial(_share_and_end, name)) for name in by_instance),
     ]
     if by_instance:
@@ -126,127 +120,119 @@ def runs_table(
         columns.append((">first, last\ninstance to end", _ends))
     if any(run["failed"] for run in shown):
         columns.append((">failed", lambda run: str(run["failed"])))
-    rows = [row(*(cell(run) for _, cell in columns)) for run in shown]
-    if alone:
-        total = ("sum", f"{reference_tok_s or 0.0:,.0f}", percent(1.0))
-        rows.insert(len(alone), row(*total, *[""] * (len(columns) - len(total))))
-    return ReportTable([head for head, _ in columns], rows, title, caption)
+    found = _table(columns, shown, title=title, caption=caption)
+    if not alone:
+        return found
+    row = ["sum", f"{reference_tok_s or 0.0:,.0f}", percent(1.0), *[""] * (len(columns) - 3)]
+    return replace(found, rows=[*found.rows[: len(alone)], row, *found.rows[len(alone) :]])
 
 
-def throughput_table(runs: Sequence[Mapping[str, Any]]) -> ReportTable:
+def throughput_table(runs: Sequence[Run]) -> ReportTable:
     """Throughput and verdict, one row per run of `hetlb bench`."""
-    limits = any(run["slo_attainment"] is not None for run in runs)
-    failures = any(run["failed"] for run in runs)
-    names = _name_heads(runs)
-    heads = [*names, ">requests", ">req/s", ">output\ntok/s", ">total\ntok/s"]
-    heads += [">failed"] * failures + [">met the\nlimits"] * limits
-    rows = []
-    for run in runs:
-        cells = [
-            *_names(run, names),
-            f"{run['completed'] + run['failed']:,}",
-            f"{run['request_throughput']:,.2f}",
-            f"{run['output_throughput']:,.0f}",
-            f"{run['total_token_throughput']:,.0f}",
-        ]
-        cells += [f"{run['failed']:,}"] * failures + [_share_text(run["slo_attainment"])] * limits
-        rows.append(row(*cells, verdict=run["client"]["verdict"]))
-    return ReportTable(heads, rows, always_verdict=True)
+    columns: list[Column] = [
+        *_name_columns(runs),
+        (">requests", lambda run: f"{run['completed'] + run['failed']:,}"),
+        (">req/s", lambda run: f"{run['request_throughput']:,.2f}"),
+        (">output\ntok/s", lambda run: f"{run['output_throughput']:,.0f}"),
+        (">total\ntok/s", lambda run: f"{run['total_token_throughput']:,.0f}"),
+    ]
+    if any(run["failed"] for run in runs):
+        columns.append((">failed", lambda run: f"{run['failed']:,}"))
+    if any(run["slo_attainment"] is not None for run in runs):
+        columns.append((">met the\nlimits", lambda run: _share_text(run["slo_attainment"])))
+    return _table(columns, runs, verdicts=_verdicts(runs), always_verdict=True)
 
 
-def latency_table(
-    runs: Sequence[Mapping[str, Any]], metrics: Sequence[str], percentiles: Sequence[float]
-) -> ReportTable:
+def latency_table(runs: Sequence[Run], metrics: Sequence[str], percentiles: Sequence[float]) -> ReportTable:
     """Median and highest of `percentiles` of each of `metrics`, one row per run of `hetlb bench`."""
-    highest, names = f"p{max(percentiles):g}", _name_heads(runs)
-    heads = [*names, *(f">{name.upper()}\n{each}" for name in metrics for each in ("p50", highest))]
-    rows = []
-    for run in runs:
-        figures = [run[f"{key}_{name}_ms"] for name in metrics for key in ("median", highest)]
-        cells = [f"{figure:.1f}" if figure < 10 else f"{figure:,.0f}" for figure in figures]
-        rows.append(row(*_names(run, names), *cells, verdict=run["client"]["verdict"]))
+
+    def cell(key: str, run: Run) -> str:
+        return f"{run[key]:.1f}" if run[key] < 10 else f"{run[key]:,.0f}"
+
+    highest = f"p{max(percentiles):g}"
+    columns: list[Column] = [
+        *_name_columns(runs),
+        *(
+            (f">{name.upper()}\n{head}", partial(cell, f"{key}_{name}_ms"))
+            for name in metrics
+            for head, key in (("p50", "median"), (highest, highest))
+        ),
+    ]
     caption = "milliseconds, from the time a request was due"
-    return ReportTable(heads, rows, caption=caption, padding=0)  # all figures fit on 80 columns
+    # All figures fit on 80 columns.
+    return _table(columns, runs, caption=caption, verdicts=_verdicts(runs), padding=0)
 
 
-def instances_table(run: Mapping[str, Any], latencies: Mapping[str, str] = _NO_LATENCIES) -> ReportTable:
+def instances_table(run: Run, latencies: Mapping[str, str] = MappingProxyType({})) -> ReportTable:
     """One row per instance of one run; `latencies` are columns more: headings by figure."""
-    heads = [
-        "instance",
-        ">requests",
-        ">output tokens",
-        ">share",
-        *(f">{head}" for head in latencies.values()),
+    columns: list[Column] = [
+        ("instance", lambda each: each["name"]),
+        (">requests", lambda each: f"{each['completed']:,}"),
+        (">output tokens", lambda each: f"{each['total_output_tokens']:,}"),
+        (">share", lambda each: percent(_share(run, each))),
+        *_latency_columns(latencies),
+        (">last end", lambda each: seconds(each["last_finish_s"])),
+        (">preempted", lambda each: "-" if each["preemptions"] is None else f"{each['preemptions']:,}"),
+        (">KV peak", lambda each: _share_text(each["kv_peak"])),
     ]
-    rows = [
-        row(
-            each["name"],
-            f"{each['completed']:,}",
-            f"{each['total_output_tokens']:,}",
-            percent(_share(run, each)),
-            *(milliseconds(each[key]) for key in latencies),
-            seconds(each["last_finish_s"]),
-            "-" if each["preemptions"] is None else f"{each['preemptions']:,}",
-            _share_text(each["kv_peak"]),
-        )
-        for each in run["instances"]
-    ]
-    return ReportTable([*heads, ">last end", ">preempted", ">KV peak"], rows)
+    return _table(columns, run["instances"])
 
 
-def classes_table(run: Mapping[str, Any]) -> ReportTable:
+def classes_table(run: Run) -> ReportTable:
     """One row per service class of one run."""
     latencies = {
-        "mean TTFT": "mean_ttft",
-        "p99 TTFT": "p99_ttft",
-        "mean TPOT": "mean_tpot",
-        "p99 E2EL": "p99_e2el",
+        "mean_ttft_ms": "mean TTFT",
+        "p99_ttft_ms": "p99 TTFT",
+        "mean_tpot_ms": "mean TPOT",
+        "p99_e2el_ms": "p99 E2EL",
     }
-    rows = [
-        row(
-            name,
-            f"{each['requests']:,}",
-            f"{each['refused']:,}",
-            _share_text(each["attainment"]),
-            *(milliseconds(each[f"{key}_ms"]) for key in latencies.values()),
-        )
-        for name, each in run["classes"].items()
+    columns: list[Column] = [
+        ("class", lambda each: each["name"]),
+        (">requests", lambda each: f"{each['requests']:,}"),
+        (">failed", lambda each: f"{each['refused']:,}"),
+        (">attainment", lambda each: _share_text(each["attainment"])),
+        *_latency_columns(latencies),
     ]
-    return ReportTable(
-        ["class", ">requests", ">failed", ">attainment", *(f">{key}" for key in latencies)], rows
-    )
+    return _table(columns, [{"name": name, **each} for name, each in run["classes"].items()])
 
 
 def comparison_table(comparison: Mapping[str, Any]) -> ReportTable:
     """One policy against the baseline, at one rate."""
-    rows = []
-    for name, figure in comparison["figures"].items():
-        change = "" if figure["relative"] is None else f" ({100 * figure['relative']:+.1f} %)"
-        interval = "-" if figure["low"] is None else f"{figure['low']:+,.4g} to {figure['high']:+,.4g}"
-        means = (f"{figure['baseline_mean']:,.4g}", f"{figure['mean']:,.4g}")
-        rows.append(row(name, *means, f"{figure['difference']:+,.4g}{change}", interval))
-    heads = (
-        comparison["baseline"],
-        comparison["policy"],
-        "difference",
-        f"{percent(comparison['confidence'])} interval",
-    )
+
+    def difference(each: Mapping[str, Any]) -> str:
+        change = "" if each["relative"] is None else f" ({100 * each['relative']:+.1f} %)"
+        return f"{each['difference']:+,.4g}{change}"
+
+    columns: list[Column] = [
+        ("figure", lambda each: each["name"]),
+        (f">{comparison['baseline']}", lambda each: f"{each['baseline_mean']:,.4g}"),
+        (f">{comparison['policy']}", lambda each: f"{each['mean']:,.4g}"),
+        (">difference", difference),
+        (
+            f">{percent(comparison['confidence'])} interval",
+            lambda each: "-" if each["low"] is None else f"{each['low']:+,.4g} to {each['high']:+,.4g}",
+        ),
+    ]
     suspect = f", {SUSPECT}" if comparison["verdict"] == SUSPECT else ""
-    return ReportTable(
-        ["figure", *(f">{head}" for head in heads)], rows, comparison_title(comparison) + suspect
-    )
+    figures = [{"name": name, **each} for name, each in comparison["figures"].items()]
+    return _table(columns, figures, title=comparison_title(comparison) + suspect)
 
 
 def search_table(searches: Sequence[Mapping[str, Any]]) -> ReportTable:
     """The highest rate of every policy that meets the limits."""
-    rows = []
-    for each in searches:
-        found = (each["max_request_rate"], each["lowest_missed_rate"])
-        rates = ("none" if rate is None else f"{rate:.4g}" for rate in found)
-        rows.append(row(each["policy"] or "-", *rates, str(len(each["probes"])), verdict=each["verdict"]))
+
+    def rate(key: str, each: Mapping[str, Any]) -> str:
+        return "none" if each[key] is None else f"{each[key]:.4g}"
+
+    columns: list[Column] = [
+        ("policy", lambda each: each["policy"] or "-"),
+        (">met at", partial(rate, "max_request_rate")),
+        (">missed at", partial(rate, "lowest_missed_rate")),
+        (">probes", lambda each: str(len(each["probes"]))),
+    ]
     share = percent(searches[0]["slo_attainment"])
     title = f"Highest rate at which {share} of the requests meet the limits, requests/s"
-    return ReportTable(["policy", ">met at", ">missed at", ">probes"], rows, title)
+    return _table(columns, searches, title=title, verdicts=[each["verdict"] for each in searches])
 
 
 def comparison_title(comparison: Mapping[str, Any]) -> str:
@@ -280,35 +266,39 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.0f} %"
 
 
-def _name_heads(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Headings of the columns that tell the runs apart."""
-    heads = ["policy"] if any(run["policy"] for run in runs) else []
-    return [*heads, ">rate", ">round"] if any(run["round"] > 1 for run in runs) else [*heads, ">rate"]
+def _name_columns(runs: Sequence[Run]) -> list[Column]:
+    """Columns that tell the runs apart."""
+    columns: list[Column] = []
+    if any(run["policy"] for run in runs):
+        columns.append(("policy", lambda run: run["policy"] or "-"))
+    columns.append((">rate", rate_text))
+    if any(run["round"] > 1 for run in runs):
+        columns.append((">round", lambda run: str(run["round"])))
+    return columns
 
 
-def _names(run: Mapping[str, Any], heads: Sequence[str]) -> list[str]:
-    cells = {"policy": run["policy"] or "-", ">rate": rate_text(run), ">round": str(run["round"])}
-    return [cells[head] for head in heads]
+def _latency_columns(latencies: Mapping[str, str]) -> list[Column]:
+    return [(f">{head}", lambda each, key=key: milliseconds(each[key])) for key, head in latencies.items()]  # type: ignore[misc]
+
+
+def _verdicts(runs: Sequence[Run]) -> list[str]:
+    return [run["client"]["verdict"] for run in runs]
 
 
 def _share_text(share: float | None) -> str:
     return "-" if share is None else percent(share)
 
 
-def _share(run: Mapping[str, Any], each: Mapping[str, Any]) -> float:
+def _share(run: Run, each: Mapping[str, Any]) -> float:
     total: int = run["total_output_tokens"]
     return each["total_output_tokens"] / total if total else 0.0
 
 
-def _latency(key: str, run: Mapping[str, Any]) -> str:
-    return milliseconds(run[key])
-
-
-def _share_and_end(name: str, run: Mapping[str, Any]) -> str:
+def _share_and_end(name: str, run: Run) -> str:
     each = next((each for each in run["instances"] if each["name"] == name), None)
     return "-" if each is None else f"{percent(_share(run, each))} {seconds(each['last_finish_s'])}"
 
 
-def _ends(run: Mapping[str, Any]) -> str:
+def _ends(run: Run) -> str:
     ends = [each["last_finish_s"] for each in run["instances"]]
     return f"{seconds(min(ends))}, {seconds(max(ends))}" if ends else "-"

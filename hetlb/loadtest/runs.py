@@ -19,13 +19,13 @@ import aiohttp
 
 from hetlb.core.objective import ServiceClass
 from hetlb.errors import HetlbError, reason_of
-from hetlb.loadtest.bodies import CHAT, COMPLETIONS, MadePrompts, RequestBodies, given_texts, own_headers
+from hetlb.loadtest.bodies import CHAT, COMPLETIONS, MadePrompts, RequestBodies, own_headers
 from hetlb.loadtest.fleet_admin import FleetAdmin, Reported
-from hetlb.loadtest.generator import LoadProgress, LoadResult, run_load
+from hetlb.loadtest.generator import LoadProgress, run_load
 from hetlb.loadtest.metrics import run_figures
+from hetlb.loadtest.verdict import LoadResult
 from hetlb.served_models import read_model_list
-from hetlb.workload.arrivals import Waves
-from hetlb.workload.schedules import Load, Ramp, Rate, make_load
+from hetlb.workload.arrivals import Load, Ramp, Rate, Waves, make_load
 from hetlb.workload.traces import Row
 
 _MODELS_TIMEOUT = aiohttp.ClientTimeout(total=10)
@@ -33,7 +33,7 @@ _MODELS_TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """Settings that the runs of a bench share. `slo_s` and `percentiles` are those of `run_figures`."""
+    """Settings that the runs of a bench share. `slo_s` and `percentiles` as in `run_figures`."""
 
     url: str
     model: str
@@ -67,8 +67,7 @@ class LoadSpec:
         """The requests of one run; `label` is its own."""
         salt = f"{self.salt}/{self.seed}/{label}"
         made = MadePrompts(load.rows, salt, text=self.as_text, hash_block_tokens=self.hash_block_tokens)
-        prompt = given_texts(load.rows, made) if self.as_text else made
-        bodies = RequestBodies(self.model, prompt, path=self.path, ignore_eos=self.ignore_eos)
+        bodies = RequestBodies(self.model, made, path=self.path, ignore_eos=self.ignore_eos)
         bodies.headers = own_headers(load.rows, salt, self.session_header, self.tenant_header)
         return bodies
 
@@ -119,7 +118,7 @@ async def measure(
         "round": round_number,
         **run_figures(
             result,
-            slo_s=spec.slo_s,
+            goodput_slo_s=spec.slo_s,
             percentiles=spec.percentiles,
             instances=instances,
             preemptions=reported.preemptions,

@@ -1,4 +1,4 @@
-"""Verdict on the client of a load test: a run is VALID, or SUSPECT with reasons.
+"""Result of a load test and the verdict on its client: a run is VALID, or SUSPECT with reasons.
 
 Every limit is here, and every figure that a verdict rests on is in what it gives. A client that is
 slow, or answers that are not what was asked for, are named instead of being reported as the server's
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.records import RequestResult, percentile
+from hetlb.workload.records import RequestResult, percentile, summarize
 
 VALID, SUSPECT = "VALID", "SUSPECT"
 #: A measurement error below this is of no concern; above it, it must be small beside what is measured.
-ERROR_ALLOWED_S = 0.005
+ERROR_ALLOWED_MS = 5.0
 ERROR_ALLOWED_SHARE_OF_TTFT = 0.01
 #: A load that is due all at once waits in queues, whose order decides when an answer comes, not when its
 #: request was sent: lateness only has to be short beside the whole.
@@ -27,81 +28,69 @@ FAILED_ALLOWED = 0.01
 MISMATCHED_ALLOWED = 0.01
 
 
-def judge(
-    plan: Sequence[PlannedRequest],
-    records: Sequence[RequestResult],
-    figures: Mapping[str, Any],
-    *,
-    cpu_share: float,
-    loop_lag_s: Sequence[float],
-    errors: Mapping[str, int],
-    exact_output: bool = True,
-    exact_prompt: bool = True,
-) -> dict[str, Any]:
-    """The verdict on the client of one run, and the figures it rests on.
+@dataclass(slots=True)
+class LoadResult:
+    """Result of a run: a record per planned request in plan order, and the client's own lag in seconds.
 
-    `figures` are those of `summarize`; `cpu_share` is of one core; `exact_output`: every answer was to be as
-    long as planned, or at most as long; `exact_prompt`: the planned lengths of prompts are no estimates.
+    `cpu_share` is of one core; `errors` counts failures by kind, `examples` has a message of each.
+    `exact_output`: every answer was to be as long as planned, or at most as long; `exact_prompt`: the planned
+    lengths of prompts are no estimates.
     """
-    late = sorted(lateness for record in records if (lateness := record.lateness_s) is not None)
-    late_s, lag_s = percentile(late, 99), percentile(sorted(loop_lag_s), 99)
-    offered = _rate([planned.scheduled_s for planned in plan])
-    achieved = _rate([record.sent_s for record in records if record.sent_s is not None])
-    mismatched = sum(
-        record.output_tokens > planned.sequences * planned.answer_tokens
-        or (exact_output and record.output_tokens != planned.sequences * planned.answer_tokens)
-        for planned, record in zip(plan, records, strict=True)
-        if record.ok
-    )
-    other_prompts = sum(
-        exact_prompt and record.prompt_tokens != planned.input_tokens
-        for planned, record in zip(plan, records, strict=True)
-        if record.ok
-    )
 
-    ttft_s = figures["median_ttft_ms"] / 1e3 or figures["median_e2el_ms"] / 1e3
-    allowed_s = max(ERROR_ALLOWED_S, ERROR_ALLOWED_SHARE_OF_TTFT * ttft_s)
-    if offered is None:
-        allowed_s = max(ERROR_ALLOWED_S, ERROR_ALLOWED_SHARE_OF_DURATION * figures["duration"])
-    shares = (mismatched, other_prompts)
-    reasons = [
-        *_timing_reasons(late_s, lag_s, allowed_s, offered, achieved, cpu_share),
-        *_answer_reasons(len(records), figures, errors, shares),
-    ]
-    return {
-        "verdict": SUSPECT if reasons else VALID,
-        "reasons": reasons,
-        "p99_lateness_ms": 1e3 * late_s,
-        "max_lateness_ms": 1e3 * late[-1] if late else 0.0,
-        "p99_loop_lag_ms": 1e3 * lag_s,
-        "cpu_share": cpu_share,
-        "offered_rate": offered,
-        "achieved_rate": achieved,
-        "mismatched_lengths": mismatched,
-        "mismatched_prompts": other_prompts,
-        "errors": dict(errors),
-    }
+    plan: Sequence[PlannedRequest]
+    records: list[RequestResult]
+    cpu_share: float
+    loop_lag_s: list[float]
+    errors: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+    exact_output: bool = True
+    exact_prompt: bool = True
+
+    def summary(self, **options: Any) -> dict[str, Any]:
+        """`summarize` of the records (`options` are its own), and how the client fared as `client`."""
+        figures = summarize(self.records, **options)
+        return {**figures, "client": self.client(figures)}
+
+    def client(self, figures: Mapping[str, Any]) -> dict[str, Any]:
+        """The verdict on the client, and what it rests on. `figures` are those of `summarize`."""
+        late = sorted(lateness for record in self.records if (lateness := record.lateness_s) is not None)
+        found: dict[str, Any] = {
+            "p99_lateness_ms": 1e3 * percentile(late, 99),
+            "max_lateness_ms": 1e3 * late[-1] if late else 0.0,
+            "p99_loop_lag_ms": 1e3 * percentile(sorted(self.loop_lag_s), 99),
+            "cpu_share": self.cpu_share,
+            "offered_rate": _rate([planned.scheduled_s for planned in self.plan]),
+            "achieved_rate": _rate([record.sent_s for record in self.records if record.sent_s is not None]),
+            "mismatched_lengths": 0,
+            "mismatched_prompts": 0,
+            "errors": dict(self.errors),
+        }
+        for planned, record in zip(self.plan, self.records, strict=True):
+            if record.ok:
+                more = record.output_tokens - planned.sequences * planned.answer_tokens
+                found["mismatched_lengths"] += more > 0 or (self.exact_output and more != 0)
+                found["mismatched_prompts"] += (
+                    self.exact_prompt and record.prompt_tokens != planned.input_tokens
+                )
+        reasons = [*_timing_reasons(found, figures), *_answer_reasons(found, figures)]
+        return {"verdict": SUSPECT if reasons else VALID, "reasons": reasons, **found}
 
 
-def _timing_reasons(
-    late_s: float,
-    lag_s: float,
-    allowed_s: float,
-    offered: float | None,
-    achieved: float | None,
-    cpu_share: float,
-) -> Iterable[str]:
+def _timing_reasons(found: Mapping[str, Any], figures: Mapping[str, Any]) -> Iterable[str]:
     """Yield reasons to suspect a client that was behind its plan."""
-    if late_s > allowed_s:
+    late_ms, lag_ms, cpu_share = found["p99_lateness_ms"], found["p99_loop_lag_ms"], found["cpu_share"]
+    offered, achieved = found["offered_rate"], found["achieved_rate"]
+    allowed_ms = ERROR_ALLOWED_SHARE_OF_TTFT * (figures["median_ttft_ms"] or figures["median_e2el_ms"])
+    if offered is None:
+        allowed_ms = ERROR_ALLOWED_SHARE_OF_DURATION * 1e3 * figures["duration"]
+    allowed_ms = max(ERROR_ALLOWED_MS, allowed_ms)
+    if late_ms > allowed_ms:
         yield (
-            f"late: 1 % of the requests went out {1e3 * late_s:.1f} ms or more after they were due "
-            f"({1e3 * allowed_s:.1f} ms allowed)"
+            f"late: 1 % of the requests went out {late_ms:.1f} ms or more after they were due "
+            f"({allowed_ms:.1f} ms allowed)"
         )
-    if lag_s > allowed_s:
-        yield (
-            f"lag: the client's event loop was {1e3 * lag_s:.1f} ms behind (p99; "
-            f"{1e3 * allowed_s:.1f} ms allowed)"
-        )
+    if lag_ms > allowed_ms:
+        yield f"lag: the client's event loop was {lag_ms:.1f} ms behind (p99; {allowed_ms:.1f} ms allowed)"
     if offered is not None and (
         achieved is None or not math.isclose(offered, achieved, rel_tol=RATE_ERROR_ALLOWED)
     ):
@@ -110,14 +99,13 @@ def _timing_reasons(
         yield f"cpu: the client used {100 * cpu_share:.0f} % of a core"
 
 
-def _answer_reasons(
-    requests: int, figures: Mapping[str, Any], errors: Mapping[str, int], shares: tuple[int, int]
-) -> Iterable[str]:
+def _answer_reasons(found: Mapping[str, Any], figures: Mapping[str, Any]) -> Iterable[str]:
     """Yield reasons to suspect answers that differ from those requested."""
-    completed, (mismatched, other_prompts) = figures["completed"], shares
-    if figures["failed"] > FAILED_ALLOWED * requests:
-        kinds = ", ".join(f"{count} x {kind}" for kind, count in errors.items())
-        yield f"failed: {figures['failed']} of {requests} requests ({kinds})"
+    completed, failed = figures["completed"], figures["failed"]
+    mismatched, other_prompts = found["mismatched_lengths"], found["mismatched_prompts"]
+    if failed > FAILED_ALLOWED * (completed + failed):
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in found["errors"].items())
+        yield f"failed: {failed} of {completed + failed} requests ({kinds})"
     if mismatched > MISMATCHED_ALLOWED * completed:
         yield f"length: {mismatched} of {completed} answers were not as long as planned"
     if other_prompts > MISMATCHED_ALLOWED * completed:

@@ -19,7 +19,7 @@ from hetlb.pick.pick_driver import PickDriver
 from hetlb.pick.pick_server import PickServer, gateway_certificates
 from hetlb.proxy.discovery.inference_pool import ObjectiveSource
 from hetlb.proxy.discovery.source import Source
-from hetlb.proxy.leader import Leader, LeaseLeader
+from hetlb.proxy.leader import Leader
 from hetlb.proxy.scheduler_driver import SchedulerDriver
 from hetlb.proxy.service import Service
 from hetlb.proxy.sharing import shared_url
@@ -47,8 +47,8 @@ class PickService(Service):
         self._resolver: asyncio.Task[None] | None = None
         self._lookups = asyncio.Semaphore(_LOOKUPS)
         self.roster.on_coming = self._coming
-        #: The lease of the picker that serves, where Kubernetes keeps it.
-        self._lease = lease_of(fleet)
+        #: Says whether this picker serves, None where all do.
+        self._leader = leader_of(fleet)
 
     def _drive(self) -> SchedulerDriver:
         fleet = self.fleet
@@ -62,15 +62,7 @@ class PickService(Service):
 
     def _serves(self) -> bool:
         """True if gateways should send requests here."""
-        leader = self._leader
-        return self.routable() and (leader is None or leader.leads)
-
-    @property
-    def _leader(self) -> Leader | None:
-        """The leader, None where all pickers serve."""
-        if self._lease is not None:
-            return self._lease
-        return None if self.sharing is None else self.sharing.leader
+        return self.routable() and (self._leader is None or self._leader.leads)
 
     @property
     def shared(self) -> SharedFigures | None:
@@ -83,8 +75,8 @@ class PickService(Service):
         """Know the addresses of the instances, then start as any service."""
         await self._resolve()
         self._resolver = asyncio.create_task(self._resolve_for_ever())
-        if self._lease is not None:
-            self._lease.start()
+        if self._leader is not None:
+            self._leader.start()
         await super().start(listeners, takeover)
 
     async def close(self) -> None:
@@ -94,8 +86,8 @@ class PickService(Service):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        if self._lease is not None:
-            await self._lease.close()
+        if self._leader is not None:
+            await self._leader.close()
         await super().close()
 
     def _coming(self, spec: InstanceSpec) -> None:
@@ -133,13 +125,13 @@ class PickService(Service):
             state.set_addresses(found)
 
 
-def lease_of(fleet: Fleet) -> LeaseLeader | None:
-    """The Lease by which one picker serves, None where there is none. Raises `ConfigError`."""
+def leader_of(fleet: Fleet) -> Leader | None:
+    """The election of the picker that serves, None where all serve. Raises `ConfigError`."""
     table = fleet.file.shared
     if table is None or table.lease is None:
         return None
     name = f"{socket.gethostname()}_{secrets.token_hex(4)}"
-    return LeaseLeader(table.lease, fleet.base, name, f"{fleet.where}shared.lease")
+    return Leader(table.lease, fleet.base, name, f"{fleet.where}shared.lease")
 
 
 def check_pick(fleet: Fleet) -> None:
@@ -147,7 +139,7 @@ def check_pick(fleet: Fleet) -> None:
     gateway_certificates(fleet)
     if fleet.file.shared is not None:
         shared_url(fleet.file.shared, f"{fleet.where}shared")
-    lease_of(fleet)
+    leader_of(fleet)
 
 
 def _parts(url: str) -> tuple[str, int]:

@@ -233,18 +233,15 @@ class HttpStream(Upstream):
 
     def refuse(self, error: GateError) -> None:
         """Answer a request that may not pass."""
-        answer = error.answer if isinstance(error, Refusal) else error_responses.bad_request(error.status)
-        headers = error_responses.refusal_headers(answer, 1.0 if answer.should_retry else None)
-        if isinstance(error, Refusal):
-            headers += error_responses.header_pairs(error.lines)
+        answer, retry_after_s, lines = error_responses.refused_for(error)
         shared = self._shared
         if self._head is None:
-            shared.driver.refused(answer.outcome, error.status)
+            shared.driver.refused(answer.outcome, answer.status)
         else:
             now = shared.driver.now()
-            label = shared.router.refused(self._head, self._tenant, answer, error.status, now, self.address)
-            headers += ((b"x-request-id", label.encode("ascii")),)
-        self._answer(error.status, headers, error_responses.error_body(answer, error.message))
+            label = shared.router.refused(self._head, self._tenant, answer, now, self.address)
+            lines += b"x-request-id: %b\r\n" % label.encode("ascii")
+        self._answer(error_responses.refusal(answer, error.message, retry_after_s, lines))
 
     # --- the request ---
 
@@ -334,7 +331,7 @@ class HttpStream(Upstream):
         taken = shared.router.handle(self, head, pieces, self._tenant, self._form)
         self._form = None
         if isinstance(taken, bytes):
-            self._answer_bytes(taken)
+            self._answer(taken)
             return
         driver, request = shared.driver, taken.request
         request.splittable = False  # a gateway sends a request to one instance
@@ -518,7 +515,7 @@ class HttpStream(Upstream):
         """Take what goes to the client: an answer of our own, or the engine's body behind a head."""
         if self.state is not StreamState.ANSWERING:
             if data.startswith(b"HTTP/1.1 "):
-                self._answer_bytes(data)
+                self._answer(data)
                 return
             if self.state is not StreamState.HEAD_SEEN:
                 return
@@ -551,7 +548,7 @@ class HttpStream(Upstream):
     def break_off(self) -> None:
         """The answer is broken off: Envoy resets it, unless what is being fed ends it."""
         if self._out is None:
-            self._answer(502, (), b"")
+            self._answer(error_responses.response(502, b""))
 
     # --- out ---
 
@@ -559,20 +556,14 @@ class HttpStream(Upstream):
         if self.state is not StreamState.REFUSED:
             self._send(data)
 
-    def _answer_bytes(self, response: bytes) -> None:
-        """Answer with a response that was made for a connection."""
+    def _answer(self, response: bytes) -> None:
+        """Answer through Envoy in place of an engine, with a response that was made for a connection."""
         head, _, body = response.partition(b"\r\n\r\n")
         first, *lines = head.split(b"\r\n")
-        fields = [tuple(line.split(b": ", 1)) for line in lines]
-        self._answer(int(first.split(b" ", 2)[1]), fields, body)
-
-    def _answer(self, status: int, headers: Any, body: bytes) -> None:
-        """Answer through Envoy in place of an engine."""
-        kept = [(name.decode("ascii"), value) for name, value in headers if name not in _FRAMING]
-        if body and not any(name == "content-type" for name, _ in kept):
-            kept.append(("content-type", b"application/json"))
+        fields = [line.partition(b": ") for line in lines]
+        kept = [(name.decode("ascii"), value) for name, _, value in fields if name not in _FRAMING]
         if self.state in OWN_ANSWER.before:
-            self._reply(messages.immediate(status, kept, body, "hetlb"))
+            self._reply(messages.immediate(int(first.split(b" ", 2)[1]), kept, body, "hetlb"))
             self._enter(OWN_ANSWER)
 
 

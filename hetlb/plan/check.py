@@ -10,6 +10,8 @@ from fractions import Fraction
 
 from scipy.optimize import linprog
 
+from hetlb.config.cluster import Cluster
+from hetlb.config.plan_tables import Machine
 from hetlb.core.paths.stages import SINK, SOURCE
 from hetlb.errors import PlanError
 from hetlb.plan.disaggregation.split_cluster import GroupStage, Role, ServerGroup, SplitCluster, SplitPlan
@@ -17,30 +19,31 @@ from hetlb.plan.model_shape import refusal
 from hetlb.plan.placement.flow import Flow
 from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
 from hetlb.plan.rent_program import Configuration, Problem, RentPlan
-from hetlb.plan.tp_search import Machine, MachinePlan, Option, PlanModel
+from hetlb.plan.tp_search import MachinePlan, Option
 
 
-def check(model: PlanModel, machines: Sequence[Machine], plans: Sequence[MachinePlan]) -> None:
+def check(cluster: Cluster, plans: Sequence[MachinePlan]) -> None:
     """Raise `PlanError` unless `plans` is a correct ranking of every machine."""
-    if [plan.machine for plan in plans] != list(machines):
+    if [plan.machine for plan in plans] != list(cluster.machines):
         raise PlanError("plan: expected one ranking per machine in the order of the file")
     for plan in plans:
         machine = plan.machine
         expected = {d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0}
-        expected |= {degree for degree, _ in machine.profiles}
+        expected |= machine.profiles.keys()
         listed = [option.tensor_parallel_size for option in plan.ranking]
         if set(listed) != expected or len(listed) != len(expected):
             raise PlanError(
                 f"{machine.name}: expected each of the degrees {sorted(expected)} once, got {listed}"
             )
         for option in plan.ranking:
-            _check_option(model, machine, option)
+            _check_option(cluster, machine, option)
         order = [(not option.feasible, -option.throughput_tok_s) for option in plan.ranking]
         if order != sorted(order):
             raise PlanError(f"{machine.name}: expected the highest throughput first and the infeasible last")
 
 
-def _check_option(model: PlanModel, machine: Machine, option: Option) -> None:
+def _check_option(cluster: Cluster, machine: Machine, option: Option) -> None:
+    model = cluster.model
     where = f"{machine.name}, degree {option.tensor_parallel_size}"
     if option.instances != machine.gpus // option.tensor_parallel_size:
         raise PlanError(
@@ -49,11 +52,11 @@ def _check_option(model: PlanModel, machine: Machine, option: Option) -> None:
     usable = Fraction(repr(machine.gpu_memory_utilization)) * machine.memory_bytes
     weights = Fraction(repr(model.parameters)) * Fraction(repr(model.bytes_per_parameter))
     room = option.tensor_parallel_size * (usable - machine.reserved_bytes_per_gpu) - weights
-    need = model.kv_bytes_per_token * (model.max_input_tokens + model.max_output_tokens)
+    need = model.kv_bytes_per_token * (cluster.limits.max_input_tokens + cluster.limits.max_output_tokens)
     tokens = max(0, room // model.kv_bytes_per_token)
     if option.kv_cache_tokens != tokens:
         raise PlanError(f"{where}: expected {tokens} KV tokens, got {option.kv_cache_tokens}")
-    profiled = option.tensor_parallel_size in {degree for degree, _ in machine.profiles}
+    profiled = option.tensor_parallel_size in machine.profiles
     accepted = model.shape is None or not refusal(model.shape, option.tensor_parallel_size)
     if option.feasible != (room >= need and profiled and accepted):
         raise PlanError(f"{where}: expected feasible to be {room >= need and profiled and accepted}")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hetlb.config.cluster import Cluster
+from hetlb.config.plan_tables import Machine
 from hetlb.config.profile_file import Profile
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.core.types import Capacity
@@ -23,7 +24,7 @@ from hetlb.plan.layouts import (
     instances_of,
 )
 from hetlb.plan.throughput import Mix
-from hetlb.plan.tp_search import Estimator, Machine, MachinePlan, Rows, static_estimate
+from hetlb.plan.tp_search import Estimator, MachinePlan, Rows, static_estimate
 from hetlb.sim.engine_limits import DEFAULT_MAX_NUM_SEQS, EngineLimits
 from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence
@@ -60,14 +61,14 @@ class LayoutsFound:
 
 def sample_rows(cluster: Cluster, trace: Path, count: int) -> RowSample:
     """Rows spread evenly over the trace, in its order, of those within the cluster's limits."""
-    model = cluster.model
+    limits = cluster.limits
     rows = [(row.input_tokens, max(1, row.output_tokens)) for row in read_trace(trace)]
-    within = [(i, o) for i, o in rows if i <= model.max_input_tokens and o <= model.max_output_tokens]
+    within = [(i, o) for i, o in rows if i <= limits.max_input_tokens and o <= limits.max_output_tokens]
     if not within or len(within) < _LEAST_PART * len(rows):
         wanted, got = ("some row", "none") if not within else ("at least half of the rows", len(within))
         raise ConfigError(
-            f"{cluster.path}: limits: expected {wanted} of {trace} within {model.max_input_tokens} input and "
-            f"{model.max_output_tokens} output tokens, got {got} of {len(rows)}"
+            f"{cluster.path}: limits: expected {wanted} of {trace} within {limits.max_input_tokens} input "
+            f"and {limits.max_output_tokens} output tokens, got {got} of {len(rows)}"
         )
     chosen = within
     if len(within) > count:
@@ -103,10 +104,6 @@ class Throughputs:
                 seqs = engine.max_num_seqs or DEFAULT_MAX_NUM_SEQS
                 self._known[key] = static_estimate(profile.latency, self._rows, kv_cache_tokens, seqs)
         return self._known[key]
-
-    def estimator(self, profiles: Mapping[str, Profile]) -> Estimator:
-        """Tokens/s of a machine: its instances times one instance's."""
-        return lambda profile, tokens, instances: instances * self.of(profiles[profile], tokens)
 
 
 def simulated_estimate(name: str, latency: LatencyModel, capacity: Capacity, rows: Rows) -> float:
@@ -165,12 +162,12 @@ def lay_out(
 def _instances(
     cluster: Cluster,
     machine: Machine,
-    throughput: Callable[[Profile, int], float],
+    throughput: Estimator,
     most_stages: int | None,
     mix: Mix,
 ) -> dict[Part, LayoutInstance]:
     """Instances that run on a machine; pipelines unasked where without them GPUs are left over."""
-    found = instances_of(cluster.model, machine, cluster.profiles, throughput, most_stages or 1, mix)
+    found = instances_of(cluster, machine, throughput, most_stages or 1, mix)
     if most_stages is None:
         sizes = {part.gpus for part in found}
         reached = {0}
@@ -179,7 +176,7 @@ def _instances(
                 reached.add(used)
         if machine.gpus not in reached:
             stages = min(MOST_STAGES, machine.gpus)
-            found = instances_of(cluster.model, machine, cluster.profiles, throughput, stages, mix)
+            found = instances_of(cluster, machine, throughput, stages, mix)
     return found
 
 

@@ -101,7 +101,7 @@ def candidates(market: Market, longest_tokens: dict[str, int]) -> list[Configura
 
 def _smallest(market: Market, name: str) -> str:
     weights = market.models[name].weight_bytes
-    return f"{weights / 1e9:.4g} GB of weights" if weights is not None else "parameters not stated"
+    return f"{weights / 1e9:.4g} GB of weights" if weights else "parameters not stated"
 
 
 def _stated(market: Market) -> list[ConfigurationCandidate]:
@@ -148,7 +148,7 @@ def _with_capacity(
     market: Market, model: Model, stages: tuple[ConfigurationStage, ...], profile: Profile
 ) -> Profile:
     """The profile with the KV capacity that stated memory allows, where it states none itself."""
-    known = model.weight_bytes is not None and model.kv_bytes_per_token is not None
+    known = model.weight_bytes and model.kv_bytes_per_token
     memory = all(market.offers[stage.gpu].memory_bytes for stage in stages)
     if profile.engine.kv_cache_tokens is not None or not known or not memory:
         return profile
@@ -170,7 +170,7 @@ def origin_of(profile: Profile) -> str:
 
 def _enumerated(market: Market, model: Model, longest_tokens: int) -> Iterator[ConfigurationCandidate]:
     for key in ("parameters", "kv_bytes_per_token"):
-        if getattr(model, key) is None:
+        if not getattr(model, key):
             raise ConfigError(
                 f"{market.path}: models.{model.name}.{key}: expected a value to enumerate configurations, "
                 "got none"
@@ -205,7 +205,7 @@ def _stage_kinds(market: Market, model: Model) -> Iterator[tuple[tuple[str, int]
 
 
 def _even(stages: int, model: Model) -> bool:
-    return model.layers is None or model.layers % stages == 0
+    return model.layers % stages == 0
 
 
 def _most(offer: OfferTable) -> float:
@@ -239,7 +239,7 @@ def _candidate(
     weights = [speed_of(profile) for profile in known] if by_speed else memory
     stages = tuple(
         ConfigurationStage(gpu, degree, share)
-        for (gpu, degree), share in zip(kinds, divide_layers(weights, model.layers), strict=True)
+        for (gpu, degree), share in zip(kinds, divide_layers(weights, model.layers or None), strict=True)
     )
     tokens = capacity_of(market, model, stages)
     if tokens < longest_tokens:
@@ -283,8 +283,6 @@ def speed_of(profile: Profile) -> Fraction:
 
 def capacity_of(market: Market, model: Model, stages: Sequence[ConfigurationStage]) -> int:
     """Tokens that the KV cache of an instance of these stages holds."""
-    assert model.weight_bytes is not None
-    assert model.kv_bytes_per_token is not None
     room = []
     for stage in stages:
         offer = market.offers[stage.gpu]
@@ -316,17 +314,12 @@ def _inside(market: Market, gpu: str) -> float:
 
 def hidden_size(model: Model) -> float:
     """Values of one token between layers: stated, or from parameters = 12 * layers * hidden^2."""
-    if model.hidden_size is not None:
-        return float(model.hidden_size)
-    layers = model.layers or 32
-    return math.sqrt((model.parameters or 0.0) / (12.0 * layers))
+    return float(model.hidden_size) or math.sqrt(model.parameters / (12.0 * (model.layers or 32)))
 
 
 def roofline_profile(market: Market, model: Model, offer: OfferTable, degree: int) -> Profile:
     """An estimated profile: peak figures of the GPU, and two all-reduces a layer over the machine's links."""
     assert offer.roofline is not None
-    assert model.parameters is not None
-    assert model.kv_bytes_per_token is not None
     table = offer.roofline
     roofline = Roofline(
         peak_flops=table.flops,

@@ -1,4 +1,4 @@
-"""Linear and mixed-integer programs, solved by HiGHS (MIT licence, the package `highspy`).
+"""Linear, quadratic and mixed-integer programs, solved by HiGHS (MIT licence, the package `highspy`).
 
 `highspy` and not `scipy.optimize.milp`, which runs the same solver: plans need the incumbent and the bound
 while the solver runs, a warm start, an end on Ctrl-C with the incumbent kept, and duals.
@@ -31,6 +31,8 @@ OnProgress = Callable[[float, float], None]
 #: The values of all columns of an incumbent.
 OnSolution = Callable[[NDArray[np.float64]], None]
 _PROGRESS_INTERVAL_S = 0.2
+#: Flows over 24 machines need about a hundred.
+_MOST_QUADRATIC_ITERATIONS = 1000
 
 
 class Interrupt:
@@ -85,12 +87,14 @@ class SolveLimits:
         return replace(self, deadline=min(self.deadline, self.clock() + seconds))
 
 
-def new_solver() -> Any:
+def _new_solver() -> Any:
     """A HiGHS object that prints nothing, on one thread."""
     _print_banner_nowhere()
     highs = highspy.Highs()  # type: ignore[no-untyped-call]
     highs.setOptionValue("output_flag", False)
     highs.setOptionValue("threads", 1)
+    # The active-set method may cycle where much is degenerate; every point on its way is feasible.
+    highs.setOptionValue("qp_iteration_limit", _MOST_QUADRATIC_ITERATIONS)
     return highs
 
 
@@ -131,6 +135,7 @@ class LinearProgram:
         self._lower: list[float] = []
         self._upper: list[float] = []
         self._integer: list[bool] = []
+        self._squares: dict[int, float] = {}
         self._row_lower: list[float] = []
         self._row_upper: list[float] = []
         self._starts: list[int] = []
@@ -147,6 +152,10 @@ class LinearProgram:
         self._upper.append(upper)
         self._integer.append(integer)
         return len(self._cost) - 1
+
+    def subtract_square(self, column: int, weight: float) -> None:
+        """Subtract weight / 2 times the square of a column from the objective."""
+        self._squares[column] = weight
 
     def row(
         self, entries: Iterable[tuple[int, float]], lower: float = -INFINITY, upper: float = INFINITY
@@ -233,8 +242,10 @@ class LinearProgram:
 
     def _load(self, limits: SolveLimits) -> Any:
         if self._highs is None:
-            highs = new_solver()
+            highs = _new_solver()
             highs.passModel(self._as_highs())
+            if self._squares:
+                highs.passHessian(self._hessian())
             self._highs = highs
         highs = self._highs
         highs.setOptionValue("random_seed", limits.seed)
@@ -261,6 +272,15 @@ class LinearProgram:
             kinds = highspy.HighsVarType
             lp.integrality_ = [kinds.kInteger if each else kinds.kContinuous for each in self._integer]
         return lp
+
+    def _hessian(self) -> Any:
+        hessian = highspy.HighsHessian()
+        hessian.dim_ = self.columns
+        hessian.format_ = highspy.HessianFormat.kTriangular
+        hessian.start_ = np.arange(self.columns + 1, dtype=np.int32)
+        hessian.index_ = np.arange(self.columns, dtype=np.int32)
+        hessian.value_ = np.array([-self._squares.get(column, 0.0) for column in range(self.columns)])
+        return hessian
 
     @staticmethod
     def _look(limits: SolveLimits, on_progress: OnProgress | None) -> Callable[[Any], None]:

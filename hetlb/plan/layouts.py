@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from hetlb.config.cluster import Cluster
+from hetlb.config.plan_tables import Machine, Model
 from hetlb.config.profile_file import ModelInfo, Profile
-from hetlb.core.policies.base import PolicyParams
-from hetlb.core.predictor import LengthDistribution
-from hetlb.core.queue import QueueLimits
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Health, InstanceSpec
 from hetlb.plan.common.capacity import divide_layers
 from hetlb.plan.common.composition import (
     ACTIVATION_BYTES,
@@ -29,11 +26,9 @@ from hetlb.plan.common.composition import (
     compose_profile,
     engine_stages,
 )
-from hetlb.plan.rent_simulation import capacity
+from hetlb.plan.common.fleet_run import SimulatedServer, run_fleet
 from hetlb.plan.throughput import Mix, SloLimits, bubbles, engine_spec, slowed
-from hetlb.plan.tp_search import Machine, PlanModel, Rows, memory, misfit
-from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.sim.fleet_simulation import FleetSimulation
+from hetlb.plan.tp_search import Estimator, Rows, memory, misfit
 from hetlb.workload.arrivals import make_plan
 from hetlb.workload.records import summarize
 from hetlb.workload.traces import Row
@@ -103,10 +98,9 @@ def layout_name(layout: Layout) -> str:
 
 
 def instances_of(
-    model: PlanModel,
+    cluster: Cluster,
     machine: Machine,
-    profiles: Mapping[str, Profile],
-    estimate: Callable[[Profile, int], float],
+    estimate: Estimator,
     most_stages: int,
     mix: Mix,
 ) -> dict[Part, LayoutInstance]:
@@ -119,12 +113,12 @@ def instances_of(
     found: dict[Part, LayoutInstance] = {}
     best: dict[int, LayoutInstance] = {}
     for stages in range(1, most_stages + 1):
-        for degree, key in machine.profiles:
+        for degree, measured in machine.profiles.items():
             part = Part(degree, stages)
-            if part.gpus > machine.gpus or misfit(model, machine, degree, stages):
+            if part.gpus > machine.gpus or misfit(cluster, machine, degree, stages):
                 continue
-            tokens = memory(model, machine, part.gpus).kv_cache_tokens
-            profile = _profile(model, machine, part, profiles[key], tokens, mix)
+            tokens = memory(cluster, machine, part.gpus).kv_cache_tokens
+            profile = _profile(cluster.model, machine, part, measured, tokens, mix)
             instance = LayoutInstance(part, profile, estimate(profile, tokens))
             if stages == 1:
                 found[part] = instance
@@ -133,9 +127,7 @@ def instances_of(
     return found | {instance.part: instance for instance in best.values()}
 
 
-def _profile(
-    model: PlanModel, machine: Machine, part: Part, profile: Profile, tokens: int, mix: Mix
-) -> Profile:
+def _profile(model: Model, machine: Machine, part: Part, profile: Profile, tokens: int, mix: Mix) -> Profile:
     stages, shape = part.pipeline_parallel_size, model.shape
     hidden = shape.attention_heads * shape.head_dim if shape is not None else _USUAL_HIDDEN
     links = [LinkSeconds(ACTIVATION_BYTES * hidden / _LINK_BYTES_S, _LINK_BATCH_S)] * (stages - 1)
@@ -221,43 +213,29 @@ class LayoutFleet:
 
     def simulate(self, layouts: Mapping[str, Layout], request_rate: float) -> Worth:
         """The instances of these layouts, by machine, under the default policy at a rate."""
-        specs: list[InstanceSpec] = []
-        engines: dict[str, EngineSpec] = {}
-        for machine in self.machines:
-            for index, part in enumerate(layouts.get(machine.name, ())):
-                engine = engine_spec(self.running(machine)[part].profile)
-                name = f"{machine.name}-{index}"
-                specs.append(
-                    InstanceSpec(name, "m", "", latency=engine.latency, capacity=capacity(engine.limits))
-                )
-                engines[name] = engine
+        servers = [
+            SimulatedServer(f"{machine.name}-{index}", engine_spec(self.running(machine)[part].profile))
+            for machine in self.machines
+            for index, part in enumerate(layouts.get(machine.name, ()))
+        ]
         at_once = math.isinf(request_rate)
-        wanted = self._together(engines) * _TURNS if at_once else request_rate * _RUN_S
+        wanted = self._together(servers) * _TURNS if at_once else request_rate * _RUN_S
         count = round(min(_MOST, max(_FEWEST, wanted)))
         rows = [Row(None, i, o) for i, o in self.rows]
         random.Random(self.seed).shuffle(rows)
-        setup = SchedulerSetup(
-            specs=tuple(specs),
-            policy="hetlb",
-            params=PolicyParams(),
-            limits=QueueLimits(max_requests=None, max_bytes=None, timeout_s=None),
-            predictor="empirical",
-            seed=self.seed,
-            lengths=LengthDistribution(row.output_tokens for row in rows),
-            initial_health=Health.UP,
-        )
         plan = make_plan(rows, count, request_rate, random.Random(self.seed))
-        records = FleetSimulation(setup, engines, plan, model="m").run().records
+        records = run_fleet(servers, plan, [row.output_tokens for row in rows], seed=self.seed).records
         met = self.target.slo.share_met(records)
         steady = summarize(records)["steady"]
         return Worth(
             steady["total_token_throughput"], 0.0 if at_once else met * request_rate, met, len(records)
         )
 
-    def _together(self, engines: Mapping[str, EngineSpec]) -> float:
+    def _together(self, servers: Sequence[SimulatedServer]) -> float:
         mean = sum(i + o / 2 for i, o in self.rows) / len(self.rows)
         return sum(
-            min(e.limits.max_num_seqs, e.limits.kv_cache_tokens / max(1.0, mean)) for e in engines.values()
+            min(limits.max_num_seqs, limits.kv_cache_tokens / max(1.0, mean))
+            for limits in (server.engine.limits for server in servers)
         )
 
     def evaluate(self, machine: Machine, request_rate: float | None) -> list[Evaluated]:

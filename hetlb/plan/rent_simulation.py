@@ -12,21 +12,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
 
 from hetlb.config.profile_file import Profile
-from hetlb.core.policies.base import PlannedShares, PolicyParams
-from hetlb.core.predictor import LengthDistribution
-from hetlb.core.queue import QueueLimits
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Capacity, Health, InstanceSpec
+from hetlb.core.policies.base import PlannedShares
+from hetlb.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
 from hetlb.plan.rent_program import RentPlan
 from hetlb.plan.throughput import engine_spec, interleave
 from hetlb.plan.workloads import RequestType
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.workload.arrivals import PlannedRequest, gaps_s
 from hetlb.workload.records import RequestResult, tokens_within
 
 #: A run lasts so many times as long as a request stays in the instance that turns its batch over most
@@ -125,7 +118,8 @@ def _simulate_model(
     model = kinds[0].model
     serving = {c for (name, c), _ in plan.rates.items() if name in {kind.name for kind in kinds}}
     names = instance_names(plan)
-    specs, engines, stay_s = [], {}, 0.0
+    servers: list[SimulatedServer] = []
+    stay_s = 0.0
     mix = [(kind.share, list(kind.rows)) for kind in kinds]
     tokens = math.fsum(kind.share * (kind.input_tokens + kind.output_tokens / 2) for kind in kinds)
     tokens /= math.fsum(kind.share for kind in kinds)
@@ -133,11 +127,7 @@ def _simulate_model(
         if configuration not in serving:
             continue
         engine = engine_spec(profiles[configuration])
-        for name in names[configuration]:
-            specs.append(
-                InstanceSpec(name=name, model=model, latency=engine.latency, capacity=capacity(engine.limits))
-            )
-            engines[name] = engine
+        servers += [SimulatedServer(name, engine) for name in names[configuration]]
         batch = min(engine.limits.max_num_seqs, engine.limits.kv_cache_tokens / tokens)
         own = math.fsum(rate for (_, c), rate in plan.rates.items() if c == configuration)
         stay_s = max(stay_s, batch / (own / len(names[configuration])))
@@ -145,23 +135,20 @@ def _simulate_model(
     count = round(min(_MOST, max(_FEWEST, _TURNS * stay_s * served)))
     rows = interleave(mix, count)
     random.Random(seed).shuffle(rows)
-    setup = SchedulerSetup(
-        specs=tuple(specs),
+    at_once = math.isinf(load)
+    planned = arrivals(rows, load * served, random.Random(seed))
+    result = run_fleet(
+        servers,
+        planned,
+        [output for _, output in rows],
+        model=model,
         policy=policy,
-        params=PolicyParams(shares=shares),
-        limits=QueueLimits(max_requests=None, max_bytes=None, timeout_s=None),
         predictor=predictor,
-        lengths=LengthDistribution(output for _, output in rows),
-        initial_health=Health.UP,
+        shares=shares,
         seed=seed,
     )
-    at_once = math.isinf(load)
-    gaps = [0.0] * count if at_once else gaps_s(count, load * served, 1.0, random.Random(seed))
-    due_s = list(accumulate(gaps))
-    planned = [PlannedRequest(i, due_s[i], prompt, output) for i, (prompt, output) in enumerate(rows)]
-    result = FleetSimulation(setup, engines, planned, model=model).run()
     ended = sorted(record.last_token_s for record in result.records if record.last_token_s is not None)
-    from_s, to_s = _ARRIVED * due_s[-1], due_s[-1]
+    from_s, to_s = _ARRIVED * planned[-1].scheduled_s, planned[-1].scheduled_s
     if at_once:
         from_s, to_s = ended[int(_FROM * len(ended))], ended[int(_TO * len(ended))]
     served = math.fsum(
@@ -170,22 +157,3 @@ def _simulate_model(
         if record.ok
     )
     return served / (to_s - from_s) if to_s > from_s else 0.0, ended[-1], result.records
-
-
-def capacity(limits: EngineLimits) -> Capacity:
-    """An engine's limits as the scheduler is told them."""
-    return Capacity(
-        kv_cache_tokens=limits.kv_cache_tokens,
-        block_size=limits.block_size,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-    )
-
-
-def scaled(plan: RentPlan, factor: float) -> RentPlan:
-    """The plan at another rate."""
-    return replace(
-        plan,
-        throughput=plan.throughput * factor,
-        rates={key: rate * factor for key, rate in plan.rates.items()},
-    )

@@ -9,16 +9,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hetlb.config.plan_tables import Machine
 from hetlb.plan.cluster_layouts import LayoutsFound
-from hetlb.plan.layout_deploy import commands
+from hetlb.plan.common.servers import VllmServer
 from hetlb.plan.layouts import Evaluated, Layout, Part, Worth, counted, gpus_of, layout_name
-from hetlb.plan.tp_search import Machine, MachinePlan
+from hetlb.plan.tp_search import MachinePlan
 
 _SHOWN_LAYOUTS = 8
 _BAR_WIDTH = 24
 
 
-def result_document(found: LayoutsFound, data_parallel: bool) -> dict[str, Any]:
+def result_document(found: LayoutsFound, servers: list[VllmServer]) -> dict[str, Any]:
     """The figures of the contract, and those of layouts."""
     choice, target = found.choice, found.target
     running = {machine.name: found.instances[machine.kind] for machine in found.cluster.machines}
@@ -54,7 +55,7 @@ def result_document(found: LayoutsFound, data_parallel: bool) -> dict[str, Any]:
                 "simulated": _worth_document(choice.one_by_one_worth),
             },
         },
-        "commands": commands(found, data_parallel),
+        "commands": [server.command() for server in servers],
         "estimate": found.estimate,
         "requests": len(found.sample.rows),
         "rows": {"total": found.sample.total, "within_limits": found.sample.within},

@@ -23,17 +23,14 @@ import msgspec
 from hetlb.config.profile_file import Profile, with_latency
 from hetlb.config.yaml_file import NonNegative
 from hetlb.core.latency import IterationRule
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Capacity, Health, InstanceSpec
 from hetlb.errors import ProfileError
+from hetlb.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
 from hetlb.plan.workloads import RequestType
 from hetlb.sim.alone import batch_of, full_part
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.engine_sequence import EngineSequence
 from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.sim.staged_engine import EngineStage, StagedEngine
-from hetlb.workload.arrivals import PlannedRequest, gaps_s
 from hetlb.workload.records import RequestResult
 
 #: Requests of one measurement: so many batches, within these bounds.
@@ -153,27 +150,10 @@ def attainment(
     spec: EngineSpec, rows: Sequence[tuple[int, int]], rate: float, slo: SloLimits, seed: int = 0
 ) -> float:
     """Share of the requests that meet the SLO on one instance at this rate of Poisson arrivals."""
-    gaps = gaps_s(len(rows), rate, 1.0, random.Random(seed))
-    plan, now = [], 0.0
-    for index, ((prompt, output), gap) in enumerate(zip(rows, gaps, strict=True)):
-        plan.append(PlannedRequest(index, now, prompt, output))
-        now += gap
-    limits = spec.limits
-    instance = InstanceSpec(
-        name="one",
-        model="model",
-        latency=spec.latency,
-        capacity=Capacity(
-            kv_cache_tokens=limits.kv_cache_tokens,
-            block_size=limits.block_size,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-        ),
-    )
-    setup = SchedulerSetup(
-        specs=(instance,), policy="single", predictor="oracle", initial_health=Health.UP, seed=seed
-    )
-    result = FleetSimulation(setup, {"one": spec}, plan, model="model").run()
+    planned = arrivals(rows, rate, random.Random(seed))
+    server = SimulatedServer("one", spec)
+    outputs = [output for _, output in rows]
+    result = run_fleet([server], planned, outputs, policy="single", predictor="oracle", seed=seed)
     return slo.share_met(result.records)
 
 

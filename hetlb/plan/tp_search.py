@@ -13,65 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from hetlb.config.cluster import Cluster
+from hetlb.config.plan_tables import Machine
+from hetlb.config.profile_file import Profile
 from hetlb.core.latency import LatencyModel
 from hetlb.errors import PlanError
-from hetlb.plan.common.capacity import exact, usable_bytes
-from hetlb.plan.model_shape import ModelShape, refusal
+from hetlb.plan.common.capacity import exact
+from hetlb.plan.model_shape import refusal
 
 #: Requests of a trace: (input tokens, output tokens).
 Rows = Sequence[tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class PlanModel:
-    """The model to be served, and the longest request that must fit."""
-
-    name: str
-    parameters: float
-    bytes_per_parameter: float
-    kv_bytes_per_token: int
-    max_input_tokens: int
-    max_output_tokens: int
-    #: Counts that vLLM must split evenly; None: not known, so degrees are not checked.
-    shape: ModelShape | None = None
-
-    @property
-    def weight_bytes(self) -> Fraction:
-        """Bytes of all weights."""
-        return exact(self.parameters) * exact(self.bytes_per_parameter)
-
-    @property
-    def longest_request_bytes(self) -> int:
-        """KV bytes of the longest request."""
-        return self.kv_bytes_per_token * (self.max_input_tokens + self.max_output_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """`gpus` alike GPUs of `memory_bytes` each; `profiles` holds (degree, key of its profile) pairs."""
-
-    name: str
-    gpu: str
-    gpus: int
-    memory_bytes: int
-    gpu_memory_utilization: float
-    reserved_bytes_per_gpu: int
-    profiles: tuple[tuple[int, str], ...]
-    #: Price of one GPU, in whatever currency; None: not stated.
-    price_per_gpu_hour: float | None = None
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Everything but the name: machines of one kind have one ranking."""
-        return (
-            self.gpu,
-            self.gpus,
-            self.memory_bytes,
-            self.gpu_memory_utilization,
-            self.reserved_bytes_per_gpu,
-            self.profiles,
-            self.price_per_gpu_hour,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,68 +60,62 @@ class MachinePlan:
         return self.ranking[0] if self.ranking and self.ranking[0].feasible else None
 
 
-#: (profile key, kv_cache_tokens, instances) -> tokens/s of the whole machine.
-Estimator = Callable[[str, int, int], float]
+#: (profile, KV cache tokens) -> tokens/s of one instance.
+Estimator = Callable[[Profile, int], float]
 
 
-def memory(model: PlanModel, machine: Machine, degree: int) -> Memory:
+def memory(cluster: Cluster, machine: Machine, gpus: int) -> Memory:
     """`M_kv = t * (utilization * memory - reserved) - weights`, and whether the longest request fits it."""
-    usable = usable_bytes(
-        degree, machine.memory_bytes, machine.gpu_memory_utilization, machine.reserved_bytes_per_gpu
-    )
-    kv_bytes = usable - model.weight_bytes
-    missing = max(0, math.ceil(model.longest_request_bytes - kv_bytes))
+    model = cluster.model
+    kv_bytes = machine.usable(gpus) - exact(model.parameters) * exact(model.bytes_per_parameter)
+    missing = max(0, math.ceil(model.kv_bytes_per_token * cluster.limits.tokens - kv_bytes))
     return Memory(kv_bytes, max(0, math.floor(kv_bytes / model.kv_bytes_per_token)), missing)
 
 
 def degrees(machine: Machine) -> list[int]:
     """Every degree that divides the GPU count, and those of profiles that leave GPUs over."""
-    profiled = {degree for degree, _ in machine.profiles if degree <= machine.gpus}
-    return sorted({d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0} | profiled)
+    return sorted({d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0} | machine.profiles.keys())
 
 
-def misfit(model: PlanModel, machine: Machine, degree: int, pipeline_parallel_size: int = 1) -> str:
+def misfit(cluster: Cluster, machine: Machine, degree: int, pipeline_parallel_size: int = 1) -> str:
     """Reason for which an instance of these degrees cannot run on a machine; empty where it can."""
-    if model.shape is not None and (why := refusal(model.shape, degree, pipeline_parallel_size)):
+    shape = cluster.model.shape
+    if shape is not None and (why := refusal(shape, degree, pipeline_parallel_size)):
         return f"vLLM refuses it: {why}"
-    room = memory(model, machine, degree * pipeline_parallel_size)
+    room = memory(cluster, machine, degree * pipeline_parallel_size)
     if room.missing_bytes:
         return f"does not fit: {room.missing_bytes} bytes missing"
-    if degree not in dict(machine.profiles):
+    if degree not in machine.profiles:
         return f"no profile for tensor_parallel_size {degree}"
     return ""
 
 
 def search(
-    model: PlanModel,
-    machines: Sequence[Machine],
-    estimate: Estimator,
-    on_option: Callable[[], None] = lambda: None,
+    cluster: Cluster, estimate: Estimator, on_option: Callable[[], None] = lambda: None
 ) -> list[MachinePlan]:
     """One plan per machine, in their order. `on_option` is called after every degree of every kind.
 
     Raises `PlanError` where an estimate is no throughput.
     """
     rankings: dict[tuple[object, ...], tuple[Option, ...]] = {}
-    for machine in machines:
+    for machine in cluster.machines:
         if machine.kind in rankings:
             continue
         options = []
         for degree in degrees(machine):
-            options.append(_option(model, machine, degree, estimate))
+            options.append(_option(cluster, machine, degree, estimate))
             on_option()
         options.sort(key=lambda o: (not o.feasible, -o.throughput_tok_s, o.tensor_parallel_size))
         rankings[machine.kind] = tuple(options)
-    return [MachinePlan(machine, rankings[machine.kind]) for machine in machines]
+    return [MachinePlan(machine, rankings[machine.kind]) for machine in cluster.machines]
 
 
-def _option(model: PlanModel, machine: Machine, degree: int, estimate: Estimator) -> Option:
-    room = memory(model, machine, degree)
+def _option(cluster: Cluster, machine: Machine, degree: int, estimate: Estimator) -> Option:
+    room = memory(cluster, machine, degree)
     instances = machine.gpus // degree
-    reason = misfit(model, machine, degree)
+    reason = misfit(cluster, machine, degree)
     if not reason:
-        profile = dict(machine.profiles)[degree]
-        throughput = estimate(profile, room.kv_cache_tokens, instances)
+        throughput = instances * estimate(machine.profiles[degree], room.kv_cache_tokens)
         if not (math.isfinite(throughput) and throughput > 0):
             raise PlanError(
                 f"{machine.name}, degree {degree}: expected a throughput above 0, got {throughput}"

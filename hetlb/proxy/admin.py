@@ -12,22 +12,27 @@ import hmac
 import ipaddress
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
 
+from hetlb.config.mistakes import short
 from hetlb.core.instance import Instance
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, AdminStateSet
-from hetlb.errors import ConfigError, InputError
+from hetlb.errors import InputError
 from hetlb.proxy.beliefs import believed
-from hetlb.proxy.dashboard.routes import Dashboard, pools
+from hetlb.proxy.dashboard.routes import files, pools
+from hetlb.proxy.dashboard.samples import Levels
 from hetlb.proxy.scheduling import DECISIONS_KEPT
 from hetlb.proxy.telemetry.prometheus import CONTENT_TYPE, MetricsPage, usage_document
+from hetlb.proxy.telemetry.recent import BIN_S
 
 if TYPE_CHECKING:
+    from hetlb.proxy.dashboard.snapshot import Snapshots
     from hetlb.proxy.service import FleetService
 
 _MAX_BODY_BYTES = 64 << 10
@@ -102,11 +107,6 @@ def _refuse(status: int, message: str) -> web.Response:
     return _reply({"error": {"message": message, "type": "invalid_request_error", "code": status}}, status)
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 async def _body(request: web.Request, only: str | None = None) -> dict[str, Any]:
     try:
         raw = msgspec.json.decode(await request.read())
@@ -158,7 +158,9 @@ class _AdminApi:
     def __init__(self, control: FleetService) -> None:
         self._control = control
         self._page = MetricsPage(control)
-        self._dashboard = Dashboard(control, self._fleet)
+        self._files = files()
+        self._levels = Levels()
+        self._sampler: asyncio.TimerHandle | None = None
 
     def app(self) -> web.Application:
         """The application with all routes."""
@@ -178,17 +180,42 @@ class _AdminApi:
                 web.put("/v1/fleet/instances/{name}/state", self._set_state),
                 web.put("/v1/fleet/instances/{name}/notice", self._set_notice),
                 web.delete("/v1/fleet/instances/{name}/notice", self._take_notice_back),
-                *self._dashboard.routes,
+                web.get("/v1/status", self._get_status),
+                web.get("/v1/events", self._events, allow_head=False),
+                web.get(r"/v1/decisions/{lease:\d{1,18}}", self._get_decision),
+                *(web.get(path, handler) for path, handler in self._files.items()),
             ]
         )
-        app.on_startup.append(self._dashboard.start)
-        app.on_shutdown.append(self._dashboard.close)
+        app.on_startup.append(self._start)
+        app.on_shutdown.append(self._close)
         return app
+
+    async def _start(self, _: web.Application) -> None:
+        """Begin to sample what the page shows over time, whether a page is open or not."""
+        self._sample()
+
+    async def _close(self, _: web.Application) -> None:
+        """End the streams and the sampling."""
+        if "_snapshots" in vars(self):
+            self._snapshots.events.close()
+        if self._sampler is not None:
+            self._sampler.cancel()
+
+    def _sample(self) -> None:
+        self._sampler = asyncio.get_running_loop().call_later(BIN_S, self._sample)
+        self._levels.sample(self._control.scheduler, self._control.now())
+
+    @cached_property
+    def _snapshots(self) -> Snapshots:
+        """Maker of what the page shows; imported when one is open."""
+        from hetlb.proxy.dashboard.snapshot import Snapshots
+
+        return Snapshots(self._control, self._fleet, self._levels)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         # By what the request was routed to, not by how its path is spelt.
-        if request.match_info.handler in (self._healthz, self._readyz, *self._dashboard.public):
+        if request.match_info.handler in (self._healthz, self._readyz, *self._files.values()):
             return await handler(request)
         token = self._control.access.admin_token
         if token is not None and not _has_token(request, token):
@@ -239,10 +266,10 @@ class _AdminApi:
         control, query = self._control, request.query
         text = query.get("last", "10")
         if not re.fullmatch("[0-9]{1,4}", text) or not 0 < int(text) <= 1000:
-            return _refuse(400, f"last: expected a number from 1 to 1000, got {text[:40]!r}")
+            raise InputError(f"last: expected a number from 1 to 1000, got {text[:40]!r}")
         longer = query.get("longer_s", "0")
         if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", longer):
-            return _refuse(400, f"longer_s: expected seconds, got {longer[:40]!r}")
+            raise InputError(f"longer_s: expected seconds, got {longer[:40]!r}")
         wanted = Wanted(
             query.get("request_id", ""), query.get("instance", ""), query.get("model", ""),
             query.get("outcome", ""), float(longer),
@@ -261,16 +288,28 @@ class _AdminApi:
             await asyncio.sleep(0)
         return _reply({"decisions": documents, "clock_s": control.now()})
 
+    async def _get_decision(self, request: web.Request) -> web.Response:
+        from hetlb.proxy.dashboard.decisions import decision_document
+
+        number, decisions = int(request.match_info["lease"]), self._control.scheduling.decisions
+        dispatch = next((each for each in reversed(decisions) if each.lease.id == number), None)
+        if dispatch is None:
+            raise web.HTTPNotFound(text="this decision is not kept any more")
+        return _reply(decision_document(dispatch, self._control.tokens_so_far))
+
+    async def _get_status(self, _: web.Request) -> web.Response:
+        return _reply(self._snapshots.status())
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        return await self._snapshots.events.serve(request)
+
     # --- changes ---
 
     async def _set_policy(self, request: web.Request) -> web.Response:
         name = (await _body(request, "name")).get("name")
         if not isinstance(name, str) or name not in POLICIES:
-            return _refuse(400, f"name: expected one of {', '.join(POLICIES)}, got {_short(name)}")
-        try:
-            self._control.set_policy(name)
-        except ConfigError as error:
-            return _refuse(400, str(error))
+            raise InputError(f"name: expected one of {', '.join(POLICIES)}, got {short(name)}")
+        self._control.set_policy(name)
         await self._control.settled()
         return _reply({"policy": name})
 
@@ -278,7 +317,7 @@ class _AdminApi:
         name = self._instance(request)
         state = (await _body(request, "state")).get("state")
         if state not in tuple(AdminState):
-            return _refuse(400, f"state: expected ready, drain or maint, got {_short(state)}")
+            raise InputError(f"state: expected ready, drain or maint, got {short(state)}")
         self._control.roster.change(AdminStateSet(name, AdminState(state)))
         await self._control.settled()
         return _reply({"name": name, "state": state})
@@ -288,10 +327,8 @@ class _AdminApi:
         deadline_s = (await _body(request, "deadline_s")).get("deadline_s")
         number = type(deadline_s) in (int, float)
         if deadline_s is not None and not (number and 0 <= deadline_s <= _MOST_NOTICE_S):
-            text = (
-                f"deadline_s: expected seconds from 0 to {_MOST_NOTICE_S}, or null, got {_short(deadline_s)}"
-            )
-            return _refuse(400, text)
+            expected = f"expected seconds from 0 to {_MOST_NOTICE_S}, or null"
+            raise InputError(f"deadline_s: {expected}, got {short(deadline_s)}")
         return await self._noticed(name, deadline_s)
 
     async def _take_notice_back(self, request: web.Request) -> web.Response:

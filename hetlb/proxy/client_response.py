@@ -29,6 +29,12 @@ NOTHING: Final = Response.NOTHING
 HEARTBEATS: Final = Response.HEARTBEATS
 STARTED: Final = Response.STARTED
 _HEARTBEAT: Final = b": waiting\n\n"
+_WAITING: Final = ResponseHead()
+_WAITING.status, _WAITING.reason = 200, b"OK"
+_WAITING.headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+]
 _LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
@@ -89,13 +95,19 @@ class ClientResponse:
 
     # --- the engine's answer ---
 
-    def head(self, answer: ResponseHead, length: int | None, lines: bytes) -> bytes:
+    def head(
+        self,
+        answer: ResponseHead,
+        length: int | None,
+        lines: bytes,
+        transition: Transition[Response] = COMMITTED,
+    ) -> bytes:
         """The head. From here on the answer is what it is.
 
         `answer` is the engine's, `length` that of its body where it is known, `lines` are of hetlb's own.
         """
         asked, delimited = self._head, True
-        self.enter(COMMITTED)
+        self.enter(transition)
         label = self._label.encode("ascii")
         out = b"%b%b%bx-request-id: %b\r\n" % (response_lines(answer), lines, self.client.cors, label)
         if length is not None:
@@ -149,18 +161,7 @@ class ClientResponse:
         """Tell the client of a stream that it is not forgotten; the first time this sends a head, 200."""
         self.beat_at = now
         if self.state is not HEARTBEATS:
-            lines = [
-                b"HTTP/1.1 200 OK",
-                b"content-type: text/event-stream; charset=utf-8",
-                b"cache-control: no-cache",
-                b"x-request-id: " + self._label.encode("ascii"),
-                b"transfer-encoding: chunked",
-            ]
-            if not self._head.keep_alive:
-                lines.append(b"connection: close")
-            self.enter(HEARTBEAT)
-            self.chunked = True
-            self.write(b"\r\n".join(lines) + b"\r\n" + self.client.cors + b"\r\n")
+            self.write(self.head(_WAITING, None, b"", HEARTBEAT))
         self.write(self.frame(_HEARTBEAT))
 
     def error_event(self, answer: Answer, message: str) -> None:
@@ -169,17 +170,11 @@ class ClientResponse:
 
     def refuse(self, answer: Answer, message: str, retry_after_s: float | None, lines: bytes) -> None:
         """A whole answer with an error; `lines` are header lines of it."""
+        lines = b"x-request-id: %b\r\n%b%b" % (self._label.encode("ascii"), lines, self.client.cors)
+        close, head_only = not self._head.keep_alive, self._head.method == b"HEAD"
         self.write(
-            error_responses.response(
-                answer.status,
-                error_responses.error_body(answer, message, self._path),
-                headers=(
-                    *error_responses.refusal_headers(answer, retry_after_s),
-                    (b"x-request-id", self._label.encode("ascii")),
-                    *error_responses.header_pairs(lines + self.client.cors),
-                ),
-                close=not self._head.keep_alive,
-                head_only=self._head.method == b"HEAD",
+            error_responses.refusal(
+                answer, message, retry_after_s, lines, self._path, close=close, head_only=head_only
             )
         )
 

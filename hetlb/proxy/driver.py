@@ -185,14 +185,7 @@ class Driver(Carrier):
         self.open_pool(instance.incarnation, instance.name, instance.spec.url)
         if decode is not None:
             self.open_pool(decode.incarnation, decode.name, decode.spec.url)
-        exchange.dispatched(
-            lease,
-            lease.dispatched_at,
-            lease.forecast_end_s,
-            lease.expected_first_s,
-            lease.beside,
-            instance.gives_ids,
-        )
+        exchange.dispatched(lease, instance.gives_ids)
 
     def reject(self, command: Reject, retry_after_s: float | None) -> None:
         answer = error_responses.REJECTIONS[command.reason]

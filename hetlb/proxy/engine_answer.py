@@ -27,19 +27,28 @@ class EngineAnswer:
     """Answer of one lease. `length` is that of the body where it is known, `stream` None of a plain answer.
 
     `begun`: a byte of the body came. `whole_only`: nothing goes out before all of it is there. `tail`: the
-    last bytes of a plain body.
+    last bytes of a plain body. `waits`: what comes is `kept` until it is known that the client gets it.
     """
 
-    __slots__ = ("_transfers", "begun", "head", "length", "stream", "tail", "whole_only")
+    __slots__ = (
+        "_transfers", "begun", "failure", "head", "kept", "kept_whole", "length", "stream", "tail",
+        "waits", "whole_only",
+    )  # fmt: skip
 
     def __init__(self, head: ResponseHead, length: int | None) -> None:
         self.head = head
         self.length = length
         self.stream: StreamedAnswer | None = None
-        self.begun = self.whole_only = False
+        self.begun = self.waits = self.whole_only = False
         self.tail = b""
         #: Empties fields about KV transfers, None before the first part.
         self._transfers: TransferFilter | None = None
+
+    def wait(self) -> None:
+        """Keep what comes: it is not known yet whether the client gets it."""
+        self.waits, self.kept, self.kept_whole = True, b"", False
+        #: Failure of its engine meanwhile, None without one.
+        self.failure: tuple[End, str] | None = None
 
     @property
     def is_stream(self) -> bool:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import secrets
+from typing import TYPE_CHECKING
 
-from hetlb.proxy.http.http1 import RequestHead
+from hetlb.proxy.http.http1 import RequestHead, ResponseHead
 from hetlb.proxy.upstream import EngineConnection
+
+if TYPE_CHECKING:
+    from hetlb.proxy.exchange import Exchange
 
 #: Methods of a request that has no body and does not say so.
 _BODILESS = frozenset({b"GET", b"HEAD", b"DELETE"})
@@ -54,6 +58,10 @@ class EngineRequest:
         connection.send(
             b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (lines, self.label, size), pieces
         )
+
+    def agreed(self, exchange: Exchange, head: ResponseHead) -> None:
+        """The engine agrees to another protocol, of a request that asks for one (`realtime.Handshake`)."""
+        raise NotImplementedError
 
     def drop(self) -> None:
         """Forget the body: it is not sent again."""

@@ -6,16 +6,16 @@ It goes to the scheduler as it is; what it changes for an operator is logged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hetlb.config.fleet_tables import ScrapeTable
 from hetlb.core.instance import Instance
 from hetlb.core.types import AdminState, EngineSample, Health, InstanceChange, ModelsLearned
 from hetlb.proxy.access import EngineAccess
-from hetlb.proxy.engine_notices import log_absent, log_models, log_other_than_profiled
 from hetlb.proxy.scheduler_driver import SchedulerDriver
-from hetlb.proxy.scrape import Scraper, ScrapeTarget, models_learned
+from hetlb.proxy.scrape import Scraper, models_learned
+from hetlb.proxy.telemetry.access_log import escape
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.served_models import read_model_list
 
@@ -39,12 +39,12 @@ class EngineWatch:
         """Begin to probe; returns after the first round, after `most_s` at the latest."""
         instances = self._scheduler.instances
         watched = (each for each in instances if each.admin is not AdminState.MAINT)
-        await self.scraper.start((ScrapeTarget(each.name, each.spec.url) for each in watched), most_s)
+        await self.scraper.start({each.name: each.spec.url for each in watched}, most_s)
         for instance in self._scheduler.instances:
-            log_absent(instance)
+            _log_absent(instance)
             if (profile := profiles.get(instance.name)) is not None:
                 entries = self.scraper.models.get(instance.name, [])
-                log_other_than_profiled(
+                _log_other_than_profiled(
                     instance.name, profile, entries, self.scraper.versions.get(instance.name)
                 )
 
@@ -85,7 +85,7 @@ class EngineWatch:
         before, model = (None, "") if instance is None else (instance.served, instance.spec.model)
         self._scheduling.change(change)
         if change.models != before:
-            log_models(change.name, model, before, change.models)
+            _log_models(change.name, model, before, change.models)
 
     def _sampled(self, name: str, sample: EngineSample) -> None:
         """The scraper read an engine's metrics."""
@@ -96,3 +96,39 @@ class EngineWatch:
             event = Event.INSTANCE_ASLEEP if instance.asleep else Event.INSTANCE_AWAKE
             now = "sleeps: it gets no requests" if instance.asleep else "woke up"
             tell(logger, event, "%s %s", name, now, instance=name)
+
+
+def _log_absent(instance: Instance) -> None:
+    """Log that an engine did not answer the first round of probes, if so."""
+    if instance.health.state is Health.UP:
+        return
+    url, reason = instance.spec.url, instance.health.reason
+    tell(
+        logger, Event.INSTANCE_ABSENT, "%s (%s) is not answering: %s; the others are served",
+        instance.name, url, reason, instance=instance.name, url=url, reason=reason,
+    )  # fmt: skip
+
+
+def _log_models(name: str, model: str, before: tuple[str, ...] | None, now: tuple[str, ...]) -> None:
+    """Log that an engine serves other models than `before`, or than `model`, that of the file ("": none)."""
+    shown = ", ".join(map(escape, now))
+    if model and model not in now:
+        text = "%s serves %s, not %s: it gets requests for what it serves"
+        tell(logger, Event.INSTANCE_OTHER_MODEL, text, name, shown, model, instance=name)
+    elif before is not None:
+        text, old = "%s now serves %s (before: %s)", ", ".join(map(escape, before))
+        tell(logger, Event.INSTANCE_MODELS, text, name, shown, old, instance=name)
+
+
+def _log_other_than_profiled(
+    name: str, profile: Profile, entries: Sequence[Mapping[str, Any]], version: str | None
+) -> None:
+    """Warn where an engine is not what its profile was measured on; `entries` are of its `/v1/models`."""
+    serves = {str(entry[key]) for entry in entries for key in ("id", "root") if entry.get(key)}
+    if profile.model is not None and serves and profile.model.name not in serves:
+        shown = ", ".join(sorted(map(escape, serves)))
+        text = "%s: its profile is of the model %s, it serves %s"
+        tell(logger, Event.INSTANCE_PROFILE, text, name, profile.model.name, shown, instance=name)
+    if profile.engine.version is not None and version not in (None, profile.engine.version):
+        shown, text = escape(str(version)), "%s: its profile is of vLLM %s, it runs %s"
+        tell(logger, Event.INSTANCE_PROFILE, text, name, profile.engine.version, shown, instance=name)

@@ -11,31 +11,27 @@ from hetlb.errors import InputError
 from hetlb.proxy.telemetry.log_writer import LogWriter
 
 
-class EventLog:
+class EventLog(LogWriter):
     """A file that is written from its beginning. Raises `InputError` where it cannot be."""
 
     def __init__(self, path: Path) -> None:
         try:
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         except OSError as error:
             raise InputError(
                 f"--event-log: expected a file that can be written, got {str(path)!r}: {error.strerror}"
             ) from error
-        self._writer = LogWriter(self._descriptor, "event log")
+        super().__init__(descriptor, "event log")
+        self._descriptor = descriptor
 
     def scheduler(self, setup: SchedulerSetup) -> RecordingScheduler:
         """A scheduler that is recorded here."""
-        self._writer.write(encode_setup(setup))
-        return RecordingScheduler(setup, write=self._writer.write)
+        self.write(encode_setup(setup))
+        return RecordingScheduler(setup, write=self.write)
 
-    @property
-    def lost(self) -> int:
-        """Lines that a slow disk made us drop."""
-        return self._writer.lost
-
-    def close(self) -> None:
+    def close(self, timeout_s: float = 2.0) -> None:
         """Write what is left and close the file; harmless if it is closed."""
         if self._descriptor >= 0:
-            self._writer.close()
+            super().close(timeout_s)
             os.close(self._descriptor)
             self._descriptor = -1

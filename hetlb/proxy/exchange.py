@@ -42,9 +42,10 @@ if TYPE_CHECKING:
     from hetlb.proxy.continuation import Continuation
     from hetlb.proxy.driver import Driver
     from hetlb.proxy.kv_transfers import KvTransfer
+    from hetlb.proxy.realtime import Session
 
-#: An answer goes on elsewhere so often at most: it may be what engines fail of.
-MOST_RESUMED: Final = 5
+#: Bytes of a busy engine's answer that are kept; more than that waits in its connection.
+_KEPT_BYTES: Final = 64 << 10
 #: Kinds of which a stream is server-sent events, and may hold comments.
 _SSE_KINDS = frozenset({Kind.CHAT, Kind.COMPLETION, Kind.RESPONSES, Kind.MESSAGES})
 #: Kinds of which a stream ends with `[DONE]`.
@@ -61,8 +62,8 @@ class Exchange(RequestRecord):
     """One request and its answer."""
 
     __slots__ = (
-        "_call", "_driver", "_now", "_sent", "answer", "dropped", "end", "engine", "outgoing", "phase",
-        "plain", "response", "rest", "since", "transfer",
+        "_call", "_sent", "answer", "driver", "dropped", "end", "engine", "now", "outgoing", "phase",
+        "plain", "response", "rest", "session", "since", "transfer",
     )  # fmt: skip
 
     def __init__(
@@ -81,8 +82,8 @@ class Exchange(RequestRecord):
         super().__init__(
             request, kind, head.method, head.path, label, tenant, now, call.prompts, call.prompt_tokens_total
         )
-        self._driver = driver
-        self._now = driver.now
+        self.driver = driver
+        self.now = driver.now
         self._call = call
         self.outgoing = outgoing
         self.phase = _QUEUED
@@ -102,37 +103,31 @@ class Exchange(RequestRecord):
         self.end: End | None = None
         #: The two legs of a split request, until the first token of the second.
         self.transfer: KvTransfer | None = None
+        #: WebSocket that its answer is, None without one.
+        self.session: Session | None = None
 
     # --- from the scheduler ---
 
-    def dispatched(
-        self,
-        lease: Lease,
-        now: float,
-        expected_s: float = 0.0,
-        expected_first_s: float = 0.0,
-        mixed: bool = False,
-        gives_ids: bool = False,
-    ) -> None:
+    def dispatched(self, lease: Lease, gives_ids: bool) -> None:
         """The scheduler chose an instance: go there. `gives_ids`: its engine takes and gives token ids."""
         self.lease = lease
-        transfer = self.transfer
+        now, transfer = lease.dispatched_at, self.transfer
         if transfer is not None:
             if lease is transfer.decode:
-                transfer.decode_dispatched(lease, now, expected_s)
+                transfer.decode_dispatched(lease)
                 return
             self.stop_engine()
             transfer.leave()
         if lease.decode is not None:
-            transfers = self._driver.scheduling.transfers
+            transfers = self.driver.scheduling.transfers
             assert transfers is not None, "expected an instance with kv_transfer"
             self.transfer = transfers.transfer(self, lease)
             self.transfer.begin(now)
             return
         if not self.resumed:
-            self.expected_s = expected_s
-            self.expected_first_s = expected_first_s
-            self.mixed = mixed
+            self.expected_s = lease.forecast_end_s
+            self.expected_first_s = lease.expected_first_s
+            self.mixed = lease.beside
             self.dispatched_at = now
         self.enter(DISPATCHED, now)
         if self.rest is not None and not self.rest.dispatched(gives_ids):
@@ -145,14 +140,14 @@ class Exchange(RequestRecord):
     def send(self, lease: Lease, *, fresh: bool = False) -> None:
         """Send the request to the instance of a lease."""
         self._sent = lease
-        self._driver.pool(lease).send(self, fresh=fresh)
+        self.driver.pool(lease).send(self, fresh=fresh)
 
     def head_lines(self, own_headers: bytes, passthrough: bool) -> bytes:
         """The head for an engine, but for `x-request-id`: without hop-by-hop headers.
 
         `own_headers` has the engine's Host and key; `passthrough` lets the client's key through.
         """
-        lines = self._driver.forward_rules.request_lines(self.outgoing.head, passthrough=passthrough)
+        lines = self.driver.forward_rules.request_lines(self.outgoing.head, passthrough=passthrough)
         if self.rest is not None:
             lines = self.rest.head_lines(lines, self.path)
         return (lines if self.trace is None else self.trace.onto(lines)) + own_headers
@@ -161,7 +156,7 @@ class Exchange(RequestRecord):
         """Send the request, the body as it came unless this lease has one of its own."""
         self.engine = connection
         if self.phase is not _PREFILLING:
-            self.enter(WRITTEN, self._now())
+            self.enter(WRITTEN, self.now())
         instead: bytes | None = None
         if self.transfer is not None:
             instead = self.transfer.body
@@ -174,7 +169,7 @@ class Exchange(RequestRecord):
     def engine_identified(self) -> None:
         """After a reconnect it was looked at what the engine serves: it may be another by now."""
         assert self._sent is not None
-        if self._driver.scheduling.serves(self._sent):
+        if self.driver.scheduling.serves(self._sent):
             self.send(self._sent)
         else:
             self.engine_failed(ends.MOVED, "another model is served there")
@@ -187,31 +182,38 @@ class Exchange(RequestRecord):
         self.dropped = True
         self.engine = None
         if self.phase is not _PREFILLING:
-            self.enter(RECONNECTING, self._now())
+            self.enter(RECONNECTING, self.now())
         assert self._sent is not None
         self.send(self._sent, fresh=True)
 
     def engine_head(self, head: ResponseHead, length: int | None) -> None:
         """The head of the answer; it is kept until the body begins. `length`: of the body, if it is known."""
         status, lease = head.status, self.lease
-        if 300 <= status < 400:
-            # An engine has no business sending clients elsewhere.
-            self.stop_engine()
-            self.engine_failed(ends.JUNK, "the engine redirected")
-            return
-        if status == LOOP_STATUS and self._driver.forward_rules.came_back(head.headers):
-            assert lease is not None
-            self._driver.scheduling.came_back(lease.instance)
-            self.try_again(ends.LOOP)
-            return
+        if not 200 <= status < 300:
+            if status == 101:
+                self.outgoing.agreed(self, head)
+                return
+            if status < 400:
+                # An engine has no business sending clients elsewhere.
+                self.stop_engine()
+                self.engine_failed(ends.JUNK, "the engine redirected")
+                return
+            if status == LOOP_STATUS and self.driver.forward_rules.came_back(head.headers):
+                assert lease is not None
+                self.driver.scheduling.came_back(lease.instance)
+                self.try_again(ends.LOOP)
+                return
         answer = self.answer = EngineAnswer(head, length)
         self.status = status
-        rest = self.rest if self.transfer is None else None
+        rest = self.rest
+        if self.transfer is not None:
+            answer.wait()
+            rest = None
         if (busy_s := answer.busy_s) is not None:
             # While both legs are on their way, what this says of the engine waits for the other one's answer.
             if self.phase is not _PREFILLING:
                 assert lease is not None
-                self._driver.scheduling.busy(lease, busy_s, self._now())
+                self.driver.scheduling.busy(lease, busy_s, self.now())
         elif answer.is_stream:
             self.plain = False
             # The first event of a chat only says who speaks: it is no text.
@@ -219,7 +221,7 @@ class Exchange(RequestRecord):
             answer.stream = (
                 StreamedAnswer(self._call.hold_usage, silent) if rest is None else rest.stream(silent)
             )
-        elif rest is not None and rest.leg is None and status < 400 and length is not None:
+        elif rest is not None and rest.seam is None and status < 400 and length is not None:
             answer.whole_only = length <= TAIL_BYTES
 
     def engine_events(self, chunks: bytes) -> bool:
@@ -232,39 +234,60 @@ class Exchange(RequestRecord):
         if stream is None or not (passed := stream.pass_text(chunks)):
             return False
         self.response.write(passed)
-        self.since = now = self._now()
+        self.since = now = self.now()
         stream.text_came(now)
         return True
 
     def _begin(self, answer: EngineAnswer, payload: bytes, *, whole: bool) -> bytes | None:
         """Look at the first bytes of a body; returns those that go on, None if none do for now."""
-        if self.transfer is not None:
-            first = self.transfer.first(payload, whole=whole)
-            if first is None:
+        if answer.waits:
+            answer.kept += payload
+            answer.kept_whole = whole
+            transfer = self.transfer
+            if transfer is None or not transfer.may_begin(answer):
+                if len(answer.kept) > _KEPT_BYTES and transfer is None and self.engine is not None:
+                    self.engine.pause()
                 return None
-            payload = first
+            payload, answer.waits = answer.kept, False
         stream, rest = answer.stream, self.rest
-        if stream is None and rest is not None and rest.leg is not None and self.response.state is STARTED:
+        if stream is None and rest is not None and rest.seam is not None and self.response.state is STARTED:
             self.stop_engine()
             self._break(answer.not_the_rest, "another instance would not go on with it")
             return None
         if whole and not payload:
             return payload
-        now, lease = self._now(), self.lease
+        now, lease = self.now(), self.lease
         answer.begun = True
         if self.first_byte_at is None:
             self.first_byte_at = now
         assert lease is not None
         if self.status < 400:
-            self._driver.scheduling.first_token(lease, now)
+            self.driver.scheduling.first_token(lease, now)
             if self.kind is _RESPONSES and (made := response_id(payload)) is not None:
-                self._driver.scheduling.remember_response(made, lease.instance, self.tenant)
+                self.driver.scheduling.remember_response(made, lease.instance, self.tenant)
         if stream is not None:
             self.response.stream_follows()
             if self.request.sequences == 1:
-                stream.count_gaps(self._driver.counted.model(self.request.model).gaps)
+                stream.count_gaps(self.driver.counted.model(self.request.model).gaps)
         self.enter(FIRST_BYTE, now)
         return payload
+
+    def let_go(self) -> None:
+        """An answer that was kept goes on: no other instance gets its request."""
+        answer = self.answer
+        if answer is None or not answer.waits:
+            return
+        kept, answer.kept = answer.kept, b""
+        answer.waits = self.transfer is not None
+        if answer.kept_whole:
+            self.engine_end(kept)
+        elif kept:
+            self.engine_body(kept)
+        if answer.failure is not None:
+            end, detail = answer.failure
+            self.engine_failed(end, detail)
+        elif self.engine is not None and self.response.held_since is None:
+            self.engine.resume()
 
     def engine_body(self, payload: bytes) -> None:
         """More of the answer's body: passed on in the same turn."""
@@ -275,7 +298,7 @@ class Exchange(RequestRecord):
             if first is None:
                 return
             payload = first
-        self.since = now = self._now()
+        self.since = now = self.now()
         payload = answer.read(payload, now)
         if answer.lost is not None:
             self._lost(ends.ERROR_EVENT, "", payload, answer.lost)
@@ -288,9 +311,7 @@ class Exchange(RequestRecord):
         passed = answer.emptied(payload)
         if response.state is NOTHING:
             response.write(self._commit() + response.frame(passed))
-        elif (
-            passed and response.state is STARTED
-        ):  # no part of a stream: an event reports it when it is whole
+        elif passed and response.state is STARTED:  # behind heartbeats a whole answer becomes one event
             response.write(response.frame(passed))
         if answer.stream is not None and response.chunked:
             answer.stream.learn_shape(payload)
@@ -325,13 +346,16 @@ class Exchange(RequestRecord):
         out += response.last(payload)
         if out:
             response.write(out)
-        self._take_usage(answer)
+        self.take_usage(answer)
         self.finish(answer.end)
 
     def engine_failed(self, end: End, detail: str) -> None:
         """The engine, or this machine, failed: `end` says how."""
         response, answer = self.response, self.answer
         self.engine = self._sent = None
+        if answer is not None and answer.waits and self.transfer is None:
+            answer.failure = end, detail
+            return
         begun = answer is not None and answer.begun
         if self.rest is not None and not begun and end in (ends.HEAD_CUT, ends.BROKEN):
             end = ends.DROPPED  # a head is no answer where the request may be run again
@@ -340,7 +364,7 @@ class Exchange(RequestRecord):
         may_go_on = end is not ends.LOCAL if begun else end is ends.DROPPED and response.state is STARTED
         if self.transfer is not None and not begun and end is not ends.LOCAL:
             self.transfer.decode_failed(end)
-        elif may_go_on and self._go_on(ends.BROKEN if begun else end):
+        elif may_go_on and self.rest is not None and self.rest.go_on(self, ends.BROKEN if begun else end):
             return
         elif end in ends.NOTHING_SENT:
             self.try_again(end)
@@ -363,21 +387,20 @@ class Exchange(RequestRecord):
         """The client left: whatever was done for it stops now."""
         if self.phase is not Phase.DONE:
             self.stop_engine()
-            self.finish(ends.LEFT, client_gone=True)
+            self.finish(ends.LEFT if self.session is None else self.session.client_gone(), client_gone=True)
 
-    def pause(self) -> None:
-        """The client reads too slowly: the engine is not read either, and its silence is not its own."""
-        self.response.pause(self._now())
-        if self.engine is not None:
-            self.engine.pause()
-
-    def resume(self) -> None:
-        """The client has caught up."""
-        now = self._now()
-        if self.response.resume(now):
+    def hold(self, held: bool) -> None:
+        """The client reads too slowly (`held`): its engine is not read either. Or it has caught up."""
+        now, response, engine = self.now(), self.response, self.engine
+        if held:
+            response.pause(now)
+            if engine is not None:
+                engine.pause()
+            return
+        if response.resume(now):
             self.since = now
-        if self.engine is not None:
-            self.engine.resume()
+        if engine is not None and (self.session is None or not self.session.waits):
+            engine.resume()
 
     # --- from the clock ---
 
@@ -385,12 +408,15 @@ class Exchange(RequestRecord):
         """Called about twice a second: end what has waited for too long, send heartbeats where due."""
         response, phase = self.response, self.phase
         if phase is _QUEUED and response.given_up_at(self.since, self.arrived_at) <= now:
-            retry_after_s = self._driver.give_up(self.request.id)
+            retry_after_s = self.driver.give_up(self.request.id)
             detail = "No instance became free in the time that the client waits."
             self.refuse(error_responses.REJECTIONS[RejectReason.QUEUE_EXPIRED], detail, retry_after_s)
             return
         if response.held_since is not None:
             return  # `ClientConnection.sweep` ends a client that does not read
+        if self.session is not None:
+            self.session.sweep(now, idle_s)
+            return
         silent_s = now - self.since
         if self.transfer is not None and self.transfer.sweep(now, silent_s, first_byte_s):
             return
@@ -399,7 +425,7 @@ class Exchange(RequestRecord):
             response.beat(now)  # the first time this commits the answer
         if phase is Phase.SENT and silent_s > first_byte_s:
             self.stop_engine()
-            if response.state is STARTED and self._go_on(ends.STALLED):
+            if response.state is STARTED and self.rest is not None and self.rest.go_on(self, ends.STALLED):
                 return
             answer = error_responses.FIRST_BYTE_TIMEOUT
             self.refuse(answer, "The instance did not begin to answer in time.", end=ends.SILENT)
@@ -410,7 +436,9 @@ class Exchange(RequestRecord):
     def shut_down(self) -> None:
         """The grace period is over."""
         self.stop_engine()
-        if self.response.state is STARTED:
+        if self.session is not None:
+            self.session.shut_down()
+        elif self.response.state is STARTED:
             self._break(ends.STOPPED, "the proxy is shutting down")
         else:
             self.refuse(error_responses.SHUTTING_DOWN, "The proxy is shutting down.", 1.0, end=ends.STOPPED)
@@ -420,8 +448,8 @@ class Exchange(RequestRecord):
         if self.transfer is not None or self.request.pinned is not None:
             return False
         if self.phase is Phase.STREAMING:
-            return self._go_on(ends.NOTICE)
-        self._driver.goes_on(self.request, self.back_to_queue(RETRIED), ends.NOTICE)
+            return self.rest is not None and self.rest.go_on(self, ends.NOTICE)
+        self.driver.goes_on(self.request, self.back_to_queue(RETRIED), ends.NOTICE)
         return True
 
     # --- on the way ---
@@ -436,14 +464,14 @@ class Exchange(RequestRecord):
         """The client's response head. From here on the answer is what it is."""
         answer = self.answer
         assert answer is not None, "expected a head before a body"
-        return self.response.head(answer.head, answer.length, self.own_lines(self._now()))
+        return self.response.head(answer.head, answer.length, self.own_lines(self.now()))
 
-    def _take_usage(self, answer: EngineAnswer) -> None:
+    def take_usage(self, answer: EngineAnswer) -> None:
         """Exact counts in place of estimates, where the engine gave them."""
         completion, prompt, cached = answer.usage()
         sensible = self.counted(completion, prompt, cached)
         if sensible and prompt is not None and not self.request.prompt_exact and not self.resumed_tokens:
-            self._driver.learn_prompt(self.request.model, self._call, prompt)
+            self.driver.learn_prompt(self.request.model, self._call, prompt)
 
     def stop_engine(self) -> None:
         """Close the engine's connection, made or in the making: it stops working for this request."""
@@ -453,7 +481,7 @@ class Exchange(RequestRecord):
             if self.transfer is not None:
                 self.transfer.stopped = True
         elif self._sent is not None and self.phase in (_CONNECTING, _PREFILLING):
-            self._driver.pool(self._sent).cancel(self)
+            self.driver.pool(self._sent).cancel(self)
         self._sent = None
 
     def back_to_queue(self, transition: Transition[Phase]) -> Lease:
@@ -469,7 +497,7 @@ class Exchange(RequestRecord):
             self.status = 0
         if transition is not RESUMED:
             self.retries += 1
-        self.enter(transition, self._now())
+        self.enter(transition, self.now())
         return lease
 
     def try_again(self, end: End) -> None:
@@ -487,9 +515,9 @@ class Exchange(RequestRecord):
         if dropped and self.rest is not None and self.transfer is None:
             self.resumed += 1  # it may have been half done
         if self.resumed:
-            self._driver.goes_on(self.request, self.back_to_queue(RETRIED), end)
+            self.driver.goes_on(self.request, self.back_to_queue(RETRIED), end)
         else:
-            self._driver.try_again(self.back_to_queue(RETRIED), end.told)
+            self.driver.try_again(self.back_to_queue(RETRIED), end.told)
 
     def _lost(self, end: End, detail: str, rest: bytes = b"", event: bytes | None = None) -> None:
         """The engine is lost in the middle of its answer, of which `rest` is the last.
@@ -503,7 +531,7 @@ class Exchange(RequestRecord):
             self._pass(answer, rest)
         if event == b"":
             self._break(ends.OTHERWISE, "another instance goes on with something else")
-        elif self._go_on(end):
+        elif self.rest is not None and self.rest.go_on(self, end):
             pass
         elif event is None:
             self._break(end, detail)
@@ -512,32 +540,6 @@ class Exchange(RequestRecord):
             out = self._commit() if response.state is NOTHING else b""
             response.write(out + response.last(answer.last_emptied(event + b"\n\n" + LAST_EVENT)))
             self.finish(end)
-
-    def _go_on(self, end: End) -> bool:
-        """Take another lease for the rest of the answer; False where it cannot go on."""
-        response, rest, answer = self.response, self.rest, self.answer
-        if self.lease is None or rest is None or self.transfer is not None or self.resumed >= MOST_RESUMED:
-            return False
-        if not rest.may_go_on(answer, unsent=response.state is NOTHING):
-            return False
-        if (last := rest.last_event(answer)) is not None:
-            response.write(response.last(last))
-            if answer is not None:
-                self._take_usage(answer)
-            self.finish(ends.LAST_MISSING)
-            return True
-        generated = 0 if rest.leg is None else rest.leg.seam.generated
-        unsaid = not generated and end is not ends.NOTICE
-        if self.dropped and unsaid:
-            return False  # run twice, and not a token: the request itself may be what kills engines
-        self.lease.output_tokens = 0 if answer is None else answer.tokens_so_far
-        self.dropped = unsaid
-        self.resumed += 1
-        lease = self.back_to_queue(RESUMED)
-        self.resumed_tokens = generated
-        self.request = self.request.goes_on(self.resumed_tokens)
-        self._driver.goes_on(self.request, lease, ends.HELD_UP if response.held_up else end)
-        return True
 
     # --- the end ---
 
@@ -575,7 +577,7 @@ class Exchange(RequestRecord):
             response.write(self._commit())
         if stream is not None and (rest := stream.cut()):
             response.write(response.frame(rest))
-        going_on = self.rest is not None and self.rest.leg is not None
+        going_on = self.rest is not None and self.rest.seam is not None
         if stream is not None or going_on or response.state is HEARTBEATS:
             response.error_event(error_responses.BROKEN_STREAM, f"The answer broke off: {detail}.")
         self.finish(end, broken=True)
@@ -591,7 +593,7 @@ class Exchange(RequestRecord):
         """The one way out. `end` is that of the lease; `outcome` the request's, if there is none."""
         if self.transfer is not None:
             self.transfer.leave()
-        self.ended_at = self._now()
+        self.ended_at = self.now()
         self.ended_in = self.phase
         self.enter(ENDED, self.ended_at)
         if self.response.state is HEARTBEATS:
@@ -600,14 +602,14 @@ class Exchange(RequestRecord):
         self.outcome = outcome if end is None else end.outcome
         answer, lease, rest = self.answer, self.lease, self.rest
         stream = None if answer is None else answer.stream
-        self.streamed = stream is not None or (rest is not None and rest.leg is not None)
+        self.streamed = stream is not None or (rest is not None and rest.seam is not None)
         if stream is not None and lease is not None and not lease.output_tokens:
             lease.output_tokens = stream.events
         self.outgoing.drop()
         if answer is not None:
             answer.tail = b""
         self.rest = None
-        self._driver.finished(self.request.id)
+        self.driver.finished(self.request.id)
         if client_gone:
             return
         if broken:

@@ -6,7 +6,7 @@ scarcest thing that a model's instances have: slots, KV cache or computing time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
@@ -14,10 +14,10 @@ from typing import Any, Final
 from hetlb.core.demand import PROMPT_WEIGHT
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import CAUSES, AdminState, Health
+from hetlb.core.types import AdminState, Health
 from hetlb.proxy.beliefs import BeliefSource, slots_source, speed_source
 from hetlb.proxy.dashboard.samples import WINDOW_S, Levels
-from hetlb.proxy.telemetry.history import History
+from hetlb.proxy.telemetry.recent import InstanceShare, Recent
 
 #: From this load on a model is busy.
 BUSY: Final = 0.8
@@ -102,21 +102,15 @@ def _rate(value: float) -> str:
 def status(
     scheduler: Scheduler,
     pools: dict[str, list[Instance]],
-    history: History,
+    recent: Recent,
     levels: Levels,
     now: float,
 ) -> dict[str, Any]:
     """The body of `GET /v1/status`: the fleet as the worst of its models has it, and each model."""
     waiting = scheduler.queue.by_model()
-    rows = list(history.between(now - WINDOW_S, now + 1.0))
-    ended: dict[str, int] = {}
-    failed: dict[str, int] = {}
-    for row in rows:
-        ended[row.instance] = ended.get(row.instance, 0) + 1
-        if CAUSES[row.outcome] == "engine":
-            failed[row.instance] = failed.get(row.instance, 0) + 1
+    shares = recent.shares(WINDOW_S, now)
     found = [
-        _of_model(scheduler, model, instances, waiting.get(model, 0), ended, failed, levels, now)
+        _of_model(scheduler, model, instances, waiting.get(model, 0), shares, levels, now)
         for model, instances in pools.items()
     ]
     if not found:
@@ -140,14 +134,13 @@ def _of_model(
     model: str,
     instances: Sequence[Instance],
     waiting: int,
-    ended: dict[str, int],
-    failed: dict[str, int],
+    shares: Mapping[str, InstanceShare],
     levels: Levels,
     now: float,
 ) -> ModelStatus:
     wanted = [each for each in instances if each.admin is AdminState.READY and not each.asleep]
     able = [each for each in wanted if each.routable and each.health.state is Health.UP]
-    rate = sum(ended.get(each.name, 0) for each in instances) / WINDOW_S
+    rate = sum(shares[each.name].ended for each in instances if each.name in shares) / WINDOW_S
     total = len(instances)
     if not able:
         return ModelStatus(
@@ -156,7 +149,7 @@ def _of_model(
     capacity = _capacity(scheduler, model, able)
     load, limited_by = _load(able, waiting, rate, capacity)
     headroom = None if capacity is None else max(0.0, capacity * (1.0 - load))
-    advice = _trouble(wanted, able, waiting, failed, ended, levels.grows(model, waiting, now))
+    advice = _trouble(wanted, able, waiting, shares, levels.grows(model, waiting, now))
     if advice:
         state = State.DEGRADED
     elif load >= BUSY or waiting:
@@ -225,8 +218,7 @@ def _trouble(
     wanted: Sequence[Instance],
     able: Sequence[Instance],
     waiting: int,
-    failed: dict[str, int],
-    ended: dict[str, int],
+    shares: Mapping[str, InstanceShare],
     grows: bool,
 ) -> str:
     """Advice where something is wrong, "" where nothing is."""
@@ -241,10 +233,10 @@ def _trouble(
         if each.spec.model and each.served is not None and not each.serves(each.spec.model):
             serves = _listed(list(each.served)) or "nothing"
             return f"{each.name} serves {serves}, not {each.spec.model}: correct the name in the fleet file."
-        bad = failed.get(each.name, 0)
-        if bad >= LEAST_FAILED and bad > FAILING * ended.get(each.name, 0):
-            share = 100 * bad / ended[each.name]
-            return f"{share:.0f} % of what {each.name} answers fails: its log says why."
+        share = shares.get(each.name)
+        if share is not None and share.failed >= LEAST_FAILED and share.failed > FAILING * share.ended:
+            percent = 100 * share.failed / share.ended
+            return f"{percent:.0f} % of what {each.name} answers fails: its log says why."
     slow = [each for each in able if each.profiled and each.speed.factor >= SLOW]
     if slow:
         worst = max(slow, key=lambda each: each.speed.factor)

@@ -22,7 +22,6 @@ from hetlb.proxy.model_names import ModelNames
 from hetlb.proxy.router import Router
 from hetlb.proxy.service_classes import ServiceClasses
 from hetlb.proxy.telemetry.access_log import FORMATS
-from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.telemetry.log_writer import LogWriter
 from hetlb.proxy.telemetry.request_record import RequestRecord
 
@@ -70,7 +69,6 @@ class Front:
         self._write_line = FORMATS[fleet.file.proxy.request_log_format]
         self._lines: LogWriter | None = None
         #: The requests that ended lately, for the dashboard.
-        self.history = History()
 
     def open_log(self, at_once: int | None = None) -> None:
         """Begin the request log, where the fleet wants one. `at_once`: see `LogWriter`."""
@@ -97,17 +95,14 @@ class Front:
         router.resume = fleet.resume
 
     def _requests_ended(self, ended: Sequence[Exchange]) -> None:
-        """Keep and log requests that have their outcome."""
+        """Trace and log requests that have their outcome."""
         now = self._driver.now()
         epoch_s = time.time() - now
         if self._tracing is not None:
             for exchange in ended:
                 self._tracing.finished(exchange, now)
-        add, line = self.history.add, self._write_line
-        for exchange in ended:
-            add(exchange)
         if self._lines is not None:
-            self._lines.write(*[line(exchange, epoch_s) for exchange in ended])
+            self._lines.write(*[self._write_line(exchange, epoch_s) for exchange in ended])
 
     def _request_refused(self, record: RequestRecord) -> None:
         """Log a request that did not pass."""

@@ -15,19 +15,19 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.transition import Transition
-from hetlb.core.types import Command, Connector, Hold, KvLink, Lease, Outcome, Request, Role
+from hetlb.core.types import Command, Connector, Hold, KvLink, Lease, Outcome, Role
 from hetlb.proxy import ends
 from hetlb.proxy.ends import End
 from hetlb.proxy.engine_answer import EngineAnswer
 from hetlb.proxy.engine_pools import EnginePools
-from hetlb.proxy.engine_request import EngineRequest, with_field
+from hetlb.proxy.engine_request import with_field
 from hetlb.proxy.exchange_states import (
     DECODE_UNDER_WAY,
     DISPATCHED,
@@ -42,9 +42,11 @@ from hetlb.proxy.http.http1 import ResponseHead
 from hetlb.proxy.http.openai_fields import BootstrapEntry, PrefillFields, TransferFields
 from hetlb.proxy.http.split_bodies import may_split, prefill_body, release_body
 from hetlb.proxy.http.sse import SseWatcher
-from hetlb.proxy.side_call import SideCall
-from hetlb.proxy.telemetry.counters import Totals
-from hetlb.proxy.upstream import EngineConnection, EnginePool
+from hetlb.proxy.upstream import SideCall, head_of
+
+if TYPE_CHECKING:
+    from hetlb.proxy.exchange import Exchange
+    from hetlb.proxy.scheduler_side import Carrier
 
 #: Of a lease, what is left unused: the clocks of the engine and of this process start at different times.
 _MARGIN_SHARE: Final = 0.1
@@ -86,37 +88,6 @@ PROMPT_READ: Final = Transition(
 LEFT: Final = Transition("the first token, or a failure", _UNDER_WAY, TransferState.OVER)
 
 
-class SplitExchange(Protocol):
-    """Interface of the exchange whose request is split. It carries the decode leg itself."""
-
-    kind: Kind
-    lease: Lease | None
-    request: Request
-    phase: Phase
-    status: int
-    dropped: bool
-    dispatched_at: float | None
-    expected_s: float
-    expected_first_s: float
-    mixed: bool
-    prefill_instance: str | None
-    engine: EngineConnection | None
-    answer: EngineAnswer | None
-    outgoing: EngineRequest
-    transfer: KvTransfer | None
-
-    def enter(self, transition: Transition[Phase], now: float) -> None: ...
-    def head_lines(self, own_headers: bytes, passthrough: bool) -> bytes: ...
-    def send(self, lease: Lease, *, fresh: bool = False) -> None: ...
-    def stop_engine(self) -> None: ...
-    def back_to_queue(self, transition: Transition[Phase]) -> Lease: ...
-    def try_again(self, end: End) -> None: ...
-    def engine_head(self, head: ResponseHead, length: int | None) -> None: ...
-    def engine_body(self, payload: bytes) -> None: ...
-    def engine_end(self, payload: bytes) -> None: ...
-    def engine_failed(self, end: End, detail: str) -> None: ...
-
-
 class KvTransfer:
     """The two legs of one request, from the dispatch of the prefill to the first token of the decode.
 
@@ -126,11 +97,11 @@ class KvTransfer:
     """
 
     __slots__ = (
-        "_call", "_exchange", "_hold", "_lease", "_link", "_params", "_pending", "_pending_end", "_pushed",
-        "_query", "_transfers", "_until", "body", "decode", "state", "stopped",
+        "_call", "_exchange", "_hold", "_lease", "_link", "_params", "_pushed", "_query", "_transfers",
+        "_until", "body", "decode", "state", "stopped",
     )  # fmt: skip
 
-    def __init__(self, exchange: SplitExchange, transfers: KvTransfers, lease: Lease) -> None:
+    def __init__(self, exchange: Exchange, transfers: KvTransfers, lease: Lease) -> None:
         assert lease.decode is not None, f"{lease!r} is no prefill leg"
         self._exchange = exchange
         self._transfers = transfers
@@ -147,9 +118,6 @@ class KvTransfer:
         #: Time after which the first token is of no use.
         self._until = float("inf")
         self._pushed = self.stopped = False
-        #: First bytes of the decode leg's answer, if they came before the prefill leg's; whether that is all.
-        self._pending: bytes = b""
-        self._pending_end = False
 
     def _enter(self, transition: Transition[TransferState]) -> None:
         assert self.state in transition.before, f"KV transfer, {self.state}: {transition.event}"
@@ -164,7 +132,8 @@ class KvTransfer:
 
     def begin(self, now: float) -> None:
         """Send the prefill leg, once the bootstrap server has told the engine where its connector has one."""
-        exchange, transfers, lease = self._exchange, self._transfers, self._lease
+        exchange, lease = self._exchange, self._lease
+        driver = exchange.driver
         exchange.dispatched_at = now
         exchange.enter(PREFILL_DISPATCHED, now)
         params: bytes | None = _ASK
@@ -180,21 +149,17 @@ class KvTransfer:
             )  # fmt: skip
 
         self._call = SideCall(
-            transfers.pool(lease), b"POST", lines, body, self._prefilled, self._prefill_failed,
-            lambda: transfers.serves(lease),
+            driver.pools.of(lease), lines, body, self._prefilled, self._prefill_failed,
+            lambda: driver.scheduling.serves(lease),
         )  # fmt: skip
         if self.state is TransferState.PREFILL:
             self._call.send()
             return
-        query = transfers.bootstrap(lease)
+        query = driver.pools.bootstrap(lease.instance)
         if query is None:
             self._query_failed(None, "its bootstrap server is not known")
             return
-
-        def question(own_headers: bytes, passthrough: bool) -> bytes:
-            return b"GET /query HTTP/1.1\r\n%b" % own_headers
-
-        self._query = SideCall(query, b"GET", question, b"", self._queried, self._query_failed)
+        self._query = SideCall(query, head_of(b"GET /query"), b"", self._queried, self._query_failed)
         self._query.send()
 
     def _name(self) -> bytes:
@@ -285,10 +250,11 @@ class KvTransfer:
 
     # --- the decode leg ---
 
-    def decode_dispatched(self, lease: Lease, now: float, expected_s: float) -> None:
+    def decode_dispatched(self, lease: Lease) -> None:
         """The decode leg is sent now, or goes on. The prefill instance keeps the KV from then on."""
         exchange = self._exchange
         self._hold = lease.hold
+        now, expected_s = lease.dispatched_at, lease.forecast_end_s
         exchange.expected_s, exchange.expected_first_s, exchange.mixed = expected_s, 0.0, True
         if self._link.holds:
             begun_at = self._lease.dispatched_at
@@ -298,7 +264,7 @@ class KvTransfer:
                 read_at + lease_s - max(_LEAST_MARGIN_S, _MARGIN_SHARE * lease_s),
                 now + max(_LEAST_PATIENCE_S, _PATIENCE * expected_s),
             )
-        if exchange.engine is None and not self._pending_end:
+        if exchange.engine is None and exchange.answer is None:
             exchange.enter(DISPATCHED, now)
             if not self._link.concurrent:
                 # Its parameters may be used once: an idle connection that turned out to be closed would
@@ -306,48 +272,35 @@ class KvTransfer:
                 exchange.send(lease, fresh=True)
             return
         exchange.enter(DECODE_UNDER_WAY, now)
-        pending, whole = self._pending, self._pending_end
-        self._pending, self._pending_end = b"", False
-        if whole:
-            exchange.engine_end(pending)
-        elif pending:
-            exchange.engine_body(pending)
+        exchange.let_go()
 
-    def first(self, payload: bytes, *, whole: bool) -> bytes | None:
-        """The part of the first bytes of the decode leg's answer that goes on, None if nothing does for now.
-
-        With it the transfer is over.
-        """
-        answer = self._exchange.answer
-        assert answer is not None, "expected a head before a body"
-        payload, self._pending = self._pending + payload, b""
+    def may_begin(self, answer: EngineAnswer) -> bool:
+        """True if the decode leg's answer goes on, by what is kept of it: with that the transfer is over."""
         status = answer.head.status
         if self._transfers.now() > self._until:
             self._late()
-            return None
+            return False
         if status >= 500:
             self._unsplit(ends.NOT_HANDED_OVER, "decode_error")
-            return None
+            return False
         if not self._read:  # the prefill leg has not answered yet
-            self._pending, self._pending_end = payload, whole
-            return None
+            return False
         if answer.stream is not None:
             watcher = SseWatcher(False)
-            watcher.feed(payload)
+            watcher.feed(answer.kept)
             if watcher.failed and not watcher.events:
                 if not watcher.refused:
                     self._unsplit(ends.NOT_HANDED_OVER, "decode_error")
-                    return None
-            elif not watcher.events and not watcher.done and not whole:
-                self._pending = payload
-                return None
+                    return False
+            elif not watcher.events and not watcher.done and not answer.kept_whole:
+                return False
         self._enter(LEFT)
         self._exchange.transfer = None
         if status < 400:
             self._transfers.ended()
         elif self._hold is not None and not self._pushed:
             self._transfers.released(self._hold)  # vLLM releases them when it refuses the request
-        return payload
+        return True
 
     def decode_failed(self, end: End) -> None:
         """The decode instance failed before its first token."""
@@ -413,17 +366,15 @@ class KvTransfers:
         self,
         scheduler: Scheduler,
         pools: EnginePools,
-        totals: Totals,
+        carrier: Carrier,
         carry_out: Callable[[list[Command]], None],
-        now: Callable[[], float],
-        stood_still_since: Callable[[float], bool],
     ) -> None:
         self._scheduler = scheduler
         self._pools = pools
-        self._totals = totals
+        self._totals = carrier.counted
         self._carry_out = carry_out
-        self.now = now
-        self.stood_still_since = stood_still_since
+        self.now = carrier.now
+        self.stood_still_since = carrier.stalls.since
         #: Requests of the proxy's own to engines.
         self._releases: set[SideCall] = set()
 
@@ -431,7 +382,7 @@ class KvTransfers:
         """True if a request with one prompt and one sequence can be split."""
         return may_split(kind, path, body)
 
-    def transfer(self, exchange: SplitExchange, lease: Lease) -> KvTransfer:
+    def transfer(self, exchange: Exchange, lease: Lease) -> KvTransfer:
         """The two legs of a request, of which `lease` is the prefill."""
         return KvTransfer(exchange, self, lease)
 
@@ -440,19 +391,6 @@ class KvTransfers:
         link = self._scheduler.holder(lease).spec.kv_transfer
         assert link is not None, f"{lease.instance} takes part in no KV transfer"
         return link
-
-    def pool(self, lease: Lease) -> EnginePool:
-        """Connections to the instance of a lease."""
-        return self._pools.of(lease)
-
-    def serves(self, lease: Lease) -> bool:
-        """True if the instance of a lease serves its model, as far as is known."""
-        served = self._scheduler.holder(lease).served
-        return served is None or lease.request.model in served
-
-    def bootstrap(self, lease: Lease) -> EnginePool | None:
-        """Connections to the bootstrap server of a prefill instance, None where it is not known."""
-        return self._pools.bootstrap(lease.instance)
 
     def prefilled(self, lease: Lease) -> None:
         """A prefill leg ended well."""
@@ -493,9 +431,6 @@ class KvTransfers:
             return
         asked, *others = able
 
-        def lines(own_headers: bytes, passthrough: bool) -> bytes:
-            return b"POST /v1/completions HTTP/1.1\r\n%bcontent-type: application/json\r\n" % own_headers
-
         def done(head: ResponseHead, answer: bytes) -> None:
             self._releases.discard(call)
             if head.status == 400:
@@ -506,7 +441,8 @@ class KvTransfers:
             self._release_by(others, hold, body)
 
         pool = self._pools.open(asked.incarnation, asked.name, asked.spec.url)
-        call = SideCall(pool, b"POST", lines, body, done, failed)
+        lines = head_of(b"POST /v1/completions", b"content-type: application/json\r\n")
+        call = SideCall(pool, lines, body, done, failed)
         self._releases.add(call)
         call.send()
 

@@ -1,9 +1,7 @@
-"""The leader, where one process serves a fleet and the others are ready to.
+"""The leader, where one process serves a fleet and the others are ready to: the holder of a Kubernetes Lease.
 
-It holds a key of Valkey or Redis that expires, or a Lease of Kubernetes (coordination.k8s.io/v1). Each leader
-has a higher number than the one before (`epoch`); one that hears of a higher number leads no more. A leader
-that cannot reach the server goes on: no request would be helped if it stopped. It resigns at the first answer
-that names another.
+Each leader has a higher number than the one before (`epoch`). A leader that cannot reach the API server goes
+on: no request would be helped if it stopped. It resigns at the first answer that names another.
 """
 
 from __future__ import annotations
@@ -25,30 +23,35 @@ from hetlb.proxy.telemetry.events import Event, tell
 
 logger = logging.getLogger("hetlb.shared")
 
-#: A leader's key lives for so many times `silent_s`.
-_LIVES: Final = 2.0
 #: A Lease is looked at so often while it lasts.
 _LOOKS: Final = 3.0
 #: Reasons for which a Lease cannot be read or written now.
 _FAILURES: Final = (aiohttp.ClientError, SourceFailedError, TimeoutError, OSError)
-_RENEW: Final = """
-if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
-return 0
-"""
-_RELEASE: Final = (
-    "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
-)
 
 
 class Leader:
-    """State of an election: `leads` says whether this process does, `epoch` is its number as a leader."""
+    """State of an election: `leads` says whether this process does, `epoch` is its number as a leader.
 
-    def __init__(self, name: str, every_s: float) -> None:
-        """`name` is this process's; it looks after its leadership every `every_s` seconds."""
+    The election is by a Lease, as Kubernetes' own components elect theirs (coordination.k8s.io/v1). A Lease
+    is another's until it has not changed for its duration by the clock here: times in it are not compared,
+    since clocks differ. It is written with the `resourceVersion` that was read, so that of several
+    that want it one gets it (409 for the others). `leaseTransitions` is the leader's number.
+    """
+
+    def __init__(self, table: LeaseTable, base: Path, name: str, key: str) -> None:
+        """`name` is this process's; `key` names the table in errors. Raises `ConfigError`."""
         self.leads = False
         self.epoch = 0
         self._name = name
-        self._every_s = every_s
+        self._api = ApiServer(table, base, key)
+        self._table = table
+        self._path = f"/apis/coordination.k8s.io/v1/namespaces/{self._api.namespace}/leases"
+        #: Seconds between two looks; one that takes as long has failed.
+        self._every_s = table.duration_s / _LOOKS
+        self._version = ""
+        self._changed_at = 0.0
+        self._failed = ""
+        self._http: aiohttp.ClientSession | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -58,32 +61,32 @@ class Leader:
     async def close(self) -> None:
         """Stop; another may lead at once."""
         task, self._task = self._task, None
-        if task is None:
-            return
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
         if self.leads:
             self.leads = False
-            await self._release()
+            with contextlib.suppress(*_FAILURES):
+                lease = await self._get(self._session())
+                if lease is not None and _spec(lease).get("holderIdentity") == self._name:
+                    await self._put(self._session(), lease, {"holderIdentity": "", "leaseDurationSeconds": 1})
+        await self._disconnect()
 
     async def _run(self) -> None:
         while True:
-            await self._hold()
+            failed = ""
+            try:
+                await self._look(self._session(), asyncio.get_running_loop().time())
+            except _FAILURES as error:
+                failed = " ".join(str(error).split())[:200] or type(error).__name__
+                await self._disconnect()
+            if failed and failed != self._failed:
+                role = "leads on" if self.leads else "cannot take over"
+                text = "shared state: lease %s: %s: this process %s"
+                tell(logger, Event.LEASE, text, self._table.name, failed, role)
+            self._failed = failed
             await asyncio.sleep(self._every_s)
-
-    async def _hold(self) -> None:
-        """Stay leader, become it, or see that another is. Raises nothing where the server is not reached."""
-        raise NotImplementedError
-
-    async def _release(self) -> None:
-        """Give the leadership up at the server, if it is reached."""
-        raise NotImplementedError
-
-    def heard(self, epoch: int) -> None:
-        """Another process has this number."""
-        if self.leads and epoch > self.epoch:
-            self._resign("another process leads")
 
     def _won(self, epoch: int) -> None:
         self.leads, self.epoch = True, epoch
@@ -94,55 +97,6 @@ class Leader:
         tell(
             logger, Event.LEADS_NO_MORE, "shared state: this process leads no more: %s", reason, reason=reason
         )
-
-
-class KeyLeader(Leader):
-    """The leader by a key that expires. `redis` is a client of redis-py."""
-
-    def __init__(self, redis: Any, group: str, name: str, silent_s: float) -> None:
-        super().__init__(name, silent_s / 2.0)
-        from redis.exceptions import RedisError
-
-        self._redis = redis
-        self._lives_ms = int(silent_s * _LIVES * 1e3)
-        self._key, self._epoch_key = f"{group}:leader", f"{group}:epoch"
-        self._failures = (RedisError, OSError, TimeoutError)
-
-    async def _hold(self) -> None:
-        with contextlib.suppress(*self._failures):
-            if self.leads:
-                if not await self._redis.eval(_RENEW, 1, self._key, self._name, str(self._lives_ms)):
-                    self._resign("its key is another's")
-            elif await self._redis.set(self._key, self._name, nx=True, px=self._lives_ms):
-                self._won(int(await self._redis.incr(self._epoch_key)))
-
-    async def _release(self) -> None:
-        with contextlib.suppress(*self._failures):
-            await self._redis.eval(_RELEASE, 1, self._key, self._name)
-
-
-class LeaseLeader(Leader):
-    """The leader by a Lease, as Kubernetes' own components elect theirs.
-
-    A Lease is another's until it has not changed for its duration by the clock here: times in it are not
-    compared, since clocks differ. It is written with the `resourceVersion` that was read, so that of several
-    that want it one gets it (409 for the others). `leaseTransitions` is the leader's number.
-    """
-
-    def __init__(self, table: LeaseTable, base: Path, name: str, key: str) -> None:
-        """`key` names the table in errors. Raises `ConfigError`."""
-        super().__init__(name, table.duration_s / _LOOKS)
-        self._api = ApiServer(table, base, key)
-        self._table = table
-        self._path = f"/apis/coordination.k8s.io/v1/namespaces/{self._api.namespace}/leases"
-        self._version = ""
-        self._changed_at = 0.0
-        self._failed = ""
-        self._http: aiohttp.ClientSession | None = None
-
-    async def close(self) -> None:
-        await super().close()
-        await self._disconnect()
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
@@ -155,25 +109,6 @@ class LeaseLeader(Leader):
         session, self._http = self._http, None
         if session is not None:
             await session.close()
-
-    async def _release(self) -> None:
-        with contextlib.suppress(*_FAILURES):
-            lease = await self._get(self._session())
-            if lease is not None and _spec(lease).get("holderIdentity") == self._name:
-                await self._put(self._session(), lease, {"holderIdentity": "", "leaseDurationSeconds": 1})
-
-    async def _hold(self) -> None:
-        failed = ""
-        try:
-            await self._look(self._session(), asyncio.get_running_loop().time())
-        except _FAILURES as error:
-            failed = " ".join(str(error).split())[:200] or type(error).__name__
-            await self._disconnect()
-        if failed and failed != self._failed:
-            role = "leads on" if self.leads else "cannot take over"
-            text = "shared state: lease %s: %s: this process %s"
-            tell(logger, Event.LEASE, text, self._table.name, failed, role)
-        self._failed = failed
 
     async def _look(self, session: aiohttp.ClientSession, now: float) -> None:
         """Renew the Lease, take one that has run out, or see that it is another's."""

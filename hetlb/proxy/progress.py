@@ -72,10 +72,10 @@ class Progress:
         *events, self._rest = (self._rest + ChunkedDecoder().feed(raw)).split(b"\n\n")
         for event in events:
             if event[:7] == b"data: {":
-                self._take(event)
+                self.take(event)
 
-    def _take(self, event: bytes) -> None:
-        """Keep what one whole event says."""
+    def take(self, event: bytes, *, has_prompt: bool = True) -> None:
+        """Keep what one whole event says; `has_prompt`: token ids of a prompt are those of the client's."""
         try:
             chunk = _decoder.decode(event[6:])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -100,7 +100,7 @@ class Progress:
                 self.spoil()
                 return
         prompt = bytes(chunk.prompt_token_ids or choice.prompt_token_ids)
-        if prompt[:1] == b"[" and len(prompt) <= _MAX_PROMPT_IDS:
+        if has_prompt and prompt[:1] == b"[" and len(prompt) <= _MAX_PROMPT_IDS:
             self.prompt_ids = prompt
         if choice.finish_reason == "abort":
             return  # no end, and nothing that the client has: vLLM gives up what it runs when it is stopped

@@ -1,6 +1,6 @@
-"""`/v1/realtime`: a request for a WebSocket, and the session that it becomes.
+"""`/v1/realtime`: a request for a WebSocket, and the session that its answer is.
 
-Until the engine answers, a session is a request like any other. Its 101 is the head of the answer; then bytes
+Until the engine answers, it is an exchange like any other. A 101 is the head of the answer; then bytes
 pass both ways as they come, and its one lease lasts until either side ends. What the engine sends is read
 along: where a frame ends (only there may a Close frame of our own stand), its Close frame, and the token
 counts of `transcription.done`. Extensions are not offered to the engine: compressed frames cannot be read.
@@ -10,24 +10,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qs
 
 import msgspec
 
-from hetlb.core.types import Outcome
 from hetlb.proxy import ends
 from hetlb.proxy.ends import End
 from hetlb.proxy.engine_answer import EngineAnswer
-from hetlb.proxy.exchange import Exchange
-from hetlb.proxy.exchange_states import COMMITTED, FIRST_BYTE, WRITTEN, Phase
-from hetlb.proxy.frame_flow import FrameFlow, Message
+from hetlb.proxy.engine_request import EngineRequest
+from hetlb.proxy.exchange_states import COMMITTED, FIRST_BYTE, Phase
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.forward_headers import response_lines
 from hetlb.proxy.http.http1 import GateError, RequestHead, ResponseHead
+from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.http.sse import usage_in_tail
 from hetlb.proxy.upstream import EngineConnection
+from hetlb.turns import turns
 from hetlb.websocket import (
     BAD_DATA,
     BAD_GATEWAY,
@@ -48,6 +48,9 @@ from hetlb.websocket import (
     is_key,
 )
 
+if TYPE_CHECKING:
+    from hetlb.proxy.exchange import Exchange
+
 #: The end of an engine's message, where its usage stands.
 _TAIL_BYTES: Final = 1 << 10
 #: The longest message of a client that is looked at: uvicorn's limit.
@@ -56,7 +59,12 @@ _MOST_MESSAGE: Final = 16 << 20
 _GAVE_UP: Final = (GOING_AWAY, SERVICE_RESTART, TRY_AGAIN_LATER)
 _AGREED: Final = b"upgrade: websocket\r\nconnection: upgrade\r\n"
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+#: Frames between two looks at the clock.
+_AT_ONCE: Final = 32
 _NEEDED: Final = b"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\n"
+
+
+Message = tuple[int, bytes]
 
 
 def check_upgrade(head: RequestHead, body: bytes, *, open_to_all: bool) -> None:
@@ -97,92 +105,173 @@ def model_asked_for(query: bytes) -> str | None:
     return found[0] if found else None
 
 
-class Session(Exchange):
-    """One WebSocket, from the request for it to its one end."""
+class Handshake(EngineRequest):
+    """The request for a session, with the client's key, so that the engine's answer is one to the client.
 
-    #: True once the engine has agreed; the code of its Close frame, None until that came.
-    _open: bool = False
-    _closed: int | None = None
-    #: Frames of either side, from the engine's agreement on. Those of the client are read where it uses an
-    #: alias, which becomes the engine's own name of the model, or where its key is not for all models.
-    _frames: FrameReader
-    _from_engine: FrameFlow
-    _from_client: FrameFlow | None = None
-    #: True if a key may use a model; None where it may use all of them.
-    may_use: Callable[[str], bool] | None = None
-    #: True if the engine's connection is closed, and part of what it sent waits.
-    _engine_left: bool = False
-    _to_engine: Callable[[bytes], None] | None = None
-    #: Since when the engine takes no more, and when either side was heard last.
-    _full_since: float | None = None
-    _heard_at: float = 0.0
+    `may_use` says which models the client's key may use, None for all of them.
+    """
 
-    # --- from the engine's connection ---
+    __slots__ = ("call", "may_use")
 
-    def engine_connected(self, connection: EngineConnection, own_headers: bytes, passthrough: bool) -> None:
-        """Send the handshake: the client's key, so that the engine's answer is one to the client."""
-        self.engine = connection
-        self.enter(WRITTEN, self._now())
-        lines = self._driver.forward_rules.request_lines(self.outgoing.head, passthrough=passthrough)
-        if self.trace is not None:
-            lines = self.trace.onto(lines)
-        key = self.outgoing.head.fields[b"sec-websocket-key"]
-        lines = b"%b%bx-request-id: %b\r\n%bsec-websocket-key: %b\r\n" % (
-            lines, own_headers, self.outgoing.label, _NEEDED, key,
-        )  # fmt: skip
-        for name, value in self.outgoing.head.headers:
+    def __init__(self, outgoing: EngineRequest, call: Call, may_use: Callable[[str], bool] | None) -> None:
+        super().__init__(outgoing.head, [b""], 0, outgoing.label.decode("ascii"))
+        self.call = call
+        self.may_use = may_use
+
+    def send(self, connection: EngineConnection, lines: bytes, instead: bytes | None) -> None:
+        """Send it with these lines as its head."""
+        fields = (self.label, _NEEDED, self.head.fields[b"sec-websocket-key"])
+        lines += b"x-request-id: %b\r\n%bsec-websocket-key: %b\r\n" % fields
+        for name, value in self.head.headers:
             if name == b"sec-websocket-protocol":
                 lines += b"sec-websocket-protocol: %b\r\n" % value
         connection.may_upgrade = True
         connection.send(lines + b"\r\n", [b""])
 
-    def engine_head(self, head: ResponseHead, length: int | None) -> None:
-        """The engine agrees, or answers like any other request."""
-        if head.status != 101:
-            super().engine_head(head, length)
-            return
-        fields, engine = head.fields, self.engine
-        key = self.outgoing.head.fields[b"sec-websocket-key"]
-        assert engine is not None, "expected an answer on a connection"
+    def agreed(self, exchange: Exchange, head: ResponseHead) -> None:
+        """The engine agrees: the session begins."""
+        fields = head.fields
         if (
             fields.get(b"upgrade", b"").lower() != b"websocket"
-            or fields.get(b"sec-websocket-accept") != accept_of(key)
+            or fields.get(b"sec-websocket-accept") != accept_of(self.head.fields[b"sec-websocket-key"])
             or b"sec-websocket-extensions" in fields
         ):
-            self.stop_engine()
-            self.engine_failed(ends.JUNK, "its 101 does not answer the handshake")
+            exchange.stop_engine()
+            exchange.engine_failed(ends.JUNK, "its 101 does not answer the handshake")
             return
-        now = self._now()
-        self.status, self.answer = 101, EngineAnswer(head, length)
-        self.first_byte_at = self._heard_at = now
-        self.enter(FIRST_BYTE, now)
-        self.response.enter(COMMITTED)
-        assert self.lease is not None
-        out = b"%b%bx-hetlb-instance: %b\r\nx-request-id: %b\r\n" % (
-            response_lines(head), _AGREED, self.lease.instance.encode("ascii"), self.label.encode("ascii"),
-        )  # fmt: skip
-        if self.ticket is not None:
-            out += self.ticket.headers(now)
-        self.response.write(out + b"\r\n")
+        exchange.session = Session(exchange, head, self)
+
+
+class FrameFlow:
+    """Frames of one side, read a turn of the event loop at a time: its side is not read while some wait.
+
+    `take` gets bytes that were read and the messages that end in them. It may raise `ProtocolError`, as the
+    reader does: `failed` is told of it, and nothing more is read. `hold` is told when something waits (True)
+    and when nothing does any more.
+    """
+
+    __slots__ = ("_at", "_failed", "_hold", "_reader", "_rest", "_take", "_turns", "closed", "waits")
+
+    def __init__(
+        self,
+        reader: FrameReader,
+        take: Callable[[bytes, list[Message]], None],
+        failed: Callable[[ProtocolError], None],
+        hold: Callable[[bool], None],
+    ) -> None:
+        self._reader = reader
+        self._take = take
+        self._failed = failed
+        self._hold = hold
+        self._turns = turns()
+        #: Bytes that came, and the position up to which they were read.
+        self._rest = b""
+        self._at = 0
+        #: True while something waits for its turn.
+        self.waits = False
+        self.closed = False
+
+    def feed(self, data: bytes) -> None:
+        """More came."""
+        if self.waits:
+            self._rest, self._at = self._rest[self._at :] + data, 0
+        else:
+            self._rest, self._at = data, 0
+            self._go_on()
+
+    def close(self) -> None:
+        """Nothing more is read."""
+        self.closed = True
+        self._rest, self._at = b"", 0
+
+    def _go_on(self) -> None:
+        """Read until the turn is over."""
+        end = self._turns.begin()
+        try:
+            while self._at < len(self._rest):
+                found: list[Message] = []
+                start = self._at
+                self._at = self._reader.read(self._rest, start, _AT_ONCE, found)
+                self._take(self._rest[start : self._at], found)
+                if self._turns.over(end):
+                    break
+        except ProtocolError as error:
+            self.close()
+            self._failed(error)
+        left = self._at < len(self._rest)
+        if left:
+            self._turns.later(self._go_on)
+        else:
+            self._rest, self._at = b"", 0
+        if left is not self.waits and not self.closed:
+            self.waits = left
+            self._hold(left)
+
+
+class Session:
+    """One WebSocket, from the engine's agreement to its one end.
+
+    `method` and `plain` are those of what a connection to an engine carries.
+    """
+
+    __slots__ = (
+        "_alias", "_closed", "_engine_left", "_exchange", "_frames", "_from_client", "_from_engine",
+        "_full_since", "_heard_at", "_may_use", "_now", "_to_engine", "method", "plain",
+    )  # fmt: skip
+
+    def __init__(self, exchange: Exchange, head: ResponseHead, asked: Handshake) -> None:
+        engine, response = exchange.engine, exchange.response
+        assert engine is not None, "expected an answer on a connection"
+        self.method, self.plain = b"GET", True
+        self._exchange = exchange
+        self._may_use = asked.may_use
+        #: Alias that the client uses for the engine's model, None where it uses none.
+        self._alias = asked.call.asked if asked.call.renamed else None
+        #: Code of the Close frame, None until that came.
+        self._closed: int | None = None
+        #: True if the engine's connection is closed, and part of what it sent waits.
+        self._engine_left = False
+        #: Since when the engine takes no more, and when either side was heard last.
+        self._full_since: float | None = None
+        self._now = exchange.now
+        now = self._heard_at = self._now()
+        exchange.status, exchange.answer = 101, EngineAnswer(head, None)
+        exchange.first_byte_at = now
+        exchange.enter(FIRST_BYTE, now)
+        response.enter(COMMITTED)
+        own, label = exchange.own_lines(now), exchange.label.encode("ascii")
+        out = b"%b%b%bx-request-id: %b\r\n\r\n" % (response_lines(head), _AGREED, own, label)
+        response.write(out)
         self._frames = FrameReader(masked=False, most_kept=_TAIL_BYTES)
         self._from_engine = FrameFlow(self._frames, self._engine_said, self._engine_broke, self._hold_engine)
-        if self._call.renamed or self.may_use is not None:
+        #: Frames of the client are read where it uses an alias, or where its key is not for all models.
+        self._from_client: FrameFlow | None = None
+        if self._alias is not None or self._may_use is not None:
             reader = FrameReader(masked=True, most_kept=_MOST_MESSAGE, strict=True)
             self._from_client = FrameFlow(reader, self._client_said, self._client_broke, self._hold_client)
-        self._open = True
+        engine.exchange = self
         self._to_engine = engine.relay(self._engine_has_room)
-        self.response.client.upgraded(self.client_data)
+        response.client.upgraded(self.client_data)
+
+    # --- from the engine's connection ---
+
+    def engine_head(self, head: ResponseHead, length: int | None) -> None:
+        """Never called: the head has come."""
+
+    def engine_lost_idle(self) -> None:
+        """Never called: the engine has answered."""
+
+    def engine_events(self, chunks: bytes) -> bool:
+        """False: frames are no events."""
+        return False
 
     def engine_body(self, payload: bytes) -> None:
         """Pass on what the engine says."""
-        if not self._open:
-            super().engine_body(payload)
-            return
-        self.since = self._heard_at = self._now()
+        self._exchange.since = self._heard_at = self._now()
         self._from_engine.feed(payload)
 
     def _engine_said(self, data: bytes, messages: Sequence[Message]) -> None:
-        self.response.write(data)
+        self._exchange.response.write(data)
         for opcode, message in messages:
             if opcode == CLOSE:
                 self._closed = close_code(message)
@@ -192,61 +281,53 @@ class Session(Exchange):
     def _engine_broke(self, error: ProtocolError) -> None:
         self._give_up(ends.BROKEN, f"the instance broke the protocol: {error}", whole=False)
 
+    @property
+    def waits(self) -> bool:
+        """True if part of what the engine sent waits."""
+        return self._from_engine.waits
+
     def _hold_engine(self, held: bool) -> None:
         """Read the engine no further while what it sent waits, or the client is slow."""
-        if self.engine is not None and held:
-            self.engine.pause()
-        elif self.engine is not None and self.response.held_since is None:
-            self.engine.resume()
+        engine = self._exchange.engine
+        if engine is not None and held:
+            engine.pause()
+        elif engine is not None and self._exchange.response.held_since is None:
+            engine.resume()
         if not held and self._engine_left:
             self._engine_over()
 
     def engine_end(self, payload: bytes) -> None:
         """The engine closed the connection, after a Close frame or without one."""
-        if not self._open:
-            super().engine_end(payload)
-            return
-        self.engine = None
+        self._exchange.engine = None
         if self._from_engine.waits:
             self._engine_left = True
         else:
             self._engine_over()
+
+    def engine_failed(self, end: End, detail: str) -> None:
+        """The connection to the engine is lost."""
+        self.engine_end(b"")
 
     def _engine_over(self) -> None:
         """All that the engine sent was passed on, and its connection is closed."""
         if self._closed is None:
             self._give_up(ends.BROKEN, "the instance closed the connection")
         else:
-            self.finish(self._close_end, broken=True)
-
-    def engine_failed(self, end: End, detail: str) -> None:
-        """The engine, or this machine, failed."""
-        if self._open:
-            self.engine_end(b"")
-        else:
-            super().engine_failed(end, detail)
+            self._finish(self._close_end)
 
     def _engine_has_room(self, room: bool) -> None:
         self._full_since = None if room else self._now()
         self._hold_client(not room)
 
-    def resume(self) -> None:
-        """The client has caught up."""
-        if self._open and self._from_engine.waits:
-            self.response.resume(self._now())
-        else:
-            super().resume()
-
     # --- from the client's connection ---
 
     def client_data(self, data: bytes) -> None:
         """Pass on what the client says."""
-        write = self._to_engine
-        if write is None or self.engine is None:
+        if self._exchange.engine is None:
             return
         self._heard_at = self._now()
         if self._from_client is None:
-            write(data)
+            self._to_engine(data)
         else:
             self._from_client.feed(data)
 
@@ -258,52 +339,35 @@ class Session(Exchange):
             if opcode == TEXT:
                 message = self._checked(message)
             out.append(frame(opcode, message, masks[4 * number : 4 * number + 4]))
-        if self._to_engine is not None and out:
+        if out:
             self._to_engine(b"".join(out))
 
     def _client_broke(self, error: ProtocolError) -> None:
-        self.stop_engine()
-        self._close_client(error.code, str(error))
-        self.finish(ends.LEFT, broken=True)
+        self._end(ends.LEFT, error.code, str(error))
 
     def _hold_client(self, held: bool) -> None:
         """Read the client no further while what it sent waits, or the engine has no room."""
         waits = self._from_client is not None and self._from_client.waits
-        if self.phase is not Phase.DONE:
-            self.response.client.hold(waits or self._full_since is not None)
+        if self._exchange.phase is not Phase.DONE:
+            self._exchange.response.client.hold(waits or self._full_since is not None)
 
-    def client_gone(self) -> None:
-        """The client left: for the engine the session ends now."""
-        if self._closed is not None and self.phase is not Phase.DONE:
-            self.stop_engine()
-            self.finish(self._close_end, client_gone=True)
-        else:
-            super().client_gone()
+    def client_gone(self) -> End:
+        """The client left: for the engine the session ends now. The end of its lease."""
+        self._close_flows()
+        return ends.LEFT if self._closed is None else self._close_end
 
     # --- from the clock ---
 
-    def sweep(self, now: float, first_byte_s: float, idle_s: float, heartbeat_s: float = 0.0) -> None:
+    def sweep(self, now: float, idle_s: float) -> None:
         """End what has waited for too long."""
-        if not self._open:
-            super().sweep(now, first_byte_s, idle_s, heartbeat_s)
-        elif self.response.held_since is not None:
-            return  # `ClientConnection.sweep` ends a client that does not read
-        elif self._full_since is not None and now - self._full_since > idle_s:
-            self.stop_engine()
+        if self._full_since is not None and now - self._full_since > idle_s:
             self._give_up(ends.STALLED, "the instance does not read")
         elif now - self._heard_at > idle_s:
-            self.stop_engine()
-            self._close_client(GOING_AWAY, "nothing was said for too long")
-            self.finish(ends.IDLE, broken=True)
+            self._end(ends.IDLE, GOING_AWAY, "nothing was said for too long")
 
     def shut_down(self) -> None:
         """The grace period is over."""
-        if not self._open:
-            super().shut_down()
-            return
-        self.stop_engine()
-        self._close_client(GOING_AWAY, "the proxy is shutting down")
-        self.finish(ends.STOPPED, broken=True)
+        self._end(ends.STOPPED, GOING_AWAY, "the proxy is shutting down")
 
     # --- inside ---
 
@@ -316,43 +380,39 @@ class Session(Exchange):
 
     def _give_up(self, end: End, detail: str, *, whole: bool = True) -> None:
         """The engine ended the session badly; `whole`: all that it sent has been passed on."""
-        self.stop_engine()
-        if whole:
-            self._close_client(BAD_GATEWAY, detail)
-        self.finish(ends.HELD_UP if self.response.held_up else end, broken=True)
+        end = ends.HELD_UP if self._exchange.response.held_up else end
+        self._end(end, BAD_GATEWAY if whole else None, detail)
 
-    def _close_client(self, code: int, reason: str) -> None:
-        """Send a Close frame, unless there was one or it would stand inside a frame."""
-        if self._closed is None and self._frames.between:
+    def _end(self, end: End, code: int | None, reason: str) -> None:
+        """End the session, with a Close frame unless there was one or it would stand inside a frame."""
+        self._exchange.stop_engine()
+        if code is not None and self._closed is None and self._frames.between:
             self._closed = code
-            self.response.write(close_frame(code, reason))
+            self._exchange.response.write(close_frame(code, reason))
+        self._finish(end)
+
+    def _finish(self, end: End) -> None:
+        self._close_flows()
+        self._exchange.finish(end, broken=True)
+
+    def _close_flows(self) -> None:
+        self._from_engine.close()
+        if self._from_client is not None:
+            self._from_client.close()
 
     def _count(self, message: bytes) -> None:
         """Count the tokens of `transcription.done`."""
         output, prompt, _ = usage_in_tail(message)
-        lease = self.lease
+        exchange = self._exchange
+        lease = exchange.lease
         if output is None or lease is None or not 0 <= output <= 1 << 31:
             return
         if prompt is None or not 0 <= prompt <= 1 << 31:
             prompt = 0
         lease.output_tokens += output
-        self.usage_prompt_tokens = (self.usage_prompt_tokens or 0) + prompt
-        if self.ticket is not None:
-            self.ticket.used(prompt, output, self._now())
-
-    def finish(
-        self,
-        end: End | None,
-        outcome: Outcome | None = None,
-        *,
-        broken: bool = False,
-        client_gone: bool = False,
-    ) -> None:
-        if self._open:
-            self._from_engine.close()
-        if self._from_client is not None:
-            self._from_client.close()
-        super().finish(end, outcome, broken=broken, client_gone=client_gone)
+        exchange.usage_prompt_tokens = (exchange.usage_prompt_tokens or 0) + prompt
+        if exchange.ticket is not None:
+            exchange.ticket.used(prompt, output, self._now())
 
     def _checked(self, message: bytes) -> bytes:
         """A message with the engine's name of the model in place of the alias.
@@ -364,16 +424,17 @@ class Session(Exchange):
             update = msgspec.json.decode(event.get("type", b"null")) == "session.update"
             model = msgspec.json.decode(event.get("model", b"null"))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            if self.may_use is None:
+            if self._may_use is None:
                 return message
             raise ProtocolError("a message is no JSON object", BAD_DATA) from error
         if not update or "model" not in event:
             return message
-        if self._call.renamed and model == self._call.asked:
-            event["model"] = msgspec.Raw(msgspec.json.encode(self.request.model))
+        serves = self._exchange.request.model
+        if self._alias is not None and model == self._alias:
+            event["model"] = msgspec.Raw(msgspec.json.encode(serves))
             return msgspec.json.encode(event)
-        if self.may_use is None or model == self.request.model:
+        if self._may_use is None or model == serves:
             return message
-        if not isinstance(model, str) or not self.may_use(model):
+        if not isinstance(model, str) or not self._may_use(model):
             raise ProtocolError("this API key is not for that model", POLICY)
         return message

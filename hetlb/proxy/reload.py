@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -29,39 +31,26 @@ def read_again(running: Fleet, load: Callable[[Path], Fleet]) -> Fleet:
     )
 
 
+#: Keys that cannot be swapped, and what of the file they stand for.
+_FIXED: Final[dict[str, Callable[[FleetFile], object]]] = {
+    **{
+        key: attrgetter(key)
+        for key in (
+            "listen.host", "listen.port", "admin.host", "admin.port", "queue", "health", "scrape",
+            "proxy.workers", "proxy.request_log", "tracing", "discovery", "watch", "pick", "shared",
+            "proxy.request_log_format",
+        )
+    },
+    "listen.tls": lambda file: file.listen.tls is None,
+    "admin.tls": lambda file: file.admin.tls is None,
+    "policy": lambda file: msgspec.structs.replace(file.policy, name=""),
+    "models[].tokenizer": lambda file: {each.name: each.tokenizer for each in file.models if each.tokenizer},
+    "models[].image_tokens": lambda file: {
+        each.name: each.image_tokens for each in file.models if each.image_tokens is not None
+    },
+}  # fmt: skip
+
+
 def needs_restart(then: FleetFile, now: FleetFile) -> list[str]:
     """The keys that differ from those at the start and cannot be swapped."""
-    pairs = {
-        "listen.host": (then.listen.host, now.listen.host),
-        "listen.port": (then.listen.port, now.listen.port),
-        "listen.tls": (then.listen.tls is None, now.listen.tls is None),
-        "admin.host": (then.admin.host, now.admin.host),
-        "admin.port": (then.admin.port, now.admin.port),
-        "admin.tls": (then.admin.tls is None, now.admin.tls is None),
-        "policy": (
-            msgspec.structs.replace(then.policy, name=""),
-            msgspec.structs.replace(now.policy, name=""),
-        ),
-        "queue": (then.queue, now.queue),
-        "health": (then.health, now.health),
-        "scrape": (then.scrape, now.scrape),
-        "proxy.workers": (then.proxy.workers, now.proxy.workers),
-        "proxy.request_log": (then.proxy.request_log, now.proxy.request_log),
-        "tracing": (then.tracing, now.tracing),
-        "discovery": (then.discovery, now.discovery),
-        "watch": (then.watch, now.watch),
-        "pick": (then.pick, now.pick),
-        "shared": (then.shared, now.shared),
-        "proxy.request_log_format": (then.proxy.request_log_format, now.proxy.request_log_format),
-        "models[].tokenizer": (_tokenizers(then), _tokenizers(now)),
-        "models[].image_tokens": (_image_tokens(then), _image_tokens(now)),
-    }
-    return [key for key, (before, after) in pairs.items() if before != after]
-
-
-def _image_tokens(file: FleetFile) -> dict[str, object]:
-    return {model.name: model.image_tokens for model in file.models if model.image_tokens is not None}
-
-
-def _tokenizers(file: FleetFile) -> dict[str, str | None]:
-    return {model.name: model.tokenizer for model in file.models if model.tokenizer is not None}
+    return [key for key, of in _FIXED.items() if of(then) != of(now)]

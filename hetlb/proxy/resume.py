@@ -35,16 +35,29 @@ _encode = msgspec.json.encode
 
 
 class Seam:
-    """Place where the answer of one lease goes on in that of another: changes to its events.
+    """Second lease of an answer: its request, and the changes to its events where the answer goes on.
 
-    `as_chat`: the engine answers as a completion and the client knows a chat. `generated` tokens of the
-    answer are in the prompt. `only_end`: nothing but usage and the reason of the end is missing.
-    `wants_usage` and `wants_ids`: the client asked for them, by the `fields` of its request.
+    `path` is that of the request, None for that of the first, and `by_ids` says that its prompt is token ids,
+    with those of the answer so far. `as_chat`: the engine answers as a completion and the client knows a
+    chat. `generated` tokens of the answer are in the prompt. `only_end`: nothing but usage and the reason of
+    the end is missing. `wants_usage` and `wants_ids`: the client asked for them, by the `fields` of its
+    request.
     """
 
-    __slots__ = ("as_chat", "generated", "only_end", "wants_ids", "wants_usage")
+    __slots__ = ("as_chat", "body", "by_ids", "generated", "only_end", "path", "wants_ids", "wants_usage")
 
-    def __init__(self, as_chat: bool, generated: int, fields: dict[str, Any], hides_usage: bool) -> None:
+    def __init__(
+        self,
+        generated: int,
+        fields: dict[str, Any],
+        hides_usage: bool,
+        *,
+        by_ids: bool,
+        as_chat: bool = False,
+    ) -> None:
+        self.path = b"/v1/completions" if as_chat else None
+        self.body = b""
+        self.by_ids = by_ids
         self.as_chat = as_chat
         self.generated = generated
         self.wants_usage = not hides_usage and _wants_usage(fields)
@@ -71,6 +84,8 @@ class Seam:
             delta = choice.get("delta") or {}
             if delta.get("role") is not None and progress.role_sent and not delta.get("content"):
                 return b""
+            if not self.only_end:
+                progress.take(event, has_prompt=not self.generated)
             if not self._go_on(choice, delta, fields, progress):
                 return None
             if self.only_end and not choice.get("finish_reason"):
@@ -80,49 +95,34 @@ class Seam:
     def _go_on(
         self, choice: dict[str, Any], delta: dict[str, Any], fields: dict[str, Any], progress: Progress
     ) -> bool:
-        """Keep what an event says and change it in place; False if it says other than was said before."""
+        """Change in place what an event says; False if it says other than was said before."""
         text, ids = choice.get("text", delta.get("content")) or "", choice.get("token_ids")
-        finish = choice.get("finish_reason")
         if self.only_end:
             # It was given one more token to say, which is none of the answer's.
-            choice["finish_reason"] = "length" if finish and progress.finish is None else None
+            ended = choice.get("finish_reason") and progress.finish is None
+            choice["finish_reason"] = "length" if ended else None
             progress.finish = progress.finish or choice["finish_reason"]
             text, ids = "", None
-        elif delta.get("tool_calls"):
-            progress.spoil()
-        elif delta.get("reasoning") or delta.get("reasoning_content"):
-            progress.in_block, progress.plain_text = True, False
-            progress.keep("", _encode(ids) if ids else b"")
-        else:
-            progress.in_block, progress.finish = False, finish
-            if finish == "abort":  # vLLM gives up what it runs when it is stopped
-                return True
-            if text or ids or (finish is None and not delta.get("role")):
-                progress.keep(text, _encode(ids) if ids else b"")
         if progress.ahead and text:
             size = min(len(progress.ahead), len(text))
             if progress.ahead[:size] != text[:size]:
                 return False
             progress.ahead, text = progress.ahead[size:], text[size:]
-        progress.role_sent = progress.role_sent or delta.get("role") is not None
         for of in (choice, fields):
-            if prompt := of.get("prompt_token_ids"):
+            if of.get("prompt_token_ids"):
                 of["prompt_token_ids"] = None
-                if not self.generated:
-                    progress.prompt_ids = _encode(prompt)
         if not self.wants_ids:
             ids = None
             if "token_ids" in choice:
                 choice["token_ids"] = None
         if self.as_chat:
             reason = choice.get("finish_reason")
-            ended = {} if reason is None else {"stop_reason": choice.get("stop_reason")}
+            why = {} if reason is None else {"stop_reason": choice.get("stop_reason")}
             fields["choices"] = [
-                {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": reason, **ended}
+                {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": reason, **why}
                 | {"token_ids": ids}
             ]
-            return True
-        if "text" in choice:
+        elif "text" in choice:
             choice["text"] = text
         elif delta.get("content") is not None:
             delta["content"] = text
@@ -139,18 +139,6 @@ class Seam:
             details["cached_tokens"] = min(cached, prompt)
 
 
-class Leg(msgspec.Struct, frozen=True):
-    """The request of a second lease: its path, None for that of the first, its body, and its seam.
-
-    `by_ids`: the prompt is token ids, with those of the answer so far.
-    """
-
-    path: bytes | None
-    body: bytes
-    seam: Seam
-    by_ids: bool = False
-
-
 def ends_here(progress: Progress, body: bytes, *, hides_usage: bool) -> bool:
     """True if of the answer nothing but `[DONE]` is missing; `body` is the request's, the rest as below."""
     if not progress.usable or progress.finish is None:
@@ -158,9 +146,9 @@ def ends_here(progress: Progress, body: bytes, *, hides_usage: bool) -> bool:
     return hides_usage or progress.usage_sent or not _wants_usage(msgspec.json.decode(body))
 
 
-def next_leg(
+def next_seam(
     kind: Kind, body: bytes, progress: Progress, *, hides_usage: bool, gives_ids: bool, by_text: bool
-) -> Leg | None:
+) -> Seam | None:
     """The request that goes on with an answer; None where it would not be right.
 
     `hides_usage`: hetlb asked for usage and the client did not. `gives_ids`: the engine takes and gives token
@@ -192,22 +180,22 @@ def next_leg(
         fields["max_tokens"] = _most_tokens(fields)
         for name in _CHAT_ONLY:
             fields.pop(name, None)
-    seam = Seam(kind is Kind.CHAT, len(kept), fields, hides_usage)
+    seam = Seam(len(kept), fields, hides_usage, by_ids=True, as_chat=kind is Kind.CHAT)
     fields["prompt"], fields["return_token_ids"] = prompt + kept, True
-    return _finished(b"/v1/completions" if seam.as_chat else None, fields, progress, seam, by_ids=True)
+    return _finished(seam, fields, progress)
 
 
-def _whole(fields: dict[str, Any], progress: Progress, hides_usage: bool, gives_ids: bool) -> Leg:
+def _whole(fields: dict[str, Any], progress: Progress, hides_usage: bool, gives_ids: bool) -> Seam:
     """The request as it was: nothing was said yet."""
-    seam = Seam(False, 0, fields, hides_usage)
+    seam = Seam(0, fields, hides_usage, by_ids=False)
     if gives_ids and not fields.get("tools"):
         fields.setdefault("return_token_ids", True)
-    return _finished(None, fields, progress, seam)
+    return _finished(seam, fields, progress)
 
 
 def _by_text(
     kind: Kind, fields: dict[str, Any], progress: Progress, texts: list[str], hides_usage: bool
-) -> Leg:
+) -> Seam:
     """The request with the words so far: behind its prompt, or as the assistant's unfinished message."""
     if progress.ahead:
         texts.append(progress.ahead)
@@ -225,7 +213,7 @@ def _by_text(
         fields["prompt"] = f"{_prompt_text(fields, kind)}{said}"
     first = _first(texts, len(words))
     progress.cut(first, None, said[len(words) :])
-    return _finished(None, fields, progress, Seam(False, len(first), fields, hides_usage))
+    return _finished(Seam(len(first), fields, hides_usage, by_ids=False), fields, progress)
 
 
 def _first(texts: list[str], size: int) -> list[str]:
@@ -239,10 +227,8 @@ def _first(texts: list[str], size: int) -> list[str]:
     return first
 
 
-def _finished(
-    path: bytes | None, fields: dict[str, Any], progress: Progress, seam: Seam, *, by_ids: bool = False
-) -> Leg:
-    """The leg with its limits less by what was generated."""
+def _finished(seam: Seam, fields: dict[str, Any], progress: Progress) -> Seam:
+    """Finish the body of its request: its limits are less by what was generated."""
     for name in ("max_tokens", "max_completion_tokens"):
         if isinstance(most := fields.get(name), int) and not isinstance(most, bool) and most:
             fields[name] = most - seam.generated
@@ -258,7 +244,8 @@ def _finished(
         progress.ahead = ""
     options = fields.get("stream_options")
     fields["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
-    return Leg(path, _encode(fields), seam, by_ids)
+    seam.body = _encode(fields)
+    return seam
 
 
 def _wants_usage(fields: dict[str, Any]) -> bool:

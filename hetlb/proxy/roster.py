@@ -31,7 +31,7 @@ from hetlb.proxy.access import Access, EngineAccess
 from hetlb.proxy.discovery.members import AT_ONCE, REGISTRATION, Members
 from hetlb.proxy.discovery.source import Found
 from hetlb.proxy.scheduler_driver import SchedulerDriver
-from hetlb.proxy.scrape import Scraper, ScrapeTarget
+from hetlb.proxy.scrape import Scraper
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.turns import Share
 
@@ -137,9 +137,7 @@ class Roster:
             if change.state is AdminState.MAINT:
                 self._scraper.pause(change.name)
             elif not self._scraper.watches(change.name):
-                self._scraper.add(
-                    ScrapeTarget(change.name, self._scheduler.fleet.instances[change.name].spec.url)
-                )
+                self._scraper.add(change.name, self._scheduler.fleet.instances[change.name].spec.url)
         self.on_edited()
 
     def notice(self, name: str, deadline_s: float | None) -> None:
@@ -228,7 +226,7 @@ class Roster:
             self._scheduling.change(InstanceAdded(specs[0], tuple(specs[1:])))
         for spec in specs:
             if self._scraper.started:
-                self._scraper.add(ScrapeTarget(spec.name, spec.url))
+                self._scraper.add(spec.name, spec.url)
             source = self.members.source_of(spec.name) or "file"
             tell(logger, Event.INSTANCE_ADDED, "%s (%s) came", spec.name, spec.url,
                  instance=spec.name, url=spec.url, source=source)  # fmt: skip

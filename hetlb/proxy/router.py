@@ -17,7 +17,7 @@ import msgspec
 
 import hetlb
 from hetlb.config.fleet_tables import ProxyTable, Resume
-from hetlb.core.objective import UNSTATED
+from hetlb.core.objective import UNSTATED, ServiceClass
 from hetlb.core.prefix_index import PrefixKey
 from hetlb.core.types import RejectReason, Request
 from hetlb.proxy.access import Tenant
@@ -164,8 +164,7 @@ class Router:
             )
         if self._origins and head.method == b"OPTIONS":
             asked = head.fields.get(b"access-control-request-headers", b"*")
-            pairs = error_responses.header_pairs(_PREFLIGHT % asked)
-            return error_responses.response(200, b"", headers=pairs, close=not head.keep_alive)
+            return error_responses.response(200, b"", lines=_PREFLIGHT % asked, close=not head.keep_alive)
         if form is None and len(pieces) != 1:
             pieces = [b"".join(pieces)]
         path = head.path
@@ -194,7 +193,8 @@ class Router:
             call = read_json(kind, pieces[0])
             if call.transfers:
                 pieces = [without_transfer_fields(pieces[0])]
-            pieces = [inject_usage(kind, call, pieces[0])]
+            if call.stream:
+                pieces = [inject_usage(kind, call, pieces[0])]
         if self.names is not None and call.model is not None:
             pieces = self._rename(self.names, call, pieces, form is not None, tenant)
         return self._exchange(client, head, kind, call, pieces, call.continues, tenant)
@@ -205,14 +205,17 @@ class Router:
         """The session that an upgrade to WebSocket asks for. Raises `GateError`."""
         if head.method != b"GET":
             raise _method_not_allowed((b"GET",))
-        from hetlb.proxy.realtime import check_upgrade, model_asked_for
+        from hetlb.proxy.realtime import Handshake, check_upgrade, model_asked_for
 
         check_upgrade(head, body, open_to_all=self.tenants is None)
         call = Call()
         call.model = model_asked_for(head.query)
         if self.names is not None and call.model is not None:
             self._resolve(self.names, call, tenant)
-        return self._exchange(client, head, _REALTIME, call, [b""], None, tenant)
+        exchange = self._exchange(client, head, _REALTIME, call, [b""], None, tenant)
+        may_use = None if tenant is None or tenant.models is None else tenant.may_use
+        exchange.outgoing = Handshake(exchange.outgoing, call, may_use)
+        return exchange
 
     def _resolve(self, names: ModelNames, call: Call, tenant: Tenant | None) -> None:
         """Set the model that serves a request in place of the one it asks for. Raises `GateError` (403)."""
@@ -260,6 +263,36 @@ class Router:
         service = UNSTATED
         if self.classes is not None:
             service = self.classes.of(model, head, None if tenant is None else tenant.classes)
+        request = self._request(head, kind, call, pieces, model, pinned, service, owner)
+        text = label_of(head)
+        if text is None:
+            text = engine_text = self._label_prefix + hex(request.id)[2:]
+        else:  # engines take it for their own id: no tenant may choose that of another
+            engine_text = text if tenant is None else f"{text}.{hex(request.id)[2:]}"
+        outgoing = EngineRequest(head, pieces, request.body_bytes, engine_text)
+        exchange = Exchange(driver, client, outgoing, kind, call, request, text, driver.now(), owner)
+        exchange.address = self._address_of(head, client.address) if self._trusted else client.address
+        if request.generates and pinned is None and head.path in _RESUMED_PATHS:
+            how = self.resume.get((model, service.name), driver.table.resume)
+            exchange.rest = self._rest(kind, call, outgoing, how)
+        call.text = call.tools = call.ids = b""  # the prompt is in the body; not twice in memory
+        if self.tracing is not None:
+            exchange.trace = self.tracing.begin(head.fields.get(b"traceparent"))
+        return exchange
+
+    def _request(
+        self,
+        head: RequestHead,
+        kind: Kind,
+        call: Call,
+        pieces: list[bytes],
+        model: str,
+        pinned: str | None,
+        service: ServiceClass,
+        owner: str | None,
+    ) -> Request:
+        """The request as the scheduler sees it, of the tenant `owner`."""
+        driver, scheduling = self._driver, self._driver.scheduling
         exact = call.prompt_tokens_total is not None
         if not kind.prompted:
             call.prompt_tokens_total, call.prompts = 0, 1
@@ -269,13 +302,6 @@ class Router:
             )
         prompts = call.prompts
         each = max(1, -(-call.prompt_tokens_total // prompts))
-        body_bytes = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
-        request_id = driver.next_id()
-        text = label_of(head)
-        if text is None:
-            text = engine_text = self._label_prefix + hex(request_id)[2:]
-        else:  # engines take it for their own id: no tenant may choose that of another
-            engine_text = text if tenant is None else f"{text}.{hex(request_id)[2:]}"
         generates: bool = kind.generates
         prefix_keys: tuple[PrefixKey, ...] = ()
         blocks: PromptBlocks | None = None
@@ -288,15 +314,8 @@ class Router:
             and pinned is None
             and transfers.may_split(kind, head.path, pieces[0])
         )
-        outgoing = EngineRequest(head, pieces, body_bytes, engine_text)
-        rest = None
-        if generates and pinned is None and head.path in _RESUMED_PATHS:
-            rest = self._rest(
-                kind, call, outgoing, self.resume.get((model, service.name), driver.table.resume)
-            )
-        call.text = call.tools = call.ids = b""  # the prompt is in the body; not twice in memory
-        request = Request(
-            id=request_id,
+        return Request(
+            id=driver.next_id(),
             model=model,
             prompt_tokens=each,
             max_tokens=call.max_tokens,
@@ -304,7 +323,7 @@ class Router:
             samples=call.n,
             longest_prompt_tokens=call.longest_tokens or each,
             generates=generates,
-            body_bytes=body_bytes,
+            body_bytes=len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces)),
             prompt_exact=exact,
             pinned=pinned,
             prefix_keys=prefix_keys,
@@ -315,21 +334,6 @@ class Router:
             streamed=call.stream,
             service=service,
         )
-        now = driver.now()
-        if kind is _REALTIME:
-            from hetlb.proxy.realtime import Session
-
-            realtime = Session(driver, client, outgoing, kind, call, request, text, now, owner)
-            if tenant is not None and tenant.models is not None:
-                realtime.may_use = tenant.may_use
-            exchange: Exchange = realtime
-        else:
-            exchange = Exchange(driver, client, outgoing, kind, call, request, text, now, owner)
-        exchange.address = self._address_of(head, client.address)
-        exchange.rest = rest
-        if self.tracing is not None:
-            exchange.trace = self.tracing.begin(head.fields.get(b"traceparent"))
-        return exchange
 
     def _prefix(
         self, head: RequestHead, call: Call, model: str, owner: str | None
@@ -367,8 +371,6 @@ class Router:
 
     def _address_of(self, head: RequestHead, peer: str) -> str:
         """Address of the client: of `peer` and `X-Forwarded-For` the last that is no trusted proxy."""
-        if not self._trusted:
-            return peer
         forwarded = head.fields.get(b"x-forwarded-for")
         if forwarded is None:
             return peer
@@ -395,7 +397,7 @@ class Router:
     # --- answers of hetlb's own ---
 
     def refused(
-        self, head: RequestHead, tenant: Tenant | None, answer: Answer, status: int, since: float, peer: str
+        self, head: RequestHead, tenant: Tenant | None, answer: Answer, since: float, peer: str
     ) -> str:
         """Count and log a request of `peer` that came in at `since` and did not pass. Its `x-request-id`."""
         driver = self._driver
@@ -405,9 +407,9 @@ class Router:
         owner = None if tenant is None else tenant.name
         request = Request(request_id, "", 0, generates=False)
         record = RequestRecord(request, _PLAIN, head.method, path, label, owner, since, 1, 0)
-        record.address = self._address_of(head, peer)
-        record.outcome, record.status, record.ended_at = answer.outcome, status, driver.now()
-        driver.refused(answer.outcome, status, record)
+        record.address = self._address_of(head, peer) if self._trusted else peer
+        record.outcome, record.status, record.ended_at = answer.outcome, answer.status, driver.now()
+        driver.refused(answer.outcome, answer.status, record)
         return label
 
     def _own(self, head: RequestHead, tenant: Tenant | None) -> bytes:

@@ -86,10 +86,7 @@ class SchedulerDriver(SchedulerSide):
         if self.splits and self.transfers is None:
             from hetlb.proxy.kv_transfers import KvTransfers
 
-            carrier = self.carrier
-            self.transfers = KvTransfers(
-                self.scheduler, pools, carrier.counted, self.carry_out, carrier.now, carrier.stalls.since
-            )
+            self.transfers = KvTransfers(self.scheduler, pools, self.carrier, self.carry_out)
 
     # --- limits of keys ---
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,8 +29,8 @@ from hetlb.core.types import (
     ProbeResult,
 )
 from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
+from hetlb.proxy.engine_pools import LOCAL_ERRNOS
 from hetlb.proxy.telemetry.events import Event, tell
-from hetlb.proxy.upstream import LOCAL_ERRNOS
 from hetlb.served_models import longest_context, read_model_list, read_version
 
 logger = logging.getLogger("hetlb.scrape")
@@ -42,14 +41,6 @@ _MAX_PAGE_BYTES = 1 << 20
 _TOO_LARGE_PAUSE_S = 60.0
 #: The model list is read again after this many rounds, and whenever an instance comes back.
 _MODELS_EVERY = 10
-
-
-@dataclass(frozen=True, slots=True)
-class ScrapeTarget:
-    """One server to watch."""
-
-    name: str
-    url: str
 
 
 class _TooLargeError(Exception):
@@ -78,6 +69,7 @@ class Scraper:
         self._told: dict[str, str] = {}
         self._on_change = on_change
         self._on_sample = on_sample
+        self._urls: dict[str, str] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._first_rounds: dict[str, asyncio.Event] = {}
         self._session: aiohttp.ClientSession | None = None
@@ -91,12 +83,12 @@ class Scraper:
         self._pages: dict[str, str] = {}
         self.invalid_samples: dict[str, int] = {}
 
-    async def start(self, targets: Iterable[ScrapeTarget], first_round_s: float = 1.0) -> None:
-        """Watch the targets; returns after every one has answered once, or after `first_round_s`."""
+    async def start(self, urls: Mapping[str, str], first_round_s: float = 1.0) -> None:
+        """Watch servers, by name; returns after every one has answered once, or after `first_round_s`."""
         self._session = self._make_session()
         self._confined = self._make_session(socket_factory=confined_socket)
-        for target in targets:
-            self.add(target)
+        for name, url in urls.items():
+            self.add(name, url)
         rounds = [asyncio.create_task(event.wait()) for event in self._first_rounds.values()]
         if rounds:
             _, pending = await asyncio.wait(rounds, timeout=first_round_s)
@@ -108,10 +100,11 @@ class Scraper:
         """True if `start` was called."""
         return self._session is not None
 
-    def add(self, target: ScrapeTarget) -> None:
+    def add(self, name: str, url: str) -> None:
         """Begin to watch one more server."""
-        self._first_rounds[target.name] = asyncio.Event()
-        self._tasks[target.name] = asyncio.create_task(self._watch(target), name=f"watch {target.name}")
+        self._urls[name] = url
+        self._first_rounds[name] = asyncio.Event()
+        self._tasks[name] = asyncio.create_task(self._watch(name), name=f"watch {name}")
 
     def pause(self, name: str) -> None:
         """Stop watching a server for now; what is known of it stays."""
@@ -135,12 +128,11 @@ class Scraper:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
-        if self._session is not None:
-            await self._session.close()
-        if self._confined is not None:
-            await self._confined.close()
+        for session in (self._session, self._confined):
+            if session is not None:
+                await session.close()
 
-    async def _watch(self, target: ScrapeTarget) -> None:
+    async def _watch(self, name: str) -> None:
         loop = asyncio.get_running_loop()
         rounds_until_models = 0
         metrics_after = 0.0
@@ -148,45 +140,42 @@ class Scraper:
         told_missing = False
         while True:
             started = loop.time()
-            result, detail = await self._probe(target)
+            result, detail = await self._probe(name)
             if result is ProbeResult.OK and rounds_until_models <= 0:
                 # What it serves is known before it is said to be up: another may be at its address by now.
-                rounds_until_models = _MODELS_EVERY if await self._read_models(target) else 0
+                rounds_until_models = _MODELS_EVERY if await self._read_models(name) else 0
             if result is not None:
-                self._on_change(Probed(target.name, result, detail))
+                self._on_change(Probed(name, result, detail))
             if result is ProbeResult.OK:
                 rounds_until_models -= 1
                 sample = None
                 if started >= metrics_after:
                     try:
-                        sample = await self._read_metrics(target)
+                        sample = await self._read_metrics(name)
                     except _TooLargeError:
                         metrics_after = started + _TOO_LARGE_PAUSE_S
-                        self._tell_once(target.name, f"its /metrics has more than {_MAX_PAGE_BYTES} bytes")
+                        self._tell_once(name, f"its /metrics has more than {_MAX_PAGE_BYTES} bytes")
                 if sample is not None:
                     if sample.began is None:
                         rounds_until_models = 0  # only its list tells whether it is the process it was
                     elif sample.began != began:
                         if began is not None:
-                            await self._read_models(target)  # another process has its address
+                            await self._read_models(name)  # another process has its address
                         began = sample.began
-                    self._on_sample(target.name, sample)
+                    self._on_sample(name, sample)
                     if sample.invalid:
-                        self.invalid_samples[target.name] = self.invalid_samples.get(target.name, 0) + 1
+                        self.invalid_samples[name] = self.invalid_samples.get(name, 0) + 1
                     if sample.missing and not told_missing:
                         text, lacking = (
                             "%s does not report %s; its own ledger is used instead",
                             sample.missing,
                         )
-                        tell(
-                            logger, Event.INSTANCE_METRICS, text, target.name, ", ".join(lacking),
-                            instance=target.name,
-                        )  # fmt: skip
+                        tell(logger, Event.INSTANCE_METRICS, text, name, ", ".join(lacking), instance=name)
                         told_missing = True
             else:
                 # A process that comes back may serve another model.
                 rounds_until_models = 0
-            self._first_rounds[target.name].set()
+            self._first_rounds[name].set()
             await asyncio.sleep(max(0.05, started + self._table.interval_s - loop.time()))
 
     def _make_session(self, **options: Any) -> aiohttp.ClientSession:
@@ -198,11 +187,11 @@ class Scraper:
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
-    async def _get(self, target: ScrapeTarget, path: str) -> tuple[int, bytes]:
-        access = self._access.get(target.name, PLAIN_ACCESS)
+    async def _get(self, name: str, path: str) -> tuple[int, bytes]:
+        access = self._access.get(name, PLAIN_ACCESS)
         session = self._confined if access.confined else self._session
         assert session is not None, "start() comes first"
-        url, headers, hostname = target.url, {}, None
+        url, headers, hostname = self._urls[name], {}, None
         if access.authorization is not None:
             headers["authorization"] = access.authorization.decode("ascii")
         if access.address is not None:
@@ -230,18 +219,18 @@ class Scraper:
                 raise _LocalTroubleError from error
             raise
 
-    async def _probe(self, target: ScrapeTarget) -> tuple[ProbeResult | None, str]:
+    async def _probe(self, name: str) -> tuple[ProbeResult | None, str]:
         """Probe an engine: the result, None where this machine could not try; and how it failed."""
         try:
-            status, _ = await self._get(target, "/health")
+            status, _ = await self._get(name, "/health")
         except _LocalTroubleError:
             return None, ""
         except aiohttp.ClientSSLError as error:
             detail = f"no TLS connection: {_tls_reason(error)}"
-            self._tell_once(target.name, detail)
+            self._tell_once(name, detail)
             return ProbeResult.FAILED, detail
         except aiohttp.ClientConnectorDNSError as error:
-            return ProbeResult.REFUSED, _no_address(target.url, error.os_error)
+            return ProbeResult.REFUSED, _no_address(self._urls[name], error.os_error)
         except aiohttp.ClientConnectorError as error:
             if isinstance(error.os_error, ConnectionRefusedError):
                 return ProbeResult.REFUSED, "connection refused"
@@ -256,37 +245,37 @@ class Scraper:
             return ProbeResult.OK, ""
         return ProbeResult.FAILED, f"/health answers {status}"
 
-    async def _read_metrics(self, target: ScrapeTarget) -> EngineSample | None:
+    async def _read_metrics(self, name: str) -> EngineSample | None:
         """Samples of the engine's metrics page. Raises `_TooLargeError`."""
         try:
-            status, body = await self._get(target, self._pages.get(target.name, "/metrics"))
+            status, body = await self._get(name, self._pages.get(name, "/metrics"))
         except (_LocalTroubleError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
             return None
         if body[:1] == b"[":
-            self._pages[target.name] = OTHER_PAGE
+            self._pages[name] = OTHER_PAGE
             return None
         return parse(body.decode("utf-8", "replace")) if status == 200 else None
 
-    async def _read_models(self, target: ScrapeTarget) -> bool:
+    async def _read_models(self, name: str) -> bool:
         try:
-            status, body = await self._get(target, "/v1/models")
-            _, version = await self._get(target, "/version")
+            status, body = await self._get(name, "/v1/models")
+            _, version = await self._get(name, "/version")
         except (_LocalTroubleError, _TooLargeError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
             return False
         if status in (401, 403):
-            has_key = self._access.get(target.name, PLAIN_ACCESS).authorization is not None
+            has_key = self._access.get(name, PLAIN_ACCESS).authorization is not None
             told = "refuses the API key" if has_key else "wants an API key"
-            self._tell_once(target.name, f"{told} ({status} at /v1/models)")
+            self._tell_once(name, f"{told} ({status} at /v1/models)")
         entries = read_model_list(body) if status == 200 else []
         if not entries:
             return False
-        self._told.pop(target.name, None)
-        self.models[target.name] = entries
+        self._told.pop(name, None)
+        self.models[name] = entries
         if text := read_version(version):
-            self.versions[target.name] = text
-        self._on_change(models_learned(target.name, entries))
+            self.versions[name] = text
+        self._on_change(models_learned(name, entries))
         if (longest := longest_context(entries)) is not None:
-            self._on_change(CapacityLearned(target.name, Capacity(max_model_len=longest)))
+            self._on_change(CapacityLearned(name, Capacity(max_model_len=longest)))
         return True
 
     def _tell_once(self, name: str, text: str) -> None:

@@ -1,39 +1,99 @@
-"""The main listener: its sockets, its certificate, when it begins and ends."""
+"""The main listener: its sockets, its certificate, its connections, when it begins and ends."""
 
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import ssl
-from collections.abc import Collection, Sequence
-from typing import Any
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
 
 from hetlb.config.fleet_tables import ProxyTable
 from hetlb.proxy.access import Access, show_newest
-from hetlb.proxy.connection import LINGER_S, ClientConnection, Clients
+from hetlb.proxy.connection import LINGER_S, ClientConnection
 from hetlb.proxy.driver import Driver
+from hetlb.proxy.http.http1 import KnownHeads, parse_request_head
 from hetlb.proxy.router import FleetView, Router
+from hetlb.turns import turns
 
-_SWEEP_S = 0.5
+_SWEEP_S: Final = 0.5
 #: Seconds in which clients of WebSocket sessions close their side when the process ends.
-_PART_S = 1.0
+_PART_S: Final = 1.0
 
 
 class ProxyServer:
-    """Accepts connections of clients."""
+    """Accepts connections of clients, and holds what all of them share."""
 
     def __init__(self, driver: Driver, view: FleetView) -> None:
-        self._driver = driver
+        self.driver = driver
         self.router = Router(driver, view)
-        self.clients = Clients(driver, self.router)
+        self.table: ProxyTable = driver.table
+        self.heads = KnownHeads(parse_request_head)
+        #: Oldest first (the values say nothing).
+        self.connections: dict[ClientConnection, None] = {}
+        #: Bytes of bodies that have not come whole yet, over all connections.
+        self.held_bytes = 0
+        #: Those that were a WebSocket and wait for the client's side to close; told when there is none.
+        self.parting: set[ClientConnection] = set()
+        self._all_parted: asyncio.Future[None] | None = None
+        #: True if each connection ends with the answer it is at: no further request is taken.
+        self.stopping = False
+        #: True if connections are still served, each with one more answer that says that it is the last.
+        self.leaving = False
+        #: Connections with more to read than one turn takes wait here for another.
+        self.turns = turns(driver.loop)
         #: The certificate shown to clients that connect from now on; set before `start`, or None for no TLS.
         self.tls: ssl.SSLContext | None = None
         self._servers: list[asyncio.Server] = []
         self._sweeper: asyncio.TimerHandle | None = None
 
+    # --- its connections ---
+
+    def admit(self, connection: ClientConnection) -> bool:
+        """True if there is room for a new connection; where not, the oldest without a request makes it."""
+        limit = self.table.max_connections or _half_of_the_descriptors()
+        full = len(self.connections) >= limit
+        idle = self._oldest_idle() if full else None
+        self.connections[connection] = None
+        if idle is not None:
+            idle.abort()
+        elif len(self.connections) > limit + max(8, limit // 8):
+            connection.abort()  # too many are being refused already
+        return not full or idle is not None
+
+    def left(self, connection: ClientConnection) -> None:
+        """A connection is gone."""
+        self.connections.pop(connection, None)
+        if connection in self.parting:
+            self.parting.remove(connection)
+            waiter = self._all_parted
+            if not self.parting and waiter is not None and not waiter.done():
+                waiter.set_result(None)
+
+    def sweep(self) -> None:
+        """End what has taken too long."""
+        now = self.driver.now()
+        for connection in list(self.connections):
+            connection.sweep(now)
+
+    def abort(self) -> None:
+        """Drop all connections."""
+        for connection in list(self.connections):
+            connection.abort()
+
+    def _oldest_idle(self) -> ClientConnection | None:
+        for connection in self.connections:
+            if connection.idle:
+                return connection
+        return None
+
+    # --- its listener ---
+
     def configure(self, table: ProxyTable) -> None:
         """Limits and names that hold from now on."""
-        self.clients.table = table
+        self.table = table
         self.router.configure(table)
 
     def secure(self, access: Access) -> None:
@@ -42,35 +102,25 @@ class ProxyServer:
         if access.tls is not None:
             self.tls = access.tls
 
-    @property
-    def connections(self) -> Collection[ClientConnection]:
-        """Those that are open."""
-        return self.clients.open
-
-    @property
-    def stopping(self) -> bool:
-        """True if no further request is taken."""
-        return self.clients.stopping
-
     async def start(self, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> tuple[str, int]:
         """Accept connections; returns the address in use. Raises `OSError` if it cannot be bound.
 
         With `sockets`, which are bound already, on those.
         """
-        loop = self._driver.loop
+        loop = self.driver.loop
         tls: dict[str, Any] = {}
         if self.tls is not None:
             show_newest(self.tls, lambda: self.tls)
             tls = {
                 "ssl": self.tls,
-                "ssl_handshake_timeout": self.clients.table.head_timeout_s,
+                "ssl_handshake_timeout": self.table.head_timeout_s,
                 "ssl_shutdown_timeout": LINGER_S,
             }
         addressed: dict[str, Any] = {"host": host, "port": port, "reuse_address": True}
         wheres: list[dict[str, Any]] = [{"sock": each} for each in sockets] or [addressed]
         for where in wheres:
             self._servers.append(
-                await loop.create_server(lambda: ClientConnection(self.clients), backlog=2048, **where, **tls)
+                await loop.create_server(lambda: ClientConnection(self), backlog=2048, **where, **tls)
             )
         self._sweeper = loop.call_later(_SWEEP_S, self._sweep)
         name = self._servers[0].sockets[0].getsockname()
@@ -80,7 +130,7 @@ class ProxyServer:
         """Close the listener here; it lives on in another process. Connections get one more answer each."""
         for server in self._servers:
             server.close()
-        self.clients.leaving = True
+        self.leaving = True
 
     @property
     def descriptors(self) -> list[int]:
@@ -91,21 +141,28 @@ class ProxyServer:
         """Close the listener; open connections end with the answer they are at."""
         for server in self._servers:
             server.close()
-        self.clients.leaving = False
-        self.clients.stop()
+        self.leaving = False
+        self.stopping = True
+        for connection in list(self.connections):
+            connection.close_if_idle()
 
     async def close(self) -> None:
         """Drop whatever connection is left, once clients of sessions have seen why they ended."""
-        if self.clients.parting:
-            waiter = self.clients.all_parted = self._driver.loop.create_future()
+        if self.parting:
+            waiter = self._all_parted = self.driver.loop.create_future()
             await asyncio.wait([waiter], timeout=_PART_S)
         if self._sweeper is not None:
             self._sweeper.cancel()
-        self.clients.abort()
+        self.abort()
         for server in self._servers:
             server.close()
             await server.wait_closed()
 
     def _sweep(self) -> None:
-        self._sweeper = self._driver.loop.call_later(_SWEEP_S, self._sweep)
-        self.clients.sweep(self._driver.now())
+        self._sweeper = self.driver.loop.call_later(_SWEEP_S, self._sweep)
+        self.sweep()
+
+
+def _half_of_the_descriptors() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else max(1, soft // 2)

@@ -45,7 +45,6 @@ from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Offer, Takeover
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
-from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.telemetry.prometheus import SharedFigures, WorkerState
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 
@@ -91,7 +90,11 @@ class FleetService(ABC):
         self.admin = AdminListener(self.access.admin_tls)
         #: The file as it was at the start: what cannot be reloaded is compared with it.
         self._started = fleet.written
-        self._event_log = None if event_log is None else _open_event_log(event_log)
+        self._event_log: EventLog | None = None
+        if event_log is not None:
+            from hetlb.proxy.event_log import EventLog
+
+            self._event_log = EventLog(event_log)
         #: Clock, seconds.
         self.now = asyncio.get_running_loop().time
         setup = SchedulerSetup(
@@ -106,8 +109,10 @@ class FleetService(ABC):
             health=fleet.health_params,
             now=self.now(),
         )
-        #: The scheduler in use.
-        self.scheduler = _build_scheduler(setup, self._event_log)
+        try:
+            self.scheduler = Scheduler(setup) if self._event_log is None else self._event_log.scheduler(setup)
+        except ValueError as error:
+            raise ConfigError(f"policy.predictor: {error} (policy.trace names one)") from error
         self.scheduling = scheduling = self._drive()
         scheduling.probe_timeout_s = fleet.file.scrape.timeout_s
         scheduling.limit(self.access.limits)
@@ -152,14 +157,12 @@ class FleetService(ABC):
 
     def _discovery_sources(self) -> list[Source]:
         """Sources of instances, and the fleet file itself. Raises `ConfigError`."""
-        fleet, table = self.fleet, self.fleet.file.discovery
-        sources: list[Source] = []
+        fleet, table, sources = self.fleet, self.fleet.file.discovery, list[Source]()
         if fleet.file.watch and fleet.path is not None:
             from hetlb.proxy.discovery.file_source import FleetFileSource
 
-            sources.append(
-                FleetFileSource(fleet.path, 1.0 if table is None else table.poll_s, self._on_reload_signal)
-            )
+            poll_s = 1.0 if table is None else table.poll_s
+            sources.append(FleetFileSource(fleet.path, poll_s, self._on_reload_signal))
         if table is not None:
             from hetlb.proxy.discovery.configured import sources_of
 
@@ -219,11 +222,6 @@ class FleetService(ABC):
     @abstractmethod
     def tokens_so_far(self, lease: Lease) -> int:
         """Output tokens of a lease: all of them, or those that came until now."""
-
-    @property
-    @abstractmethod
-    def history(self) -> History:
-        """The requests that ended lately."""
 
     @property
     def stopping(self) -> bool:
@@ -392,7 +390,7 @@ class Service(FleetService):
         listen = self.fleet.file.listen
         with named("listen", listen.host, listen.port):
             self.address = await self.server.start(listen.host, listen.port, listeners.main)
-        await self.admin.open(make_app(self), self.fleet.file.admin, listeners.admin)
+        await self.admin.listen(make_app(self), self.fleet.file.admin, listeners.admin)
         if takeover is not None:
             await takeover.accepting()
             tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
@@ -475,12 +473,6 @@ class Service(FleetService):
         return self.driver.tokens_so_far(lease)
 
     @property
-    def history(self) -> History:
-        """The requests that ended lately."""
-        self.driver.settle()
-        return self._front.history
-
-    @property
     def stopping(self) -> bool:
         """True if no further request is to be sent here."""
         return self.stopping_soon or self.server.stopping
@@ -503,19 +495,6 @@ class Service(FleetService):
             await self.sharing.close()
         await super().close()
         await self._front.close()
-
-
-def _build_scheduler(setup: SchedulerSetup, event_log: EventLog | None) -> Scheduler:
-    try:
-        return Scheduler(setup) if event_log is None else event_log.scheduler(setup)
-    except ValueError as error:
-        raise ConfigError(f"policy.predictor: {error} (policy.trace names one)") from error
-
-
-def _open_event_log(path: Path) -> EventLog:
-    from hetlb.proxy.event_log import EventLog
-
-    return EventLog(path)
 
 
 def tune_gc() -> None:

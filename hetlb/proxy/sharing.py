@@ -27,7 +27,6 @@ from hetlb.core.scheduler import Scheduler
 from hetlb.core.shared_view import SharedView
 from hetlb.core.types import Command
 from hetlb.errors import ConfigError
-from hetlb.proxy.leader import KeyLeader
 from hetlb.proxy.lease_wire import PART_BYTES, PART_CHANGES, WireChange, from_wire, parts
 from hetlb.proxy.telemetry.events import Event, Rarely, tell
 from hetlb.proxy.telemetry.prometheus import SharedFigures
@@ -35,7 +34,7 @@ from hetlb.turns import Share
 
 logger = logging.getLogger("hetlb.shared")
 
-_VERSION: Final = 2
+_VERSION: Final = 3
 #: Kinds of messages: changes, all that holds, the question for all that holds, and the last changes of a
 #: process that stops.
 _CHANGES: Final = 0
@@ -61,14 +60,13 @@ _ECHO_WEIGHT: Final = 0.1
 
 
 class _Message(msgspec.Struct, array_like=True, frozen=True):
-    """One message of a process; `epoch` is its number as a leader, `sent_at` by its own clock."""
+    """One message of a process; `sent_at` by its own clock."""
 
-    version: Literal[2]
+    version: Literal[3]
     name: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,32}$")]
     kind: Literal[0, 1, 2, 3]
     sequence: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
     sent_at: float
-    epoch: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
     changes: Annotated[list[WireChange], msgspec.Meta(max_length=PART_CHANGES)]
 
 
@@ -77,9 +75,6 @@ _decode = msgspec.msgpack.Decoder(_Message).decode
 
 def shared_url(table: SharedTable, key: str) -> str | None:
     """Address of the server, None where a lease alone is shared. Raises `ConfigError` naming `key`."""
-    standby = table.mode == "active-standby"
-    if table.lease is not None and not standby:
-        raise ConfigError(f"{key}.mode: expected active-standby with a lease, got {table.mode}")
     url = table.url
     if table.url_env is not None:
         if url is not None:
@@ -121,10 +116,6 @@ class Sharing:
             url, socket_connect_timeout=limit_s, socket_timeout=limit_s, protocol=2
         )
         self._channel = f"{table.group}:leases"
-        #: The leader by a key here, None where all serve or a Lease says which one does.
-        self.leader: KeyLeader | None = None
-        if table.mode == "active-standby" and table.lease is None:
-            self.leader = KeyLeader(self._redis, table.group, name, table.silent_s)
         self._heard_at: dict[str, float] = {}
         self._next: dict[str, int] = {}
         self._sequence = self._received = self._rejected = 0
@@ -158,12 +149,10 @@ class Sharing:
     def start(self) -> None:
         """Begin; a server that is not there yet is waited for, and nothing else waits for it."""
         self._tasks = [self._loop.create_task(each) for each in (self._listen(), self._beat())]
-        if self.leader is not None:
-            self.leader.start()
         self._publisher = self._loop.create_task(self._publish())
 
     async def close(self) -> None:
-        """Stop: peers hear the last changes and forget this process; a leader lets another lead at once."""
+        """Stop: peers hear the last changes and forget this process."""
         if self._answer is not None:
             self._answer.cancel()
         tasks, self._tasks = self._tasks, []
@@ -174,8 +163,6 @@ class Sharing:
                 if publisher is not None and self.connected:
                     self._send(_LEAVE, self.view.take())
                     await self._outbox.join()
-                if self.leader is not None:
-                    await self.leader.close()
         if publisher is not None:
             await _cancel([publisher])
         await self._redis.aclose()
@@ -200,15 +187,11 @@ class Sharing:
         for number, part in enumerate(some):
             self._sequence += 1
             head = [_VERSION, self.name, kind if number == at else _CHANGES, self._sequence]
-            message = msgspec.msgpack.encode([*head, self._loop.time(), self._epoch, part])
+            message = msgspec.msgpack.encode([*head, self._loop.time(), part])
             try:
                 self._outbox.put_nowait(message)
             except asyncio.QueueFull:
                 self._missed = True
-
-    @property
-    def _epoch(self) -> int:
-        return 0 if self.leader is None else self.leader.epoch
 
     def _send_state(self) -> None:
         """Tell all that holds, after what changed before."""
@@ -317,8 +300,6 @@ class Sharing:
             self.view.delay_s += _ECHO_WEIGHT * (age_s - self.view.delay_s)
             return
         self._received += 1
-        if self.leader is not None:
-            self.leader.heard(message.epoch)
         self._heard_at[peer] = now
         if kind == _ASK:
             if self._answer is None:

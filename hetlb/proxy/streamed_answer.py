@@ -142,9 +142,8 @@ class StreamedAnswer(SseWatcher):
                 progress.spoil()
                 self.lost = b""
                 return b""
-            aborted, event = progress.finish == "abort", translated
-            if aborted:
-                progress.finish = None
+            aborted = event.find(_ABORT) >= 0 and not seam.only_end
+            event = translated
         else:
             aborted = event.find(_ABORT) >= 0
             self._max_held = MAX_HELD_BYTES  # the first event is over

@@ -7,6 +7,7 @@ where the fleet file states one and the image's size is known, else as the mean 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -19,78 +20,61 @@ if TYPE_CHECKING:
 
 #: Bytes per token before anything was learnt: English text and common vocabularies.
 START_BYTES_PER_TOKEN: Final = 4.0
-#: The start value weighs as this many tokens; older evidence halves after about `_MEMORY_TOKENS`.
-_START_WEIGHT_TOKENS: Final = 200.0
-_MEMORY_TOKENS: Final = 200_000.0
+#: Bounds of bytes per token.
 _LEAST: Final = 0.5
 _MOST: Final = 16.0
-#: Tokens of an image before anything was learnt; it weighs as this many images. Older evidence halves.
+#: Tokens of an image before anything was learnt.
 START_TOKENS_PER_IMAGE: Final = 600.0
-_START_WEIGHT_IMAGES: Final = 2.0
-_MEMORY_IMAGES: Final = 1000.0
 #: A local tokenizer is asked for prompts up to this size: it takes about a millisecond for it.
 _MAX_TOKENIZED_BYTES: Final = 64 << 10
 
 
-class BytesPerToken:
-    """Bytes per token as a ratio of sums with slow forgetting, for one model."""
+class LearntRatio:
+    """Ratio of two sums with slow forgetting, from `least` to `most`.
 
-    __slots__ = ("_bytes", "_tokens", "ratio")
+    Its value at the start weighs as `weight` of the lower sum; older evidence halves after about `memory`.
+    """
 
-    def __init__(self) -> None:
-        self._tokens = _START_WEIGHT_TOKENS
-        self._bytes = _START_WEIGHT_TOKENS * START_BYTES_PER_TOKEN
-        #: Bytes per token, within reason.
-        self.ratio = START_BYTES_PER_TOKEN
+    __slots__ = ("_above", "_below", "_least", "_memory", "_most", "value")
 
-    def learn(self, text_bytes: int, tokens: float) -> None:
-        """A prompt of `text_bytes` had `tokens` tokens."""
-        if self._tokens > _MEMORY_TOKENS:
-            self._tokens /= 2.0
-            self._bytes /= 2.0
-        self._tokens += tokens
-        self._bytes += text_bytes
-        self.ratio = min(_MOST, max(_LEAST, self._bytes / self._tokens))
+    def __init__(
+        self, start: float, weight: float, memory: float, least: float = 0.0, most: float = math.inf
+    ) -> None:
+        self._memory = memory
+        self._least = least
+        self._most = most
+        self._below = weight
+        self._above = weight * start
+        self.value = start
 
-    @property
-    def sums(self) -> tuple[float, float]:
-        """Bytes and tokens, as far as they are remembered."""
-        return self._bytes, self._tokens
-
-    @sums.setter
-    def sums(self, sums: tuple[float, float]) -> None:
-        self._bytes, self._tokens = sums
-        self.ratio = min(_MOST, max(_LEAST, self._bytes / self._tokens))
-
-
-class TokensPerImage:
-    """Mean tokens of an image with slow forgetting, for one model."""
-
-    __slots__ = ("_images", "_tokens", "mean")
-
-    def __init__(self) -> None:
-        self._images = _START_WEIGHT_IMAGES
-        self._tokens = _START_WEIGHT_IMAGES * START_TOKENS_PER_IMAGE
-        self.mean = START_TOKENS_PER_IMAGE
-
-    def learn(self, images: int, tokens: float) -> None:
-        """Learn from images that had `tokens` tokens together."""
-        if self._images > _MEMORY_IMAGES:
-            self._images /= 2.0
-            self._tokens /= 2.0
-        self._images += images
-        self._tokens += tokens
-        self.mean = self._tokens / self._images
+    def learn(self, above: float, below: float) -> None:
+        """Learn from one more pair."""
+        if self._below > self._memory:
+            self._below /= 2.0
+            self._above /= 2.0
+        self._below += below
+        self._above += above
+        self.value = min(self._most, max(self._least, self._above / self._below))
 
     @property
     def sums(self) -> tuple[float, float]:
-        """Tokens and images, as far as they are remembered."""
-        return self._tokens, self._images
+        """Upper and lower sum, as far as they are remembered."""
+        return self._above, self._below
 
     @sums.setter
     def sums(self, sums: tuple[float, float]) -> None:
-        self._tokens, self._images = sums
-        self.mean = self._tokens / self._images
+        self._above, self._below = sums
+        self.value = min(self._most, max(self._least, self._above / self._below))
+
+
+def bytes_per_token() -> LearntRatio:
+    """Bytes per token of one model, nothing learnt yet."""
+    return LearntRatio(START_BYTES_PER_TOKEN, 200.0, 200_000.0, _LEAST, _MOST)
+
+
+def tokens_per_image() -> LearntRatio:
+    """Tokens per image of one model, nothing learnt yet."""
+    return LearntRatio(START_TOKENS_PER_IMAGE, 2.0, 1000.0)
 
 
 def _sums(raw: Any) -> tuple[float, float]:
@@ -111,8 +95,8 @@ class TokenEstimator:
         counters: Mapping[str, Callable[[str], int]] | None = None,
         image_rules: Mapping[str, ImageRule] | None = None,
     ) -> None:
-        self._text: dict[str, BytesPerToken] = {}
-        self._images: dict[str, TokensPerImage] = {}
+        self._text: dict[str, LearntRatio] = {}
+        self._images: dict[str, LearntRatio] = {}
         self._counters = dict(counters or {})
         self._image_rules = dict(image_rules or {})
 
@@ -144,20 +128,20 @@ class TokenEstimator:
         text_tokens = float(tokens)
         if images:
             by_rule, others = self._by_rule(model, images)
-            learnt_images = self._images.setdefault(model, TokensPerImage())
+            learnt_images = self._images.setdefault(model, tokens_per_image())
             if others:
                 rest = tokens - by_rule - self._text_tokens(model, text_bytes)
                 if rest > 0:
-                    learnt_images.learn(others, rest)
+                    learnt_images.learn(rest, others)
                 return
             # Remote images of this model are like those that came with their size.
-            learnt_images.learn(len(images), by_rule)
+            learnt_images.learn(by_rule, len(images))
             text_tokens -= by_rule
             if text_tokens <= 0:
                 return
         learnt = self._text.get(model)
         if learnt is None:
-            learnt = self._text[model] = BytesPerToken()
+            learnt = self._text[model] = bytes_per_token()
         learnt.learn(text_bytes, text_tokens)
 
     def state(self) -> dict[str, Any]:
@@ -172,17 +156,17 @@ class TokenEstimator:
         text = {str(model): _sums(raw) for model, raw in state["text"].items()}
         images = {str(model): _sums(raw) for model, raw in state["images"].items()}
         for model, sums in text.items():
-            self._text.setdefault(model, BytesPerToken()).sums = sums
+            self._text.setdefault(model, bytes_per_token()).sums = sums
         for model, sums in images.items():
-            self._images.setdefault(model, TokensPerImage()).sums = sums
+            self._images.setdefault(model, tokens_per_image()).sums = sums
 
     def _text_tokens(self, model: str, text_bytes: float) -> float:
         learnt = self._text.get(model)
-        return text_bytes / (START_BYTES_PER_TOKEN if learnt is None else learnt.ratio)
+        return text_bytes / (START_BYTES_PER_TOKEN if learnt is None else learnt.value)
 
     def _mean_image(self, model: str) -> float:
         learnt = self._images.get(model)
-        return START_TOKENS_PER_IMAGE if learnt is None else learnt.mean
+        return START_TOKENS_PER_IMAGE if learnt is None else learnt.value
 
     def _by_rule(self, model: str, images: Sequence[ImageSize]) -> tuple[int, int]:
         """Tokens of the images that the model's rule covers, and the number of the others."""

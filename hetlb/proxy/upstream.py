@@ -1,37 +1,27 @@
-"""Connections to engines: one pool per instance, one protocol per connection.
+"""Connections to engines, one protocol each; they carry clients' requests and those of the proxy's own.
 
-An idle connection is reused for at most `upstream_idle_s` (uvicorn closes them after 5 s); one
-that fails before its answer began, having been idle before, is replaced by a fresh one without the client
-noticing; a connection whose answer was not cleanly framed is never used again; trouble of this machine is
-told apart from the engine's. What every request to an engine carries (its Host, its key) is put together
-once, not for each; a chunk of a stream that is read whole goes on as it stands.
+One that fails before its answer began, having been idle before, is replaced by a fresh one without the client
+noticing; a connection whose answer was not cleanly framed is never used again. A chunk of a stream that is
+read whole goes on as it stands.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import socket
-from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, Protocol, cast
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from hetlb.addresses import refuse_special
 from hetlb.core.transition import Transition
 from hetlb.proxy import ends
-from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.connection_states import (
     ANSWER_BEGUN,
     BEGUN,
     CLOSED,
     HEAD_READ,
-    HELD_BACK,
     KEPT,
     READ,
-    READ_ON,
     REUSED,
-    TURN_TAKEN,
     UNREAD,
     EngineState,
     Reading,
@@ -40,14 +30,15 @@ from hetlb.proxy.ends import End
 from hetlb.proxy.http.http1 import (
     ChunkedDecoder,
     GateError,
-    KnownHeads,
     ResponseHead,
     head_end,
     parse_response_head,
 )
+from hetlb.proxy.paced_reading import PacedReader
 
-#: Errors of this machine, not of the engine.
-LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
+if TYPE_CHECKING:
+    from hetlb.proxy.engine_pools import EnginePool
+
 _MAX_HEAD_BYTES: Final = 32 << 10
 #: Interim answers (1xx) before the answer itself: more are none.
 MAX_INTERIM: Final = 16
@@ -55,10 +46,8 @@ MAX_INTERIM: Final = 16
 TURN_BYTES: Final = 16 << 10
 #: A read of this size or more is a turn of its own: more is waiting in the kernel.
 _LARGE_READ: Final = 64 << 10
-#: A list of models beyond this is none.
-_MAX_LIST_BYTES: Final = 1 << 20
-#: Seconds that an engine may take to close a TLS connection.
-_TLS_SHUTDOWN_S: Final = 1.0
+#: Answers to requests of the proxy's own beyond this are none.
+_MAX_ANSWER_BYTES: Final = 4 << 20
 #: Bodies up to this size are written in one piece with their head.
 _COPIED_BYTES: Final = 16 << 10
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
@@ -75,30 +64,28 @@ _TURN: Final = Reading.TURN
 _HELD: Final = Reading.HELD
 
 
-def local_trouble(error: OSError) -> bool:
-    """True if a failed connection is the fault of this machine; an address that is not found is not."""
-    if isinstance(error, socket.gaierror):
-        return error.errno == socket.EAI_MEMORY
-    return error.errno in LOCAL_ERRNOS
-
-
-class Carried(Protocol):
-    """One request as a connection sees it: what to send, and what is told of the answer."""
+class AnswerTaker(Protocol):
+    """Interface of what gets the answer on a connection."""
 
     @property
     def method(self) -> bytes: ...
     @property
     def plain(self) -> bool: ...
-    def engine_connected(
-        self, connection: EngineConnection, own_headers: bytes, passthrough: bool
-    ) -> None: ...
-    def engine_identified(self) -> None: ...
     def engine_lost_idle(self) -> None: ...
     def engine_head(self, head: ResponseHead, length: int | None) -> None: ...
     def engine_events(self, chunks: bytes) -> bool: ...
     def engine_body(self, payload: bytes) -> None: ...
     def engine_end(self, payload: bytes) -> None: ...
     def engine_failed(self, end: End, detail: str) -> None: ...
+
+
+class Carried(AnswerTaker, Protocol):
+    """One request as a connection sees it: what to send, and what is told of the answer."""
+
+    def engine_connected(
+        self, connection: EngineConnection, own_headers: bytes, passthrough: bool
+    ) -> None: ...
+    def engine_identified(self) -> None: ...
 
 
 class Upstream:
@@ -115,278 +102,20 @@ class Upstream:
         raise NotImplementedError
 
 
-class EnginePool(Upstream):
-    """The connections to one instance."""
-
-    __slots__ = (
-        "_address",
-        "_checks",
-        "_confined",
-        "_connect_timeout_s",
-        "_connecting",
-        "_host",
-        "_host_header",
-        "_idle",
-        "_idle_s",
-        "_loop",
-        "_lost",
-        "_now",
-        "_on_reconnect",
-        "_port",
-        "_stalled_since",
-        "_tls",
-        "busy",
-        "call_soon",
-        "closed",
-        "heads",
-        "origin",
-        "own_headers",
-        "passthrough",
-    )
-
-    def __init__(
-        self,
-        url: str,
-        loop: asyncio.AbstractEventLoop,
-        access: EngineAccess,
-        *,
-        connect_timeout_s: float,
-        idle_s: float,
-        stalled_since: Callable[[float], bool] = lambda then: False,
-        on_reconnect: Callable[[bytes], None] | None = None,
-    ) -> None:
-        """`stalled_since` tells whether this process stood still since a time: then no engine was slow.
-
-        `on_reconnect` gets the engine's `/v1/models` where it closed connections before: it may be another.
-        """
-        parts = urlsplit(url)
-        assert parts.hostname is not None, f"expected a checked URL, got {url!r}"
-        self._host = parts.hostname
-        self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._host_header = b"host: " + parts.netloc.encode("ascii")
-        self.origin = f"{parts.scheme}://{parts.netloc}"
-        self._loop = loop
-        self._now = loop.time
-        self.call_soon = loop.call_soon
-        self._stalled_since = stalled_since
-        self._on_reconnect = on_reconnect
-        #: True if the engine closed or refused a connection since its models were last read here.
-        self._lost = False
-        self._checks: dict[Carried, IdentityCheck] = {}
-        self.configure(access, connect_timeout_s=connect_timeout_s, idle_s=idle_s)
-        #: The most recently used at the right: the others grow old and are closed.
-        self._idle: deque[EngineConnection] = deque()
-        self.busy: set[EngineConnection] = set()
-        self._connecting: dict[Carried, asyncio.Task[None]] = {}
-        self.closed = False
-        self.heads = KnownHeads(_parse_answer_head)
-
-    def configure(self, access: EngineAccess, *, connect_timeout_s: float, idle_s: float) -> None:
-        """Set what holds for requests and connections from now on: key, certificates, times in seconds."""
-        self._connect_timeout_s = connect_timeout_s
-        self._idle_s = idle_s
-        self._address = access.address or self._host
-        self._confined = access.confined
-        self._tls: dict[str, Any] = {}
-        if access.tls is not None:
-            self._tls = {
-                "ssl": access.tls,
-                "server_hostname": self._host,
-                "ssl_shutdown_timeout": _TLS_SHUTDOWN_S,
-            }
-        #: The header lines that are ours, and whether a client's own key goes along with them.
-        self.own_headers = self._host_header + b"\r\n"
-        self.passthrough = access.passthrough and access.authorization is None
-        if access.authorization is not None:
-            self.own_headers += b"authorization: " + access.authorization + b"\r\n"
-
-    @property
-    def open_connections(self) -> int:
-        """Connections in use, idle or being made."""
-        return len(self.busy) + len(self._idle) + len(self._connecting)  # checks are among the busy ones
-
-    def send(self, exchange: Carried, *, fresh: bool = False) -> None:
-        """Send the exchange's request on an idle connection, or on a new one."""
-        if not fresh:
-            idle, oldest = self._idle, self._now() - self._idle_s
-            while idle:
-                connection = idle.pop()
-                if connection.idle_since > oldest and connection.state is _IDLE:
-                    connection.begin(exchange)
-                    return
-                connection.close()
-        self._connecting[exchange] = self._loop.create_task(self._connect(exchange))
-
-    def cancel(self, exchange: Carried) -> None:
-        """Stop connecting for an exchange, if that is going on."""
-        task = self._connecting.pop(exchange, None)
-        if task is not None:
-            task.cancel()
-        check = self._checks.pop(exchange, None)
-        if check is not None:
-            check.abort()
-
-    def lost(self) -> None:
-        """The engine closed or refused a connection: what answers next may be another."""
-        self._lost = True
-
-    def checked(self, check: IdentityCheck, body: bytes | None) -> None:
-        """The engine's models were read, or could not be (None); the request goes on."""
-        if self._checks.pop(check.exchange, None) is None:
-            return
-        self._lost = False
-        if body is not None and self._on_reconnect is not None:
-            self._on_reconnect(body)
-        check.exchange.engine_identified()
-
-    def put_back(self, connection: EngineConnection) -> None:
-        """A cleanly ended answer: keep its connection for a while."""
-        if self.closed:
-            connection.close()
-            return
-        connection.idle_since = self._now()
-        self._idle.append(connection)
-
-    def forget(self, connection: EngineConnection) -> None:
-        """A connection is gone."""
-        self.busy.discard(connection)
-        if connection in self._idle:
-            self._idle.remove(connection)
-
-    def sweep(self, now: float) -> None:
-        """Close what has been idle for too long; wait no longer for an engine to say what it serves."""
-        for check in list(self._checks.values()):
-            if now - check.began_at > self._connect_timeout_s:
-                check.abort()
-                self.checked(check, None)
-        while self._idle and self._idle[0].idle_since <= now - self._idle_s:
-            self._idle.popleft().close()
-
-    def close(self) -> None:
-        """Close idle connections now and the others as they end."""
-        self.closed = True
-        while self._idle:
-            self._idle.popleft().close()
-
-    async def _connect(self, exchange: Carried) -> None:
-        end: End | None = None
-        detail = ""
-        began = self._now()
-        try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await self._loop.create_connection(
-                    lambda: EngineConnection(self), self._address, self._port, **self._tls
-                )
-            if self._confined:
-                connection.refuse_special_peer()
-            if connection.state is _CLOSED:  # before anything was sent
-                end, detail = ends.NOT_ACCEPTED, "the engine closed the connection"
-        except asyncio.CancelledError:
-            return
-        except TimeoutError:
-            if self._stalled_since(began) and exchange in self._connecting:
-                self._connecting[exchange] = self._loop.create_task(self._connect(exchange))
-                return
-            end, detail = ends.NOT_ACCEPTED, "the connection was not accepted in time"
-        except OSError as error:
-            end = ends.LOCAL if local_trouble(error) else ends.NOT_ACCEPTED
-            detail = error.strerror or str(error)
-        except UnicodeError:
-            end, detail = ends.NOT_ACCEPTED, "its host can be no name"
-        if self._connecting.pop(exchange, None) is None:
-            # The client left in the same turn in which the connection came.
-            if end is None:
-                connection.close()
-            return
-        if end is not None:
-            self._lost = True
-            exchange.engine_failed(end, detail)
-        elif self._lost and self._on_reconnect is not None:
-            check = self._checks[exchange] = IdentityCheck(self, exchange, self._now())
-            connection.begin(check)
-        else:
-            connection.begin(exchange)
-
-
-def _parse_answer_head(raw: bytes) -> tuple[ResponseHead, int | None]:
-    return parse_response_head(raw, b"POST")
-
-
-class IdentityCheck:
-    """Asks a fresh connection for the engine's models, for a request that waits for the answer."""
-
-    __slots__ = ("_body", "_connection", "_pool", "_status", "began_at", "exchange", "method", "plain")
-
-    def __init__(self, pool: EnginePool, exchange: Carried, now: float) -> None:
-        self._pool = pool
-        self.exchange = exchange
-        self.began_at = now
-        self.method = b"GET"
-        self.plain = True
-        self._connection: EngineConnection | None = None
-        self._status = 0
-        self._body = b""
-
-    def abort(self) -> None:
-        """Drop the connection."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.abort()
-
-    def engine_connected(self, connection: EngineConnection, own_headers: bytes, passthrough: bool) -> None:
-        """Ask."""
-        self._connection = connection
-        connection.send(b"GET /v1/models HTTP/1.1\r\n%b\r\n" % own_headers, [b""])
-
-    def engine_head(self, head: ResponseHead, length: int | None) -> None:
-        """The answer begins."""
-        self._status = head.status
-
-    def engine_events(self, chunks: bytes) -> bool:
-        """Nothing of it is passed on."""
-        return False
-
-    def engine_body(self, payload: bytes) -> None:
-        """More of the list."""
-        self._body += payload
-        if len(self._body) > _MAX_LIST_BYTES:
-            self.abort()
-            self._pool.checked(self, None)
-
-    def engine_end(self, payload: bytes) -> None:
-        """The list is whole."""
-        self._connection = None
-        self._pool.checked(self, self._body + payload if self._status == 200 else None)
-
-    def engine_identified(self) -> None:
-        """A check is not checked."""
-
-    def engine_lost_idle(self) -> None:
-        """It is always the first on its connection."""
-
-    def engine_failed(self, end: End, detail: str) -> None:
-        """The request meets what the check has met, unless it may be the path that is not known there."""
-        self._connection = None
-        if end is ends.JUNK or end is ends.HEAD_CUT:
-            self._pool.checked(self, None)
-        elif self._pool._checks.pop(self.exchange, None) is not None:
-            self.exchange.engine_failed(ends.NOT_ACCEPTED, detail)
-
-
-class EngineConnection(asyncio.Protocol):
+class EngineConnection(PacedReader):
     """One connection to an engine; carries one exchange at a time."""
 
     __slots__ = (
-        "_buffer", "_decoder", "_interim", "_left", "_on_room", "_pool", "_rest", "_rest_at", "_transport",
-        "_turn", "exchange", "head", "idle_since", "may_upgrade", "reading", "state",
+        "_buffer", "_decoder", "_interim", "_left", "_on_room", "_pool", "_rest", "_rest_at", "exchange",
+        "head", "idle_since", "may_upgrade", "state",
     )  # fmt: skip
 
     def __init__(self, pool: EnginePool) -> None:
+        super().__init__(pool.turns)
         self._pool = pool
-        self._transport: asyncio.Transport | None = None
         self.state = _FRESH
-        self.reading = _OPEN
-        self.exchange: Carried | None = None
+        #: Exchange that it carries; after a 101 the session that this has become.
+        self.exchange: AnswerTaker | None = None
         self.head: ResponseHead | None = None
         self.idle_since = 0.0
         #: The beginning of a head, and how many interim ones came before it.
@@ -394,10 +123,9 @@ class EngineConnection(asyncio.Protocol):
         self._interim = 0
         self._decoder: ChunkedDecoder | None = None
         self._left: int | None = None
-        #: Bytes that were read and are looked at in later turns, from `_rest_at` on; the next turn.
+        #: Bytes that were read and are looked at in later turns, from `_rest_at` on.
         self._rest = b""
         self._rest_at = 0
-        self._turn: asyncio.Handle | None = None
         #: True if the request asks for another protocol; then, what is told whether there is room to write.
         self.may_upgrade = False
         self._on_room: Callable[[bool], None] | None = None
@@ -408,16 +136,11 @@ class EngineConnection(asyncio.Protocol):
         assert self.state in transition.before, f"engine connection, {self.state}: {transition.event}"
         self.state = transition.after
 
-    def _enter_reading(self, transition: Transition[Reading]) -> None:
-        assert self.reading in transition.before, f"engine connection, {self.reading}: {transition.event}"
-        self.reading = transition.after
-
     def _leave(self) -> None:
         """This connection is of no further use: the pool forgets it, what was read of it is dropped."""
         if self.state is not _CLOSED:
             self._enter(CLOSED)
         self._pool.forget(self)
-        self._drop_turn()
         self._rest, self._rest_at = b"", 0
 
     def refuse_special_peer(self) -> None:
@@ -465,21 +188,17 @@ class EngineConnection(asyncio.Protocol):
 
     def pause(self) -> None:
         """Read no more for now: the client is slow."""
-        if self.reading is _HELD:
-            return
-        self._drop_turn()
-        if self.reading is _OPEN:
-            self._pause_reading()
-        self._enter_reading(HELD_BACK)
+        if self.reading is not _HELD:
+            self._hold_back()
 
     def resume(self) -> None:
         """Read on."""
         if self.reading is not _HELD:
             return
         if self._rest:
-            self._take_turn_later()
+            self._continue_later()
         else:
-            self._read_on()
+            self._resume_reading()
 
     def abort(self) -> None:
         """Drop the connection at once: the engine stops working for what it carries."""
@@ -510,7 +229,7 @@ class EngineConnection(asyncio.Protocol):
             self._rest = self._rest[self._rest_at :] + data if self._rest else data
             self._rest_at = 0
             if self.reading is _OPEN:
-                self._take_turn(exchange)
+                self._take_part(exchange)
             return
         decoder = self._decoder
         # By far the most common read: an event in a chunk of its own.
@@ -518,7 +237,7 @@ class EngineConnection(asyncio.Protocol):
             return
         self._receive_or_fail(exchange, data)
 
-    def _take_turn(self, exchange: Carried) -> None:
+    def _take_part(self, exchange: AnswerTaker) -> None:
         """Look at the next part of what was read; the others have their turn before more is read."""
         at, size = self._rest_at, len(self._rest) - self._rest_at
         # What is passed on as it stands costs nothing to look at.
@@ -529,47 +248,25 @@ class EngineConnection(asyncio.Protocol):
         if self._rest_at >= len(self._rest):
             self._rest, self._rest_at = b"", 0
         if self._rest or size >= _LARGE_READ or self.reading is _TURN:
-            self._take_turn_later()
+            self._continue_later()
         self._receive_or_fail(exchange, data)
 
-    def _take_turn_later(self) -> None:
-        if self.reading is not _TURN:
-            if self.reading is _OPEN:
-                self._pause_reading()
-            self._enter_reading(TURN_TAKEN)
-        self._turn = self._pool.call_soon(self._go_on)
-
-    def _go_on(self) -> None:
-        """The others had their turn."""
-        self._turn = None
+    def turn_came(self) -> None:
+        """Look at the next part, or read on where there is none."""
         exchange = self.exchange
         if self._rest and exchange is not None:
-            self._take_turn(exchange)
+            self._take_part(exchange)
         else:
-            self._read_on()
+            self._resume_reading()
 
-    def _drop_turn(self) -> None:
-        turn, self._turn = self._turn, None
-        if turn is not None:
-            turn.cancel()
-
-    def _read_on(self) -> None:
-        self._enter_reading(READ_ON)
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
-
-    def _pause_reading(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.pause_reading()
-
-    def _receive_or_fail(self, exchange: Carried, data: bytes) -> None:
+    def _receive_or_fail(self, exchange: AnswerTaker, data: bytes) -> None:
         try:
             self._receive(exchange, data)
         except GateError as error:
             self.abort()
             exchange.engine_failed(ends.JUNK, error.message)
 
-    def _receive(self, exchange: Carried, data: bytes) -> None:
+    def _receive(self, exchange: AnswerTaker, data: bytes) -> None:
         if self.head is None:
             seen = len(self._buffer)
             if seen:
@@ -607,7 +304,7 @@ class EngineConnection(asyncio.Protocol):
             exchange.engine_head(head, length)
             if self.exchange is None:
                 return
-            exchange = self.exchange  # another one where the answer is held back
+            exchange = self.exchange
         if self._decoder is not None:
             payload = self._decoder.feed(data) if data else b""
             if not self._decoder.done:
@@ -629,7 +326,7 @@ class EngineConnection(asyncio.Protocol):
             return
         self._end(exchange, payload, clean)
 
-    def _end(self, exchange: Carried, payload: bytes, clean: bool) -> None:
+    def _end(self, exchange: AnswerTaker, payload: bytes, clean: bool) -> None:
         """The answer is whole: free the connection first, so that what comes next may use it."""
         assert self.head is not None
         self.exchange = None
@@ -640,8 +337,7 @@ class EngineConnection(asyncio.Protocol):
         if clean and whole and self.head.keep_alive and transport is not None and not transport.is_closing():
             self._enter(KEPT)
             if self.reading is not _OPEN:
-                self._drop_turn()
-                self._read_on()
+                self._resume_reading()
             self._pool.put_back(self)
         else:
             self.close()
@@ -657,8 +353,7 @@ class EngineConnection(asyncio.Protocol):
         left = self.state is not _CLOSED
         self._transport = None
         while self._rest and self.exchange is not None:  # what came before the end comes first
-            self._drop_turn()
-            self._take_turn(self.exchange)
+            self._take_part(self.exchange)
         state = self.state
         exchange, self.exchange = self.exchange, None
         self._leave()
@@ -691,3 +386,113 @@ class EngineConnection(asyncio.Protocol):
             self._enter(READ)
         if self._on_room is not None:
             self._on_room(True)
+
+
+class SideCall:
+    """A request of the proxy's own to an engine, and its whole answer, of bounded size.
+
+    `lines` makes its head from the engine's own header lines, without `content-length` and the empty line:
+    of a POST if there is a body.
+    """
+
+    __slots__ = (
+        "_body", "_connection", "_done", "_failed", "_fresh", "_head", "_lines", "_over",
+        "_received", "_serves", "method", "plain", "pool",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        lines: Callable[[bytes, bool], bytes],
+        body: bytes,
+        done: Callable[[ResponseHead, bytes], None],
+        failed: Callable[[End | None, str], None],
+        serves: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.method = b"POST" if body else b"GET"
+        self.plain = True
+        self.pool = pool
+        self._lines = lines
+        self._body = body
+        self._done = done
+        self._failed = failed
+        self._serves = serves
+        self._connection: EngineConnection | None = None
+        self._head: ResponseHead | None = None
+        self._received = bytearray()
+        self._fresh = self._over = False
+
+    def send(self) -> None:
+        """Send it."""
+        self.pool.send(self)
+
+    def abort(self) -> None:
+        """Abort it at the engine. No outcome is reported."""
+        self._over = True
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+        else:
+            self.pool.cancel(self)
+
+    def engine_connected(self, connection: EngineConnection, own_headers: bytes, passthrough: bool) -> None:
+        """Write the request."""
+        self._connection = connection
+        length = b"content-length: %d\r\n" % len(self._body) if self._body else b""
+        connection.send(b"%b%b\r\n" % (self._lines(own_headers, passthrough), length), [self._body])
+
+    def engine_identified(self) -> None:
+        """After a reconnect it was looked at what the engine serves."""
+        if self._serves():
+            self.pool.send(self)
+        else:
+            self.engine_failed(None, "another model is served there")
+
+    def engine_lost_idle(self) -> None:
+        """A reused connection was closed before it answered: once more on a fresh one."""
+        self._connection = None
+        if self._fresh:
+            self.engine_failed(None, "the engine closed the connection")
+        else:
+            self._fresh = True
+            self.pool.send(self, fresh=True)
+
+    def engine_head(self, head: ResponseHead, length: int | None) -> None:
+        """The answer begins."""
+        self._head = head
+
+    def engine_events(self, chunks: bytes) -> bool:
+        """Nothing of it is passed on as it stands."""
+        return False
+
+    def engine_body(self, payload: bytes) -> None:
+        """More of the answer."""
+        self._received += payload
+        if len(self._received) > _MAX_ANSWER_BYTES and not self._over:
+            self.abort()
+            self._failed(None, "its answer is too long")
+
+    def engine_end(self, payload: bytes) -> None:
+        """The answer is whole."""
+        self._connection = None
+        if self._over:
+            return
+        self._over = True
+        assert self._head is not None, "expected a head before the end"
+        self._done(self._head, bytes(self._received) + payload)
+
+    def engine_failed(self, end: End | None, detail: str) -> None:
+        """The engine, or this machine, failed."""
+        self._connection = None
+        if not self._over:
+            self._over = True
+            self._failed(end, detail)
+
+
+def head_of(request_line: bytes, fields: bytes = b"") -> Callable[[bytes, bool], bytes]:
+    """The `lines` of a side call whose head has these fields and the engine's own."""
+
+    def lines(own_headers: bytes, passthrough: bool) -> bytes:
+        return b"%b HTTP/1.1\r\n%b%b" % (request_line, own_headers, fields)
+
+    return lines

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, quantiles
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from scipy.optimize import least_squares, minimize_scalar
@@ -25,11 +25,21 @@ from hetlb.errors import TraceError
 from hetlb.sim.against_logs import Log, LoggedRequest
 from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence, SequenceState
-from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.workload.content import HASH_BLOCK_TOKENS, UNSHARED, PromptContent, contents_of
+from hetlb.sim.event_queue import EventQueue
+from hetlb.sim.fleet_engine import BEGIN, SUBMIT, EngineSpec, FleetEngine
+from hetlb.workload.content import UNSHARED
 
-#: The kinds of time that are corrected, in this order, and what is left.
-PARTS = ("prefill", "mixed", "decode", "host", "request")
+_Array: TypeAlias = np.ndarray[Any, Any]
+
+#: The kinds of time that are corrected, in this order: the field of `Corrections`, and words for a verdict.
+PARTS = {
+    "prefill": ("prefill", "prefill passes"),
+    "mixed": ("mixed", "mixed steps"),
+    "decode": ("decode", "decode steps"),
+    "host": ("host_s", "host time of iterations"),
+    "request": ("request_s", "host time of requests"),
+}
+#: Name of the rest.
 REST = "scheduling"
 #: A mean error up to this share counts as right.
 RIGHT = 0.03
@@ -50,14 +60,14 @@ _SHIFT = 5.0
 _CORNER = 0.1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReplayedRequest:
-    """Times of one request by the engine model; `load` is that at its arrival."""
+    """Times of one request by the engine model, in seconds; `load` is that at its arrival."""
 
-    queue_s: float
-    ttft_s: float
-    e2e_s: float
-    load: float
+    queue_s: float = 0.0
+    ttft_s: float = 0.0
+    e2e_s: float = 0.0
+    load: float = 0.0
 
 
 @dataclass(slots=True)
@@ -71,89 +81,54 @@ class ReplayedRun:
     batches: dict[int, float]
 
 
-@dataclass(slots=True)
-class _Course:
-    """Course of one request."""
-
-    index: int
-    load: float
-    queue_s: float = 0.0
-    first_s: float = 0.0
-
-
-def replay(
-    requests: Sequence[LoggedRequest], engine: EngineSpec, hash_block_tokens: int = HASH_BLOCK_TOKENS
-) -> ReplayedRun:
+def replay(requests: Sequence[LoggedRequest], engine: EngineSpec) -> ReplayedRun:
     """Send the requests to one engine model. Raises `TraceError` for one that does not fit its KV cache."""
-    contents = None
-    rows = [each.row for each in requests if each.row is not None]
-    if engine.limits.enable_prefix_caching and any(row.hash_ids or row.session for row in rows):
-        contents = contents_of(rows, hash_block_tokens)
-    model = replace(engine, prefix_cache=contents is not None).model(IterationRule.TOKEN)
-    found: list[ReplayedRequest | None] = [None] * len(requests)
+    shared = engine.limits.enable_prefix_caching and any(each.content is not UNSHARED for each in requests)
+    events = EventQueue()
+    server = FleetEngine("", replace(engine, prefix_cache=shared), IterationRule.TOKEN, events)
+    model, said = server.model, [ReplayedRequest() for _ in requests]
+    for number, (request, times) in enumerate(zip(requests, said, strict=True), start=1):
+        sequence = EngineSequence(
+            max(1, request.input_tokens),
+            request.output_tokens,
+            (request, times),
+            pieces=request.content.spans,
+            answer=request.content.answer,
+        )
+        if not model.limits.fits(sequence.prompt_tokens, sequence.output_tokens):
+            raise TraceError(
+                f"request {number}: expected at most {engine.limits.max_sequence_tokens} tokens "
+                f"(engine.kv_cache_tokens), got {sequence.prompt_tokens + sequence.output_tokens}"
+            )
+        events.push(request.arrival_s + engine.latency.request_s, SUBMIT, sequence)
     kv: list[tuple[float, float]] = []
     batches: dict[int, float] = {}
-    unseen: deque[EngineSequence] = deque()
-    due = [each.arrival_s + engine.latency.request_s for each in requests]
-    now, begun, sent = 0.0, 0.0, 0
-
-    def submit_due(before: float) -> None:
-        nonlocal sent
-        while sent < len(requests) and due[sent] <= before:
-            content = UNSHARED if contents is None else contents[sent]
-            sequence = _sequence(_Course(sent, _load(model)), requests[sent], content)
-            if not model.limits.fits(sequence.prompt_tokens, sequence.output_tokens):
-                raise TraceError(
-                    f"request {sent + 1}: expected at most {engine.limits.max_sequence_tokens} tokens "
-                    f"(engine.kv_cache_tokens), got {sequence.prompt_tokens + sequence.output_tokens}"
-                )
-            _submit(model, sequence, due[sent] - begun)
-            unseen.append(sequence)
-            sent += 1
-
-    while True:
-        submit_due(now)
-        stretch = model.begin_run()
-        if stretch is None:
-            if sent == len(requests):
-                break
-            now = due[sent]
-            continue
-        begun = now
-        while unseen and unseen[0].state not in (SequenceState.NEW, SequenceState.WAITING):
-            course = unseen.popleft().tag
-            course.queue_s = begun - requests[course.index].arrival_s
-        kv.append((begun, model.kv.pool.usage))
-        while model.in_flight is not None:
-            if sent == len(requests) or due[sent] >= begun + model.in_flight.duration_s:
-                break
-            submit_due(due[sent])
-        ended = model.end_iteration()
-        took_s = ended.stretch.duration_s
-        batches[ended.stretch.decodes] = batches.get(ended.stretch.decodes, 0.0) + took_s
-        now = begun + took_s
-        for sequence in ended.first:
-            sequence.tag.first_s = now
-        for sequence in ended.finished:
-            course = sequence.tag
-            arrived_s = requests[course.index].arrival_s
-            found[course.index] = ReplayedRequest(
-                course.queue_s, course.first_s - arrived_s, now - arrived_s, course.load
-            )
-    return ReplayedRun([each for each in found if each is not None], kv, model.preemptions, batches)
-
-
-def _sequence(course: _Course, request: LoggedRequest, content: PromptContent) -> EngineSequence:
-    prompt = max(1, request.input_tokens)
-    return EngineSequence(prompt, request.output_tokens, course, pieces=content.spans, answer=content.answer)
-
-
-def _submit(model: EngineModel, sequence: EngineSequence, elapsed_s: float) -> None:
-    if model.in_flight is not None and not model.admission_blocked:
-        model.submit(sequence, elapsed_s)
-        model.cut(elapsed_s, for_arrival=True)
-    else:
-        model.submit(sequence, max(0.0, elapsed_s))
+    queued: deque[EngineSequence] = deque()
+    while (event := events.pop()) is not None:
+        _, kind, _, payload = event
+        if kind == SUBMIT:
+            payload.tag[1].load = _load(model)
+            queued.append(payload)
+            server.submit([payload])
+        elif kind == BEGIN:
+            server.begin()
+            if model.in_flight is None:
+                continue
+            while queued and queued[0].state not in (SequenceState.NEW, SequenceState.WAITING):
+                request, times = queued.popleft().tag
+                times.queue_s = events.now - request.arrival_s
+            kv.append((events.now, model.kv.pool.usage))
+        elif (ended := server.end(payload[1])) is not None:
+            stretch = ended.stretch
+            batches[stretch.decodes] = batches.get(stretch.decodes, 0.0) + stretch.duration_s
+            for sequence in ended.first:
+                request, times = sequence.tag
+                times.ttft_s = events.now - request.arrival_s
+            for sequence in ended.finished:
+                request, times = sequence.tag
+                times.e2e_s = events.now - request.arrival_s
+            server.wake()
+    return ReplayedRun(said, kv, model.preemptions, batches)
 
 
 def _load(model: EngineModel) -> float:
@@ -183,26 +158,6 @@ class MetricError:
     requests: int
 
 
-def metric_error(pairs: Sequence[tuple[float, float]]) -> MetricError | None:
-    """Error of pairs of a measured and a simulated time; None where nothing was measured."""
-    if not pairs:
-        return None
-    measured_s, simulated_s = fmean(each[0] for each in pairs), fmean(each[1] for each in pairs)
-    if measured_s <= 0.0:
-        return None
-    relative = [abs(simulated / measured - 1.0) for measured, simulated in pairs if measured > 0.0]
-    return MetricError(
-        measured_s,
-        simulated_s,
-        simulated_s / measured_s - 1.0,
-        fmean(abs(simulated - measured) for measured, simulated in pairs) / measured_s,
-        fmean(relative),
-        median(relative),
-        quantiles(relative, n=20)[-1] if len(relative) > 1 else relative[0],
-        len(pairs),
-    )
-
-
 def errors(requests: Sequence[LoggedRequest], simulated: Sequence[ReplayedRequest]) -> dict[str, MetricError]:
     """The error of every metric that the log holds."""
     pairs: dict[str, list[tuple[float, float]]] = {"queue": [], "ttft": [], "tpot": [], "e2e": []}
@@ -214,7 +169,24 @@ def errors(requests: Sequence[LoggedRequest], simulated: Sequence[ReplayedReques
             tpot_s = (said.e2e_s - said.ttft_s) / (request.output_tokens - 1)
             pairs["tpot"].append((request.tpot_s, tpot_s))
         pairs["e2e"].append((request.e2e_s, said.e2e_s))
-    return {name: error for name, each in pairs.items() if (error := metric_error(each)) is not None}
+    found = {}
+    for name, each in pairs.items():
+        measured_s = fmean(measured for measured, _ in each) if each else 0.0
+        if measured_s <= 0.0:
+            continue
+        simulated_s = fmean(simulated for _, simulated in each)
+        relative = [abs(simulated / measured - 1.0) for measured, simulated in each if measured > 0.0]
+        found[name] = MetricError(
+            measured_s,
+            simulated_s,
+            simulated_s / measured_s - 1.0,
+            fmean(abs(simulated - measured) for measured, simulated in each) / measured_s,
+            fmean(relative),
+            median(relative),
+            quantiles(relative, n=20)[-1] if len(relative) > 1 else relative[0],
+            len(each),
+        )
+    return found
 
 
 # --- corrections ------------------------------------------------------------------------------------------
@@ -234,35 +206,28 @@ class Corrections:
     request_s: float = 0.0
     errors: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
-    def applied(self, k: LatencyModel, parts: Sequence[str] = PARTS) -> LatencyModel:
+    def applied(self, k: LatencyModel, parts: Sequence[str] = tuple(PARTS)) -> LatencyModel:
         """The model with some of its parts corrected."""
-        return corrected(
-            k,
-            prefill=self.prefill if "prefill" in parts else 1.0,
-            mixed=self.mixed if "mixed" in parts else 1.0,
-            decode=self.decode if "decode" in parts else 1.0,
-            host_s=self.host_s if "host" in parts else 0.0,
-            request_s=self.request_s if "request" in parts else 0.0,
-        )
+        fields = [PARTS[part][0] for part in parts]
+        return corrected(k, **{field: getattr(self, field) for field in fields})
 
     def described(self) -> list[str]:
         """One phrase for each part: how far it is off, and whether the log shows that."""
-        factors = {"prefill": self.prefill, "mixed": self.mixed, "decode": self.decode}
-        seconds = {"an iteration": self.host_s, "a request": self.request_s}
-        found = [
-            (f"{part} x {factor:.3f} ± {100 * error:.0f} %", abs(math.log(factor)) > 2.0 * error)
-            for (part, factor), error in zip(factors.items(), self.errors[:3], strict=True)
-        ] + [
-            (f"host {1e3 * each_s:+.2f} ± {1e3 * error:.2f} ms {part}", abs(each_s) > 2.0 * error)
-            for (part, each_s), error in zip(seconds.items(), self.errors[3:], strict=True)
-        ]
-        return [phrase if shown else f"{phrase} (may be none)" for phrase, shown in found]
+        found = []
+        for (part, (field, _)), error in zip(PARTS.items(), self.errors, strict=True):
+            value = getattr(self, field)
+            if field.endswith("_s"):
+                what = "an iteration" if part == "host" else "a request"
+                phrase, off = f"host {1e3 * value:+.2f} ± {1e3 * error:.2f} ms {what}", abs(value)
+            else:
+                phrase, off = f"{part} x {value:.3f} ± {100 * error:.0f} %", abs(math.log(value))
+            found.append(phrase if off > 2.0 * error else f"{phrase} (may be none)")
+        return found
 
 
 def fit_corrections(
     requests: Sequence[LoggedRequest],
     engine: EngineSpec,
-    hash_block_tokens: int = HASH_BLOCK_TOKENS,
     chosen: Sequence[bool] | None = None,
 ) -> Corrections:
     """The corrections with which the replay is nearest to the log; near none where it does not decide.
@@ -277,14 +242,14 @@ def fit_corrections(
     means = np.array([measured[group].mean(axis=0) for group in groups])
     scale = np.maximum(means, 0.05 * measured.mean(axis=0)) + 1e-9
 
-    def corrections(shifted: np.ndarray[Any, Any]) -> Corrections:
+    def corrections(shifted: _Array) -> Corrections:
         values = [spread * float(value - _SHIFT) for spread, value in zip(_SPREADS, shifted, strict=True)]
         factors = [math.exp(value) for value in values[:3]]
         return Corrections(factors[0], factors[1], factors[2], values[3], values[4])
 
-    def residuals(shifted: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def residuals(shifted: _Array) -> _Array:
         model = corrections(shifted).applied(engine.latency)
-        said = replay(part, replace(engine, latency=model), hash_block_tokens).requests
+        said = replay(part, replace(engine, latency=model)).requests
         times = np.array([(each.ttft_s, each.e2e_s) for each in said])
         tpot = (times[:, 1] - times[:, 0]) / steps
         simulated = np.column_stack([times[:, 0], tpot, times[:, 1]])
@@ -306,10 +271,10 @@ def fit_corrections(
     return replace(corrections(best.x), errors=_standard_errors(best, len(_SPREADS)))
 
 
-def _single_part(residuals: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+def _single_part(residuals: Callable[[_Array], _Array]) -> _Array:
     """The variables with the one part changed that brings the log nearest; all `_SHIFT` where none does."""
 
-    def distance(variables: np.ndarray[Any, Any]) -> float:
+    def distance(variables: _Array) -> float:
         return float(np.sum(np.sqrt(1.0 + (residuals(variables) / _CORNER) ** 2) - 1.0))
 
     none = np.full(len(_SPREADS), _SHIFT)
@@ -335,9 +300,7 @@ def _standard_errors(best: Any, count: int) -> tuple[float, float, float, float,
     return tuple(float(each) for each in found)  # type: ignore[return-value]
 
 
-def _groups(
-    requests: Sequence[LoggedRequest], chosen: np.ndarray[Any, Any] | None
-) -> list[np.ndarray[Any, Any]]:
+def _groups(requests: Sequence[LoggedRequest], chosen: _Array | None) -> list[_Array]:
     """Indices of requests that came one after the other, and of those with prompts and answers alike.
 
     Their means move smoothly with a correction. Single requests do not: they catch an iteration or miss it.
@@ -389,7 +352,6 @@ def reach(
     requests: Sequence[LoggedRequest],
     engine: EngineSpec,
     found: Corrections,
-    hash_block_tokens: int = HASH_BLOCK_TOKENS,
 ) -> Reach:
     """Test a correction at another load, and find that up to which it holds.
 
@@ -398,25 +360,25 @@ def reach(
     with decodes alone, or with pairs of decodes and prompt tokens, give other times, none is known.
     """
     part = requests[:_FITTED]
-    before = replay(part, engine, hash_block_tokens).requests
+    before = replay(part, engine).requests
     middle = median(each.load for each in before)
     quiet = [each.load < middle for each in before]
     if sum(quiet) < _LEAST_OF_A_LOAD:  # all alike: by time, then
         quiet = [index < len(part) // 2 for index in range(len(part))]
-    lower = fit_corrections(part, engine, hash_block_tokens, quiet)
-    after = replay(part, replace(engine, latency=lower.applied(engine.latency)), hash_block_tokens).requests
+    lower = fit_corrections(part, engine, quiet)
+    after = replay(part, replace(engine, latency=lower.applied(engine.latency))).requests
     busy = [index for index, each in enumerate(quiet) if not each]
     asked = [part[index] for index in busy]
     old, new = (errors(asked, [said[index] for index in busy]) for said in (before, after))
     metric, off = _worst(new)
     models = [replace(engine, latency=found.applied(engine.latency))]
     for form in _other_forms(engine.latency, part):
-        other = fit_corrections(part, replace(engine, latency=form), hash_block_tokens)
+        other = fit_corrections(part, replace(engine, latency=form))
         models.append(replace(engine, latency=other.applied(form)))
     times, sequences = 0.0, 0
     for factor in _TIMES:
         faster = [replace(each, arrival_s=each.arrival_s / factor) for each in part]
-        runs = [replay(faster, model, hash_block_tokens) for model in models]
+        runs = [replay(faster, model) for model in models]
         means = [_means(part, run.requests) for run in runs]
         if any(max(each) > (1.0 + _AGREE) * min(each) for each in zip(*means, strict=True)):
             break
@@ -450,7 +412,6 @@ class Comparison:
     each load.
     """
 
-    requests: int
     failed: int
     preemptions: int
     errors: dict[str, MetricError]
@@ -458,15 +419,36 @@ class Comparison:
     split_ttft: dict[str, float]
     corrections: Corrections
     loads: dict[str, dict[str, MetricError]]
-    verdict: str
     measured: list[LoggedRequest]
     simulated: list[ReplayedRequest]
     kv: list[tuple[float, float]]
 
+    @property
+    def requests(self) -> int:
+        """Requests that were compared."""
+        return len(self.measured)
 
-def compare(
-    log: Log, engines: dict[str, EngineSpec], hash_block_tokens: int = HASH_BLOCK_TOKENS
-) -> Comparison:
+    @property
+    def verdict(self) -> str:
+        """One sentence: how right the model is, where it is not, and what that comes from."""
+        name, off = _worst(self.errors)
+        shares = self.split_ttft if name == "ttft" else self.split
+        largest = max(shares, key=lambda part: abs(shares[part]))
+        cause = PARTS[largest][1] if largest in PARTS else largest
+        worst = {label: _worst(found) for label, found in self.loads.items()}
+        wrong = [
+            f"{label} ({metric.upper()} {100 * error:+.1f} %)"
+            for label, (metric, error) in worst.items()
+            if abs(error) > RIGHT
+        ]
+        if abs(off) <= RIGHT and not wrong:
+            return f"right within {max(1, math.ceil(100 * abs(off)))} %"
+        if 0 < len(wrong) < len(worst):
+            return f"right within {100 * RIGHT:.0f} %, except {', '.join(wrong)}: {cause}"
+        return f"off by {100 * off:+.1f} % ({name.upper()}): {cause}"
+
+
+def compare(log: Log, engines: dict[str, EngineSpec]) -> Comparison:
     """Hold a log against the engines that served it, by name ("" where the log names none)."""
     measured: list[LoggedRequest] = []
     simulated: list[ReplayedRequest] = []
@@ -477,40 +459,33 @@ def compare(
     for name in sorted({each.instance for each in log.requests}):
         engine = engines[name]
         requests = [each for each in log.requests if each.instance == name]
-        run = replay(requests, engine, hash_block_tokens)
-        found = fit_corrections(requests, engine, hash_block_tokens)
-        before = run.requests
-        for index, part in enumerate(PARTS):
-            model = found.applied(engine.latency, PARTS[: index + 1])
-            after = replay(requests, replace(engine, latency=model), hash_block_tokens).requests
+        run = replay(requests, engine)
+        found = fit_corrections(requests, engine)
+        steps: list[Sequence[LoggedRequest | ReplayedRequest]] = [run.requests]
+        for number in range(1, len(PARTS) + 1):
+            model = found.applied(engine.latency, tuple(PARTS)[:number])
+            steps.append(replay(requests, replace(engine, latency=model)).requests)
+        steps.append(requests)
+        for part, before, after in zip((*PARTS, REST), steps, steps[1:], strict=False):
             split[part] += sum(a.e2e_s - b.e2e_s for a, b in zip(before, after, strict=True))
             split_ttft[part] += sum(a.ttft_s - b.ttft_s for a, b in zip(before, after, strict=True))
-            before = after
-        split[REST] += sum(a.e2e_s - m.e2e_s for a, m in zip(before, requests, strict=True))
-        split_ttft[REST] += sum(a.ttft_s - m.ttft_s for a, m in zip(before, requests, strict=True))
         measured += requests
         simulated += run.requests
         kv += run.kv
         preemptions += run.preemptions
-    count = len(measured)
-    split = {part: seconds / count for part, seconds in split.items()}
-    split_ttft = {part: seconds / count for part, seconds in split_ttft.items()}
     by_load = {}
     for label, low, high in LOADS:
         here = [(m, s) for m, s in zip(measured, simulated, strict=True) if low <= s.load < high]
         if len(here) >= _LEAST_OF_A_LOAD:
             by_load[label] = errors([m for m, _ in here], [s for _, s in here])
-    all_errors = errors(measured, simulated)
     return Comparison(
-        count,
         log.failed,
         preemptions,
-        all_errors,
-        split,
-        split_ttft,
+        errors(measured, simulated),
+        {part: seconds / len(measured) for part, seconds in split.items()},
+        {part: seconds / len(measured) for part, seconds in split_ttft.items()},
         found,
         by_load,
-        verdict(all_errors, by_load, split, split_ttft),
         measured,
         simulated,
         kv,
@@ -522,36 +497,6 @@ def _worst(found: dict[str, MetricError]) -> tuple[str, float]:
     names = [name for name in ("ttft", "tpot", "e2e") if name in found]
     name = max(names, key=lambda each: abs(found[each].error))
     return name, found[name].error
-
-
-def verdict(
-    all_errors: dict[str, MetricError],
-    by_load: dict[str, dict[str, MetricError]],
-    split: dict[str, float],
-    split_ttft: dict[str, float],
-) -> str:
-    """One sentence: how right the model is, where it is not, and what that comes from."""
-    name, off = _worst(all_errors)
-    shares = split_ttft if name == "ttft" else split
-    largest = max(shares, key=lambda part: abs(shares[part]))
-    wrong = {label: _worst(found) for label, found in by_load.items() if abs(_worst(found)[1]) > RIGHT}
-    right = [label for label in by_load if label not in wrong]
-    words = {
-        "mixed": "mixed steps",
-        "decode": "decode steps",
-        "prefill": "prefill passes",
-        "host": "host time of iterations",
-        "request": "host time of requests",
-    }
-    cause = words.get(largest, largest)
-    if abs(off) <= RIGHT and not wrong:
-        return f"right within {max(1, math.ceil(100 * abs(off)))} %"
-    if wrong and right:
-        where = ", ".join(
-            f"{label} ({metric.upper()} {100 * error:+.1f} %)" for label, (metric, error) in wrong.items()
-        )
-        return f"right within {100 * RIGHT:.0f} %, except {where}: {cause}"
-    return f"off by {100 * off:+.1f} % ({name.upper()}): {cause}"
 
 
 def varies_enough(run: ReplayedRun) -> str:

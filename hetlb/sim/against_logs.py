@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from hetlb.core.eventlog import decode_setup
 from hetlb.core.setup import SchedulerSetup
 from hetlb.errors import TraceError
 from hetlb.files import read_text
-from hetlb.workload.traces import Row, read_trace
+from hetlb.workload.content import HASH_BLOCK_TOKENS, UNSHARED, PromptContent, contents_of
+from hetlb.workload.traces import read_trace
 
 #: Fewer requests say little about anything.
 LEAST_REQUESTS = 10
@@ -32,7 +34,7 @@ _BENCH = "vllm bench serve --save-result --save-detailed"
 class LoggedRequest:
     """One request that ended well. Times in seconds; `queue_s` is None where the log does not say.
 
-    `arrival_s` is when the server got it. `row` names its content, where the log is a trace.
+    `arrival_s` is when the server got it; `content` is known where the log is a trace.
     """
 
     arrival_s: float
@@ -42,7 +44,7 @@ class LoggedRequest:
     e2e_s: float
     queue_s: float | None = None
     instance: str = ""
-    row: Row | None = None
+    content: PromptContent = UNSHARED
 
     @property
     def tpot_s(self) -> float:
@@ -60,12 +62,12 @@ class Log:
     setup: SchedulerSetup | None = None
 
 
-def read_log(path: Path) -> Log:
-    """Read a log of any supported kind. Raises `TraceError`."""
+def read_log(path: Path, hash_block_tokens: int = HASH_BLOCK_TOKENS) -> Log:
+    """Read a log of any supported kind; one of its `hash_ids` names so many tokens. Raises `TraceError`."""
     text = read_text(path, TraceError)
     if not text.strip():
         raise TraceError(f"{path}: expected the log of a server, got an empty file")
-    log = _reader(path, text)(path, text)
+    log = _reader(path, text, hash_block_tokens)(path, text)
     usable = [each for each in log.requests if each.ttft_s > 0.0 and each.output_tokens > 0]
     if len(usable) < LEAST_REQUESTS:
         raise TraceError(
@@ -79,7 +81,7 @@ def read_log(path: Path) -> Log:
     return Log(log.kind, shifted, log.failed + len(log.requests) - len(usable), log.setup)
 
 
-def _reader(path: Path, text: str) -> Callable[[Path, str], Log]:
+def _reader(path: Path, text: str, hash_block_tokens: int) -> Callable[[Path, str], Log]:
     head = text.lstrip()[:4096]
     if head.startswith("{"):
         first = head.partition("\n")[0]
@@ -89,7 +91,7 @@ def _reader(path: Path, text: str) -> Callable[[Path, str], Log]:
             return _read_aiperf
         return _read_bench
     if "arrival_s" in head.partition("\n")[0]:
-        return _read_csv
+        return partial(_read_csv, hash_block_tokens)
     if "Received request" in text or "vllm" in head.lower():
         raise TraceError(
             f"{path}: expected token counts and first-token times, which a server's text log does not hold; "
@@ -179,7 +181,7 @@ _AIPERF = {
 _UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "tokens": 1.0}
 
 
-def _read_csv(path: Path, _: str) -> Log:
+def _read_csv(hash_block_tokens: int, path: Path, _: str) -> Log:
     rows = read_trace(path)
     columns = rows[0].extra.keys()
     names = {
@@ -208,9 +210,13 @@ def _read_csv(path: Path, _: str) -> Log:
                 times["ttft_s"],
                 read.seconds("e2e_s", times["e2e_s"], times["ttft_s"]),
                 times.get("queue_s"),
-                row=row,
             )
         )
+    # What a conversation holds depends on what came before.
+    order = sorted(range(len(rows)), key=lambda index: requests[index].arrival_s)
+    contents = contents_of([rows[index] for index in order], hash_block_tokens)
+    for index, content in zip(order, contents, strict=True):
+        requests[index] = replace(requests[index], content=content)
     return Log("csv", tuple(requests))
 
 

@@ -2,5 +2,5 @@
 
 Worker: `worker` (connections and the loop), `batching`, `kv`, `sampling`, `checkpoint`, `model` (torch).
 Coordinator: `coordinator` drives `core.paths`, `openai_api` speaks HTTP, `questions` reads requests, `text`
-is the tokenizer. Both: `messages`, `auth`, `channel`, `outbox`.
+is the tokenizer. Both: `stage_messages`, `auth`, `stage_channel`.
 """

@@ -36,7 +36,6 @@ from hetlb.core.paths.stages import (
 from hetlb.core.predictor import OnlinePredictor
 from hetlb.core.types import Outcome, Reject, RejectReason, Request
 from hetlb.stage.checkpoint import ModelConfig
-from hetlb.stage.outbox import frames
 from hetlb.stage.stage_channel import ChannelError, StageChannel, connect
 from hetlb.stage.stage_messages import (
     Cause,
@@ -52,6 +51,7 @@ from hetlb.stage.stage_messages import (
     Welcome,
     decode,
     encode,
+    frames,
     pack,
 )
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from aiohttp import web
 
 import hetlb
+from hetlb.app_listener import AppListener
 from hetlb.core.types import RejectReason
 from hetlb.openai.answers import DONE, Envelope, event, usage
+from hetlb.openai.application import application
 from hetlb.openai.requests import ApiError, ChatRequest, unknown_model
 from hetlb.stage.coordinator import Coordinator, Sequence
 from hetlb.stage.questions import QuestionReader, Questions
@@ -23,7 +25,7 @@ from hetlb.stage.stage_messages import Token
 from hetlb.stage.stage_metrics import render_coordinator
 from hetlb.stage.text import AnswerText, Piece, TextModel
 
-_MAX_BODY_BYTES: Final = 64 << 20
+_MOST_BODY_BYTES: Final = 64 << 20
 
 _STATUS: Final[dict[RejectReason | None, int]] = {
     None: 400,
@@ -31,24 +33,6 @@ _STATUS: Final[dict[RejectReason | None, int]] = {
     RejectReason.QUEUE_FULL: 429,
     RejectReason.NO_INSTANCE: 503,
 }
-
-
-@web.middleware
-async def _as_openai(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Answer every error with OpenAI's body, those of paths and methods too."""
-    headers = None
-    try:
-        return await handler(request)
-    except ApiError as caught:
-        error = caught
-    except web.HTTPException as caught:
-        headers = {"allow": caught.headers["allow"]} if "allow" in caught.headers else None
-        error = ApiError(caught.status, f"{caught.reason}: {request.method} {request.path[:200]}")
-    return web.Response(
-        body=error.body(), status=error.status, headers=headers, content_type="application/json"
-    )
 
 
 _Queue = asyncio.Queue[tuple[int, Piece | ApiError]]
@@ -79,32 +63,29 @@ class OpenAIServer:
         self._text = text
         self._model = coordinator.group.model
         self._reader = QuestionReader(text, coordinator.config.vocabulary)
-        self._runner: web.AppRunner | None = None
+        self._listener = AppListener(handler_cancellation=True, shutdown_timeout=0.1)
         self._prompt_tokens = self._generated_tokens = 0
-        self.port = 0
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen. Raises `OSError`."""
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_as_openai])
-        app.add_routes(
-            [
-                web.post("/v1/completions", self._completions),
-                web.post("/v1/chat/completions", self._chat),
-                web.get("/v1/models", self._models),
-                web.get("/health", self._health),
-                web.get("/version", self._version),
-                web.get("/metrics", self._metrics),
-            ]
-        )
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, host, port).start()
-        self.port = self._runner.addresses[0][1]
+    async def start(self) -> None:
+        """Listen on a free port of this machine. Raises `OSError`."""
+        routes = [
+            web.post("/v1/completions", self._completions),
+            web.post("/v1/chat/completions", self._chat),
+            web.get("/v1/models", self._models),
+            web.get("/health", self._health),
+            web.get("/version", self._version),
+            web.get("/metrics", self._metrics),
+        ]
+        await self._listener.open(application(routes, _MOST_BODY_BYTES), "127.0.0.1", 0)
+
+    @property
+    def port(self) -> int:
+        """The port, once it listens."""
+        return self._listener.address[1]
 
     async def close(self) -> None:
         """Stop listening."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._listener.close()
 
     # --- small endpoints ---
 

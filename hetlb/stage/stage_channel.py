@@ -1,20 +1,24 @@
-"""One authenticated connection between coordinator and stage, or stage and stage: a WebSocket of aiohttp.
+"""Authenticated connections between coordinator and stage, or stage and stage: WebSockets of aiohttp.
 
 Frames arrive whole and in order, or the connection ends. It becomes a WebSocket once both sides proved that
-they have the key (`auth`).
+they have the key (`auth`). A route comes from a coordinator, so the addresses in it are checked when they are
+connected to.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 import aiohttp
 from aiohttp import web
 
+from hetlb.addresses import is_loopback, is_special
 from hetlb.stage import auth
 from hetlb.stage.stage_messages import (
     MAX_FRAME_BYTES,
@@ -38,18 +42,26 @@ class ChannelError(Exception):
     """A failed connection attempt; the message gives the reason."""
 
 
-class StageChannel:
-    """Frames to and from one peer. Sending never blocks: `pending_bytes` counts what is still queued."""
+_Socket: TypeAlias = aiohttp.ClientWebSocketResponse | web.WebSocketResponse
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse | web.WebSocketResponse) -> None:
-        self._socket = socket
+
+class StageChannel:
+    """Frames to and from one peer, once it is open. Sending never blocks: `pending_bytes` are queued."""
+
+    def __init__(self) -> None:
+        self._socket: _Socket | None = None
         self._frames: deque[bytes] = deque()
         self._wake = asyncio.Event()
         self._left = asyncio.Event()
         self.pending_bytes = 0
         #: Called when everything has left.
         self.drained: Callable[[], None] | None = None
-        self._sender = asyncio.create_task(self._send())
+        self._sender: asyncio.Task[None] | None = None
+
+    def open(self, socket: _Socket) -> None:
+        """Use a connection: send what waits."""
+        self._socket = socket
+        self._sender = asyncio.create_task(self._send(socket))
 
     def send(self, frame: bytes) -> None:
         """Queue a frame."""
@@ -63,12 +75,12 @@ class StageChannel:
         if self.pending_bytes:
             await self._left.wait()
 
-    async def _send(self) -> None:
+    async def _send(self, socket: _Socket) -> None:
         try:
             while True:
                 while self._frames:
                     frame = self._frames.popleft()
-                    await self._socket.send_bytes(frame)
+                    await socket.send_bytes(frame)
                     self.pending_bytes -= len(frame)
                 self._left.set()
                 if self.drained is not None:
@@ -80,6 +92,7 @@ class StageChannel:
 
     async def frames(self, silence_s: float | None = None) -> AsyncIterator[bytes]:
         """Yield frames until the connection ends or stays silent for `silence_s`."""
+        assert self._socket is not None, "expected an open channel"
         share = Share()
         while True:
             await share.spent()
@@ -93,18 +106,28 @@ class StageChannel:
 
     async def close(self) -> None:
         """End the connection."""
-        self._sender.cancel()
-        await self._socket.close()
+        if self._sender is not None and self._socket is not None:
+            self._sender.cancel()
+            await self._socket.close()
 
 
 async def connect(
-    http: aiohttp.ClientSession, url: str, key: bytes, session: int, tls: ssl.SSLContext | None
+    http: aiohttp.ClientSession,
+    url: str,
+    key: bytes,
+    session: int,
+    tls: ssl.SSLContext | None,
+    channel: StageChannel | None = None,
 ) -> tuple[StageChannel, Welcome]:
-    """Connect to a stage. `session` is 0 for a stage. Raises `ChannelError`."""
+    """Connect to a stage, with a channel that has frames already if there is one. Raises `ChannelError`.
+
+    `session` is 0 for a stage.
+    """
+    channel = channel or StageChannel()
     try:
         async with asyncio.timeout(CONNECT_S):
             proof = await _prove(http, url, key, session, tls)
-            socket = await http.ws_connect(
+            opened = await http.ws_connect(
                 url + PATH,
                 headers=proof,
                 heartbeat=HEARTBEAT_S if session else None,
@@ -112,10 +135,12 @@ async def connect(
                 ssl=tls or True,
             )
             try:
-                return StageChannel(socket), await _welcome(socket)
+                welcome = await _welcome(opened)
             except BaseException:
-                await socket.close()
+                await opened.close()
                 raise
+            channel.open(opened)
+            return channel, welcome
     except TimeoutError as error:
         raise ChannelError(f"{url}: no answer within {CONNECT_S:g} s") from error
     except (OSError, aiohttp.ClientError, ChannelError) as error:
@@ -149,3 +174,74 @@ async def _welcome(socket: aiohttp.ClientWebSocketResponse) -> Welcome:
     if not isinstance(welcome, Welcome):
         raise ChannelError("expected its description: another version of hetlb?")
     return welcome
+
+
+def check_peer(address: str, *, loopback: bool) -> None:
+    """Raise `OSError` unless a stage may connect there. `loopback`: to this machine alone."""
+    if is_special(address) or (loopback and not is_loopback(address)):
+        expected = "an address of this machine (there is no key)" if loopback else "an address of a machine"
+        raise OSError(errno.EACCES, f"expected {expected}, got {address}")
+
+
+class Peers:
+    """Connections to other stages, made when first needed."""
+
+    def __init__(
+        self,
+        key: bytes,
+        tls: ssl.SSLContext | None,
+        lost: Callable[[str, str], None],
+        drained: Callable[[], None],
+    ) -> None:
+        """`lost(url, reason)` is called when a connection ends; its queued frames are dropped."""
+        self._key, self._tls = key, tls
+        self._lost, self._drained = lost, drained
+        self._http: aiohttp.ClientSession | None = None
+        self._channels: dict[str, StageChannel] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def send(self, url: str, frame: bytes) -> None:
+        """Queue a frame for a stage."""
+        channel = self._channels.get(url)
+        if channel is None:
+            if self._http is None:
+                connector = aiohttp.TCPConnector(socket_factory=self._socket)
+                self._http = aiohttp.ClientSession(connector=connector)
+            channel = self._channels[url] = StageChannel()
+            channel.drained = self._drained
+            task = asyncio.create_task(self._run(url, channel, self._http))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        channel.send(frame)
+
+    def _socket(self, address: tuple[Any, ...]) -> socket.socket:
+        """Create a socket for a stage's resolved address. Raises `OSError`."""
+        family, kind, protocol, _, place = address
+        check_peer(place[0], loopback=not self._key)
+        return socket.socket(family, kind, protocol)
+
+    def pending_bytes(self, url: str) -> int:
+        """Bytes queued for a stage."""
+        channel = self._channels.get(url)
+        return 0 if channel is None else channel.pending_bytes
+
+    async def _run(self, url: str, channel: StageChannel, http: aiohttp.ClientSession) -> None:
+        reason = f"{url}: the connection ended"
+        try:
+            await connect(http, url, self._key, 0, self._tls, channel)
+            try:
+                async for _ in channel.frames():
+                    break  # a stage has nothing to say to another one
+            finally:
+                await channel.close()
+        except ChannelError as error:
+            reason = str(error)
+        del self._channels[url]
+        self._lost(url, reason)
+
+    async def close(self) -> None:
+        """End all connections."""
+        for task in self._tasks:
+            task.cancel()
+        if self._http is not None:
+            await self._http.close()

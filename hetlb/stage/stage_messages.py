@@ -12,7 +12,7 @@ larger than a frame may be.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import Annotated, Final, TypeAlias
 
@@ -219,3 +219,37 @@ def decode(frame: bytes) -> tuple[Message, memoryview]:
         return _decoder.decode(view[_LENGTH.size : end]), view[end:]
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise StageProtocolError(f"expected a message: {error}") from error
+
+
+def frames(parts: Sequence[tuple[Pass, bytes]]) -> Iterator[bytes]:
+    """Passes with their rows as few frames; rows that are too many for one frame are several passes."""
+    passes: list[Pass] = []
+    rows: list[bytes | memoryview] = []
+    size = 0
+    for each, data in parts:
+        for piece, part in _pieces(each, data):
+            if passes and (size + len(part) > SPLIT_BYTES or len(passes) == MOST_PASSES):
+                yield encode(Passes(passes), *rows)
+                passes, rows, size = [], [], 0
+            passes.append(piece)
+            rows.append(part)
+            size += len(part)
+    if passes:
+        yield encode(Passes(passes), *rows)
+
+
+def _pieces(each: Pass, data: bytes) -> Iterator[tuple[Pass, bytes | memoryview]]:
+    row = len(data) // each.count
+    most = max(1, SPLIT_BYTES // max(1, row))
+    if each.count <= most:
+        yield each, data
+        return
+    view = memoryview(data)
+    for at in range(0, each.count, most):
+        count = min(most, each.count - at)
+        last = each.last and at + count == each.count
+        opening = each.opening if at == 0 else None
+        yield (
+            Pass(each.lease, each.hop, each.position + at, count, last, opening),
+            view[at * row : (at + count) * row],
+        )

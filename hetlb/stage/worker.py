@@ -15,17 +15,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 
+from hetlb.app_listener import AppListener
 from hetlb.core.paths.stages import Curve
 from hetlb.stage.auth import Challenges, NotProven
 from hetlb.stage.batching import Batcher, GivenUp, OutOfOrder, StageLease, Work
 from hetlb.stage.kv import StageBlocks
-from hetlb.stage.outbox import Peers, frames
 from hetlb.stage.runner import DeviceFault, Result, RowFailed, Runner, Sampled, run_apart
-from hetlb.stage.stage_channel import CONNECT_S, SILENCE_S, StageChannel
+from hetlb.stage.stage_channel import SILENCE_S, Peers, StageChannel
 from hetlb.stage.stage_messages import (
     MAX_FRAME_BYTES,
     MOST_PASSES,
@@ -43,12 +43,16 @@ from hetlb.stage.stage_messages import (
     Welcome,
     decode,
     encode,
+    frames,
 )
 from hetlb.stage.stage_metrics import StageCounters, render
-from hetlb.stage.strangers import HEAD_LIMITS, Strangers
 
 log = logging.getLogger("hetlb.stage")
 
+#: Connections that have proved nothing yet: how many, seconds of each, and limits of a request's head.
+MOST_STRANGERS: Final = 64
+STRANGER_S: Final = 5.0
+_HEAD_LIMITS: Final[dict[str, Any]] = {"max_line_size": 1024, "max_field_size": 1024, "max_headers": 20}
 #: Bytes of input that wait before nothing more is read from other stages.
 MOST_WAITING_BYTES: Final = 256 << 20
 #: Bytes for one next stage that may wait to leave before leases that go there pause.
@@ -81,22 +85,26 @@ class StageWorker:
         self._pool = pool
         self._welcome = welcome
         self._deadline_s = deadline_s
-        self._server_tls = server_tls
         self._batcher = Batcher(
             pool, max_num_seqs=welcome.max_num_seqs, max_num_batched_tokens=welcome.max_num_batched_tokens
         )
         self._peers = Peers(key, peer_tls, self._peer_lost, self._wake_up)
         self._challenges = Challenges(key)
-        self._strangers: Strangers | None = None
-        self._server: asyncio.Server | None = None
+        #: A connection becomes a WebSocket, which is a request, once it has proved the key.
+        self._listener = AppListener(
+            server_tls,
+            most_idle=MOST_STRANGERS,
+            idle_s=STRANGER_S,
+            body_s=STRANGER_S,
+            shutdown_timeout=0.1,
+            **_HEAD_LIMITS,
+        )
         self._coordinators: dict[int, StageChannel] = {}
         self._void: OrderedDict[int, None] = OrderedDict()
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._web: web.AppRunner | None = None
         self.counters = StageCounters()
-        self.port = 0
         #: True once a batch did not end in time: its thread cannot be stopped.
         self.hung = False
         self._prompt_s = Curve(*zip(*welcome.prompt_times, strict=True))
@@ -112,27 +120,19 @@ class StageWorker:
                 web.get("/metrics", self._metrics),
             ]
         )
-        self._web = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, **HEAD_LIMITS)
-        await self._web.setup()
-        assert self._web.server is not None
-        self._strangers = Strangers(self._web.server)
-        handshake_s = None if self._server_tls is None else CONNECT_S
-        self._server = await asyncio.get_running_loop().create_server(
-            self._strangers, host, port, ssl=self._server_tls, ssl_handshake_timeout=handshake_s
-        )
-        self.port = self._server.sockets[0].getsockname()[1]
+        await self._listener.open(app, host, port)
+
+    @property
+    def port(self) -> int:
+        """The port, once it listens."""
+        return self._listener.address[1]
 
     async def close(self) -> None:
         """Stop listening and end all connections."""
-        if self._server is not None:
-            self._server.close()
-        if self._strangers is not None:
-            self._strangers.close()
         await self._peers.close()
         for channel in list(self._coordinators.values()):
             await channel.close()
-        if self._web is not None:
-            await self._web.cleanup()
+        await self._listener.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     # --- HTTP ---
@@ -152,11 +152,10 @@ class StageWorker:
         except NotProven as error:
             log.warning("refused a connection from %s: %s", request.remote, error)
             return _last(web.Response(status=403, text=f"{error}\n"))
-        assert self._strangers is not None
-        self._strangers.admit(request)
         socket = web.WebSocketResponse(max_msg_size=MAX_FRAME_BYTES, compress=False)
         await socket.prepare(request)
-        channel = StageChannel(socket)
+        channel = StageChannel()
+        channel.open(socket)
         channel.send(encode(self._welcome))
         try:
             if session:

@@ -95,23 +95,21 @@ class Made(RelayMessage, tag=7, frozen=True):
 
 
 class Report(RelayMessage, tag=8, frozen=True):
-    """Counters and records, every half second and when asked. All but `number` may be empty.
+    """Counters, every half second and when asked. All but `number` may be empty.
 
     `number` is that of the `Ask` it answers, else 0. `totals` holds all counters since the relay began
-    (pickled `Totals`), `records` those of `record_count` requests that ended; no later report has one that
-    ended before `until`, on the monotonic clock. `tokens` are output tokens so far by lease, `streaming` the
-    instances of which part of an answer came lately, `learnt` bytes and tokens of prompts by model.
+    (pickled `Totals`). `tokens` are output tokens so far by lease, `streaming` the
+    instances of which part of an answer came lately, `learnt` bytes and tokens of prompts by model, `recent`
+    what ended since the last report (pickled `Recent`).
     """
 
     number: int
-    until: float = 0.0
-    record_count: int = 0
-    records: bytes = b""
     totals: bytes = b""
     lost_lines: int = 0
     tokens: list[tuple[int, int]] = []
     streaming: list[str] = []
     learnt: list[tuple[str, int, int]] = []
+    recent: bytes = b""
 
 
 class CameBack(RelayMessage, tag=10, frozen=True):

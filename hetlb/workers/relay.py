@@ -29,7 +29,7 @@ from hetlb.proxy.scheduler_driver import EMITS_S
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.service import require_urls, tune_gc
 from hetlb.proxy.telemetry.events import Event, tell
-from hetlb.proxy.telemetry.history import History
+from hetlb.proxy.telemetry.recent import Recent
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 from hetlb.workers.control import ChildControl, ChildState
 from hetlb.workers.protocol import (
@@ -52,18 +52,13 @@ from hetlb.workers.protocol import (
     ViewMessage,
     WaitingMessage,
 )
-from hetlb.workers.record_batches import pack
 from hetlb.workers.relay_channel import FROM_SCHEDULER, RelayChannel
 from hetlb.workers.relay_driver import ID_BITS, RelayDriver
 
 logger = logging.getLogger("hetlb.workers")
 
-#: Seconds between reports of counters and ended requests.
+#: Seconds between reports of counters.
 REPORT_S: Final = 0.5
-#: Records in one report: a buffer of a megabyte would be fresh zeroed memory every time.
-_RECORDS_AT_ONCE: Final = 500
-#: Records kept until they are reported.
-_RECORDS_KEPT: Final = 20_000
 
 
 class Relay:
@@ -87,7 +82,6 @@ class Relay:
         self.driver.identify(state.own)
         self._server = ProxyServer(self.driver, self)
         self._front = Front(self.driver, self._server, fleet, self._access)
-        self._front.history = History(_RECORDS_KEPT)
         self._channel: RelayChannel[FromScheduler] | None = None
         self._scheduler = 0
         self._models: list[dict[str, Any]] = []
@@ -96,7 +90,6 @@ class Relay:
         self._stop = asyncio.Event()
         self._hurry = False
         self._prepared: tuple[int, Fleet, Access] | None = None
-        self._reported = 0
         self._reporter: asyncio.TimerHandle | None = None
         self._opening: set[asyncio.Task[None]] = set()
 
@@ -259,28 +252,21 @@ class Relay:
         self._report(0)
 
     def _report(self, number: int) -> None:
-        """Send the counters, and the records of all requests that ended until now."""
+        """Send the counters."""
         channel, driver, scheduling = self._channel, self.driver, self._scheduling
         if channel is None:
             return
-        totals, history = driver.totals, self._front.history
+        totals = driver.totals
+        recent, totals.recent = totals.recent, Recent()
         learnt, scheduling.learnt = scheduling.learnt, {}
-        records = history.rows_since(self._reported)
-        self._reported = history.added
-        while len(records) > _RECORDS_AT_ONCE:
-            some, records = records[:_RECORDS_AT_ONCE], records[_RECORDS_AT_ONCE:]
-            channel.send(Report(0, 0.0, len(some), pack(some)))
-            channel.flush()
         channel.send(
             Report(
                 number,
-                driver.now(),
-                len(records),
-                pack(records),
                 pickle.dumps(totals, pickle.HIGHEST_PROTOCOL),
                 self._front.lost_lines,
                 [(each.id, driver.tokens_so_far(each)) for each in scheduling.recent if not each.ended],
                 sorted(driver.streaming(driver.now() - EMITS_S)),
                 [(model, *counts) for model, counts in learnt.items()],
+                pickle.dumps(recent, pickle.HIGHEST_PROTOCOL),
             )
         )

@@ -24,7 +24,6 @@ from hetlb.proxy.lease_wire import RequestFacts, WireBegun, WireBooked, WireEnde
 from hetlb.proxy.limits import Ticket
 from hetlb.proxy.scheduler_side import SchedulerSide
 from hetlb.served_models import read_model_list
-from hetlb.workers.held_answer import HeldAnswer
 from hetlb.workers.protocol import (
     AbortMessage,
     Arrival,
@@ -67,7 +66,6 @@ class RelayDriver(SchedulerSide):
         #: Incarnations of the instances as the scheduler process numbers them.
         self._incarnations: dict[str, int] = {}
         self._next_incarnation = 1
-        self._held: dict[RequestId, HeldAnswer] = {}
         #: The newest leases, for reports.
         self.recent: deque[Lease] = deque(maxlen=_RECENT)
         #: Bytes and tokens of prompts since the last report, by model.
@@ -106,8 +104,8 @@ class RelayDriver(SchedulerSide):
         """There is no scheduler process for now."""
         self._channel = None
         self._alone_since = self._driver.now()
-        for held in list(self._held.values()):
-            held.pass_on()
+        for exchange in list(self._driver.exchanges.values()):
+            exchange.let_go()
 
     def _send(self, message: RelayMessage) -> None:
         if self._channel is not None:
@@ -193,7 +191,6 @@ class RelayDriver(SchedulerSide):
     ) -> None:
         lease.ended = True
         request_id = lease.request.id
-        self._held.pop(request_id, None)
         ended = WireEnded(lease.id, outcome, lease.output_tokens, lease.reported_cached_tokens)
         message = LeaseChange(request_id, ended, retry, generated)
         if retry:
@@ -204,7 +201,9 @@ class RelayDriver(SchedulerSide):
     def busy(self, lease: Lease, retry_after_s: float, now: float) -> None:
         if self._channel is not None:  # else the client gets what the engine said
             request_id = lease.request.id
-            self._held[request_id] = HeldAnswer(self._driver.exchanges[request_id], self._held)
+            answer = self._driver.exchanges[request_id].answer
+            assert answer is not None, "expected an engine that has answered"
+            answer.wait()
             self._send(Busy(request_id, lease.id, retry_after_s))
 
     def cancelled(self, request_id: RequestId, now: float) -> None:
@@ -239,7 +238,7 @@ class RelayDriver(SchedulerSide):
         exchange = driver.exchanges.get(command.request)
         if exchange is None:
             return
-        if self._held.pop(command.request, None) is not None:
+        if exchange.answer is not None and exchange.answer.waits:
             assert exchange.lease is not None
             exchange.lease.ended = True
             driver.turned_away(exchange.lease)
@@ -265,9 +264,9 @@ class RelayDriver(SchedulerSide):
         if command.limit_lines is not None:
             exchange.ticket = _RelayTicket(self, command.request, command.limit_lines)
         driver.open_pool(target.incarnation, target.name, target.url)
-        exchange.dispatched(
-            lease, now, command.expected_s, command.expected_first_s, command.mixed, command.gives_ids
-        )
+        lease.forecast_end_s, lease.expected_first_s = command.expected_s, command.expected_first_s
+        lease.beside = command.mixed
+        exchange.dispatched(lease, command.gives_ids)
 
     def answer(self, command: Rejected | Refused | PassOnMessage | AbortMessage) -> None:
         """Apply the scheduler process's answer to a request, unless it has ended."""
@@ -283,8 +282,8 @@ class RelayDriver(SchedulerSide):
             exchange.refuse(kind, command.message, command.retry_after_s, command.lines)
         elif isinstance(command, AbortMessage):
             exchange.client_gone()
-        elif (held := self._held.get(command.request)) is not None:
-            held.pass_on()
+        else:
+            exchange.let_go()
 
     # --- time ---
 

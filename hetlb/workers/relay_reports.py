@@ -1,7 +1,8 @@
-"""Counters, and records of ended requests, of several processes as one."""
+"""Counters of several processes as one."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
@@ -13,11 +14,12 @@ from hetlb.proxy.telemetry.counters import (
     ModelTotals,
     Totals,
 )
+from hetlb.proxy.telemetry.recent import Recent
 from hetlb.workers.protocol import Report
-from hetlb.workers.record_batches import FleetRecords
 from hetlb.workers.relay_host import RelayLink
 
 _Key = TypeVar("_Key")
+_Number = TypeVar("_Number", int, float)
 
 
 class RelayReports:
@@ -27,16 +29,14 @@ class RelayReports:
         self._links = links
         self._gone = Totals()
         self._gone_lost = 0
-        #: Requests that ended lately.
-        self.records = FleetRecords()
+        #: Requests that ended lately at any relay.
+        self._recent = Recent()
 
     def take(self, link: RelayLink, report: Report) -> None:
-        """Keep a report; one without counters brings records alone."""
-        if report.record_count:
-            self.records.add(report.record_count, report.records)
+        """Keep a report."""
         if report.totals:
             link.report = report
-            self._complete()
+            self._recent.add(pickle.loads(report.recent))
 
     def retire(self, link: RelayLink, instances: Collection[str]) -> None:
         """Keep the counters of a relay that is gone, of these instances."""
@@ -45,15 +45,13 @@ class RelayReports:
             add(self._gone, totals)
             self._gone.keep(set(instances))
             self._gone_lost += link.report.lost_lines
-        self._complete()
-
-    def _complete(self) -> None:
-        self.records.complete_until(min((link.report.until for link in self._links), default=0.0))
 
     def totals(self, own: Totals) -> Totals:
         """Counters of all relays, and those of this process."""
         parts = (link.totals for link in self._links)
-        return merged([own, self._gone, *(each for each in parts if each is not None)])
+        whole = merged([own, self._gone, *(each for each in parts if each is not None)])
+        whole.recent = self._recent
+        return whole
 
     @property
     def lost_lines(self) -> int:
@@ -98,10 +96,12 @@ def _add_model(whole: ModelTotals, part: ModelTotals) -> None:
 
 def _add_instance(whole: InstanceTotals, part: InstanceTotals) -> None:
     _add_counts(whole.requests, part.requests)
+    _add_counts(whole.model_expected_s, part.model_expected_s)
+    _add_counts(whole.model_seen_s, part.model_seen_s)
     for name in INSTANCE_COUNTS:
         setattr(whole, name, getattr(whole, name) + getattr(part, name))
 
 
-def _add_counts(whole: dict[_Key, int], part: dict[_Key, int]) -> None:
+def _add_counts(whole: dict[_Key, _Number], part: dict[_Key, _Number]) -> None:
     for key, count in part.items():
         whole[key] = whole.get(key, 0) + count

@@ -36,7 +36,6 @@ from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Takeover
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
-from hetlb.proxy.telemetry.history import History
 from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.workers.control import ChildControl, ChildState
 from hetlb.workers.protocol import Ask, Commit, FromRelay, Learnt, Prepare, RelayMessage, Report, ViewMessage
@@ -129,7 +128,7 @@ class SchedulerProcess(FleetService):
             for link, end in self._waiting:
                 await self._connect(link, end)
             self._waiting.clear()
-            await self.admin.open(make_app(self), self.fleet.file.admin, listeners.admin)
+            await self.admin.listen(make_app(self), self.fleet.file.admin, listeners.admin)
             self._control.send("ready")
             if self._life > 1:
                 self._serving()
@@ -322,11 +321,6 @@ class SchedulerProcess(FleetService):
     def tokens_so_far(self, lease: Lease) -> int:
         """Output tokens of a lease, as of the last report."""
         return self.driver.tokens_so_far(lease)
-
-    @property
-    def history(self) -> History:
-        """The requests that ended lately."""
-        return self._reports.records.history
 
     @property
     def readiness(self) -> str:

@@ -2,8 +2,8 @@
 
 A plan is made before the run, from a seed and the rows of a trace alone, so that every policy meets the same
 load. Gaps are rescaled so that N requests take exactly N / R seconds, as `vllm bench serve` does (a short
-Poisson run is off its rate by several percent otherwise). The first request is due at once; the gap that
-follows the last one counts too.
+Poisson run is off its rate by several percent otherwise); its ramp is that of `vllm bench serve`, too. The
+first request is due at once; the gap that follows the last one counts too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 from hetlb.workload.content import UNSHARED, PromptContent, in_cycle
 from hetlb.workload.traces import Row
@@ -66,6 +67,33 @@ class Waves:
         return busy_s + self.off_s * math.floor(busy_s / self.on_s)
 
 
+#: Requests/s (`inf`: all at once), or "trace": the recorded arrivals.
+Rate: TypeAlias = float | Literal["trace"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ramp:
+    """A rate that goes from `start_rps` to `end_rps` over the requests of a run."""
+
+    strategy: Literal["linear", "exponential"]
+    start_rps: float
+    end_rps: float
+
+    def rate_rps(self, progress: float) -> float:
+        """The rate after this share (0 to 1) of the requests."""
+        if self.strategy == "linear":
+            return self.start_rps + (self.end_rps - self.start_rps) * progress
+        return self.start_rps * math.pow(self.end_rps / self.start_rps, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The load: the plan, and the row of each of its requests (`rows[planned.index]`)."""
+
+    plan: list[PlannedRequest]
+    rows: list[Row]
+
+
 def gaps_s(count: int, rate_rps: float, burstiness: float, rng: random.Random) -> list[float]:
     """`count` gaps between arrivals, gamma-distributed with shape `burstiness` (1 is Poisson, inf constant).
 
@@ -84,7 +112,7 @@ def gaps_s(count: int, rate_rps: float, burstiness: float, rng: random.Random) -
 def make_plan(
     rows: Sequence[Row],
     num_prompts: int | None,
-    request_rate: float | str,
+    request_rate: float | str | Ramp,
     rng: random.Random,
     burstiness: float = 1.0,
     *,
@@ -93,9 +121,9 @@ def make_plan(
 ) -> list[PlannedRequest]:
     """The first `num_prompts` rows (all by default, cycled if there are fewer) with their due times.
 
-    `request_rate` is requests per second, `inf` (all at once) or "trace" (the recorded arrivals; a cycled
-    trace goes on where it ended). `contents` are those of the rows, by default they share nothing. Raises
-    `ValueError` for "trace" on rows without arrival times.
+    `request_rate` is requests per second, `inf` (all at once), a ramp or "trace" (the recorded arrivals; a
+    cycled trace goes on where it ended). `contents` are those of the rows, by default they share nothing.
+    Raises `ValueError` for "trace" on rows without arrival times.
     """
     count = len(rows) if num_prompts is None else num_prompts
     order = list(range(min(count, len(rows))))
@@ -103,13 +131,15 @@ def make_plan(
         due = _recorded(rows, order, count)
     elif isinstance(request_rate, str):
         raise ValueError(f"expected a rate or 'trace', got {request_rate!r}")
-    elif math.isinf(request_rate):
+    elif request_rate == math.inf:
         due = [0.0] * count
     else:
         due, now = [], 0.0
-        for gap in gaps_s(count, request_rate, burstiness, rng):
+        ramp = request_rate if isinstance(request_rate, Ramp) else Ramp("linear", 1.0, 1.0)
+        mean_rps = 1.0 if isinstance(request_rate, Ramp) else request_rate
+        for index, gap in enumerate(gaps_s(count, mean_rps, burstiness, rng)):
             due.append(now)
-            now += gap
+            now += gap / ramp.rate_rps(index / max(1, count - 1))
     if waves is not None:
         due = [waves.due_s(at) for at in due]
     return [
@@ -120,6 +150,32 @@ def make_plan(
         for cycle, place in [divmod(index, len(order))]
         for row in [order[place]]
     ]
+
+
+def make_load(
+    rows: Sequence[Row],
+    num_prompts: int,
+    rate: Rate | Ramp,
+    rng: random.Random,
+    burstiness: float = 1.0,
+    waves: Waves | None = None,
+) -> Load:
+    """`make_plan` with the row of every planned request, so that the same load can be sent again.
+
+    Sessions and blocks of a later cycle are others: what a trace asks once shall not be in a cache already.
+    """
+    if rate == "trace":
+        # The order in which `make_plan` replays them, so that the rows here are those of its requests.
+        rows = sorted(rows[:num_prompts], key=lambda row: row.arrival_s or 0.0)
+    chosen = [_in_cycle(rows[i % len(rows)], i // len(rows)) for i in range(num_prompts)]
+    return Load(make_plan(rows, num_prompts, rate, rng, burstiness, waves=waves), chosen)
+
+
+def _in_cycle(row: Row, cycle: int) -> Row:
+    if not cycle or not (row.session or row.hash_ids):
+        return row
+    session = row.session and f"{cycle}/{row.session}"
+    return replace(row, session=session, hash_ids=tuple(f"{cycle}/{name}" for name in row.hash_ids))
 
 
 def planned_request(index: int, at_s: float, row: Row, content: PromptContent = UNSHARED) -> PlannedRequest:

@@ -25,6 +25,7 @@ import statistics
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hetlb.core.objective import ServiceClass
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     Floats: TypeAlias = array[float]
     Integers: TypeAlias = array[int]
 
+METRICS = ("ttft", "tpot", "itl", "e2el")
 PERCENTILES = (90, 99)
 #: Of intervals of a mean.
 CONFIDENCE = 0.95
@@ -185,6 +187,13 @@ def student_margin(values: Sequence[float]) -> float:
     return t * statistics.stdev(values) / math.sqrt(len(values))
 
 
+def latencies_s(done: Iterable[RequestResult], name: str) -> Iterable[float]:
+    """One of `METRICS` in seconds, of every completed request (of every gap: "itl")."""
+    if name == "itl":
+        return chain.from_iterable(record.itl_s for record in done if record.itl_s is not None)
+    return (value for record in done if (value := getattr(record, f"{name}_s")) is not None)
+
+
 def latency_figures(name: str, values_s: Iterable[float]) -> dict[str, float]:
     """Mean, median, deviation and percentiles of seconds, in milliseconds, under `name`."""
     ordered = sorted(values_s)
@@ -236,10 +245,10 @@ def summarize(
         "output_throughput": output_tokens * per_second,
         "total_token_throughput": (prompt_tokens + output_tokens) * per_second,
         "request_goodput": sum(_meets(record, goodput_slo_s or {}) for record in done) * per_second,
-        **latency_figures("ttft", (t for record in done if (t := record.ttft_s) is not None)),
-        **latency_figures("tpot", (t for record in done if (t := record.tpot_s) is not None)),
+        **latency_figures("ttft", latencies_s(done, "ttft")),
+        **latency_figures("tpot", latencies_s(done, "tpot")),
         **gaps.figures("itl"),
-        **latency_figures("e2el", (record.e2el_s for record in done)),
+        **latency_figures("e2el", latencies_s(done, "e2el")),
         "time_to_99_percent_s": _time_to_99_percent_s(done, start),
         **({"classes": _class_figures(records, classes, per_second)} if classes else {}),
         "steady": steady_figures(records, start, end),
@@ -268,19 +277,16 @@ def _class_figures(
             )
             for record in done
         )
-        first = latency_figures("ttft", (t for record in done if (t := record.ttft_s) is not None))
-        step = latency_figures("tpot", (t for record in done if (t := record.tpot_s) is not None))
-        whole = latency_figures("e2el", (record.e2el_s for record in done))
+        latencies: dict[str, float] = {}
+        for metric in ("ttft", "tpot", "e2el"):
+            latencies |= latency_figures(metric, latencies_s(done, metric))
         found[name] = {
             "requests": len(own),
             "refused": len(own) - len(done),
             "attainment": met / len(own) if own else None,
             "goodput_req_s": met * per_second,
             "output_throughput": sum(record.output_tokens for record in done) * per_second,
-            "mean_ttft_ms": first["mean_ttft_ms"],
-            "p99_ttft_ms": first["p99_ttft_ms"],
-            "mean_tpot_ms": step["mean_tpot_ms"],
-            "p99_e2el_ms": whole["p99_e2el_ms"],
+            **{key: latencies[key] for key in ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_e2el_ms")},
         }
     return found
 

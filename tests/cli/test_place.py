@@ -233,7 +233,7 @@ def test_machines_with_profiles_are_a_cluster(machines: Path, capsys: pytest.Cap
         ("l40s.yaml}, site: a", "none.yaml}", "expected the path of a latency profile, got 'none.yaml'"),
         ("layers: 80, ", "", "model.layers: expected a value or model.config"),
         ("name: big", "name: l40s", "expected every name once"),
-        ("memory_bytes: 48000000000", "memory_bytes: 1000", "expected room for one layer"),
+        ("memory_bytes: 48000000000", "memory_bytes: 2000000", "expected room for one layer"),
         ("between: 1e9, between_sites: 1e8", "matrix: [[1]]", "links.matrix: expected 3 rows and columns"),
         ("version: 1", "version: 1\nnodes: n.csv", "nodes: expected either nodes or machines, got both"),
     ],

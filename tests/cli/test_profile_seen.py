@@ -156,10 +156,10 @@ def test_a_version_1_profile_says_what_it_lacks_and_may_not_have_more(
 def test_factors_need_evidence() -> None:
     totals = InstanceTotals()
     totals.ended(Outcome.OK)
-    totals.first_token(0.5, 0.6, False)
+    totals.took("prefill", 0.5, 0.6)
     assert totals.model_factors()["prefill"] is None
-    totals.first_token(1.5, 1.8, False)
-    totals.decoded(2.0, 1.0, True)
+    totals.took("prefill", 1.5, 1.8)
+    totals.took("mixed", 2.0, 1.0)
     assert totals.model_factors() == {"prefill": pytest.approx(1.2), "mixed": 0.5, "decode": None}
 
 

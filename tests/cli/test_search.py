@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from hetlb.cli.main import main
-from hetlb.config.cluster import kv_bytes_per_token, load_cluster
+from hetlb.config.cluster import load_cluster
 from hetlb.config.fleet import load_fleet
+from hetlb.config.plan_tables import kv_bytes_per_token
 from hetlb.errors import ConfigError
-from hetlb.plan.model_shape import text_config
+from hetlb.plan.model_shape import read_shape, text_config
 
 CLUSTERS = Path(__file__).parents[2] / "configs" / "clusters"
 L40S = str(CLUSTERS / "l40s-llama-70b.yaml")
@@ -71,14 +72,14 @@ def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], trace: str)
 
 def test_kv_size_from_a_real_config_counts_kv_heads() -> None:
     llama = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-    assert kv_bytes_per_token(llama, 2) == 524_288
-    assert kv_bytes_per_token({**llama, "num_key_value_heads": 8}, 2) == 131_072
-    assert kv_bytes_per_token({**llama, "num_key_value_heads": 8}, 1) == 65_536
+    assert kv_bytes_per_token(read_shape(llama), 2) == 524_288
+    assert kv_bytes_per_token(read_shape({**llama, "num_key_value_heads": 8}), 2) == 131_072
+    assert kv_bytes_per_token(read_shape({**llama, "num_key_value_heads": 8}), 1) == 65_536
     qwen = {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 64, "head_dim": 128}
     inner = text_config({"text_config": {**qwen, "num_key_value_heads": 8}})
-    assert kv_bytes_per_token(inner, 2) == 262_144
+    assert kv_bytes_per_token(read_shape(inner), 2) == 262_144
     with pytest.raises(ConfigError, match="num_hidden_layers: expected a whole number"):
-        kv_bytes_per_token({"hidden_size": 1, "num_attention_heads": 1}, 2)
+        kv_bytes_per_token(read_shape({"hidden_size": 1, "num_attention_heads": 1}), 2)
 
 
 def changed(tmp_path: Path, old: str, new: str) -> str:

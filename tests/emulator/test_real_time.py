@@ -15,7 +15,7 @@ from hetlb.sim.engine_model import EngineModel
 async def test_an_engine_that_waits_for_kv_goes_on_at_the_next_arrival() -> None:
     """An iteration ends late, what waits has no room until a KV cache has come, another came meanwhile."""
     model = EngineModel(FAST.scaled(0.01), EngineLimits(kv_cache_tokens=128, block_size=16))
-    runner = RealTimeEngine(model, asyncio.get_running_loop())
+    runner = RealTimeEngine(model)
     fetches: list[EmulatedSequence] = []
     runner.on_fetch = fetches.append
     waits = EmulatedSequence(64, 1)

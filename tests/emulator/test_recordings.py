@@ -70,9 +70,11 @@ def by_choice(events: list[Any]) -> list[Any]:
     return sorted(events, key=lambda event: re.findall(r"'index': (\d+)", str(event))[:1] or ["9"])
 
 
-def comparable_head(lines: list[str]) -> list[str]:
-    """Status and headers; the values of two of them are not comparable."""
-    return [re.sub(r"^(date|content-length): .*", r"\1", line) for line in lines]
+def comparable_head(lines: list[str]) -> tuple[str, list[str]]:
+    """Status and headers, whose order and case mean nothing; the values of two of them are not comparable."""
+    named = (line.split(": ", 1) for line in lines[1:])
+    headers = sorted(f"{name.lower()}: {value}" for name, value in named)
+    return lines[0].split(" ", 1)[1], [re.sub(r"^(date|content-length): .*", r"\1", each) for each in headers]
 
 
 def events(body: bytes) -> list[Any]:
@@ -106,7 +108,7 @@ async def test_as_recorded(start: Start, name: str, entry: dict[str, Any]) -> No
         client.writer.write(raw)
         head = (await client.reader.readuntil(b"\r\n\r\n")).decode().removesuffix("\r\n\r\n").split("\r\n")
         assert comparable_head(head) == comparable_head(lines)
-        if "transfer-encoding: chunked" in head:
+        if "Transfer-Encoding: chunked" in head:
             answer = await client.reader.readuntil(b"\r\n0\r\n\r\n")
             for (ours, said), (theirs, told) in zip(
                 by_choice(events(answer)), by_choice(events(body)), strict=True
@@ -114,7 +116,7 @@ async def test_as_recorded(start: Start, name: str, entry: dict[str, Any]) -> No
                 assert ours == theirs
                 check(said, told)
             return
-        headers = dict(line.split(": ", 1) for line in head[1:])
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in head[1:])}
         if entry["method"] == "HEAD":
             return
         answer = await client.reader.readexactly(int(headers["content-length"]))

@@ -70,7 +70,7 @@ class Client:
         """Status and headers of the next response."""
         raw = await self.reader.readuntil(b"\r\n\r\n")
         first, *lines = raw.decode().strip().split("\r\n")
-        headers = dict(line.split(": ", 1) for line in lines)
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
         return Response(int(first.split(" ")[1]), headers)
 
     async def chunk(self) -> bytes:

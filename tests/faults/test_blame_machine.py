@@ -201,8 +201,8 @@ class BlameMachine(RuleBasedStateMachine):
         self.proxy.scheduler.check_integrity()
         assert self.proxy.scheduler.in_flight == 0
         assert not self.proxy.driver.exchanges
-        assert not self.proxy.server.clients.open
-        assert self.proxy.server.clients.held_bytes == 0
+        assert not self.proxy.server.connections
+        assert self.proxy.server.held_bytes == 0
         self.proxy.close()
         del self.proxy, self.clients
 

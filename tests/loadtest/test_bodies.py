@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.emulator.counting import VOCABULARY
-from hetlb.loadtest.bodies import CHAT, MadePrompts, RequestBodies, given_texts, own_headers
+from hetlb.loadtest.bodies import CHAT, MadePrompts, RequestBodies, own_headers
 from hetlb.workload.arrivals import PlannedRequest, planned_request
 from hetlb.workload.datasets import estimate_tokens
 from hetlb.workload.traces import Row
@@ -101,7 +101,7 @@ def test_a_conversation_is_named_and_another_one_in_another_run() -> None:
 
 def body(path: str, row: Row, *, ignore_eos: bool = True) -> dict[str, Any]:
     (planned,) = plan_of([row])
-    prompt = given_texts([row], MadePrompts([row], "s", text=path == CHAT))
+    prompt = MadePrompts([row], "s", text=path == CHAT)
     made = RequestBodies("m", prompt, path=path, ignore_eos=ignore_eos).body(planned)
     document: dict[str, Any] = json.loads(made)
     return document

@@ -13,7 +13,8 @@ import pytest
 from loadtest.stub import Call, stub
 
 from hetlb.loadtest.bodies import CompletionBodies
-from hetlb.loadtest.generator import LoadProgress, LoadResult, run_load
+from hetlb.loadtest.generator import LoadProgress, run_load
+from hetlb.loadtest.verdict import LoadResult
 from hetlb.workload.arrivals import PlannedRequest, make_plan
 from hetlb.workload.records import RequestResult
 from hetlb.workload.traces import Row

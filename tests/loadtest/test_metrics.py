@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.loadtest.curves import against_rate, distribution, in_flight, output_rate
-from hetlb.loadtest.generator import LoadResult
 from hetlb.loadtest.metrics import details, peak_concurrency, run_figures
 from hetlb.loadtest.runs import MeasuredRun
+from hetlb.loadtest.verdict import LoadResult
 from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.records import RequestResult
 from hetlb.workload.traces import Row
@@ -54,10 +54,10 @@ def test_latency_from_the_due_time_and_from_the_sent_time() -> None:
 
 def test_a_request_that_failed_met_no_limit() -> None:
     records = [record(float(i), ttft=0.1 * i) for i in range(4)] + [record(4.0, ok=False)]
-    figures = run_figures(result(*records), slo_s={"ttft": 0.25})
+    figures = run_figures(result(*records), goodput_slo_s={"ttft": 0.25})
     assert figures["slo_attainment"] == pytest.approx(3 / 5)
     assert run_figures(result(*records))["slo_attainment"] is None
-    assert run_figures(result(records[-1]), slo_s={"ttft": 0.25})["slo_attainment"] == 0.0
+    assert run_figures(result(records[-1]), goodput_slo_s={"ttft": 0.25})["slo_attainment"] == 0.0
 
 
 @given(st.lists(st.floats(0.001, 10), min_size=1, max_size=30), st.floats(0, 100))
@@ -114,9 +114,8 @@ def test_rounds_are_averaged_and_what_has_no_rate_is_left_out() -> None:
         measured("rr", 1.0, 5.0),
         measured("p2c", "inf", 9.0),
     ]
-    rr, other = against_rate(runs, "p99_ttft_ms")
-    assert (rr.name, rr.points) == ("rr", [(1.0, 5.0), (2.0, 15.0)])
-    assert other.points == []
+    lines = against_rate(runs, "p99_ttft_ms")
+    assert lines == {"rr": [(1.0, 5.0), (2.0, 15.0)], "p2c": []}
 
 
 @given(st.lists(st.floats(0.001, 10), max_size=1000))
@@ -131,13 +130,12 @@ def test_a_distribution_rises_to_one(ttfts: list[float]) -> None:
 def test_timelines_count_everything_once() -> None:
     records = [record(0.1 * i, name="ab"[i % 2]) for i in range(20)]
     rates = output_rate(records, ["a", "b"])
-    for line in rates:
-        (start, _), (then, _) = line.points[:2]
-        assert sum(value for _, value in line.points) * (then - start) == pytest.approx(30)
+    for points in rates.values():
+        (start, _), (then, _) = points[:2]
+        assert sum(value for _, value in points) * (then - start) == pytest.approx(30)
     lines = in_flight(records, ["a", "b"])
-    assert [line.name for line in lines] == ["a", "b"]
-    assert all(line.points[-1][1] == 0 for line in lines)
-    assert max(value for line in lines for _, value in line.points) == 1
-    (everyone,) = in_flight(records, [])
-    assert everyone.name == "all"
-    assert in_flight([], [])[0].points == [(0.0, 0.0)]
+    assert list(lines) == ["a", "b"]
+    assert all(points[-1][1] == 0 for points in lines.values())
+    assert max(value for points in lines.values() for _, value in points) == 1
+    assert list(in_flight(records, [])) == ["all"]
+    assert in_flight([], []) == {"all": [(0.0, 0.0)]}

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from hetlb.errors import InputError
 from hetlb.loadtest import options
-from hetlb.workload.arrivals import Waves
-from hetlb.workload.schedules import Ramp
+from hetlb.workload.arrivals import Ramp, Waves
 
 
 def test_rates() -> None:

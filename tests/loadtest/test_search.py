@@ -12,7 +12,7 @@ RATES = st.floats(0.1, 1000.0)
 
 
 def search(limit_rps: float, starts: list[float]) -> tuple[RateSearch, list[float]]:
-    found, probes = RateSearch(), []
+    found, probes = RateSearch(1.0), []
     for rate in starts:
         found.add(rate, rate <= limit_rps)
     while (rate := found.next_rate_rps()) is not None:
@@ -45,7 +45,7 @@ def test_nothing_meets_or_nothing_misses() -> None:
 
 def test_a_rate_above_one_that_missed_is_not_the_answer() -> None:
     """A measurement may be lucky."""
-    found = RateSearch()
+    found = RateSearch(1.0)
     for rate, met in ((2.0, True), (4.0, False), (8.0, True)):
         found.add(rate, met)
     assert (found.highest_met_rps, found.lowest_missed_rps) == (2.0, 4.0)

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 import yaml
 from aiohttp import web
-from helpers import HANG_S, free_port, turns_until
+from helpers import HANG_S, free_port, outcomes, turns_until
 from proxy.upstreams import DONE, PLAIN_BODY, TOKEN, USAGE
 
 from hetlb.config.fleet import load_fleet
@@ -263,8 +263,8 @@ class Rig:
 
     @property
     def outcomes(self) -> list[str]:
-        """Outcomes of the requests that ended, in order."""
-        return [each.outcome for each in self.picker.history.newest_first()][::-1]
+        """Outcomes of the requests that ended."""
+        return outcomes(self.picker.totals)
 
 
 @contextlib.asynccontextmanager

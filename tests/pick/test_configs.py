@@ -69,7 +69,7 @@ def test_wrong_input_is_one_line_that_names_the_key(
     fleet = "version: 1\nmodels: [{name: m, instances: [{url: 'http://127.0.0.1:1'}]}]\n"
     path = tmp_path / "fleet.yaml"
     cases = {
-        "shared: {mode: both}": "shared.mode",
+        "shared: {silent_s: 0}": "shared.silent_s",
         "shared: {url: 'http://h'}": "shared.url",
         "shared: {}": "shared.url",
         "pick: {client_ca_file: ca.pem}": "pick.client_ca_file",

@@ -15,7 +15,7 @@ import yaml
 from hetlb.cli.main import main
 from hetlb.core.types import Role
 from hetlb.plan.common.capabilities import NIXL, VLLM_FACTS, Form, Status, fact_of, refused
-from hetlb.plan.common.vllm_server import VllmServer
+from hetlb.plan.common.servers import VllmServer
 
 PROFILING = Path(__file__).parents[2] / "profiling"
 MARKET = f"""version: 1

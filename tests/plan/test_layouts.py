@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetlb.config.cluster import Cluster, ClusterLimits
+from hetlb.config.plan_tables import Machine, Model
 from hetlb.config.profile_file import Profile, load_profile
 from hetlb.plan.cluster_layouts import Throughputs
 from hetlb.plan.layouts import (
@@ -26,29 +28,34 @@ from hetlb.plan.layouts import (
 )
 from hetlb.plan.model_shape import ModelShape
 from hetlb.plan.throughput import SloLimits
-from hetlb.plan.tp_search import Machine, PlanModel
 
 PROFILING = Path(__file__).parents[2] / "profiling"
-MODEL = PlanModel(
-    "m", 8.03e9, 2, 131_072, 2048, 1024, ModelShape(32, 32, 8, 128, 128_256, (("intermediate_size", 14336),))
+MODEL = Model(
+    name="m",
+    parameters=8.03e9,
+    kv_bytes_per_token=131_072,
+    shape=ModelShape(32, 32, 8, 128, 128_256, (("intermediate_size", 14336),)),
 )
+LIMITS = ClusterLimits(max_input_tokens=2048, max_output_tokens=1024)
 ROWS = [(100 + 37 * i % 900, 20 + 53 * i % 400) for i in range(200)]
 MIX = [(1.0, ROWS)]
 
 
 def box(name: str, system: str, gpus: int, degrees: tuple[int, ...] = (1, 2, 4)) -> Machine:
     memory = 48_305_799_168 if system == "l40s" else 85_899_345_920
-    paths = tuple((tp, f"{system}-llama-3.1-8b-tp{tp}.yaml") for tp in degrees)
-    return Machine(name, system, gpus, memory, 0.9, 2_147_483_648, paths)
+    profiles = {tp: load_profile(PROFILING / f"{system}-llama-3.1-8b-tp{tp}.yaml") for tp in degrees}
+    return Machine(name, system, gpus, memory, 0.9, 2_147_483_648, profiles)
+
+
+def cluster(*machines: Machine, model: Model = MODEL) -> Cluster:
+    return Cluster(path=Path("c.yaml"), model=model, limits=LIMITS, machines=machines)
 
 
 def fleet(machines: list[Machine], rate: float, slo: SloLimits | None = None) -> LayoutFleet:
-    profiles = {path: load_profile(PROFILING / path) for m in machines for _, path in m.profiles}
-
     def estimate(profile: Profile, tokens: int) -> float:
         return 1.0 / profile.latency.step_s(64, 64 * 500)
 
-    instances = {m.kind: instances_of(MODEL, m, profiles, estimate, 1, MIX) for m in machines}
+    instances = {m.kind: instances_of(cluster(m), m, estimate, 1, MIX) for m in machines}
     return LayoutFleet(machines, instances, ROWS, LayoutTarget(rate, slo or SloLimits()))
 
 
@@ -87,21 +94,16 @@ def test_four_beside_two_on_six_gpus() -> None:
 
 
 def test_what_vllm_refuses_is_in_no_layout() -> None:
-    machine = replace(
-        box("six", "a100_sxm", 6), profiles=((2, "a100_sxm-llama-3.1-8b-tp2.yaml"), (3, "x"), (6, "x"))
-    )
-    profiles = {
-        path: load_profile(PROFILING / "a100_sxm-llama-3.1-8b-tp2.yaml") for _, path in machine.profiles
-    }
-    found = instances_of(MODEL, machine, profiles, lambda profile, tokens: 1.0, 1, MIX)
+    machine = box("six", "a100_sxm", 6, (2,))
+    machine = replace(machine, profiles=dict.fromkeys((2, 3, 6), machine.profiles[2]))
+    found = instances_of(cluster(machine), machine, lambda profile, tokens: 1.0, 1, MIX)
     assert set(found) == {Part(2)}
 
 
 def test_a_pipeline_holds_what_its_gpus_hold_together() -> None:
     machine = box("four", "l40s", 4)
-    profiles = {path: load_profile(PROFILING / path) for _, path in machine.profiles}
-    big = replace(MODEL, parameters=45e9)  # 90 GB: one or two GPUs do not hold it
-    found = instances_of(big, machine, profiles, lambda profile, tokens: float(tokens), 4, MIX)
+    big = msgspec.structs.replace(MODEL, parameters=45e9)  # 90 GB: one or two GPUs do not hold it
+    found = instances_of(cluster(machine, model=big), machine, lambda profile, tokens: float(tokens), 4, MIX)
     assert Part(1) not in found
     assert Part(2) not in found
     pipelines = [each for each in found.values() if each.part.pipeline_parallel_size > 1]
@@ -143,5 +145,3 @@ def test_profiles_of_one_name_have_throughputs_of_their_own(kind: str) -> None:
     other = msgspec.structs.replace(load_profile(PROFILING / "a100_sxm-llama-3.1-8b-tp1.yaml"), name=one.name)
     throughputs = Throughputs([(200, 50)] * 40, kind)
     assert throughputs.of(other, 100_000) > throughputs.of(one, 100_000) > 0.0
-    estimate = throughputs.estimator({"a.yaml": one, "b.yaml": other})
-    assert estimate("b.yaml", 100_000, 2) == 2 * throughputs.of(other, 100_000)

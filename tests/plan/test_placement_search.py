@@ -1,4 +1,4 @@
-"""Searches, bounds and the integer program against every placement of small clusters."""
+"""Searches and bounds against every placement of small clusters."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ from plan.clusters import (
 from hetlb.core.paths.stages import SINK, SOURCE, Edge, LinkSpec
 from hetlb.plan.highs import Interrupt, SolveLimits
 from hetlb.plan.placement.block_columns import BlockChain
-from hetlb.plan.placement.columns import Pipelines
 from hetlb.plan.placement.estimate import Estimator
 from hetlb.plan.placement.failures import losses
 from hetlb.plan.placement.flow import Flow, max_flow
 from hetlb.plan.placement.flow_bounds import flow_bound
 from hetlb.plan.placement.heuristics import Intervals, chains, petals, separate_pipelines, swarm
-from hetlb.plan.placement.milp import solve
 from hetlb.plan.placement.place_cluster import PlaceCluster
 from hetlb.plan.placement.place_plan import PlacePlan, plan_placement
 from hetlb.plan.placement.place_search import PlacementSearch
@@ -58,19 +56,18 @@ def best_of_all(cluster: PlaceCluster) -> float:
 
 @settings(max_examples=8)
 @given(seed=st.integers(0, 10**6))
-def test_the_integer_program_finds_the_best_placement_and_bounds_hold(seed: int) -> None:
+def test_a_search_finds_the_best_placement_and_bounds_hold(seed: int) -> None:
     rng = random.Random(seed)
     kinds = [kind("x", [rng.uniform(50, 100), rng.uniform(20, 60)]), kind("y", [rng.uniform(10, 80)])]
     cluster = small_cluster([rng.choice("xy") for _ in range(4)], kinds, 3)
     best = best_of_all(cluster)
     bound = flow_bound(cluster)
     assert best <= bound * (1.0 + 1e-9)
-    solved = solve(cluster, SolveLimits(gap=1e-6), bound)
-    assert solved.optimal
-    assert solved.bound == pytest.approx(best, rel=1e-5, abs=1e-6)
+    found = PlacementSearch(cluster, Estimator(cluster, LENGTHS), None, bound=bound).run(steps(4000.0))
     if best > 0.0:
-        assert solved.placement is not None
-        assert max_flow(cluster, solved.placement).tokens_per_s == pytest.approx(best, rel=1e-5)
+        assert found.highest_flow.flow.tokens_per_s == pytest.approx(best, rel=1e-5)
+    else:
+        assert not found.candidates
 
 
 @settings(max_examples=12)
@@ -95,27 +92,21 @@ def test_the_optimum_of_helix_small_cluster_is_proven() -> None:
 
 @needs_helix
 @pytest.mark.parametrize("name", ["single24", "cluster10"])
-def test_pipelines_by_column_generation_reach_the_bound(name: str) -> None:
+def test_a_chain_of_blocks_reaches_the_bound(name: str) -> None:
     cluster = helix_cluster(name)
-    pipelines = Pipelines(cluster)
-    placement = pipelines.placement(pipelines.solve(0.0, SolveLimits()))
-    assert fits(cluster, placement)
-    assert max_flow(cluster, placement).tokens_per_s == pytest.approx(flow_bound(cluster), rel=1e-8)
+    bound = flow_bound(cluster)
+    found = PlacementSearch(cluster, Estimator(cluster, LENGTHS), None, bound=bound).run(steps(40_000.0))
+    assert fits(cluster, found.highest_flow.placement)
+    assert found.highest_flow.flow.tokens_per_s == pytest.approx(bound, rel=1e-8)
 
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6))
-def test_constructed_placements_fit_and_keep_their_rate(seed: int) -> None:
+def test_chains_of_blocks_fit(seed: int) -> None:
     rng = random.Random(seed)
     kinds = [kind("x", [90.0, 50.0, 35.0]), kind("y", [60.0, 25.0])]
     cluster = small_cluster([rng.choice("xy") for _ in range(rng.randint(3, 12))], kinds, rng.randint(3, 6))
     bound = flow_bound(cluster)
-    pipelines = Pipelines(cluster)
-    found = pipelines.solve(rng.choice([0.0, 3.0]), SolveLimits())
-    placement = pipelines.placement(found)
-    assert fits(cluster, placement)
-    if found:
-        assert max_flow(cluster, placement).tokens_per_s >= sum(each.rate for each in found) * (1 - 1e-9)
     chain = BlockChain(cluster).highest(0.0, bound, SolveLimits())
     assert chain is None or fits(cluster, chain)
 

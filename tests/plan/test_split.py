@@ -17,11 +17,12 @@ from plan.clusters import Steps
 
 from hetlb.cli.main import main
 from hetlb.config.fleet import load_fleet
-from hetlb.config.plan_tables import Model, RooflineTable
+from hetlb.config.plan_tables import Machine, Model, RooflineTable
 from hetlb.core.latency import LatencyModel
 from hetlb.core.types import Role
 from hetlb.errors import ConfigError, PlanError
 from hetlb.plan.check import check_split
+from hetlb.plan.common.servers import write_servers
 from hetlb.plan.disaggregation.cost import GroupTable, PaperCost, ProfileCost, capacity_of
 from hetlb.plan.disaggregation.exhaustive import SEARCH_S, Exhaustive, find_exhaustively
 from hetlb.plan.disaggregation.network import LINK_SHARE, Network
@@ -34,12 +35,11 @@ from hetlb.plan.disaggregation.split_cluster import (
     ServerGroup,
     Slo,
     SplitCluster,
-    SplitMachine,
     SplitPlan,
 )
-from hetlb.plan.disaggregation.split_deploy import commands, lay_out, write_fleet
 from hetlb.plan.disaggregation.split_files import load_split
 from hetlb.plan.disaggregation.split_search import SplitSearch
+from hetlb.plan.disaggregation.split_servers import servers_of
 from hetlb.plan.disaggregation.split_simulation import different, judge, simulate_plan
 from hetlb.plan.highs import Interrupt, SolveLimits
 from hetlb.plan.throughput import saturated_rate
@@ -54,23 +54,23 @@ GPUS = {
     "L40": (181e12, 0.864e12, 48 * GIB, 25e9),
 }
 LLAMA_8B = Model(
-    name="llama-3-8b", weight_bytes=16.06e9, parameters=8.03e9, bytes_per_parameter=2.0,
+    name="llama-3-8b", parameters=8.03e9, bytes_per_parameter=2.0,
     kv_bytes_per_token=131072, layers=32, hidden_size=4096,
 )  # fmt: skip
 OPT_30B = Model(
-    name="opt-30b", weight_bytes=60e9, parameters=30e9, bytes_per_parameter=2.0,
+    name="opt-30b", parameters=30e9, bytes_per_parameter=2.0,
     kv_bytes_per_token=2 * 48 * 7168 * 2, layers=48, hidden_size=7168,
 )  # fmt: skip
 
 
-def machine(name: str, gpu: str, gpus: int) -> SplitMachine:
+def machine(name: str, gpu: str, gpus: int) -> Machine:
     flops, bandwidth, memory, _ = GPUS[gpu]
     table = RooflineTable(flops=flops, bandwidth_bytes_per_s=bandwidth)
-    return SplitMachine(name, gpu, gpus, memory, profiles={}, profile_paths={}, roofline=table)
+    return Machine(name, gpu, gpus, memory, roofline=table)
 
 
 def cluster(
-    machines: list[SplitMachine],
+    machines: list[Machine],
     model: Model = LLAMA_8B,
     rows: tuple[tuple[int, int], ...] = ((1000, 200),),
     between: float = 5e9,
@@ -482,19 +482,20 @@ def test_commands_say_role_layers_and_gpus(tmp_path: Path) -> None:
         tokens = capacity_of(of, own)
         groups.append(ServerGroup(role, own, cost.capacity(own, role, tokens), tokens))
     plan = SplitPlan(tuple(groups[:2]), {(0, 1): 0.1}, {})
-    first, second = commands(of, plan, lay_out(of, plan))
+    servers = servers_of(of, plan)
+    first, second = (server.command() for server in servers)
     assert "VLLM_PP_LAYER_PARTITION=20,12" in first
     assert "--pipeline-parallel-size 2" in first
     assert '"kv_role":"kv_producer"' in first
     assert '"kv_role":"kv_consumer"' in second
     assert "CUDA_VISIBLE_DEVICES=1 " in second
-    write_fleet(tmp_path / "f.yaml", of, plan, lay_out(of, plan), cost)
+    write_servers(tmp_path / "f.yaml", "A plan.", servers)
     roles = [i["role"] for i in yaml.safe_load((tmp_path / "f.yaml").read_text())["models"][0]["instances"]]
     assert roles == ["prefill", "decode"]
     # One that does both transfers too, unless nothing is split.
     for flows, whole in (({(0, 1): 0.1}, '"kv_role":"kv_both"'), ({}, "vllm serve")):
         plan = SplitPlan((groups[0], groups[2]), flows, {1: 0.1})
-        last = commands(of, plan, lay_out(of, plan))[-1]
+        last = servers_of(of, plan)[-1].command()
         assert whole in last
         assert ("kv-transfer-config" in last) == plan.splits
     load_fleet(tmp_path / "f.yaml")

@@ -3,41 +3,62 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetlb.config.cluster import Cluster, ClusterLimits
+from hetlb.config.plan_tables import Machine, Model
+from hetlb.config.profile_file import DecodeCoefficients, PrefillCoefficients, Profile
 from hetlb.core.latency import LatencyModel
 from hetlb.errors import PlanError
 from hetlb.plan.check import check
-from hetlb.plan.tp_search import Batch, Machine, PlanModel, memory, pack, search, static_estimate
+from hetlb.plan.tp_search import Batch, memory, pack, search, static_estimate
 
 V100 = 34_359_738_368
 RESERVED = 2_147_483_648
-MODEL = PlanModel("m", 8.03e9, 2, 131_072, 2048, 1024)
-BOX = Machine("box", "V100", 8, V100, 0.9, RESERVED, ((1, "p1"), (2, "p2"), (4, "p4"), (8, "p8")))
+MODEL = Model(name="m", parameters=8.03e9, bytes_per_parameter=2, kv_bytes_per_token=131_072)
+LIMITS = ClusterLimits(max_input_tokens=2048, max_output_tokens=1024)
+
+
+def profiles(*degrees: int) -> dict[int, Profile]:
+    """Profiles that are known by their names alone."""
+    prefill = PrefillCoefficients(k1=1.0, k2=0.0, k3=0.0, k4=0.0)
+    decode = DecodeCoefficients(k5=1.0, k6=0.0, k7=0.0, k8=0.0)
+    return {d: Profile(version=1, name=f"p{d}", prefill=prefill, decode=decode) for d in degrees}
+
+
+BOX = Machine("box", "V100", 8, V100, 0.9, RESERVED, profiles(1, 2, 4, 8))
+
+
+def cluster(*machines: Machine, model: Model = MODEL, limits: ClusterLimits = LIMITS) -> Cluster:
+    return Cluster(path=Path("c.yaml"), model=model, limits=limits, machines=machines)
+
+
+WHOLE = cluster(BOX)
 
 
 def test_memory_by_hand() -> None:
     # 0.9 * 34359738368 = 30923764531.2; - 2147483648 = 28776280883.2; - 16060000000 = 12716280883.2
-    one = memory(MODEL, BOX, 1)
+    one = memory(WHOLE, BOX, 1)
     assert (one.kv_cache_tokens, one.missing_bytes) == (97_017, 0)
     # 4 * 28776280883.2 - 16060000000 = 99045123532.8
-    assert memory(MODEL, BOX, 4).kv_cache_tokens == 99_045_123_532 // 131_072
+    assert memory(WHOLE, BOX, 4).kv_cache_tokens == 99_045_123_532 // 131_072
 
 
 def test_the_limit_is_exact_to_the_byte() -> None:
     machine = replace(BOX, gpu_memory_utilization=1.0, reserved_bytes_per_gpu=0, gpus=1)
     need = 16_060_000_000 + 131_072 * 3072
-    assert memory(MODEL, replace(machine, memory_bytes=need), 1).missing_bytes == 0
-    assert memory(MODEL, replace(machine, memory_bytes=need - 1), 1).missing_bytes == 1
-    assert memory(MODEL, replace(machine, memory_bytes=1000), 1).kv_cache_tokens == 0
+    assert memory(WHOLE, replace(machine, memory_bytes=need), 1).missing_bytes == 0
+    assert memory(WHOLE, replace(machine, memory_bytes=need - 1), 1).missing_bytes == 1
+    assert memory(WHOLE, replace(machine, memory_bytes=1000), 1).kv_cache_tokens == 0
 
 
 def test_infeasible_degrees_come_last_with_their_reason() -> None:
-    box = replace(BOX, memory_bytes=V100 // 2, profiles=((2, "p2"), (4, "p4")))
-    (plan,) = search(MODEL, [box], lambda profile, kv, instances: {"p2": 10.0, "p4": 20.0}[profile])
+    box = replace(BOX, memory_bytes=V100 // 2, profiles=profiles(2, 4))
+    (plan,) = search(cluster(box), lambda profile, kv: {"p2": 2.5, "p4": 10.0}[profile.name])
     assert [option.tensor_parallel_size for option in plan.ranking] == [4, 2, 1, 8]
     one, eight = plan.ranking[2:]
     # 0.9 * 17179869184 - 2147483648 - 16060000000 = -2745601382.4; 402653184 are needed
@@ -46,21 +67,21 @@ def test_infeasible_degrees_come_last_with_their_reason() -> None:
     assert (one.throughput_tok_s, one.kv_cache_tokens) == (0.0, 0)
     assert eight.reason == "no profile for tensor_parallel_size 8"
     assert plan.best is plan.ranking[0]
-    check(MODEL, [box], [plan])
+    check(cluster(box), [plan])
 
 
 def test_machines_of_one_kind_are_searched_once() -> None:
     asked: list[str] = []
 
-    def estimate(profile: str, kv: int, instances: int) -> float:
-        asked.append(profile)
-        return float(instances)
+    def estimate(profile: Profile, kv: int) -> float:
+        asked.append(profile.name)
+        return 1.0
 
     machines = [replace(BOX, name=f"box-{i}") for i in range(3000)]
-    plans = search(MODEL, machines, estimate)
+    plans = search(cluster(*machines), estimate)
     assert asked == ["p1", "p2", "p4", "p8"]
     assert [plan.machine.name for plan in plans] == [machine.name for machine in machines]
-    check(MODEL, machines, plans)
+    check(cluster(*machines), plans)
 
 
 @settings(max_examples=60)
@@ -74,11 +95,12 @@ def test_machines_of_one_kind_are_searched_once() -> None:
 def test_brute_force_finds_the_same_best(
     gpus: int, memory_bytes: int, utilization: float, speeds: list[float], missing: set[int]
 ) -> None:
-    model = PlanModel("m", 20, 1, 2, 3, 1)
-    profiles = tuple((d, str(d)) for d in range(1, gpus + 1) if gpus % d == 0 and d not in missing)
-    machine = Machine("x", "g", gpus, memory_bytes, utilization, 1, profiles)
-    (plan,) = search(model, [machine], lambda profile, kv, instances: instances * speeds[int(profile)])
-    check(model, [machine], [plan])
+    model = Model(name="m", parameters=20, bytes_per_parameter=1, kv_bytes_per_token=2)
+    known = profiles(*(d for d in range(1, gpus + 1) if gpus % d == 0 and d not in missing))
+    machine = Machine("x", "g", gpus, memory_bytes, utilization, 1, known)
+    whole = cluster(machine, model=model, limits=ClusterLimits(max_input_tokens=3, max_output_tokens=1))
+    (plan,) = search(whole, lambda profile, kv: speeds[int(profile.name[1:])])
+    check(whole, [plan])
     best = None
     for degree in range(1, gpus + 1):
         # In hundredths, whole numbers: utilization has two digits.
@@ -103,20 +125,20 @@ def test_brute_force_finds_the_same_best(
     ],
 )
 def test_broken_plans_are_found_out(change: dict[str, object]) -> None:
-    (plan,) = search(MODEL, [BOX], lambda profile, kv, instances: float(instances))
-    check(MODEL, [BOX], [plan])
+    (plan,) = search(WHOLE, lambda profile, kv: 1.0)
+    check(WHOLE, [plan])
     broken = replace(plan, ranking=(replace(plan.ranking[0], **change), *plan.ranking[1:]))
     with pytest.raises(PlanError):
-        check(MODEL, [BOX], [broken])
+        check(WHOLE, [broken])
     with pytest.raises(PlanError, match="highest throughput first"):
-        check(MODEL, [BOX], [replace(plan, ranking=plan.ranking[::-1])])
+        check(WHOLE, [replace(plan, ranking=plan.ranking[::-1])])
     with pytest.raises(PlanError, match="one ranking per machine"):
-        check(MODEL, [BOX], [])
+        check(WHOLE, [])
 
 
 def test_an_estimate_that_is_no_throughput_is_refused() -> None:
     with pytest.raises(PlanError, match="box, degree 1: expected a throughput above 0, got nan"):
-        search(MODEL, [BOX], lambda *_: float("nan"))
+        search(WHOLE, lambda *_: float("nan"))
 
 
 def test_packing_is_greedy_in_trace_order() -> None:

@@ -257,19 +257,19 @@ class Proxy:
         yield
 
     def _sweep(self) -> None:
-        self.server.clients.sweep(self.loop.time())
+        self.server.sweep()
         self.loop.call_later(0.5, self._sweep)
 
     def client(self) -> End:
         """One more client."""
         end = End()
-        connection = ClientConnection(self.server.clients)
+        connection = ClientConnection(self.server)
         connection.connection_made(Transport(self.loop, connection, end))
         return end
 
     def close(self) -> None:
         """End everything."""
-        self.server.clients.abort()
+        self.server.abort()
         self.loop.settle()
         self.driver.close()
         for task in asyncio.all_tasks(self.loop):

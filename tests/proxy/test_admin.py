@@ -17,6 +17,7 @@ from helpers import HANG_S, turns_until
 from proxy.services import PLAIN_BODY, Engine, document, said, serving
 from proxy.upstreams import Upstream, plain
 
+from hetlb import app_listener
 from hetlb.proxy import admin_listener
 
 # --- what is seen ---
@@ -544,7 +545,7 @@ async def test_an_engine_that_is_gone_leaves_the_admin_listener_alone(tmp_path: 
 
 async def test_half_heads_hold_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin_listener, "MOST_CONNECTIONS", 20)
-    monkeypatch.setattr(admin_listener, "_SWEEP_S", 0.01)
+    monkeypatch.setattr(app_listener, "_SWEEP_S", 0.01)
     async with Engine() as engine, serving(tmp_path, document(engine)) as running:
         address = running.service.admin.address
         half = [await asyncio.open_connection(*address) for _ in range(60)]
@@ -556,7 +557,7 @@ async def test_half_heads_hold_no_connection(tmp_path: Path, monkeypatch: pytest
                 assert await reader.read() == b""
             writer.close()
         assert (await running.admin("GET", "/healthz")).status == 200
-        monkeypatch.setattr(admin_listener, "IDLE_S", 0.0)
+        running.service.admin.idle_s = 0.0
         for reader, writer in half[40:]:
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""

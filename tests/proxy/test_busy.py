@@ -108,7 +108,7 @@ async def test_bodies_that_have_not_come_whole_are_bounded_together(start: Start
         proxy = await start(engine.url, max_held_bytes=1500)
         async with Client(proxy) as first, Client(proxy) as second:
             first.send(post(body)[:-10])
-            await turns_until(lambda: proxy.server.clients.held_bytes > 1000)
+            await turns_until(lambda: proxy.server.held_bytes > 1000)
             second.send(post(body)[:-10])
             refused = await second.answer()
             assert (refused.status, refused.error["code"]) == (429, "too_many_bytes")
@@ -117,8 +117,8 @@ async def test_bodies_that_have_not_come_whole_are_bounded_together(start: Start
             assert (await first.answer()).status == 200
         async with Client(proxy) as third:
             third.send(post(body)[:-10])
-            await turns_until(lambda: proxy.server.clients.held_bytes > 1000)
-        await turns_until(lambda: not proxy.server.clients.held_bytes)
+            await turns_until(lambda: proxy.server.held_bytes > 1000)
+        await turns_until(lambda: not proxy.server.held_bytes)
         await proxy.settled()
 
 
@@ -131,7 +131,7 @@ async def test_a_body_that_trickles_is_given_up(start: Start) -> None:
             head = len(request) - len(body)
             async with Client(proxy) as client:
                 client.send(request[: head + sent])
-                await turns_until(lambda sent=sent: proxy.server.clients.held_bytes == sent)
+                await turns_until(lambda sent=sent: proxy.server.held_bytes == sent)
                 [connection] = proxy.server.connections
                 connection.sweep(connection._since + 5.5)  # 1,024 bytes a second would be 5,632 by now
                 if answered:

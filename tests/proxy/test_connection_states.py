@@ -566,5 +566,5 @@ async def _all_but_the_end(rig: Rig, data: bytes) -> None:
     """Send a request of which the last byte comes when the rest has been read."""
     rig.send(data[:-1])
     connection = await rig.until(ClientState.BODY)
-    await turns_until(lambda: not connection._decoder and connection._body_left == 1)
+    await turns_until(lambda: not connection._reader._decoder and connection._reader._left == 1)
     rig.send(data[-1:])

@@ -1,7 +1,7 @@
 """Prompt and output tokens of a request are the same number wherever they are read.
 
 Method: requests of every shape go through a real proxy to a scripted engine; the counter, both forms of the
-access log, the spans and the history are compared with the engine's `usage`, or, without one, with what the
+access log, the spans and the dashboard are compared with the engine's `usage`, or, without one, with what the
 body holds.
 """
 
@@ -20,7 +20,7 @@ from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, Upstream, chunk, plain
 
 from hetlb.config.fleet_tables import TracingTable
 from hetlb.proxy.telemetry.access_log import json_line, keyvalue_line
-from hetlb.proxy.telemetry.history import History
+from hetlb.proxy.telemetry.recent import Recent
 from hetlb.proxy.telemetry.request_record import RequestRecord
 from hetlb.proxy.telemetry.tracing import Tracing
 
@@ -121,10 +121,12 @@ async def check(proxy: Any, shape: Shape, tokens: int, cached: int | None, outpu
         assert attributes["gen_ai.usage.input_tokens"] == tokens
         assert attributes.get("gen_ai.usage.cache_read.input_tokens") == cached
         assert attributes["gen_ai.usage.output_tokens"] == output
-    history = History()
-    history.add(record)
-    [row] = history.copy()
-    assert (row.prompt_tokens_total, row.output_tokens, row.sequences) == (tokens, output, shape.sequences)
+    recent = Recent()
+    recent.finished(record)
+    [stretch] = recent.stretches.values()
+    share = stretch.share("i0")
+    assert (share.prompt_tokens, share.output_tokens) == (tokens, output)
+    assert [point[3] for point in recent.points] == ([output / shape.sequences] if output else [])
 
 
 @pytest.mark.parametrize("usage", [PLAIN, CACHED], ids=["usage", "usage with details"])

@@ -14,10 +14,9 @@ from hetlb.config.fleet_tables import ProxyTable
 from hetlb.proxy import ends
 from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
 from hetlb.proxy.ends import End as LeaseEnd
-from hetlb.proxy.engine_pools import EnginePools
+from hetlb.proxy.engine_pools import EnginePool, EnginePools
 from hetlb.proxy.http.http1 import ResponseHead
-from hetlb.proxy.side_call import SideCall
-from hetlb.proxy.upstream import EnginePool
+from hetlb.proxy.upstream import SideCall, head_of
 
 PORT = 8998
 IDLE_S = 10.0
@@ -50,12 +49,9 @@ def asked(loop: Loop, pools: EnginePools) -> None:
     def failed(end: LeaseEnd | None, detail: str) -> None:
         raise AssertionError(detail)
 
-    def lines(own_headers: bytes, passthrough: bool) -> bytes:
-        return b"GET /query HTTP/1.1\r\n" + own_headers
-
     pool = pools.bootstrap("p")
     assert pool is not None
-    SideCall(pool, b"GET", lines, b"", done, failed).send()
+    SideCall(pool, head_of(b"GET /query"), b"", done, failed).send()
     loop.rest()
     assert answers == [b"{}"]
 
@@ -92,6 +88,7 @@ class ClosedFirst:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.time, self.call_soon, self.create_task = loop.time, loop.call_soon, loop.create_task
+        self.create_future = loop.create_future
 
     async def create_connection(self, make: Any, host: str, port: int) -> Any:
         transport, connection = await self._loop.create_connection(make, host, port)
@@ -103,14 +100,11 @@ async def test_a_connection_that_was_closed_before_it_was_used_is_not_accepted()
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     loop = cast(asyncio.AbstractEventLoop, ClosedFirst(asyncio.get_running_loop()))
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    pool = EnginePool(
-        url, loop, PLAIN_ACCESS, connect_timeout_s=HANG_S, idle_s=1.0, on_reconnect=lambda _: None
-    )
+    table = ProxyTable(connect_timeout_s=HANG_S, upstream_idle_s=1.0)
+    pool = EnginePool(url, loop, PLAIN_ACCESS, table, on_reconnect=lambda _: None)
     failed: list[LeaseEnd | None] = []
     for _ in range(2):  # the second time it would be asked what it serves
-        call = SideCall(
-            pool, b"GET", lambda own, _: own, b"", lambda *_: None, lambda end, _: failed.append(end)
-        )
+        call = SideCall(pool, head_of(b"GET /"), b"", lambda *_: None, lambda end, _: failed.append(end))
         call.send()
         await turns_until(lambda: bool(failed))
         assert failed.pop() is ends.NOT_ACCEPTED

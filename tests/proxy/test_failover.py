@@ -115,4 +115,4 @@ async def test_large_bodies_of_json_are_taken(tmp_path: Path) -> None:
             ) as reply:
                 assert reply.status == 200
         await asyncio.sleep(0)
-        assert running.service.server.clients.held_bytes == 0
+        assert running.service.server.held_bytes == 0

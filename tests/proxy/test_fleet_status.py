@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from helpers import MODEL, make_scheduler, request, spec
+from proxy.dashboard.rows import ended
 
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
@@ -23,7 +24,7 @@ from hetlb.proxy.beliefs import BeliefSource, believed, slots_source, speed_sour
 from hetlb.proxy.dashboard.routes import pools
 from hetlb.proxy.dashboard.samples import Levels
 from hetlb.proxy.fleet_status import status
-from hetlb.proxy.telemetry.history import History
+from hetlb.proxy.telemetry.recent import Recent
 
 SLOTS = 8
 
@@ -34,7 +35,7 @@ class Watched:
     def __init__(self, names: str = "abc", *, slots: int | None = SLOTS) -> None:
         capacity = Capacity(kv_cache_tokens=10**7, kv_tokens_per_request=10**7, max_num_seqs=slots)
         self.scheduler: Scheduler = make_scheduler([spec(name, capacity=capacity) for name in names], "hetlb")
-        self.history = History()
+        self.recent = Recent()
         self.levels = Levels()
         self.leases: list[Lease] = []
         self.number = 0
@@ -50,9 +51,7 @@ class Watched:
         for lease in [each for each in self.leases if name in ("", each.instance)][:count]:
             self.leases.remove(lease)
             lease.output_tokens, lease.mark = 20, None  # its time teaches nothing about speed
-            began = self.now - 1.0
-            row = (self.now, began, began, None, lease.instance, MODEL, 10, 10, 20.0, 1.0, 20, 1)
-            self.history.extend([(*row, outcome.value)])
+            self.recent.finished(ended(self.now, instance=lease.instance, tokens=20, outcome=outcome))
             if outcome is Outcome.OK:
                 self.scheduler.on_first_token(lease, self.now)
                 lease.first_mark = None
@@ -65,7 +64,7 @@ class Watched:
 
     def look(self) -> dict[str, Any]:
         self.levels.sample(self.scheduler, self.now)
-        return status(self.scheduler, pools(self.scheduler), self.history, self.levels, self.now)
+        return status(self.scheduler, pools(self.scheduler), self.recent, self.levels, self.now)
 
 
 def test_without_traffic_it_is_well() -> None:

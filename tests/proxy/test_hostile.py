@@ -8,12 +8,12 @@ import pytest
 from proxy.memory import End, Proxy
 
 from hetlb.core.types import Health
-from hetlb.proxy.connection import MAX_BLANK_LINES
 from hetlb.proxy.connection_states import ClientState, Reading
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import MAX_SMALL_CHUNKS
 from hetlb.proxy.http.multipart import MAX_PART_LINES, MAX_PARTS, FormReader
 from hetlb.proxy.http.openai_body import MAX_PROMPTS, GateError, read_json
+from hetlb.proxy.http.request_reader import MAX_BLANK_LINES
 from hetlb.proxy.upstream import MAX_INTERIM
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\n"
@@ -121,7 +121,7 @@ def test_a_client_that_sends_much_has_its_turn_like_any_other(
     assert turns <= 3
     connection = loud.transport._protocol if loud.transport else None
     closing = connection.state is ClientState.CLOSING
-    assert closing or connection._unread or connection.reading is not Reading.OPEN, (
+    assert closing or connection._reader.unread or connection.reading is not Reading.OPEN, (
         "all of it was read before"
     )
 
@@ -275,7 +275,7 @@ def test_half_sent_forms_hold_no_slot(make: Callable[..., Proxy], engines: Engin
     for client in clients:
         client.leave()
     proxy.loop.rest()
-    assert proxy.server.clients.held_bytes == 0
+    assert proxy.server.held_bytes == 0
 
 
 def test_a_request_that_an_engine_does_not_read_is_held_against_none(

@@ -14,7 +14,7 @@ from proxy.discovery.conftest import serving
 
 from hetlb.config.discovery import LeaseTable
 from hetlb.errors import ConfigError
-from hetlb.proxy.leader import LeaseLeader
+from hetlb.proxy.leader import Leader
 
 PATH = "/apis/coordination.k8s.io/v1/namespaces/prod/leases"
 
@@ -69,7 +69,7 @@ class Leases:
 class Candidate:
     """A leader whose looks are made one by one, with a clock of its own."""
 
-    def __init__(self, leader: LeaseLeader, now: float) -> None:
+    def __init__(self, leader: Leader, now: float) -> None:
         self.leader, self.now = leader, now
 
     async def look(self, seconds: float = 0.0) -> bool:
@@ -82,16 +82,16 @@ class Candidate:
 
 
 @asynccontextmanager
-async def leases(tmp_path: Path) -> AsyncIterator[tuple[Leases, Callable[..., LeaseLeader]]]:
+async def leases(tmp_path: Path) -> AsyncIterator[tuple[Leases, Callable[..., Leader]]]:
     (tmp_path / "token").write_text("secret")
     server = Leases()
     async with serving(server.handle) as url:
 
-        def make(name: str, duration_s: int = 50) -> LeaseLeader:
+        def make(name: str, duration_s: int = 50) -> Leader:
             table = LeaseTable(
                 name="pick", namespace="prod", api_server=url, token_file="token", duration_s=duration_s
             )
-            return LeaseLeader(table, tmp_path, name, "shared.lease")
+            return Leader(table, tmp_path, name, "shared.lease")
 
         yield server, make
 
@@ -211,4 +211,4 @@ def test_outside_of_a_cluster_the_server_is_to_be_named(
 ) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(ConfigError, match=r"^shared\.lease\.api_server: expected a URL"):
-        LeaseLeader(LeaseTable(name="pick"), tmp_path, "a", "shared.lease")
+        Leader(LeaseTable(name="pick"), tmp_path, "a", "shared.lease")

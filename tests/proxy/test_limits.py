@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers import outcomes
 from hypothesis import given
 from hypothesis import strategies as st
 from proxy.services import Engine, Running, document, serving
@@ -121,8 +122,7 @@ async def test_requests_beyond_a_limit_are_429_and_say_when_to_come_again(tmp_pa
             # Requests beyond the limit are of the key's account, and in the log.
             usage = (await running.admin("GET", "/v1/usage")).json["usage"]
             assert [(each["tenant"], each["requests"]) for each in usage] == [("t0", 6), ("t1", 2)]
-            ended = list(running.service.history.newest_first())
-            assert [each.outcome for each in ended].count("rate_limited") == 2
+            assert outcomes(running.service.totals).count("rate_limited") == 2
 
 
 async def test_tokens_are_settled_by_what_the_engine_counted(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def shared() -> Sharing:
 
 
 def message(changes: Any, kind: Any = 1, **other: Any) -> bytes:
-    fields = {"version": 2, "name": NAME, "kind": kind, "sequence": 1, "sent_at": 0.0, "epoch": 0} | other
+    fields = {"version": 3, "name": NAME, "kind": kind, "sequence": 1, "sent_at": 0.0} | other
     return msgspec.msgpack.encode([*fields.values(), changes])
 
 

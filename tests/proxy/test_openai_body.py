@@ -11,7 +11,7 @@ from hetlb.errors import ConfigError
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import GateError
 from hetlb.proxy.http.openai_body import Call, inject_usage, read_json
-from hetlb.proxy.token_estimator import BytesPerToken, TokenEstimator, load_tokenizers
+from hetlb.proxy.token_estimator import TokenEstimator, bytes_per_token, load_tokenizers
 
 
 def read(kind: Kind = Kind.COMPLETION, /, **fields: object) -> Call:
@@ -109,9 +109,9 @@ def test_bytes_per_token_are_learnt_and_bounded() -> None:
         sizes.learn("other", text_bytes, [], tokens)
     assert sizes.estimate("other", 400) == 100
     assert sizes.estimate("m", 0) == 1
-    ratio = BytesPerToken()
+    ratio = bytes_per_token()
     ratio.learn(1 << 40, 1)
-    assert ratio.ratio == 16.0
+    assert ratio.value == 16.0
 
 
 def test_a_tokenizer_that_is_not_there_is_one_line(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ sys.exit(code)
 #: Rooms that a plain `serve` may import, and of `cli` only what it says.
 ROOMS = {
     "addresses",
+    "app_listener",
     "build",
     "cli",
     "config",

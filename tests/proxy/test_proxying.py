@@ -685,7 +685,7 @@ async def test_a_client_that_pipelines_and_never_reads_gets_no_more_answers(star
             lambda: connection._stalled_since is not None and connection.reading is Reading.HELD
         )
         assert connection._transport.get_write_buffer_size() < 1 << 20
-        assert len(connection._buffer) + len(connection._backlog) < 1 << 20
+        assert len(connection._reader.buffer) + len(connection._reader.backlog) < 1 << 20
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

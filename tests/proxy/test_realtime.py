@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import websockets
 import yaml
-from helpers import HANG_S, free_port, turns_are_short
+from helpers import HANG_S, free_port, outcomes, turns_are_short
 from proxy.conftest import turns_until
 from proxy.services import Engine, Running, document, serving
 from proxy.upstreams import Visit, plain
@@ -75,8 +75,8 @@ def session(running: Running, query: str = "?model=m", **options: Any) -> Any:
 
 
 def ended(running: Running) -> list[str]:
-    """Outcomes, the newest first."""
-    return [row.outcome for row in running.service.history.newest_first()]
+    """Outcomes of the requests that ended."""
+    return outcomes(running.service.totals)
 
 
 async def refused(running: Running, query: str = "?model=m", **options: Any) -> int:
@@ -145,8 +145,8 @@ async def test_both_sides_hear_each_other(tmp_path: Path) -> None:
             assert (await closed_with(client))[0] == 1000
         await running.settled()
         assert ended(running) == ["ok"]
-        row = next(running.service.history.newest_first())
-        assert (row.prompt_tokens_total, row.output_tokens) == (14, 6)
+        [share] = running.service.totals.recent.shares(60.0, running.service.now()).values()
+        assert (share.prompt_tokens, share.output_tokens) == (14, 6)
         page = (await running.admin("GET", "/metrics")).body.decode()
         assert 'hetlb_websocket_session_seconds_count{model="m"} 1' in page
         assert re.search(r'hetlb_instance_output_tokens_total\{[^}]*"i0"[^}]*\} 6\n', page)

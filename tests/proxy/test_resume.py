@@ -20,7 +20,7 @@ from proxy.test_proxying import Start
 
 from hetlb.core.types import AdminState, AdminStateSet, Capacity, EngineSample, InstanceAdded, Outcome
 from hetlb.emulator import EmulatedEngine
-from hetlb.proxy.exchange import MOST_RESUMED
+from hetlb.proxy.continuation import MOST_RESUMED
 from hetlb.proxy.exchange_states import Phase
 
 HOWS = ("fin", "rst")

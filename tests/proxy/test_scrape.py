@@ -20,7 +20,7 @@ from hetlb.core.types import (
     Probed,
     ProbeResult,
 )
-from hetlb.proxy.scrape import Scraper, ScrapeTarget
+from hetlb.proxy.scrape import Scraper
 from hetlb.served_models import read_model_list, read_version
 
 PAGE = (Path(__file__).parents[1] / "vllm" / "data" / "metrics-busy.http").read_text()
@@ -74,7 +74,7 @@ class Watch:
 @asynccontextmanager
 async def watching(*urls: str, timeout_s: float = HANG_S) -> AsyncIterator[Watch]:
     watch = Watch(timeout_s)
-    await watch.scraper.start([ScrapeTarget(f"e{i}", url) for i, url in enumerate(urls)], HANG_S)
+    await watch.scraper.start({f"e{i}": url for i, url in enumerate(urls)}, HANG_S)
     try:
         yield watch
     finally:
@@ -185,7 +185,7 @@ async def test_removed_targets_are_left_alone() -> None:
         async with watching(url) as watch:
             watch.scraper.remove("e0")
             assert watch.scraper.models == {}
-            watch.scraper.add(ScrapeTarget("e1", url))
+            watch.scraper.add("e1", url)
             await watch.until(lambda: any(name == "e1" for name, _ in watch.samples))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import ChunkedDecoder
 from hetlb.proxy.progress import Progress
-from hetlb.proxy.resume import next_leg
+from hetlb.proxy.resume import next_seam
 from hetlb.proxy.streamed_answer import StreamedAnswer
 
 PROMPT = [3, 1, 4]
@@ -80,7 +80,7 @@ def test_wherever_it_is_cut_the_answer_is_the_same(
         progress.read()
         if progress.finish is not None:
             break
-        leg = next_leg(
+        seam = next_seam(
             Kind.COMPLETION,
             json.dumps(asked).encode(),
             progress,
@@ -88,9 +88,9 @@ def test_wherever_it_is_cut_the_answer_is_the_same(
             gives_ids=True,
             by_text=False,
         )
-        assert leg is not None
-        body, name = json.loads(leg.body), "next"
-        stream = StreamedAnswer(True, 0, progress, leg.seam)
+        assert seam is not None
+        body, name = json.loads(seam.body), "next"
+        stream = StreamedAnswer(True, 0, progress, seam)
     seen = [json.loads(event[6:]) for event in b"".join(got).split(b"\n\n")[:-1]]
     whole = [json.loads(event[6:]) for event in engine(tokens, asked, "first")]
     assert "".join(each["choices"][0]["text"] for each in seen) == "".join(tokens)

@@ -153,9 +153,9 @@ async def test_without_the_server_each_serves_and_says_so_in_one_line(
     [
         ({}, ("--workers", "2"), "proxy.workers: expected 1 with shared:, got 2"),
         (
-            {"mode": "active-standby"},
+            {"lease": "{name: x}"},
             (),
-            "shared.mode: expected active-active for proxies, got active-standby",
+            "shared.lease: expected none for proxies, which all serve",
         ),
         (
             {},
@@ -167,8 +167,7 @@ async def test_without_the_server_each_serves_and_says_so_in_one_line(
 def test_what_proxies_cannot_share_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, flags: tuple[str, ...], message: str
 ) -> None:
-    mode = change.get("mode", "active-active")
-    shared = f"{{url: 'redis://a', mode: {mode}}}"
+    shared = f"{{url: 'redis://a', lease: {change.get('lease', 'null')}}}"
     file = tmp_path / "fleet.yaml"
     file.write_text(
         f"version: 1\nshared: {shared}\nmodels:\n  - {{name: m, instances: [{{url: 'http://a:1'}}]}}\n"
@@ -182,8 +181,7 @@ def test_what_proxies_cannot_share_is_refused(
 @pytest.mark.parametrize(
     ("shared", "message"),
     [
-        ("{lease: {name: x}}", "shared.mode: expected active-standby with a lease, got active-active"),
-        ("{mode: active-standby}", "shared.url: expected an address, but the key is missing"),
+        ("{group: a}", "shared.url: expected an address, but the key is missing"),
         ("{url: 'http://a'}", "shared.url: expected redis://, rediss:// or unix:// at its beginning"),
         ("{lease: {name: x, duration_s: 0}}", "duration_s"),
     ],

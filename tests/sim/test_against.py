@@ -378,9 +378,7 @@ def test_the_order_of_lines_does_not_matter_and_repeated_requests_count(tmp_path
     expected = read_log(path).requests
     random.Random(1).shuffle(rows)
     path.write_text("\n".join([header, *rows]))
-    assert [replace(each, row=None) for each in read_log(path).requests] == [
-        replace(each, row=None) for each in expected
-    ]
+    assert read_log(path).requests == expected
     path.write_text("\n".join([header, *rows, *rows]))
     assert len(read_log(path).requests) == 2 * len(expected)
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.stage import auth
-from hetlb.stage.outbox import frames
 from hetlb.stage.stage_messages import (
     MOST_PASSES,
     Cause,
@@ -27,6 +26,7 @@ from hetlb.stage.stage_messages import (
     Welcome,
     decode,
     encode,
+    frames,
 )
 
 OPENING = Opening((RouteHop("http://a:1", 0, 7), RouteHop("http://b:1", 7, 12)), Sampling(3, temperature=0.5))
@@ -76,8 +76,8 @@ def test_passes_are_divided_and_lose_nothing(parts: list[tuple[int, bool]], spli
         for i, (count, last) in enumerate(parts)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hetlb.stage.outbox.SPLIT_BYTES", split)
-        patch.setattr("hetlb.stage.outbox.MOST_PASSES", 3)
+        patch.setattr("hetlb.stage.stage_messages.SPLIT_BYTES", split)
+        patch.setattr("hetlb.stage.stage_messages.MOST_PASSES", 3)
         sent = list(frames(made))
     found: dict[int, list[tuple[Pass, bytes]]] = {}
     for frame in sent:

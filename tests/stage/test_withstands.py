@@ -15,8 +15,7 @@ from stage.test_serving import prompt_of, submit
 from stage.toy import VOCABULARY, answer
 
 from hetlb.stage import auth
-from hetlb.stage.outbox import check_peer
-from hetlb.stage.stage_channel import connect
+from hetlb.stage.stage_channel import check_peer, connect
 from hetlb.stage.stage_messages import (
     Close,
     Lost,
@@ -29,7 +28,7 @@ from hetlb.stage.stage_messages import (
     encode,
     pack,
 )
-from hetlb.stage.strangers import MOST_STRANGERS
+from hetlb.stage.worker import MOST_STRANGERS
 
 POISON = 250
 KEY = b"0123456789abcdef"
@@ -98,7 +97,7 @@ async def test_a_hung_batch_is_noticed_and_its_requests_are_not_sent_on(folder: 
 async def test_silent_connections_do_not_keep_others_out(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetlb.stage.strangers.STRANGER_S", 0.1)
+    monkeypatch.setattr("hetlb.stage.worker.STRANGER_S", 0.1)
     async with rig(folder, "ac", key=KEY) as made:
         port = made.stages["a"].port
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2 * MOST_STRANGERS)]

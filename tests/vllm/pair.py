@@ -38,8 +38,9 @@ from engines import (
 from hetlb.core.engine_metrics import parse
 from hetlb.core.types import EngineSample
 from hetlb.loadtest.bodies import CompletionBodies
-from hetlb.loadtest.generator import LoadResult, run_load
+from hetlb.loadtest.generator import run_load
 from hetlb.loadtest.processes import helper_processes
+from hetlb.loadtest.verdict import LoadResult
 from hetlb.workload.arrivals import PlannedRequest, make_plan
 from hetlb.workload.traces import Row
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.workload.arrivals import make_plan
-from hetlb.workload.schedules import Load, Ramp, Rate, make_load
+from hetlb.workload.arrivals import Load, Ramp, Rate, make_load, make_plan
 from hetlb.workload.traces import Row
 
 ROWS = [Row(at, 10 + i, 1 + i) for i, at in enumerate((3.0, 1.0, 2.0, 1.0, 7.0))]

@@ -21,6 +21,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Protocol
 
+from hetlb.config.plan_tables import Machine
 from hetlb.config.profile_file import (
     BetterPrefill,
     DecodeCoefficients,
@@ -49,7 +50,6 @@ from hetlb.plan.disaggregation.split_cluster import (
     Role,
     ServerGroup,
     SplitCluster,
-    SplitMachine,
 )
 from hetlb.plan.throughput import bubbles, engine_spec, slowed
 from hetlb.sim.fleet_engine import EngineSpec
@@ -198,7 +198,7 @@ class GroupTable:
         for degree in range(1, math.gcd(*(n for _, n in composition)) + 1):
             if any(n % degree or degree not in cost.degrees(m) for m, n in composition):
                 continue
-            if cluster.attention_heads is not None and cluster.attention_heads % degree:
+            if cluster.model.attention_heads % degree:
                 continue
             machines = [m for m, n in composition for _ in range(n // degree)]
             if len(machines) > min(MOST_STAGES, cluster.layers):
@@ -239,7 +239,7 @@ class ProfileCost:
         """Degrees with a profile; any power of two where peak figures are known."""
         if machine not in self._degrees:
             of = self._cluster.machines[machine]
-            found = {degree for degree in of.profiles or {} if degree <= of.gpus}
+            found = {degree for degree in of.profiles if degree <= of.gpus}
             if of.roofline is not None:
                 found |= {1 << power for power in range(of.gpus.bit_length())}
             self._degrees[machine] = frozenset(found)
@@ -251,7 +251,7 @@ class ProfileCost:
         found = self._profiles.get(key)
         if found is None:
             machine = self._cluster.machines[stage.machine]
-            profile = (machine.profiles or {}).get(stage.gpus)
+            profile = machine.profiles.get(stage.gpus)
             if profile is None:
                 link = self._cluster.links.bytes_per_s[stage.machine][stage.machine]
                 profile = estimated_profile(self._cluster, machine, stage.gpus, link)
@@ -339,12 +339,11 @@ class ProfileCost:
 
 
 def estimated_profile(
-    cluster: SplitCluster, machine: SplitMachine, degree: int, link_bytes_per_s: float
+    cluster: SplitCluster, machine: Machine, degree: int, link_bytes_per_s: float
 ) -> Profile:
     """The terms of appendix A as a latency profile: weights read or tokens computed, KV read, all-reduces."""
     table, model = machine.roofline, cluster.model
     assert table is not None, "expected a machine with a profile of this degree or peak figures"
-    assert model.parameters is not None
     flops = degree * table.flops * table.flops_efficiency
     bandwidth = degree * table.bandwidth_bytes_per_s * table.bandwidth_efficiency
     overhead_s = table.overhead_ms / 1e3
@@ -393,7 +392,7 @@ class PaperCost:
     def __init__(self, cluster: SplitCluster) -> None:
         self._cluster = cluster
         self._hidden = hidden_size(cluster.model)
-        self._layer_weights = (cluster.model.parameters or 0.0) / cluster.layers
+        self._layer_weights = cluster.model.parameters / cluster.layers
         self._layer_bytes = cluster.weight_bytes / cluster.layers
 
     def degrees(self, machine: int) -> frozenset[int]:

@@ -10,15 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
-from hetlb.config.plan_tables import Model, RooflineTable
-from hetlb.config.profile_file import Profile
+from hetlb.config.plan_tables import Machine, Model
 from hetlb.core.types import Role
-from hetlb.plan.common.capacity import usable_bytes
 
 __all__ = [
     "Composition",
@@ -29,40 +26,11 @@ __all__ = [
     "ServerGroup",
     "Slo",
     "SplitCluster",
-    "SplitMachine",
     "SplitPlan",
 ]
 
 #: GPUs of a group by machine: (index of the machine, GPUs), in the order of the machines.
 Composition: TypeAlias = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class SplitMachine:
-    """`gpus` alike GPUs. `profiles` by degree are of the whole model; `roofline` is for the other degrees.
-
-    `profile_paths` are those of the profiles, as written in the file.
-    """
-
-    name: str
-    gpu: str
-    gpus: int
-    memory_bytes: int
-    gpu_memory_utilization: float = 0.9
-    reserved_bytes_per_gpu: int = 0
-    site: str = ""
-    profiles: Mapping[int, Profile] | None = None
-    profile_paths: Mapping[int, str] | None = None
-    roofline: RooflineTable | None = None
-
-    @property
-    def usable_bytes(self) -> float:
-        """Bytes of one GPU for weights and KV cache."""
-        return float(self.usable(1))
-
-    def usable(self, gpus: int) -> Fraction:
-        """Bytes of so many GPUs for weights and KV cache."""
-        return usable_bytes(gpus, self.memory_bytes, self.gpu_memory_utilization, self.reserved_bytes_per_gpu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,32 +98,28 @@ class Slo:
 
 @dataclass(frozen=True)
 class SplitCluster:
-    """A disaggregation problem. `layers` and `hidden_size` of the model are always known."""
+    """A disaggregation problem. Parameters, layers and KV size of the model are always known."""
 
     path: Path
     model: Model
-    machines: tuple[SplitMachine, ...]
+    machines: tuple[Machine, ...]
     links: Links
     workload: RequestLengths
     slo: Slo = Slo()
-    attention_heads: int | None = None
 
     @property
     def layers(self) -> int:
         """Layers of the model."""
-        assert self.model.layers is not None
         return self.model.layers
 
     @property
     def weight_bytes(self) -> float:
         """Bytes of all weights."""
-        assert self.model.weight_bytes is not None
         return self.model.weight_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
         """KV bytes of one token in all layers."""
-        assert self.model.kv_bytes_per_token is not None
         return self.model.kv_bytes_per_token
 
     @property
@@ -173,18 +137,7 @@ class SplitCluster:
         """First machine with the same GPUs (their number apart), for every machine."""
         first: dict[tuple[object, ...], int] = {}
         return tuple(
-            first.setdefault(
-                (
-                    m.gpu,
-                    m.memory_bytes,
-                    m.gpu_memory_utilization,
-                    m.reserved_bytes_per_gpu,
-                    tuple(sorted((m.profile_paths or {}).items())),
-                    m.roofline,
-                    self.links.bytes_per_s[i][i],
-                ),
-                i,
-            )
+            first.setdefault((*m.kind_of_gpu, self.links.bytes_per_s[i][i]), i)
             for i, m in enumerate(self.machines)
         )
 

@@ -7,20 +7,24 @@ expected. Paths are relative to the file.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 
-from hetlb.config.plan_tables import INSIDE, LinkTable, PlanModelTable, RooflineTable, read_model
-from hetlb.config.profile_file import Profile, load_profile
-from hetlb.config.yaml_file import Positive, PositiveInt, Share, load_yaml
+from hetlb.config.plan_tables import (
+    INSIDE,
+    LinkTable,
+    Machine,
+    MachineTable,
+    PlanModelTable,
+    read_machines,
+    read_model,
+)
+from hetlb.config.yaml_file import Positive, PositiveInt, load_yaml
 from hetlb.errors import ConfigError
-from hetlb.plan.disaggregation.split_cluster import Links, RequestLengths, Slo, SplitCluster, SplitMachine
-
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+from hetlb.plan.disaggregation.split_cluster import Links, RequestLengths, Slo, SplitCluster
 
 
 class LengthsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -28,21 +32,6 @@ class LengthsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     input_tokens: PositiveInt
     output_tokens: PositiveInt
-
-
-class MachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One machine, or `count` alike. `profiles` maps a tensor-parallel degree to a latency profile."""
-
-    name: str
-    gpu: str
-    gpus: PositiveInt
-    memory_bytes: PositiveInt
-    site: str = ""
-    gpu_memory_utilization: Share = 0.9
-    reserved_bytes_per_gpu: Annotated[int, msgspec.Meta(ge=0)] = 0
-    profiles: dict[str, str] = {}
-    roofline: RooflineTable | None = None
-    count: PositiveInt = 1
 
 
 class MeanLimitsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -66,15 +55,16 @@ class SplitFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 def load_split(path: Path, rows: Sequence[tuple[int, int]] | None = None) -> SplitCluster:
     """Read CLUSTER.yaml; `rows` of a trace replace its workload. Raises `ConfigError` or `ProfileError`."""
     file = load_yaml(path, SplitFile, ConfigError)
-    if not file.machines:
-        raise ConfigError(f"{path}: machines: expected at least one machine, got none")
     if rows is None:
         if file.workload is None:
             raise ConfigError(f"{path}: workload: expected a workload, or --trace, got neither")
         rows = [(file.workload.input_tokens, file.workload.output_tokens)]
     elif not rows:
         raise ConfigError(f"{path}: workload: expected a trace with at least one request, got none")
-    machines = _machines(path, file)
+    machines = read_machines(path, file.machines)
+    for m, table in enumerate(file.machines):
+        if not table.profiles and table.roofline is None:
+            raise ConfigError(f"{path}: machines[{m}].profiles: expected profiles or a roofline, got neither")
     file.links.check(path)
     model = read_model(file.model, path, "model", ("parameters", "kv_bytes_per_token", "layers"))
     slo = Slo(
@@ -87,52 +77,10 @@ def load_split(path: Path, rows: Sequence[tuple[int, int]] | None = None) -> Spl
         _links(path, file, machines),
         RequestLengths(tuple(rows)),
         slo,
-        model.attention_heads,
     )
 
 
-def _machines(path: Path, file: SplitFile) -> tuple[SplitMachine, ...]:
-    loaded: dict[str, Profile] = {}
-    machines: list[SplitMachine] = []
-    for m, table in enumerate(file.machines):
-        key = f"{path}: machines[{m}]"
-        if not _NAME.fullmatch(table.name):
-            raise ConfigError(f"{key}.name: expected letters, digits and . _ -, got {table.name!r}")
-        if not table.profiles and table.roofline is None:
-            raise ConfigError(f"{key}.profiles: expected profiles or a roofline, got neither")
-        paths: dict[int, str] = {}
-        for degree, written in table.profiles.items():
-            where = f"{key}.profiles.{degree}"
-            if not re.fullmatch(r"[1-9][0-9]{0,3}", degree):
-                raise ConfigError(f"{where}: expected a tensor-parallel degree, got {degree!r}")
-            if written not in loaded:
-                if not (path.parent / written).is_file():
-                    raise ConfigError(f"{where}: expected a latency profile, got {written!r}: no such file")
-                loaded[written] = load_profile(path.parent / written)
-            paths[int(degree)] = written
-        machines += [
-            SplitMachine(
-                name=table.name if table.count == 1 else f"{table.name}-{copy}",
-                gpu=table.gpu,
-                gpus=table.gpus,
-                memory_bytes=table.memory_bytes,
-                gpu_memory_utilization=table.gpu_memory_utilization,
-                reserved_bytes_per_gpu=table.reserved_bytes_per_gpu,
-                site=table.site,
-                profiles={degree: loaded[written] for degree, written in paths.items()},
-                profile_paths=paths,
-                roofline=table.roofline,
-            )
-            for copy in range(table.count)
-        ]
-    names = [machine.name for machine in machines]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"{path}: machines: expected every name once, got {twice!r} again")
-    return tuple(machines)
-
-
-def _links(path: Path, file: SplitFile, machines: Sequence[SplitMachine]) -> Links:
+def _links(path: Path, file: SplitFile, machines: Sequence[Machine]) -> Links:
     table = file.links
     gpus = {machine.gpu for machine in machines}
     for gpu in table.inside:
@@ -157,7 +105,7 @@ def _links(path: Path, file: SplitFile, machines: Sequence[SplitMachine]) -> Lin
 
 
 def _matrix(
-    path: Path, matrix: tuple[tuple[float, ...], ...], machines: Sequence[SplitMachine]
+    path: Path, matrix: tuple[tuple[float, ...], ...], machines: Sequence[Machine]
 ) -> tuple[tuple[float, ...], ...]:
     """A rate per pair of machines. Of a matrix of GPUs, all pairs of two machines must have the same."""
     key, size = f"{path}: links.matrix", len(matrix)

@@ -8,16 +8,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hetlb.plan.common.servers import VllmServer
 from hetlb.plan.disaggregation.split_cluster import Role, SplitCluster, SplitPlan
-from hetlb.plan.disaggregation.split_deploy import GroupServer, commands
 from hetlb.plan.disaggregation.split_search import SplitsFound
 
 
 def document_of(
-    cluster: SplitCluster, plan: SplitPlan, found: SplitsFound, instances: list[GroupServer], solve_s: float
+    cluster: SplitCluster, plan: SplitPlan, found: SplitsFound, servers: list[VllmServer], solve_s: float
 ) -> dict[str, Any]:
     """The figures of the contract, and what they rest on under further keys."""
-    names = {g: instance.name for g, instance in enumerate(instances)}
     rates = {Role.PREFILL: 0.0, Role.DECODE: 0.0, Role.BOTH: 0.0}
     for group in plan.groups:
         rates[group.role] += group.capacity
@@ -32,7 +31,7 @@ def document_of(
         "split_req_s": split_s,
         "groups": [
             {
-                "name": instance.name,
+                "name": server.name,
                 "role": str(group.role),
                 "gpus": {cluster.machines[m].name: n for m, n in group.composition},
                 "tensor_parallel_size": group.tensor_parallel_size,
@@ -41,12 +40,12 @@ def document_of(
                 "capacity_req_s": group.capacity,
                 "kv_cache_tokens": group.kv_cache_tokens,
             }
-            for group, instance in zip(plan.groups, instances, strict=True)
+            for group, server in zip(plan.groups, servers, strict=True)
         ],
         "kv_flows": [
             {
-                "from": names[sender],
-                "to": names[receiver],
+                "from": servers[sender].name,
+                "to": servers[receiver].name,
                 "share": rate / split_s,
                 "req_s": rate,
                 "bytes_per_s": rate * cluster.kv_bytes,
@@ -54,7 +53,7 @@ def document_of(
             for (sender, receiver), rate in plan.flows.items()
         ],
         "solve_s": solve_s,
-        "commands": commands(cluster, plan, instances),
+        "commands": [server.command() for server in servers],
         "workload": {
             "input_tokens": cluster.workload.prompt_tokens,
             "output_tokens": cluster.workload.output_tokens,

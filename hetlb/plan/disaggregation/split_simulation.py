@@ -7,26 +7,21 @@ of the plan.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from hetlb.core.predictor import LengthDistribution
-from hetlb.core.queue import QueueLimits
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Connector, Health, InstanceSpec, KvLink
+from hetlb.core.types import Connector, KvLink
+from hetlb.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
 from hetlb.plan.disaggregation.cost import ProfileCost
 from hetlb.plan.disaggregation.network import LINK_SHARE, Network
 from hetlb.plan.disaggregation.split_cluster import Role, SplitCluster, SplitPlan
-from hetlb.plan.disaggregation.split_deploy import KV_LEASE_S, lay_out
+from hetlb.plan.disaggregation.split_servers import KV_LEASE_S, group_names
 from hetlb.plan.highs import SolveLimits
-from hetlb.plan.rent_simulation import capacity
 from hetlb.plan.throughput import engine_spec
-from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.sim.kv_links import KvLinks, KvPath
-from hetlb.workload.arrivals import PlannedRequest, gaps_s
 from hetlb.workload.records import RequestResult
 
 #: Offered load, as a share of the planned throughput.
@@ -50,45 +45,32 @@ class Simulated:
     requests: int
 
 
-@dataclass(frozen=True)
-class SplitFleet:
-    """A plan as instances, engines and links."""
-
-    specs: tuple[InstanceSpec, ...]
-    engines: dict[str, EngineSpec]
-    links: KvLinks
-
-
-def make_fleet(cluster: SplitCluster, plan: SplitPlan, cost: ProfileCost) -> SplitFleet:
-    """Instances of a plan with their engines, and the links between them."""
+def make_servers(
+    cluster: SplitCluster, plan: SplitPlan, cost: ProfileCost
+) -> tuple[list[SimulatedServer], KvLinks]:
+    """The groups of a plan with their engines, and the links between them."""
     network = Network(cluster)
-    instances = lay_out(cluster, plan)
+    groups = dict(zip(group_names(plan), plan.groups, strict=True))
     prompt = cluster.workload.prompt_tokens
     paths: dict[tuple[str, str], KvPath] = {}
     rates: dict[Hashable, float] = {}
     seconds: dict[str, list[float]] = {}
-    for source in instances:
-        for target in instances:
-            if source is target or source.group.role is Role.DECODE or target.group.role is Role.PREFILL:
-                continue
-            route = network.route(source.group, target.group)
-            parts: list[tuple[Hashable, float]] = [(link, size / prompt) for link, size in route.link_bytes]
-            for (i, j), _ in route.link_bytes:
-                rates[i, j] = max(cluster.links.bytes_per_s[i][j], 1.0)
-            if route.inside_s > 0.0:
-                pair = source.name, target.name
-                parts.append((pair, cluster.kv_bytes_per_token))
-                rates[pair] = cluster.kv_bytes / (LINK_SHARE * route.inside_s)
-            latency_s = cluster.links.latency_s if route.link_bytes else 0.0
-            paths[source.name, target.name] = KvPath(tuple(parts), latency_s)
-            seconds.setdefault(target.name, []).append(1.0 / route.capacity)
-    specs, engines = [], {}
-    for instance in instances:
-        engine = engine_spec(
-            cost.profile(instance.group.stages, instance.group.kv_cache_tokens, instance.group.role)
-        )
-        engines[instance.name] = engine
-        own = seconds.get(instance.name, [cluster.kv_bytes / 5e9])
+    for pair in itertools.permutations(groups, 2):
+        source, target = groups[pair[0]], groups[pair[1]]
+        if source.role is Role.DECODE or target.role is Role.PREFILL:
+            continue
+        route = network.route(source, target)
+        parts: list[tuple[Hashable, float]] = [(link, size / prompt) for link, size in route.link_bytes]
+        for (i, j), _ in route.link_bytes:
+            rates[i, j] = max(cluster.links.bytes_per_s[i][j], 1.0)
+        if route.inside_s > 0.0:
+            parts.append((pair, cluster.kv_bytes_per_token))
+            rates[pair] = cluster.kv_bytes / (LINK_SHARE * route.inside_s)
+        paths[pair] = KvPath(tuple(parts), cluster.links.latency_s if route.link_bytes else 0.0)
+        seconds.setdefault(pair[1], []).append(1.0 / route.capacity)
+    servers = []
+    for name, group in groups.items():
+        own = seconds.get(name, [cluster.kv_bytes / 5e9])
         transfer = KvLink(
             Connector.NIXL,
             lease_s=KV_LEASE_S,
@@ -96,17 +78,9 @@ def make_fleet(cluster: SplitCluster, plan: SplitPlan, cost: ProfileCost) -> Spl
             bandwidth_bytes_per_s=cluster.kv_bytes / max(1e-9, math.fsum(own) / len(own)),
             latency_s=cluster.links.latency_s,
         )
-        specs.append(
-            InstanceSpec(
-                name=instance.name,
-                model=cluster.model.name,
-                latency=engine.latency,
-                capacity=capacity(engine.limits),
-                role=instance.group.role,
-                kv_transfer=transfer if plan.splits else None,
-            )
-        )
-    return SplitFleet(tuple(specs), engines, KvLinks(rates, paths))
+        engine = engine_spec(cost.profile(group.stages, group.kv_cache_tokens, group.role))
+        servers.append(SimulatedServer(name, engine, group.role, transfer if plan.splits else None))
+    return servers, KvLinks(rates, paths)
 
 
 def simulate_plan(
@@ -120,29 +94,15 @@ def simulate_plan(
     seed: int = 0,
 ) -> Simulated:
     """A plan under a policy at `rate` requests/s (a little above the plan's); `count` requests."""
-    fleet = make_fleet(cluster, plan, cost)
+    servers, links = make_servers(cluster, plan, cost)
     offered = plan.throughput * LOAD if rate is None else rate
     number = count if count is not None else _count(cluster, plan)
     rng = random.Random(seed)
     rows = list(cluster.workload.rows)
     drawn = [rng.choice(rows) for _ in range(number)] if len(rows) > 1 else rows * number
-    planned, now = [], 0.0
-    for index, ((prompt, output), gap) in enumerate(
-        zip(drawn, gaps_s(number, offered, 1.0, rng), strict=True)
-    ):
-        planned.append(PlannedRequest(index, now, prompt, output))
-        now += gap
-    setup = SchedulerSetup(
-        specs=fleet.specs,
-        policy=policy,
-        limits=QueueLimits(max_requests=None, max_bytes=None, timeout_s=None),
-        predictor="empirical",
-        lengths=LengthDistribution(output for _, output in rows),
-        initial_health=Health.UP,
-        seed=seed,
-    )
-    simulation = FleetSimulation(setup, fleet.engines, planned, model=cluster.model.name, links=fleet.links)
-    result = simulation.run()
+    planned = arrivals(drawn, offered, rng)
+    outputs = [output for _, output in rows]
+    result = run_fleet(servers, planned, outputs, policy=policy, links=links, seed=seed)
     return _measure(result.records, planned[-1].scheduled_s, result.transfers)
 
 

@@ -23,8 +23,9 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
+from hetlb.core.paths.stages import SINK, SOURCE
 from hetlb.plan.highs import LinearProgram, SolveLimits
-from hetlb.plan.placement.columns import Branches, MachineGroup, groups_of, rates_between
+from hetlb.plan.placement.branches import Branches, MachineGroup, groups_of
 from hetlb.plan.placement.flow import max_flow
 from hetlb.plan.placement.heuristics import Intervals
 from hetlb.plan.placement.place_cluster import PlaceCluster
@@ -66,8 +67,7 @@ class BlockChain:
         for g, group in enumerate(self._groups):
             regions.setdefault(group.nodes[0].region, []).append(g)
         self._regions = list(regions.values())
-        between = [rate for (a, b), rate in rates_between(cluster, fmean).items() if a != b]
-        self._between = min(between, default=math.inf)
+        self._between = _slowest_between(cluster)
         most = min(self._layers, 2 * max(len(group.rates) - 1 for group in self._groups))
         self._branches = [Branches(self._groups, held, most) for held in self._regions]
 
@@ -223,6 +223,17 @@ class BlockChain:
             wide, inner = own[:ends], own[ends:]
             found += [*inner, *wide] if region == 0 else [wide[0], *inner, *wide[1:]] if wide else []
         return found
+
+
+def _slowest_between(cluster: PlaceCluster) -> float:
+    """Mean tokens/s of the links from one region to another, of the pair where it is least."""
+    region = {node.name: node.region for node in cluster.nodes}
+    pairs: dict[tuple[str, str], list[float]] = {}
+    for (sender, receiver), link in cluster.links.items():
+        if sender != SOURCE and receiver != SINK and region[sender] != region[receiver]:
+            rate = cluster.link_rate((sender, receiver), link)
+            pairs.setdefault((region[sender], region[receiver]), []).append(rate)
+    return min(map(fmean, pairs.values()), default=math.inf)
 
 
 def _cheapest_cover(

@@ -9,10 +9,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-import numpy as np
-from scipy.optimize import linprog
-
-from hetlb.plan.highs import SolveLimits
+from hetlb.plan.highs import LinearProgram, SolveLimits
 from hetlb.plan.placement.place_cluster import PlaceCluster, alike
 
 #: Bisection ends at this width, relative to the bound (or to the first one, where no flow is possible).
@@ -78,21 +75,25 @@ def _coverable(items: list[_Item], numbers: list[int], flow: float, limits: Solv
             (item.share * math.ceil(flow / item.rate) for item in items if item.group == group),
             default=math.inf,
         )
-        rows.append([-cheapest if g == group else 0.0 for g in range(len(numbers))])
+        rows.append([cheapest if g == group else 0.0 for g in range(len(numbers))])
     for number in itertools.count():
-        answer = linprog(numbers, A_ub=np.array(rows), b_ub=-np.ones(len(rows)), method="highs")
-        if answer.x is None:  # no answer is no bound: the flow counts as possible
+        program = LinearProgram()
+        columns = [program.column(-float(count)) for count in numbers]
+        for row in rows:
+            program.row(zip(columns, row, strict=True), lower=1.0)
+        answer = program.solve(SolveLimits())
+        if answer is None:  # no answer is no bound: the flow counts as possible
             return math.inf
-        prices = [float(price) for price in answer.x]
+        prices = answer.values.tolist()
         cost, cover = _cheapest_cover(items, prices, flow, limits)
         if limits.over:
             return math.inf
         if cost >= 1.0 - _VIOLATED or number == _MOST_COVERS:
             # Prices scaled up to the cheapest cover are feasible: a bound even where rounding left one short.
-            return float(answer.fun) / min(1.0, cost)
+            return -answer.objective / min(1.0, cost)
         shares = [0.0] * len(numbers)
         for item in cover:
-            shares[item.group] -= item.share
+            shares[item.group] += item.share
         rows.append(shares)
     raise AssertionError
 

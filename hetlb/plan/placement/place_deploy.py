@@ -8,8 +8,7 @@ from shlex import quote
 from typing import Any
 
 from hetlb.plan.common.capabilities import Form
-from hetlb.plan.common.fleet_writer import FleetWriter
-from hetlb.plan.common.vllm_server import FILL_IN, FIRST_PORT, VllmServer, host_of
+from hetlb.plan.common.servers import FIRST_PORT, VllmServer, host_of, write_fleet
 from hetlb.plan.placement.flow import Flow, Pipeline, max_flow, pipelines
 from hetlb.plan.placement.heuristics import Intervals
 from hetlb.plan.placement.place_cluster import PlaceCluster, Placement, PlaceNode
@@ -46,7 +45,7 @@ def _port(node: PlaceNode) -> int:
     return _STAGE_PORT + (node.gpu or 0)
 
 
-def write_fleet(path: Path, cluster: PlaceCluster, placement: Placement, folder: str) -> None:
+def write_stages(path: Path, cluster: PlaceCluster, placement: Placement, folder: str) -> None:
     """The stages of a placement as a fleet file; hosts, key and folder are to be filled in.
 
     Raises `InputError`.
@@ -56,8 +55,8 @@ def write_fleet(path: Path, cluster: PlaceCluster, placement: Placement, folder:
         for node, _ in _placed(cluster, placement)
     ]
     stages = {"folder": folder, "key_file": KEY_FILE, "workers": workers}
-    heading = f"Written by `hetlb place`. {FILL_IN} So it does with the folder of the model and {KEY_FILE}."
-    FleetWriter(path).write(heading, [{"name": cluster.model.name, "stages": stages}])
+    heading = f"Written by `hetlb place`. The folder of the model and {KEY_FILE} are to be filled in, too."
+    write_fleet(path, heading, [{"name": cluster.model.name, "stages": stages}])
 
 
 def vllm_plan(

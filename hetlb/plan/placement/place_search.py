@@ -20,13 +20,11 @@ from itertools import accumulate
 from hetlb.core.paths.stages import SINK, SOURCE
 from hetlb.plan.highs import SolveLimits
 from hetlb.plan.placement.block_columns import BlockChain
-from hetlb.plan.placement.columns import Pipelines
 from hetlb.plan.placement.estimate import Estimator
 from hetlb.plan.placement.even_flow import balanced_flow
 from hetlb.plan.placement.flow import Dinic, Flow
 from hetlb.plan.placement.flow_bounds import compute_bound
 from hetlb.plan.placement.heuristics import Intervals, chains, petals, separate_pipelines, swarm
-from hetlb.plan.placement.milp import solve
 from hetlb.plan.placement.place_cluster import PlaceCluster, PlaceNode, subset
 
 #: Simulated output tokens/s of a placement under a flow, None where the limits ended it; the flag asks for
@@ -39,12 +37,8 @@ _ENDS_JUDGED = (0.1, 0.55)
 _ENDS_ALONE = (0.3, 1.0)
 #: Restarts of the annealing, each with its share of the time.
 _ISLANDS_JUDGED, _ISLANDS_ALONE = 2, 4
-#: Prices of a hop, as shares of the flow that a machine adds on average, at which pipelines are constructed.
-_HOP_PRICES = (0.0, 0.3, 0.6, 0.8, 0.9)
 #: Machines that a construction leaves over are tried in so many places each.
 _PLACES = 8
-#: Up to so many machines the integer program can prove the highest flow in seconds.
-_MOST_EXACT = 30
 #: Temperatures at the beginning and the end, as shares of the score at the beginning.
 _FLOW_HEAT = (0.06, 0.003)
 _ESTIMATE_HEAT = (0.02, 0.001)
@@ -247,18 +241,6 @@ class PlacementSearch:
         named["chains"] = chains(cluster, self._rng)
         yield from ((name, placement) for name, placement in named.items() if placement is not None)
         yield from self._block_chains(limits)
-        pipelines = Pipelines(cluster)
-        each = min(self._bound, compute_bound(cluster)) / len(cluster.nodes)
-        for share in _HOP_PRICES:
-            if not limits.over and (found := pipelines.solve(share * each, limits)):
-                yield "pipelines", pipelines.placement(found)
-        if len(cluster.nodes) <= _MOST_EXACT and not self._partial and not limits.over:
-            best = self._best()
-            start = None if best is None else best.placement
-            solved = solve(cluster, limits, min(self._bound, compute_bound(cluster)), start=start)
-            self._bound = min(self._bound, solved.bound)
-            if solved.placement is not None:
-                yield "solver", solved.placement
 
     def _block_chains(self, limits: SolveLimits) -> Iterator[tuple[str, Intervals]]:
         """One chain of blocks over everything, and one per region."""

@@ -6,7 +6,7 @@ instance should have is its speed at the mean request over that of all that take
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from hetlb.core.demand import PROMPT_WEIGHT
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, Health
-from hetlb.proxy.telemetry.history import History, HistoryRow
+from hetlb.proxy.telemetry.recent import InstanceShare, Recent
 
 #: Requests that ended within so many seconds count.
 WINDOW_S: Final = 60.0
@@ -81,15 +81,11 @@ def _of(part: BalancePart) -> str:
 
 
 def parts(
-    instances: Sequence[Instance], rows: Iterable[HistoryRow], speed: dict[str, float], span_s: float
+    instances: Sequence[Instance], shares: Mapping[str, InstanceShare], speed: Mapping[str, float]
 ) -> list[BalancePart]:
-    """The figures of the instances of one model, from the requests that ended in `span_s` seconds."""
-    work = {instance.name: 0.0 for instance in instances}
-    tokens = dict(work)
-    for row in rows:
-        if row.instance in work:
-            work[row.instance] += PROMPT_WEIGHT * row.prompt_tokens_total + row.output_tokens
-            tokens[row.instance] += row.output_tokens
+    """The figures of the instances of one model, from what they did in `WINDOW_S` seconds."""
+    own = {each.name: shares.get(each.name) or InstanceShare() for each in instances}
+    work = {name: PROMPT_WEIGHT * each.prompt_tokens + each.output_tokens for name, each in own.items()}
     whole = sum(work.values())
     fast = sum(speed.get(each.name, 0.0) for each in instances if each.routable)
     return [
@@ -97,7 +93,7 @@ def parts(
             each.name,
             work[each.name] / whole if whole else 0.0,
             speed.get(each.name, 0.0) / fast if fast and each.routable else 0.0,
-            tokens[each.name] / span_s,
+            own[each.name].output_tokens / WINDOW_S,
             each.sequences / each.max_num_seqs,
             _out(each),
         )
@@ -115,17 +111,16 @@ def _out(instance: Instance) -> str:
 
 
 def documents(
-    scheduler: Scheduler, history: History, pools: dict[str, list[Instance]], now: float
+    scheduler: Scheduler, recent: Recent, pools: dict[str, list[Instance]], now: float
 ) -> list[dict[str, Any]]:
     """The part of a snapshot that says whether each model's work is balanced."""
-    rows = list(history.between(now - WINDOW_S, now + 1.0))
+    shares = recent.shares(WINDOW_S, now)
     waiting = scheduler.queue.by_model()
     found = []
     for model, instances in pools.items():
         speed = scheduler.placement.speeds(model, instances)
-        each = parts(instances, rows, speed, WINDOW_S)
-        names = {instance.name for instance in instances}
-        requests = sum(row.instance in names for row in rows)
+        each = parts(instances, shares, speed)
+        requests = sum(shares[one.name].ended for one in instances if one.name in shares)
         balanced, text = sentence(each, waiting.get(model, 0), scheduler.policy_name, requests)
         found.append(
             {

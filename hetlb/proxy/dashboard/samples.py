@@ -7,10 +7,8 @@ from itertools import islice
 from typing import Any, Final
 
 from hetlb.core.scheduler import Scheduler
+from hetlb.proxy.telemetry.recent import BIN_S, BINS
 
-#: The series are this many stretches of this many seconds: five minutes.
-BINS: Final = 150
-BIN_S: Final = 2.0
 #: Instances whose levels are kept: the page has colours for fewer.
 LEVELS_KEPT: Final = 16
 #: Stretches that a sample may stand for at most.
@@ -48,7 +46,7 @@ class Levels:
             del self._samples[old]
 
     def document(self, now: float) -> dict[str, Any]:
-        """Columns `queue`, `in_flight` and `kv_reserved` (by instance), aligned with those of `Series`."""
+        """Columns `queue`, `in_flight` and `kv_reserved` (by instance), aligned with those of `series`."""
         end = math.floor(now / BIN_S)
         shown = [self._samples.get(index) for index in range(end - BINS, end)]
         names = dict.fromkeys(name for each in shown if each is not None for name in each[1])

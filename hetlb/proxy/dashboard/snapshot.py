@@ -12,7 +12,7 @@ from hetlb.core.policies.registry import POLICIES
 from hetlb.proxy.dashboard import balance
 from hetlb.proxy.dashboard.decisions import newest
 from hetlb.proxy.dashboard.event_stream import EventStream
-from hetlb.proxy.dashboard.figures import Accuracy, Series
+from hetlb.proxy.dashboard.figures import accuracy, series
 from hetlb.proxy.dashboard.routes import pools
 from hetlb.proxy.dashboard.samples import Levels
 from hetlb.proxy.fleet_status import status
@@ -36,14 +36,13 @@ class Snapshots:
         self._source = source
         self._fleet = fleet
         self._levels = levels
-        self._series = Series(source.history)
-        self._accuracy = Accuracy(source.history)
         self.events = EventStream(lambda: msgspec.json.encode(self.event()))
 
     def status(self) -> dict[str, Any]:
         """The body of `GET /v1/status`."""
         source = self._source
-        return status(source.scheduler, pools(source.scheduler), source.history, self._levels, source.now())
+        recent = source.totals.recent
+        return status(source.scheduler, pools(source.scheduler), recent, self._levels, source.now())
 
     def event(self) -> dict[str, Any]:
         """One event of the stream: all that the page shows, at one moment."""
@@ -68,7 +67,7 @@ class Snapshots:
             },
             "fleet": fleet,
             "status": self.status(),
-            "balance": balance.documents(scheduler, source.history, pools(scheduler), now),
-            "series": {**self._series.document(now), **self._levels.document(now)},
-            "accuracy": self._accuracy.document(),
+            "balance": balance.documents(scheduler, totals.recent, pools(scheduler), now),
+            "series": {**series(totals.recent, now), **self._levels.document(now)},
+            "accuracy": accuracy(totals.recent),
         }

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from hetlb.config.discovery import DiscoveryTable, KubernetesTable
+from hetlb.config.discovery import DiscoveryTable
 from hetlb.config.fleet import Fleet
 from hetlb.proxy.discovery.dns_names import DnsSource
 from hetlb.proxy.discovery.file_source import FileSource
@@ -15,16 +13,12 @@ from hetlb.proxy.discovery.source import Source
 
 def sources_of(fleet: Fleet, table: DiscoveryTable) -> list[Source]:
     """All of `discovery:`. Raises `ConfigError`."""
-    paths = [fleet.base / each for each in table.files]
     sources: list[Source] = []
+    paths = [fleet.base / each for each in table.files]
     if others := [each for each in paths if fleet.path is None or each.resolve() != fleet.path.resolve()]:
         sources.append(FileSource(others, table.poll_s))
     sources += [DnsSource(each) for each in table.names]
-    sources += [_of_cluster(each, fleet.base) for each in table.clusters]
+    for each in table.clusters:
+        kind = InferencePoolSource if each.resource == "inferencepools" else KubernetesSource
+        sources.append(kind(each, fleet.base))
     return sources
-
-
-def _of_cluster(table: KubernetesTable, base: Path) -> Source:
-    if table.resource == "inferencepools":
-        return InferencePoolSource(table, base)
-    return KubernetesSource(table, base)

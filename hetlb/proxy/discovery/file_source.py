@@ -1,8 +1,7 @@
 """Instances in files: a folder of instance files, and the fleet file itself, watched for changes.
 
-The kernel tells of changes (inotify); where it cannot (no package, a network file system) files are looked
-at every `poll_s`. A file with a mistake changes nothing; one that is gone from a folder takes its instances
-along.
+Files are looked at every `poll_s` (a network file system tells of no changes). A file with a mistake changes
+nothing; one that is gone from a folder takes its instances along.
 """
 
 from __future__ import annotations
@@ -22,14 +21,7 @@ from hetlb.errors import ConfigError, InputError
 from hetlb.proxy.discovery.source import Found, Publish, logger
 from hetlb.proxy.telemetry.events import Event, tell
 
-try:
-    from asyncinotify import Inotify, Mask
-except ImportError:  # not on Linux, or without the extra
-    Inotify = None  # type: ignore[assignment, misc]
-
-#: With inotify files are still looked at this often: a network file system tells of nothing.
-_SELDOM_S = 5.0
-#: Seconds after its last change at which a file is read: an editor writes in several steps.
+#: Seconds after a change was seen until a file is read.
 _SETTLED_S = 0.05
 #: One file: its path, time of change (ns), size and inode.
 Stamp: TypeAlias = tuple[tuple[str, int, int, int], ...]
@@ -63,38 +55,17 @@ def _files(path: Path) -> list[Path]:
 
 async def changes(paths: Sequence[Path], poll_s: float) -> AsyncIterator[None]:
     """One item at the beginning and after every change of the files."""
-    with _watch(paths) as told:
-        pause_s = poll_s if told is None else max(poll_s, _SELDOM_S)
-        last: Stamp | None = None
-        while True:
+    last: Stamp | None = None
+    while True:
+        now = stamp(paths)
+        if now == last:
+            await asyncio.sleep(poll_s)
+            continue
+        if last is not None:  # an editor writes in several steps
+            await asyncio.sleep(_SETTLED_S)
             now = stamp(paths)
-            if now != last:
-                last = now
-                yield
-            if told is None:
-                await asyncio.sleep(pause_s)
-                continue
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await told.get()
-                    await asyncio.sleep(_SETTLED_S)
-
-
-@contextlib.contextmanager
-def _watch(paths: Sequence[Path]):  # type: ignore[no-untyped-def]
-    """An inotify of the folders that hold the files, None where there is none."""
-    if Inotify is None:
-        yield None
-        return
-    folders = {path if path.is_dir() else path.parent for path in paths}
-    mask = Mask.CLOSE_WRITE | Mask.MOVE | Mask.CREATE | Mask.DELETE
-    try:
-        with Inotify() as inotify:
-            for folder in folders:
-                inotify.add_watch(folder, mask)
-            yield inotify
-    except OSError:  # the kernel's limit of watches
-        yield None
+        last = now
+        yield
 
 
 class FileSource:

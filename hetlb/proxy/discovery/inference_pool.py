@@ -11,12 +11,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-import aiohttp
-
 from hetlb.config.discovery import KubernetesTable
 from hetlb.errors import ConfigError
-from hetlb.proxy.discovery.kubernetes import ApiServer, Item, ServersOf, Watch, found_at, labels_of, ready
-from hetlb.proxy.discovery.source import Found, Publish, SourceFailedError
+from hetlb.proxy.discovery.kubernetes import (
+    ApiServer,
+    Item,
+    ServersOf,
+    Watch,
+    found_at,
+    labels_of,
+    ready,
+    watch_pods,
+)
+from hetlb.proxy.discovery.source import Found, Publish
 
 _POOLS: Final = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
 _OBJECTIVES: Final = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferenceobjectives"
@@ -41,52 +48,41 @@ class InferencePoolSource:
 
     async def run(self, publish: Publish) -> None:
         """Publish the servers that are ready, after every change of a pod or of the pool."""
-        pods: asyncio.Task[None] | None = None
-        known: tuple[dict[str, str], list[int]] | None = None
-        loop = asyncio.get_running_loop()
-        failed: asyncio.Future[None] = loop.create_future()
-
-        def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and not failed.done() and (error := task.exception()) is not None:
-                failed.set_exception(error)
+        #: Labels and ports of the pods; None: there is no pool, or it selects nothing.
+        wanted: tuple[dict[str, str], list[int]] | None = {}, []
+        changes = asyncio.Event()
 
         def changed(pools: Mapping[str, Item]) -> None:
-            nonlocal pods, known
-            pool = pools.get(self._pool)
-            spec = None if pool is None else pool.spec
-            wanted = None
-            if spec is not None and spec.selector is not None and spec.selector.match_labels:
-                wanted = spec.selector.match_labels, [port.number for port in spec.target_ports]
-            if wanted is not None and wanted == known:
-                return
-            known = wanted
-            if pods is not None:
-                pods.cancel()
-                pods = None
-            if wanted is None:
-                publish([])  # there is no pool, or it selects nothing
-                return
-            pods = loop.create_task(self._watch_pods(*wanted, publish))
-            pods.add_done_callback(ended)
+            nonlocal wanted
+            spec = pools[self._pool].spec if self._pool in pools else None
+            labels = spec.selector.match_labels if spec is not None and spec.selector is not None else {}
+            found = (
+                (labels, [port.number for port in spec.target_ports]) if spec is not None and labels else None
+            )
+            if found != wanted:
+                wanted = found
+                changes.set()
 
         path = _POOLS.format(self._api.namespace)
-        pool = loop.create_task(Watch(self._api, path, "", changed, self._pool).run())
-        pool.add_done_callback(ended)
         try:
-            await failed
-        except aiohttp.ClientError as error:
-            raise SourceFailedError(f"{self._api.url}: {error}") from error
-        finally:
-            tasks = [each for each in (pool, pods) if each is not None]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(Watch(self._api, path, "", changed, self._pool).run())
+                while True:
+                    await changes.wait()
+                    changes.clear()
+                    if wanted is None:
+                        publish([])
+                        continue
+                    pods = tasks.create_task(self._watch_pods(*wanted, publish))
+                    await changes.wait()
+                    pods.cancel()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
 
     async def _watch_pods(self, labels: dict[str, str], ports: list[int], publish: Publish) -> None:
         selector = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
-        path = f"/api/v1/namespaces/{self._api.namespace}/pods"
         servers = ServersOf(lambda pod: self._of_pod(pod, ports))
-        await Watch(self._api, path, selector, lambda pods: publish(servers(pods))).run()
+        await watch_pods(self._api, selector, lambda pods: publish(servers(pods)))
 
     def _of_pod(self, pod: Item, ports: list[int]) -> list[Found]:
         if not ready(pod):
@@ -115,10 +111,7 @@ class ObjectiveSource:
         """Give the priorities of the pool's objectives, after every change."""
         publish([])  # nothing waits for it: many clusters do not have the kind
         path = _OBJECTIVES.format(self._api.namespace)
-        try:
-            await Watch(self._api, path, "", lambda items: self._take(self._priorities(items))).run()
-        except aiohttp.ClientError as error:
-            raise SourceFailedError(f"{self._api.url}: {error}") from error
+        await Watch(self._api, path, "", lambda items: self._take(self._priorities(items))).run()
 
     def _priorities(self, items: Mapping[str, Item]) -> dict[str, int]:
         return {

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from hetlb.config.urls import Origin, origin
 from hetlb.core.types import InstanceSpec
@@ -15,6 +15,9 @@ from hetlb.errors import InputError
 from hetlb.proxy.discovery.source import Found
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.turns import turns
+
+if TYPE_CHECKING:
+    from hetlb.proxy.roster import Roster
 
 logger = logging.getLogger("hetlb.discovery")
 
@@ -26,24 +29,6 @@ AT_ONCE: Final = 64
 LEAVES_AT: Final = "hetlb-leaves-at"
 
 
-class RosterSide(Protocol):
-    """Interface of the roster that members join and leave."""
-
-    def spec(self, name: str) -> InstanceSpec | None:
-        """An instance of the fleet, None where there is none of that name."""
-
-    def name_at(self, place: Origin) -> str | None:
-        """The instance at an address, None where there is none."""
-
-    def spec_of(self, found: Found) -> InstanceSpec:
-        """The scheduler's view of a server, its profile chosen. Raises `InputError`."""
-
-    def join(self, specs: Sequence[InstanceSpec]) -> None: ...
-    def leave(self, names: Sequence[str]) -> None: ...
-    def update(self, spec: InstanceSpec) -> None: ...
-    def notice(self, name: str, deadline_s: float | None) -> None: ...
-
-
 class Members:
     """Keeps the roster as the sources say. A name or an address belongs to the source that gave it first.
 
@@ -51,7 +36,7 @@ class Members:
     changed the rest follows in later turns of the event loop.
     """
 
-    def __init__(self, roster: RosterSide) -> None:
+    def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._source_of: dict[str, str] = {}
         #: Servers that each source gave last, and the names of those that are not in the roster as given.

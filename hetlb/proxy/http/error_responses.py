@@ -139,35 +139,43 @@ def response(
     body: bytes,
     *,
     content_type: bytes = b"application/json",
-    headers: tuple[tuple[bytes, bytes], ...] = (),
+    lines: bytes = b"",
     close: bool = False,
     head_only: bool = False,
 ) -> bytes:
-    """A whole response of hetlb's own."""
-    lines = [b"HTTP/1.1 %d %s" % (status, REASONS.get(status, b"")), b"content-type: " + content_type]
-    lines.append(b"content-length: %d" % len(body))
-    lines += [name + b": " + value for name, value in headers]
-    if close:
-        lines.append(b"connection: close")
-    head = b"\r\n".join(lines) + b"\r\n\r\n"
+    """A whole response of hetlb's own, with these header lines."""
+    status_line = b"HTTP/1.1 %d %b\r\n" % (status, REASONS.get(status, b""))
+    fields = b"content-type: %b\r\ncontent-length: %d\r\n" % (content_type, len(body))
+    end = b"connection: close\r\n\r\n" if close else b"\r\n"
+    head = status_line + fields + lines + end
     return head if head_only else head + body
 
 
-def header_pairs(lines: bytes) -> tuple[tuple[bytes, bytes], ...]:
-    """Header lines, each with its line end, as pairs of name and value."""
-    pairs = [line.partition(b": ") for line in lines.split(b"\r\n") if line]
-    return tuple((name, value) for name, _, value in pairs)
-
-
-def refusal_headers(answer: Answer, retry_after_s: float | None) -> tuple[tuple[bytes, bytes], ...]:
-    """`Retry-After`, `x-should-retry` and `WWW-Authenticate` of an answer."""
-    headers: list[tuple[bytes, bytes]] = []
-    if answer.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    if retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % max(1, round(retry_after_s))))
-        # OpenAI's clients read this one first: whole seconds would bring them back all at once.
-        headers.append((b"retry-after-ms", b"%d" % max(1000, round(retry_after_s * 1e3))))
+def refusal(
+    answer: Answer,
+    message: str,
+    retry_after_s: float | None,
+    lines: bytes,
+    path: str = "",
+    *,
+    close: bool = False,
+    head_only: bool = False,
+) -> bytes:
+    """A whole response that says why there is no other, with these header lines."""
     if answer.should_retry is not None:
-        headers.append((b"x-should-retry", b"true" if answer.should_retry else b"false"))
-    return tuple(headers)
+        lines = b"x-should-retry: %b\r\n" % (b"true" if answer.should_retry else b"false") + lines
+    if retry_after_s is not None:
+        # OpenAI's clients read the second one first: whole seconds would bring them back all at once.
+        waits = max(1, round(retry_after_s)), max(1000, round(retry_after_s * 1e3))
+        lines = b"retry-after: %d\r\nretry-after-ms: %d\r\n" % waits + lines
+    if answer.status == 401:
+        lines = b"www-authenticate: Bearer\r\n" + lines
+    body = error_body(answer, message, path)
+    return response(answer.status, body, lines=lines, close=close, head_only=head_only)
+
+
+def refused_for(error: GateError) -> tuple[Answer, float | None, bytes]:
+    """The answer to what did not pass, seconds until it may come again, and header lines."""
+    if isinstance(error, Refusal):
+        return error.answer, error.retry_after_s if error.answer.should_retry else None, error.lines
+    return bad_request(error.status), None, b""

@@ -51,19 +51,8 @@ class RequestHead:
     """
 
     __slots__ = (
-        "chunked",
-        "content_type",
-        "expects",
-        "fields",
-        "forward_rules",
-        "forwarded",
-        "headers",
-        "http11",
-        "keep_alive",
-        "method",
-        "path",
-        "query",
-        "sized",
+        "chunked", "content_type", "expects", "fields", "forward_rules", "forwarded", "headers", "http11",
+        "keep_alive", "method", "path", "query", "sized",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -188,12 +177,19 @@ def parse_request_head(head: bytes) -> tuple[RequestHead, int | None]:
     if _BAD_PATH.search(path):
         raise GateError(404, "There is nothing at this path.")
     result.path = path.decode("ascii")
-    headers = result.headers = collector.headers
+    result.headers = collector.headers
+    length = _take_fields(result)
+    if result.chunked and result.sized:
+        raise GateError(400, "Content-Length and Transfer-Encoding exclude each other.")
+    return result, length
+
+
+def _take_fields(head: RequestHead) -> int | None:
+    """Check the headers of a request and take from them what matters: its Content-Length, if it has one."""
     length: int | None = None
     host: bytes | None = None
     connection = b""
-    encoding: bytes | None = None
-    for name, value in headers:
+    for name, value in head.headers:
         if name == b"host":
             if host is not None or _HOST.fullmatch(value) is None or not _port_fits(value):
                 raise GateError(400, "Exactly one valid Host header is expected.")
@@ -203,27 +199,25 @@ def parse_request_head(head: bytes) -> tuple[RequestHead, int | None]:
                 raise GateError(400, "Exactly one valid Content-Length header is expected.")
             length = int(value)
         elif name == b"transfer-encoding":
-            if encoding is not None or value.lower() != b"chunked" or not result.http11:
+            if head.chunked or value.lower() != b"chunked" or not head.http11:
                 raise GateError(400, "The only Transfer-Encoding accepted is chunked, in HTTP/1.1.")
-            encoding = value
+            head.chunked = True
         elif name == b"connection":
             connection += b"," + value.lower()
-        elif name in _ONCE and sum(other == name for other, _ in headers) > 1:
+        elif name in _ONCE and sum(other == name for other, _ in head.headers) > 1:
             raise GateError(400, f"More than one {name.decode()} header.")
         elif name == b"expect":
-            result.expects = value.lower()
+            head.expects = value.lower()
         elif name == b"content-encoding" and value.lower() != b"identity":
             raise GateError(415, "Encoded request bodies are not accepted.")
-    if host is None and result.http11:
+    if host is None and head.http11:
         raise GateError(400, "A Host header is expected.")
-    if encoding is not None and length is not None:
-        raise GateError(400, "Content-Length and Transfer-Encoding exclude each other.")
-    result.chunked, result.sized = encoding is not None, length is not None
-    result.fields = _first_fields(headers)
-    result.content_type = result.fields.get(b"content-type", b"").lower()
+    head.sized = length is not None
+    head.fields = _first_fields(head.headers)
+    head.content_type = head.fields.get(b"content-type", b"").lower()
     options = {option.strip() for option in connection.split(b",")} if connection else set()
-    result.keep_alive = b"close" not in options if result.http11 else b"keep-alive" in options
-    return result, length
+    head.keep_alive = b"close" not in options if head.http11 else b"keep-alive" in options
+    return length
 
 
 def _first_fields(headers: Headers) -> dict[bytes, bytes]:

@@ -7,6 +7,7 @@ from typing import Final
 
 from hetlb.core.types import Lease, Outcome
 from hetlb.proxy.telemetry.histograms import GapHistogram, Histogram
+from hetlb.proxy.telemetry.recent import Recent
 from hetlb.proxy.telemetry.request_record import RequestRecord
 
 #: vLLM's own bounds (0.32), so that its figures and ours can be laid over each other; ITL and E2E have a
@@ -50,10 +51,12 @@ OTHER_TENANTS: Final = "other"
 #: Attributes of the totals of a model and of an instance that can be added up.
 MODEL_HISTOGRAMS = ("e2e", "gaps", "output_ratio", "queue", "session", "time_ratio", "ttft")
 INSTANCE_COUNTS = (
-    "cached_prompt_tokens", "decode_expected_s", "decode_seen_s", "ejections",
-    "expected_cached_prompt_tokens", "expected_s", "mixed_expected_s", "mixed_seen_s", "output_tokens",
-    "prefill_expected_s", "prefill_seen_s", "prompt_tokens", "served_s",
+    "cached_prompt_tokens", "ejections", "expected_cached_prompt_tokens", "expected_s", "output_tokens",
+    "prompt_tokens", "served_s",
 )  # fmt: skip
+#: Parts of a latency model: times to the first token with nothing beside them, what had prompts and decodes
+#: beside each other, and steps without prompts.
+PARTS: Final = ("prefill", "mixed", "decode")
 
 
 ACCOUNT_COUNTS = ("cached_prompt_tokens", "output_tokens", "prompt_tokens", "queue_s", "requests")
@@ -79,7 +82,7 @@ class ModelTotals:
 class InstanceTotals:
     """Counters of one instance."""
 
-    __slots__ = (*INSTANCE_COUNTS, "requests")
+    __slots__ = (*INSTANCE_COUNTS, "model_expected_s", "model_seen_s", "requests")
 
     def __init__(self) -> None:
         #: By outcome.
@@ -94,39 +97,20 @@ class InstanceTotals:
         #: Seconds from dispatch to the end of answers that completed, predicted and actual.
         self.expected_s = 0.0
         self.served_s = 0.0
-        #: By the latency model as profiled, and as seen: times to the first token with nothing
-        #: beside them, steps without prompts beside them, and what had both.
-        self.prefill_expected_s = self.prefill_seen_s = 0.0
-        self.decode_expected_s = self.decode_seen_s = 0.0
-        self.mixed_expected_s = self.mixed_seen_s = 0.0
+        #: By part of the latency model: as profiled, and as seen.
+        self.model_expected_s = dict.fromkeys(PARTS, 0.0)
+        self.model_seen_s = dict.fromkeys(PARTS, 0.0)
 
-    def first_token(self, expected_s: float, seen_s: float, mixed: bool) -> None:
-        """A first token came; `mixed`: prompts or decodes were beside it."""
-        if mixed:
-            self.mixed_expected_s += expected_s
-            self.mixed_seen_s += seen_s
-        else:
-            self.prefill_expected_s += expected_s
-            self.prefill_seen_s += seen_s
-
-    def decoded(self, expected_s: float, seen_s: float, mixed: bool) -> None:
-        """The steps of an answer have ended; `mixed`: prompts were beside them."""
-        if mixed:
-            self.mixed_expected_s += expected_s
-            self.mixed_seen_s += seen_s
-        else:
-            self.decode_expected_s += expected_s
-            self.decode_seen_s += seen_s
+    def took(self, part: str, expected_s: float, seen_s: float) -> None:
+        """Count the time of a part of an answer."""
+        self.model_expected_s[part] += expected_s
+        self.model_seen_s[part] += seen_s
 
     def model_factors(self) -> dict[str, float | None]:
         """Seen over expected time by part of the latency model; None where too little was seen."""
         return {
-            part: seen_s / expected_s if expected_s >= LEAST_EVIDENCE_S else None
-            for part, expected_s, seen_s in (
-                ("prefill", self.prefill_expected_s, self.prefill_seen_s),
-                ("mixed", self.mixed_expected_s, self.mixed_seen_s),
-                ("decode", self.decode_expected_s, self.decode_seen_s),
-            )
+            part: self.model_seen_s[part] / expected_s if expected_s >= LEAST_EVIDENCE_S else None
+            for part, expected_s in self.model_expected_s.items()
         }
 
     def ended(self, outcome: Outcome) -> None:
@@ -165,6 +149,7 @@ class Totals:
         "kv_transfers",
         "lag",
         "models",
+        "recent",
         "reloads",
         "requests",
         "resumptions",
@@ -191,6 +176,8 @@ class Totals:
         self.arrival = Histogram(DECISION_S)
         self.end = Histogram(DECISION_S)
         self.lag = Histogram(LAG_S)
+        #: The requests that ended lately.
+        self.recent = Recent()
 
     def model(self, name: str) -> ModelTotals:
         """The counters of a name that the fleet serves."""
@@ -254,7 +241,7 @@ class Totals:
             prompts = lease.request.sequences // max(1, lease.request.samples)
             instance.expected_cached_prompt_tokens += prompts * lease.shared.held_tokens
         if lease.seen_s > 0.0:
-            instance.decoded(lease.expected_s, lease.seen_s, lease.mixed)
+            instance.took("mixed" if lease.mixed else "decode", lease.expected_s, lease.seen_s)
 
     def finished(self, record: RequestRecord, served: bool) -> None:
         """Count an ended request; `served` says whether the fleet serves its model."""
@@ -262,6 +249,7 @@ class Totals:
         assert outcome is not None
         assert ended_at is not None
         request, lease, ttft_s = record.request, record.lease, record.ttft_s
+        self.recent.finished(record)
         if not served:  # a client may have made up the name of its model
             name = OTHER_MODELS if request.model else ""
             self.count(outcome, record.ended_in._value_, name, record.status)
@@ -294,7 +282,7 @@ class Totals:
                 and record.first_byte_at is not None
             ):
                 seen_s = record.first_byte_at - lease.dispatched_at
-                instance.first_token(record.expected_first_s, seen_s, record.mixed)
+                instance.took("mixed" if record.mixed else "prefill", record.expected_first_s, seen_s)
         self.believed(lease)
         if record.status == _SWITCHED:
             model.session.observe(ended_at - lease.dispatched_at)

@@ -1,9 +1,10 @@
 """The proxy's own `/metrics` page: what the driver counted, and gauges read from the scheduler when asked.
 
-Labels take only values that configuration, code or the engines define, never what a client makes up;
-a series ends with its instance. Instances bear the label `server`: Prometheus itself sets `instance`, to the
-proxy that it asked. The page of a large fleet is written in slices of about a millisecond, so that a scrape
-delays no token. docs/reference/metrics.md has every name.
+`FAMILIES` says of each family its name, its help and where its series are from. Labels take only values that
+configuration, code or the engines define, never what a client makes up; a series ends with its instance.
+Instances bear the label `server`: Prometheus itself sets `instance`, to the proxy that it asked. The page of
+a large fleet is written in slices of about a millisecond, so that a scrape delays no token.
+docs/reference/metrics.md has every name.
 """
 
 from __future__ import annotations
@@ -12,29 +13,28 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 import hetlb
 from hetlb.build import compiled
-from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import CAUSES, AdminState, Health
 from hetlb.proxy.beliefs import BeliefSource, slots_source
-from hetlb.proxy.telemetry.counters import AccountTotals, InstanceTotals, ModelTotals, Totals
+from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.histograms import GapHistogram, Histogram
-from hetlb.proxy.telemetry.metric_families import head
 
 if TYPE_CHECKING:
     from hetlb.proxy.service import FleetService
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 #: A slice of the page takes about this long; then the event loop goes round once.
 SLICE_S = 0.001
+#: Lines written at once.
+_LINES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +65,321 @@ class SharedFigures(NamedTuple):
     rejected: int = 0
 
 
-# --- the page ---
+#: Things of one kind, each with the text of its labels (without the braces).
+Things: TypeAlias = Sequence[tuple[str, Any]]
 
-Number: TypeAlias = float | int
+
+class _Moment:
+    """Sources of one page; instances and their counters come with the text of their labels."""
+
+    def __init__(self, source: FleetService) -> None:
+        self.now: float = source.now()
+        self.scheduler: Scheduler = source.scheduler
+        self.totals: Totals = source.totals
+        self.lost_lines: int = source.lost_lines
+        self.shared: SharedFigures | None = source.shared
+        self.workers: Sequence[WorkerState] = source.workers or (WorkerState("0", True, 0),)
+        self.stage_sources: Mapping[str, Callable[[], list[dict[str, Any]]]] = source.stages
+        self.instances: Things = [(_pairs(server=each.name), each) for each in self.scheduler.instances]
+        self.counted: Things = [(label, self.totals.instance(each.name)) for label, each in self.instances]
+        invalid: Mapping[str, int] = source.watch.scraper.invalid_samples
+        self.invalid: Things = [(label, invalid.get(each.name, 0)) for label, each in self.instances]
+
+    @property
+    def oldest_s(self) -> float:
+        """Seconds that the request has waited that waits longest."""
+        oldest_at = self.scheduler.queue.oldest_at()
+        return 0.0 if oldest_at is None else self.now - oldest_at
+
+    def build(self) -> Things:
+        """This build."""
+        policy, is_compiled = self.scheduler.policy_name, str(compiled()).lower()
+        return [(_pairs(version=hetlb.__version__, policy=policy, compiled=is_compiled), 1)]
+
+    def times(self, what: str) -> Things:
+        """Seconds by instance and part of its latency model, `model_expected_s` or `model_seen_s`."""
+        return [
+            (f'{label},part="{part}"', seconds)
+            for label, each in self.counted
+            for part, seconds in getattr(each, what).items()
+        ]
+
+    def states(self, label: str, states: Iterable[AdminState | Health], attribute: str) -> Things:
+        """Every state of every instance, True for the one that it is in."""
+        of = attrgetter(attribute)
+        return [
+            (f'{server},{label}="{state.value}"', of(each) is state)
+            for state in states
+            for server, each in self.instances
+        ]
+
+    def loads(self) -> Things:
+        """The load of every model that is served or waited for. `saturation` above 1: requests wait."""
+        queued, loads = self.scheduler.queue.by_model(), []
+        for model in dict.fromkeys([*self.scheduler.models, *queued]):
+            able = [each for _, each in self.instances if each.routable and each.serves(model)]
+            places, waiting = sum(each.max_num_seqs for each in able), queued.get(model, 0)
+            running = sum(each.sequences for each in able)
+            reserved = sum(each.kv_tokens for each in able)
+            cache = sum(each.kv_cache_tokens for each in able)
+            load = SimpleNamespace(
+                queued=waiting,
+                instances=len(able),
+                free_places=max(0, places - running),
+                saturation=max((running + waiting) / places, reserved / cache) if able else float(waiting),
+                assumed=any(slots_source(each) is BeliefSource.ASSUMED for each in able),
+            )
+            loads.append((_pairs(model=model), load))
+        return loads
+
+    def stages(self) -> Things | None:
+        """The stages of instances that are made of some, None where none is."""
+        if not self.stage_sources:
+            return None
+        return [
+            (_pairs(server=server, stage=stage["name"]), SimpleNamespace(**stage, up=stage["state"] == "up"))
+            for server, documents in self.stage_sources.items()
+            for stage in documents()
+        ]
+
+
+#: Sources of the things of each kind (None: its families are not on the page), and its families: name,
+#: attribute of the thing ("": the thing itself), help.
+FAMILIES: Final[tuple[tuple[Callable[[_Moment], Things | None], tuple[tuple[str, str, str], ...]], ...]] = (
+    (
+        _Moment.build,
+        (("hetlb_build_info", "", "Version, policy, whether the hot path is compiled."),),
+    ),
+    (
+        lambda moment: [
+            (_pairs(outcome=end, cause=CAUSES[end], phase=phase, model=model, status=status), count)
+            for (end, phase, model, status), count in moment.totals.requests.items()
+        ],
+        (("hetlb_requests_total", "", "Requests that ended, and whose doing it was."),),
+    ),
+    (
+        lambda moment: [
+            (f'{_pairs(model=model)},class="{_escape(name)}",met="{str(met).lower()}"', count)
+            for (model, name, met), count in moment.totals.classes.items()
+        ],
+        (("hetlb_class_requests_total", "", "Requests of a service class that ended, by met targets."),),
+    ),
+    (
+        lambda moment: [(_pairs(result=end), count) for end, count in moment.totals.kv_transfers.items()],
+        (("hetlb_kv_transfers_total", "", "Requests prefilled at one instance for another, by result."),),
+    ),
+    (
+        lambda moment: [
+            (_pairs(model=model, reason=reason), count)
+            for (model, reason), count in moment.totals.resumptions.items()
+        ],
+        (("hetlb_requests_resumed_total", "", "Answers that went on at another instance, by reason."),),
+    ),
+    (
+        lambda moment: [(_pairs(result=end), count) for end, count in moment.totals.reloads.items()],
+        (("hetlb_config_reloads_total", "", "Times the fleet file was read again, by result."),),
+    ),
+    (
+        lambda moment: [("", moment)],
+        (
+            ("hetlb_retries_total", "totals.retries", "Requests sent to another instance."),
+            ("hetlb_decisions_total", "totals.decisions", "Dispatches decided."),
+            ("hetlb_log_lost_lines_total", "lost_lines", "Lines of logs that a slow reader made us drop."),
+            ("hetlb_queue_bytes", "scheduler.queue.bytes", "Bytes of the bodies waiting."),
+            ("hetlb_queue_oldest_seconds", "oldest_s", "Age of the request that waits longest."),
+            ("hetlb_loop_lag_seconds", "totals.lag", "How late the event loop called a timer, sampled."),
+        ),
+    ),
+    (
+        _Moment.loads,
+        (
+            ("hetlb_queue_requests", "queued", "Requests waiting for an instance, by model."),
+            ("hetlb_model_instances", "instances", "Instances of the model that take requests."),
+            ("hetlb_model_saturation_ratio", "saturation", "Load over the slots, or the KV cache, if more."),
+            ("hetlb_model_free_places", "free_places", "Sequences that could run besides those that do."),
+            ("hetlb_model_capacity_assumed", "assumed", "1 while the slots of an instance are a guess."),
+        ),
+    ),
+    (
+        lambda moment: [
+            (_pairs(tenant=tenant, model=model), each)
+            for (tenant, model), each in moment.totals.accounts.items()
+        ],
+        (
+            ("hetlb_tenant_requests_total", "requests", "Requests of the tenant that ended."),
+            ("hetlb_tenant_prompt_tokens_total", "prompt_tokens", "Prompt tokens of its requests."),
+            ("hetlb_tenant_output_tokens_total", "output_tokens", "Tokens generated for it."),
+            ("hetlb_tenant_queue_seconds_total", "queue_s", "Time that its requests waited."),
+        ),
+    ),
+    (
+        lambda moment: [(_pairs(model=model), each) for model, each in moment.totals.models.items()],
+        (
+            ("hetlb_time_to_first_token_seconds", "ttft", "From arrival to the first byte of a stream."),
+            ("hetlb_inter_token_latency_seconds", "gaps", "Between two reads of a stream with text."),
+            ("hetlb_e2e_request_latency_seconds", "e2e", "From arrival to the end of an answer."),
+            ("hetlb_request_queue_time_seconds", "queue", "From arrival to the last dispatch, or the end."),
+            ("hetlb_websocket_session_seconds", "session", "From dispatch to the end of a session."),
+            ("hetlb_predicted_output_ratio", "output_ratio", "Predicted over actual output tokens."),
+            ("hetlb_predicted_time_ratio", "time_ratio", "Predicted over actual time from the dispatch."),
+        ),
+    ),
+    (
+        lambda moment: [('event="arrival"', moment.totals.arrival), ('event="end"', moment.totals.end)],
+        (("hetlb_decision_seconds", "", "Time of one call of the scheduler, by what happened."),),
+    ),
+    (
+        _Moment.stages,
+        (
+            ("hetlb_stage_up", "up", "1 while a stage is used."),
+            ("hetlb_stage_in_flight", "in_flight", "Requests whose path crosses a stage."),
+            ("hetlb_stage_kv_reserved_token_layers", "kv_reserved_token_layers", "KV cache booked on it."),
+        ),
+    ),
+    (
+        lambda moment: moment.shared and [("", moment.shared)],
+        (
+            ("hetlb_shared_connected", "connected", "1 while the server of the shared state is reached."),
+            ("hetlb_shared_peers", "peers", "Other processes whose leases are known."),
+            ("hetlb_shared_peer_leases", "leases", "Requests at the engines that are theirs."),
+            ("hetlb_shared_delay_seconds", "delay_s", "Age of their news, by own messages coming back."),
+        ),
+    ),
+    (
+        lambda moment: (
+            moment.shared
+            and [
+                (_pairs(direction=each), getattr(moment.shared, each))
+                for each in ("sent", "received", "rejected")
+            ]
+        ),
+        (("hetlb_shared_messages_total", "", "Messages of the shared state."),),
+    ),
+    (
+        lambda moment: (
+            [("", moment.shared.leads)] if moment.shared and moment.shared.leads is not None else None
+        ),
+        (("hetlb_shared_leads", "", "1 while this process serves."),),
+    ),
+    (
+        lambda moment: [
+            (f'{label},figure="{figure}"', ratios)
+            for label, each in moment.instances
+            for figure, ratios in each.errors.by_figure
+        ],
+        (
+            ("hetlb_forecast_bias", "bias", "Mean forecast over mean true time - 1 of the newest answers."),
+            ("hetlb_forecast_coverage", "coverage", "Share of them within their 90 % bound."),
+        ),
+    ),
+    (
+        lambda moment: [
+            (f'{label},outcome="{outcome}"', count)
+            for label, each in moment.counted
+            for outcome, count in each.requests.items()
+        ],
+        (("hetlb_instance_requests_total", "", "Leases that ended, by instance and outcome."),),
+    ),
+    (
+        attrgetter("counted"),
+        (
+            ("hetlb_instance_output_tokens_total", "output_tokens", "Tokens generated."),
+            ("hetlb_instance_prompt_tokens_total", "prompt_tokens", "Tokens of prompts, each prompt once."),
+            ("hetlb_instance_cached_prompt_tokens_total", "cached_prompt_tokens", "Those read from a cache."),
+            (
+                "hetlb_instance_expected_cached_prompt_tokens_total",
+                "expected_cached_prompt_tokens",
+                "Prompt tokens that were believed to be in the prefix cache when the request was sent.",
+            ),
+            ("hetlb_instance_ejections_total", "ejections", "Times it was taken out as dead."),
+            ("hetlb_instance_predicted_seconds_total", "expected_s", "Predicted time of completed answers."),
+            ("hetlb_instance_served_seconds_total", "served_s", "Their actual time, from dispatch on."),
+        ),
+    ),
+    (
+        lambda moment: moment.times("model_expected_s"),
+        (("hetlb_instance_model_expected_seconds_total", "", "Times that the profile as it is expects."),),
+    ),
+    (
+        lambda moment: moment.times("model_seen_s"),
+        (("hetlb_instance_model_seen_seconds_total", "", "The same times as they were seen."),),
+    ),
+    (
+        attrgetter("invalid"),
+        (("hetlb_instance_invalid_samples_total", "", "Scrapes with absurd values."),),
+    ),
+    (
+        attrgetter("instances"),
+        (
+            ("hetlb_instance_in_flight", "in_flight", "Requests dispatched and not ended."),
+            ("hetlb_instance_workload_seconds", "work_s", "Work assigned and not completed."),
+            ("hetlb_instance_kv_reserved_tokens", "kv_tokens", "KV cache tokens reserved to requests."),
+            ("hetlb_instance_kv_cache_tokens", "kv_cache_tokens", "KV cache tokens there are."),
+            ("hetlb_instance_slots", "max_num_seqs", "Sequences that it is believed to run at once."),
+            ("hetlb_instance_engines", "engines", "Data-parallel engines behind its URL."),
+        ),
+    ),
+    (
+        lambda moment: [
+            (label, slots_source(each) is BeliefSource.ASSUMED) for label, each in moment.instances
+        ],
+        (("hetlb_instance_slots_assumed", "", "1 while that is vLLM's default, for want of knowledge."),),
+    ),
+    (
+        lambda moment: [(label, each.sample) for label, each in moment.instances if each.sample is not None],
+        (
+            ("hetlb_instance_kv_reported_ratio", "kv_usage", "KV cache use the engine reports, 0 to 1."),
+            ("hetlb_instance_kv_reported_max_ratio", "kv_usage_max", "Use of its fullest engine, 0 to 1."),
+            ("hetlb_instance_reported_running", "running", "Requests running, as the engine reports."),
+            ("hetlb_instance_reported_waiting", "waiting", "Requests waiting, as the engine reports."),
+        ),
+    ),
+    (
+        lambda moment: [
+            (label, moment.now - each.sample_at)
+            for label, each in moment.instances
+            if each.sample_at is not None
+        ],
+        (("hetlb_instance_signal_age_seconds", "", "Age of the engine's last report."),),
+    ),
+    (
+        lambda moment: moment.states("state", AdminState, "admin"),
+        (("hetlb_instance_state", "", "1 for the administrative state in force."),),
+    ),
+    (
+        lambda moment: moment.states("health", Health, "health.state"),
+        (("hetlb_instance_health", "", "1 for the health in force."),),
+    ),
+    (
+        lambda moment: [(_pairs(worker=each.number), each) for each in moment.workers],
+        (
+            ("hetlb_worker_up", "up", "1 for a process that serves requests."),
+            ("hetlb_worker_restarts_total", "restarts", "Times a process that serves was replaced."),
+            ("hetlb_worker_hangs_total", "hangs", "Times it was killed because it no longer answered."),
+        ),
+    ),
+)
+
+
+#: Families that are histograms. A name in `_total` is a counter, every other one a gauge.
+HISTOGRAMS: Final = {
+    "hetlb_decision_seconds",
+    "hetlb_e2e_request_latency_seconds",
+    "hetlb_inter_token_latency_seconds",
+    "hetlb_loop_lag_seconds",
+    "hetlb_predicted_output_ratio",
+    "hetlb_predicted_time_ratio",
+    "hetlb_request_queue_time_seconds",
+    "hetlb_time_to_first_token_seconds",
+    "hetlb_websocket_session_seconds",
+}
 
 
 class MetricsPage:
-    """Writes the page; keeps the text of the labels from one scrape to the next."""
+    """Writes the page of a service."""
 
     def __init__(self, source: FleetService) -> None:
         self._source = source
-        self._labels: dict[str, str] = {}
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
 
@@ -92,273 +396,46 @@ class MetricsPage:
 
     def pieces(self) -> Iterator[str]:
         """Write all families in a fixed order, in pieces; between two of them the fleet may change."""
-        source = self._source
-        scheduler, totals, now = source.scheduler, source.totals, source.now()
-        instances = scheduler.instances
-        self._forget({instance.name for instance in instances})
-        version, policy = _escape(hetlb.__version__), scheduler.policy_name
-        build = f'{{version="{version}",policy="{policy}",compiled="{str(compiled()).lower()}"}} 1'
-        yield _family("hetlb_build_info", [build])
-        yield from _requests(totals)
-        yield _family("hetlb_log_lost_lines_total", [source.lost_lines])
-        yield from _loads(scheduler)
-        yield from _accounts(totals)
-        yield _family("hetlb_queue_bytes", [scheduler.queue.bytes])
-        oldest_at = scheduler.queue.oldest_at()
-        yield _family("hetlb_queue_oldest_seconds", [0.0 if oldest_at is None else now - oldest_at])
-        for name, of in _MODEL_HISTOGRAMS:
-            yield head(name)
-            for model, each in list(totals.models.items()):
-                yield "".join(f"{name}{line}\n" for line in _buckets(f'model="{_escape(model)}"', of(each)))
-        yield from _stages(source.stages)
-        if source.shared is not None:
-            yield from _shared(source.shared)
-        calls = {"arrival": totals.arrival, "end": totals.end}
-        buckets = (_buckets(f'event="{event}"', each) for event, each in calls.items())
-        yield _family("hetlb_decision_seconds", chain.from_iterable(buckets))
-        yield _family("hetlb_loop_lag_seconds", _buckets("", totals.lag))
-        yield from self._counted(instances, totals, source.watch.scraper.invalid_samples)
-        yield from self._believed(instances, now)
-        for name, states, state_of in _STATES:
-            yield head(name)
-            for state in states:
-                label = f',{name.rpartition("_")[2]}="{state.value}"'
-                yield "".join(
-                    f"{name}{{{self._label(each.name)}{label}}} {int(state_of(each) is state)}\n"
-                    for each in instances
+        moment = _Moment(self._source)
+        for things_of, families in FAMILIES:
+            if (things := things_of(moment)) is None:
+                continue
+            for name, attribute, help_text in families:
+                of = attrgetter(attribute) if attribute else None
+                kind = (
+                    "histogram" if name in HISTOGRAMS else "counter" if name.endswith("_total") else "gauge"
                 )
-        workers = source.workers or (WorkerState("0", True, 0),)
-        for name, count in _WORKERS:
-            yield _family(name, [f'{{worker="{each.number}"}} {int(count(each))}' for each in workers])
+                yield f"# HELP {name} {help_text}\n# TYPE {name} {kind}\n"
+                for at in range(0, len(things), _LINES):
+                    some = [(label, of(each) if of else each) for label, each in things[at : at + _LINES]]
+                    yield "".join([_series(name, *pair) for pair in some if pair[1] is not None])
         yield generate_latest(self._process).decode()
 
-    def _counted(
-        self, instances: Sequence[Instance], totals: Totals, invalid: Mapping[str, int]
-    ) -> Iterator[str]:
-        """Write what was counted of each instance."""
-        pairs = [(self._label(instance.name), totals.instance(instance.name)) for instance in instances]
-        errors = [
-            (f'{{{self._label(instance.name)},figure="{figure}"}}', ratios)
-            for instance in instances
-            for figure, ratios in instance.errors.by_figure
-        ]
-        for name, of_errors in _FORECAST:
-            found = [(label, of_errors(ratios)) for label, ratios in errors]
-            yield _family(name, [f"{label} {value:.6g}" for label, value in found if value is not None])
-        ended = ((label, outcome, n) for label, each in pairs for outcome, n in each.requests.items())
-        yield _family(
-            "hetlb_instance_requests_total",
-            [f'{{{label},outcome="{outcome}"}} {count}' for label, outcome, count in ended],
-        )
-        for name, of in _INSTANCE_COUNTERS:
-            yield _family(name, [f"{{{label}}} {of(each)!r}" for label, each in pairs])
-        for what in ("expected", "seen"):
-            yield _family(
-                f"hetlb_instance_model_{what}_seconds_total",
-                [
-                    f'{{{label},part="{part}"}} {getattr(each, f"{part}_{what}_s")!r}'
-                    for label, each in pairs
-                    for part in ("prefill", "mixed", "decode")
-                ],
-            )
-        lines = [f"{{{self._label(each.name)}}} {invalid.get(each.name, 0)}" for each in instances]
-        yield _family("hetlb_instance_invalid_samples_total", lines)
 
-    def _believed(self, instances: Sequence[Instance], now: float) -> Iterator[str]:
-        """Write what is booked on each instance, and what its engine reported last."""
-        sampled = [each for each in instances if each.sample is not None]
-        for name, reported, of in _INSTANCE_GAUGES:
-            yield _family(
-                name,
-                [
-                    f"{{{self._label(each.name)}}} {value!r}"
-                    for each in (sampled if reported else instances)
-                    if (value := of(each.sample if reported else each)) is not None
-                ],
-            )
-        ages = [(each, each.sample_at) for each in instances]
-        lines = [f"{{{self._label(each.name)}}} {now - at!r}" for each, at in ages if at is not None]
-        yield _family("hetlb_instance_signal_age_seconds", lines)
-
-    def _label(self, name: str) -> str:
-        label = self._labels.get(name)
-        if label is None:
-            label = self._labels[name] = f'server="{_escape(name)}"'
-        return label
-
-    def _forget(self, names: set[str]) -> None:
-        """Drop what belongs to instances that left."""
-        for name in self._labels.keys() - names:
-            del self._labels[name]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLoad:
-    """Load of the instances of one model. `saturation` may exceed 1: requests wait."""
-
-    model: str
-    instances: int
-    queued: int
-    free_places: int
-    saturation: float
-    #: True if the slots of one of them are a guess.
-    assumed: bool
-
-
-def _model_load(scheduler: Scheduler) -> list[ModelLoad]:
-    """The load of every model that is served or waited for."""
-    queued: dict[str, int] = {}
-    for entry in scheduler.queue:
-        queued[entry.request.model] = queued.get(entry.request.model, 0) + 1
-    loads = []
-    for model in dict.fromkeys([*scheduler.models, *queued]):
-        able = [each for each in scheduler.instances if each.routable and each.serves(model)]
-        places = sum(each.max_num_seqs for each in able)
-        running = sum(each.sequences for each in able)
-        waiting = queued.get(model, 0)
-        reserved = sum(each.kv_tokens for each in able)
-        cache = sum(each.kv_cache_tokens for each in able)
-        used = max((running + waiting) / places, reserved / cache) if able else float(waiting)
-        assumed = any(slots_source(each) is BeliefSource.ASSUMED for each in able)
-        loads.append(ModelLoad(model, len(able), waiting, max(0, places - running), used, assumed))
-    return loads
-
-
-_MODEL_HISTOGRAMS: tuple[tuple[str, Callable[[ModelTotals], Histogram | GapHistogram]], ...] = (
-    ("hetlb_time_to_first_token_seconds", attrgetter("ttft")),
-    ("hetlb_inter_token_latency_seconds", attrgetter("gaps")),
-    ("hetlb_e2e_request_latency_seconds", attrgetter("e2e")),
-    ("hetlb_request_queue_time_seconds", attrgetter("queue")),
-    ("hetlb_websocket_session_seconds", attrgetter("session")),
-    ("hetlb_predicted_output_ratio", attrgetter("output_ratio")),
-    ("hetlb_predicted_time_ratio", attrgetter("time_ratio")),
-)
-_ACCOUNT_COUNTERS: tuple[tuple[str, Callable[[AccountTotals], Number]], ...] = (
-    ("hetlb_tenant_requests_total", attrgetter("requests")),
-    ("hetlb_tenant_prompt_tokens_total", attrgetter("prompt_tokens")),
-    ("hetlb_tenant_output_tokens_total", attrgetter("output_tokens")),
-    ("hetlb_tenant_queue_seconds_total", attrgetter("queue_s")),
-)
-_INSTANCE_COUNTERS: tuple[tuple[str, Callable[[InstanceTotals], Number]], ...] = (
-    ("hetlb_instance_output_tokens_total", attrgetter("output_tokens")),
-    ("hetlb_instance_prompt_tokens_total", attrgetter("prompt_tokens")),
-    ("hetlb_instance_cached_prompt_tokens_total", attrgetter("cached_prompt_tokens")),
-    ("hetlb_instance_expected_cached_prompt_tokens_total", attrgetter("expected_cached_prompt_tokens")),
-    ("hetlb_instance_ejections_total", attrgetter("ejections")),
-    ("hetlb_instance_predicted_seconds_total", attrgetter("expected_s")),
-    ("hetlb_instance_served_seconds_total", attrgetter("served_s")),
-)
-#: Of each instance, or (True) of the last sample of its engine.
-_INSTANCE_GAUGES: tuple[tuple[str, bool, Callable[[Any], Number | None]], ...] = (
-    ("hetlb_instance_in_flight", False, attrgetter("in_flight")),
-    ("hetlb_instance_workload_seconds", False, attrgetter("work_s")),
-    ("hetlb_instance_kv_reserved_tokens", False, attrgetter("kv_tokens")),
-    ("hetlb_instance_kv_cache_tokens", False, attrgetter("kv_cache_tokens")),
-    ("hetlb_instance_slots", False, attrgetter("max_num_seqs")),
-    ("hetlb_instance_slots_assumed", False, lambda each: int(slots_source(each) is BeliefSource.ASSUMED)),
-    ("hetlb_instance_kv_reported_ratio", True, attrgetter("kv_usage")),
-    ("hetlb_instance_kv_reported_max_ratio", True, attrgetter("kv_usage_max")),
-    ("hetlb_instance_engines", False, attrgetter("engines")),
-    ("hetlb_instance_reported_running", True, attrgetter("running")),
-    ("hetlb_instance_reported_waiting", True, attrgetter("waiting")),
-)
-_STATES: tuple[tuple[str, Iterable[AdminState | Health], Callable[[Instance], object]], ...] = (
-    ("hetlb_instance_state", AdminState, attrgetter("admin")),
-    ("hetlb_instance_health", Health, attrgetter("health.state")),
-)
-_FORECAST: tuple[tuple[str, Callable[[Any], float | None]], ...] = (
-    ("hetlb_forecast_bias", attrgetter("bias")),
-    ("hetlb_forecast_coverage", attrgetter("coverage")),
-)
-_WORKERS: tuple[tuple[str, Callable[[WorkerState], int]], ...] = (
-    ("hetlb_worker_up", attrgetter("up")),
-    ("hetlb_worker_restarts_total", attrgetter("restarts")),
-    ("hetlb_worker_hangs_total", attrgetter("hangs")),
-)
-_STAGES = (
-    ("hetlb_stage_up", lambda stage: int(stage["state"] == "up")),
-    ("hetlb_stage_in_flight", itemgetter("in_flight")),
-    ("hetlb_stage_kv_reserved_token_layers", itemgetter("kv_reserved_token_layers")),
-)
-_LOADS: tuple[tuple[str, Callable[[ModelLoad], Number]], ...] = (
-    ("hetlb_queue_requests", attrgetter("queued")),
-    ("hetlb_model_instances", attrgetter("instances")),
-    ("hetlb_model_saturation_ratio", attrgetter("saturation")),
-    ("hetlb_model_free_places", attrgetter("free_places")),
-    ("hetlb_model_capacity_assumed", lambda each: int(each.assumed)),
-)
-
-
-def _requests(totals: Totals) -> Iterator[str]:
-    """Write what became of requests and of reloads."""
-    yield _family(
-        "hetlb_requests_total",
-        [
-            f'{{outcome="{outcome}",cause="{CAUSES[outcome]}",phase="{phase}",'
-            f'model="{_escape(model)}",status="{status}"}} {count}'
-            for (outcome, phase, model, status), count in totals.requests.items()
-        ],
-    )
-    yield _family(
-        "hetlb_class_requests_total",
-        [
-            f'{{model="{_escape(model)}",class="{_escape(name)}",met="{str(met).lower()}"}} {count}'
-            for (model, name, met), count in totals.classes.items()
-        ],
-    )
-    yield _family("hetlb_retries_total", [totals.retries])
-    transfers = [f'{{result="{result}"}} {count}' for result, count in totals.kv_transfers.items()]
-    yield _family("hetlb_kv_transfers_total", transfers)
-    resumed = totals.resumptions.items()
-    lines = [f'{{model="{_escape(model)}",reason="{reason}"}} {count}' for (model, reason), count in resumed]
-    yield _family("hetlb_requests_resumed_total", lines)
-    yield _family("hetlb_decisions_total", [totals.decisions])
-    reloads = [f'{{result="{result}"}} {count}' for result, count in totals.reloads.items()]
-    yield _family("hetlb_config_reloads_total", reloads)
-
-
-def _loads(scheduler: Scheduler) -> Iterator[str]:
-    """Write the load of every model."""
-    loads = _model_load(scheduler)
-    for name, of in _LOADS:
-        yield _family(name, [f'{{model="{_escape(each.model)}"}} {of(each)!r}' for each in loads])
-
-
-def _stages(stages: Mapping[str, Callable[[], list[dict[str, Any]]]]) -> Iterator[str]:
-    """Write the series of the workers that instances made of stages have."""
-    found = [
-        (f'{{server="{_escape(server)}",stage="{_escape(stage["name"])}"}}', stage)
-        for server, documents in stages.items()
-        for stage in documents()
+def _series(name: str, label: str, value: float | Histogram | GapHistogram) -> str:
+    """The line of one figure, the lines of a histogram."""
+    own = f"{{{label}}}" if label else ""
+    if isinstance(value, int | float):
+        return f"{name}{own} {value + 0!r}\n"
+    bounds, counts, total = value.figures()
+    comma = "," if label else ""
+    buckets = [
+        f'{name}_bucket{{{label}{comma}le="{bound}"}} {count}\n'
+        for bound, count in zip([*bounds, "+Inf"], counts, strict=True)
     ]
-    for name, of in _STAGES if stages else ():
-        yield _family(name, [f"{labels} {of(stage)}" for labels, stage in found])
+    return "".join(buckets) + f"{name}_sum{own} {total!r}\n{name}_count{own} {counts[-1]}\n"
 
 
-def _shared(figures: SharedFigures) -> Iterator[str]:
-    """Write the view that is shared with other processes of the fleet."""
-    yield _family("hetlb_shared_connected", [figures.connected + 0])
-    yield _family("hetlb_shared_peers", [figures.peers])
-    yield _family("hetlb_shared_peer_leases", [figures.leases])
-    yield _family("hetlb_shared_delay_seconds", [figures.delay_s])
-    directions = ("sent", "received", "rejected")
-    lines = [f'{{direction="{direction}"}} {getattr(figures, direction)}' for direction in directions]
-    yield _family("hetlb_shared_messages_total", lines)
-    if figures.leads is not None:
-        yield _family("hetlb_shared_leads", [figures.leads + 0])
+def _escape(text: str) -> str:
+    """The value of a label. Quotes would end it; what is not printable becomes a question mark."""
+    if not text.isprintable():
+        text = "".join(each if each.isprintable() else "?" for each in text)
+    return text.replace("\\", r"\\").replace('"', r"\"")
 
 
-def _accounts(totals: Totals) -> Iterator[str]:
-    """Write the use of each model by each tenant."""
-    accounts = list(totals.accounts.items())
-    for name, of in _ACCOUNT_COUNTERS:
-        yield _family(
-            name,
-            [
-                f'{{tenant="{_escape(tenant)}",model="{_escape(model)}"}} {of(each)!r}'
-                for (tenant, model), each in accounts
-            ],
-        )
+def _pairs(**labels: str) -> str:
+    """Labels without the braces around them."""
+    return ",".join([f'{name}="{_escape(value)}"' for name, value in labels.items()])
 
 
 def usage_document(totals: Totals) -> list[dict[str, Any]]:
@@ -375,31 +452,3 @@ def usage_document(totals: Totals) -> list[dict[str, Any]]:
         }
         for (tenant, model), each in sorted(totals.accounts.items())
     ]
-
-
-def _family(name: str, lines: Iterable[str | Number]) -> str:
-    """Write a family; a number alone is the value of the one series without labels."""
-    rest = "".join(f"{name}{line}\n" if isinstance(line, str) else f"{name} {line!r}\n" for line in lines)
-    return head(name) + rest
-
-
-def _buckets(label: str, histogram: Histogram | GapHistogram) -> list[str]:
-    """The lines of one histogram, without the name of its family."""
-    bounds, counts, total = histogram.figures()
-    comma = "," if label else ""
-    lines = [
-        f'_bucket{{{label}{comma}le="{bound!r}"}} {count}'
-        for bound, count in zip(bounds, counts, strict=False)
-    ]
-    lines.append(f'_bucket{{{label}{comma}le="+Inf"}} {counts[-1]}')
-    own = f"{{{label}}}" if label else ""
-    lines.append(f"_sum{own} {total!r}")
-    lines.append(f"_count{own} {counts[-1]}")
-    return lines
-
-
-def _escape(text: str) -> str:
-    """The value of a label. Quotes would end it; what is not printable becomes a question mark."""
-    if not text.isprintable():
-        text = "".join(each if each.isprintable() else "?" for each in text)
-    return text.replace("\\", r"\\").replace('"', r"\"")

@@ -59,11 +59,10 @@ async def test_the_shares_are_those_of_the_requests(tmp_path: Path) -> None:
     async with Engine() as one, Engine() as two, serving(tmp_path, document(one, two)) as running:
         for _ in range(4):
             await running.ask()
-        history = running.service.history
-        rows = list(history.newest_first())
-        assert len(rows) == 4
+        shares = running.service.totals.recent.shares(60.0, running.service.now())
+        assert sum(each.ended for each in shares.values()) == 4
         speed = running.scheduler.placement.speeds("m", running.scheduler.instances)
-        found = parts(running.scheduler.instances, rows, speed, 60.0)
+        found = parts(running.scheduler.instances, shares, speed)
         assert [each.work_share for each in found] == [0.5, 0.5]
         assert [each.speed_share for each in found] == [0.5, 0.5]
         assert [each.tokens_per_s for each in found] == [4 / 60, 4 / 60]

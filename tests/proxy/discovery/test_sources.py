@@ -35,12 +35,9 @@ def profile(path: Path, k8: float) -> None:
 # --- files ---
 
 
-@pytest.mark.parametrize("inotify", [True, False])
 async def test_a_file_with_a_mistake_changes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, inotify: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if not inotify:
-        monkeypatch.setattr(files, "Inotify", None)
     folder = tmp_path / "instances.d"
     folder.mkdir()
     async with Engine() as one, Engine() as two:

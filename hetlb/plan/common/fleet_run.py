@@ -1,0 +1,88 @@
+"""Servers of a plan under the production scheduler, in virtual time."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hetlb.core.policies.base import PlannedShares, PolicyParams
+from hetlb.core.predictor import LengthDistribution
+from hetlb.core.queue import QueueLimits
+from hetlb.core.setup import SchedulerSetup
+from hetlb.core.types import Capacity, Health, InstanceSpec, KvLink, Role
+from hetlb.sim.fleet_engine import EngineSpec
+from hetlb.sim.fleet_result import FleetResult
+from hetlb.sim.fleet_simulation import FleetSimulation
+from hetlb.sim.kv_links import KvLinks
+from hetlb.workload.arrivals import PlannedRequest, gaps_s
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedServer:
+    """An engine with its role, and its KV transfers where it takes part in any."""
+
+    name: str
+    engine: EngineSpec
+    role: Role = Role.BOTH
+    kv_transfer: KvLink | None = None
+
+
+def arrivals(
+    rows: Sequence[tuple[int, int]], request_rate: float, rng: random.Random
+) -> list[PlannedRequest]:
+    """Requests of these lengths, Poisson at a rate; at an infinite one all at 0 s."""
+    count = len(rows)
+    gaps = [0.0] * count if math.isinf(request_rate) else gaps_s(count, request_rate, 1.0, rng)
+    planned, now = [], 0.0
+    for index, ((prompt, output), gap) in enumerate(zip(rows, gaps, strict=True)):
+        planned.append(PlannedRequest(index, now, prompt, output))
+        now += gap
+    return planned
+
+
+def run_fleet(
+    servers: Sequence[SimulatedServer],
+    requests: Sequence[PlannedRequest],
+    outputs: Iterable[int],
+    *,
+    model: str = "model",
+    policy: str = "hetlb",
+    predictor: str = "empirical",
+    shares: tuple[PlannedShares, ...] = (),
+    links: KvLinks | None = None,
+    seed: int = 0,
+) -> FleetResult:
+    """Serve the requests without limits of the queue; `outputs` are the lengths that the predictor knows."""
+    specs = []
+    for server in servers:
+        limits = server.engine.limits
+        capacity = Capacity(
+            kv_cache_tokens=limits.kv_cache_tokens,
+            block_size=limits.block_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+        )
+        specs.append(
+            InstanceSpec(
+                name=server.name,
+                model=model,
+                latency=server.engine.latency,
+                capacity=capacity,
+                role=server.role,
+                kv_transfer=server.kv_transfer,
+            )
+        )
+    setup = SchedulerSetup(
+        specs=tuple(specs),
+        policy=policy,
+        params=PolicyParams(shares=shares),
+        limits=QueueLimits(max_requests=None, max_bytes=None, timeout_s=None),
+        predictor=predictor,
+        lengths=LengthDistribution(outputs),
+        initial_health=Health.UP,
+        seed=seed,
+    )
+    engines = {server.name: server.engine for server in servers}
+    return FleetSimulation(setup, engines, requests, model=model, links=links).run()

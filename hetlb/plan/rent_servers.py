@@ -1,0 +1,108 @@
+"""Servers of a plan of what to rent. Machines are called by GPU and number: names that stand for hosts.
+
+Instances are put into machines the widest stage first, each into the first machine with room.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hetlb.config.profile_file import Profile
+from hetlb.plan.common.capabilities import Form
+from hetlb.plan.common.servers import FIRST_PORT, ProfileOf, VllmServer, write_servers
+from hetlb.plan.configurations import ConfigurationCandidate
+from hetlb.plan.planning import Table, profile_of
+from hetlb.plan.rent_program import RentPlan
+from hetlb.plan.rent_simulation import instance_names, planned_shares
+
+
+def _places(table: Table, plan: RentPlan) -> dict[tuple[str, int], tuple[str, tuple[int, ...]]]:
+    """Machine and GPUs of every stage, by the instance's name and the stage's number."""
+    wanted = [
+        (-stage.tensor_parallel_size, stage.gpu, order, name, s)
+        for order, (configuration, own) in enumerate(instance_names(plan).items())
+        for name in own
+        for s, stage in enumerate(table.candidates[configuration].stages)
+    ]
+    machines: dict[str, list[int]] = {}  # GPU -> GPUs taken in each machine
+    places: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = {}
+    for negative, gpu, _, name, stage in sorted(wanted):
+        degree, size = -negative, table.market.offers[gpu].gpus_per_machine
+        taken = machines.setdefault(gpu, [])
+        index = next((i for i, used in enumerate(taken) if used + degree <= size), len(taken))
+        if index == len(taken):
+            taken.append(0)
+        first = taken[index]
+        taken[index] += degree
+        places[name, stage] = f"{gpu.lower()}-{index}", tuple(range(first, first + degree))
+    return places
+
+
+def servers_of(table: Table, plan: RentPlan) -> list[VllmServer]:
+    """One server an instance, in the order of the plan; a pipeline across machines runs on a Ray cluster."""
+    market, places = table.market, _places(table, plan)
+    ports: dict[str, int] = {}
+    found = []
+    for configuration, own in instance_names(plan).items():
+        candidate = table.candidates[configuration]
+        stages, layers = candidate.stages, market.models[candidate.model].layers
+        engine = candidate.profile.engine if candidate.profile is not None else None
+        for name in own:
+            gpus: dict[str, tuple[int, ...]] = {}
+            for s in range(len(stages)):
+                machine, held = places[name, s]
+                gpus[machine] = gpus.get(machine, ()) + held
+            first = next(iter(gpus))
+            ports[first] = ports.get(first, FIRST_PORT - 1) + 1
+            found.append(
+                VllmServer(
+                    name=name,
+                    model=candidate.model,
+                    form=Form(stages[0].tensor_parallel_size, len(stages), len(gpus)),
+                    gpus=list(gpus.items()),
+                    port=ports[first],
+                    utilization=min(market.offers[stage.gpu].gpu_memory_utilization for stage in stages),
+                    layers=[] if not layers else [int(stage.layers * layers) for stage in stages],
+                    max_model_len=table.longest_tokens or "auto",
+                    max_num_seqs=None if engine is None else engine.max_num_seqs,
+                    profile=_profile(table, plan, candidate),
+                )
+            )
+    return found
+
+
+def _profile(table: Table, plan: RentPlan, candidate: ConfigurationCandidate) -> ProfileOf | None:
+    if candidate.written is not None:
+        return table.market.path.parent / candidate.written
+    if candidate.profile is None:
+        return None
+
+    def made() -> tuple[str, Profile]:
+        profile = profile_of(table, plan, candidate.name)
+        assert profile is not None
+        return candidate.name.replace("/", "-").replace(" ", "-"), profile
+
+    return made
+
+
+def write_fleet(path: Path, table: Table, plan: RentPlan, servers: list[VllmServer], policy: str) -> None:
+    """Write the fleet file of a plan under a policy, with the plan's shares for `planned`.
+
+    Raises `InputError` where something cannot be written.
+    """
+    shares = [
+        {
+            "type": each.name,
+            "model": each.model,
+            "share": each.share,
+            "input_tokens": each.input_tokens,
+            "output_tokens": each.output_tokens,
+            "instances": dict(each.instances),
+        }
+        for each in planned_shares(plan, table.types)
+        if table.lengths_known
+    ]
+    order = list(table.market.models)
+    heading = f"Written by `hetlb rent` from {table.market.path.name}."
+    by_model = sorted(servers, key=lambda server: order.index(server.model))
+    write_servers(path, heading, by_model, {"name": policy, "shares": shares})

@@ -1,0 +1,63 @@
+"""Reading from a socket, as the state `Reading` of its connection says: as it comes, in turns, or not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from hetlb.core.transition import Transition
+from hetlb.proxy.connection_states import HELD_BACK, READ_ON, TURN_TAKEN, Reading
+from hetlb.turns import Turns
+
+_OPEN: Final = Reading.OPEN
+_TURN: Final = Reading.TURN
+
+
+class PacedReader(asyncio.Protocol):
+    """Base of both kinds of connections. No more is read from the socket than can be looked at."""
+
+    __slots__ = ("_queued", "_transport", "_turns", "reading")
+
+    def __init__(self, turns: Turns) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._turns = turns
+        #: True while it is in the queue of turns.
+        self._queued = False
+        self.reading = _OPEN
+
+    def turn_came(self) -> None:
+        """The others had their turn: read on."""
+        raise NotImplementedError
+
+    def _continue_later(self) -> None:
+        """Read on when the others have had their turn."""
+        if self.reading is not _TURN:
+            self._stop_reading(TURN_TAKEN)
+        if not self._queued:
+            self._queued = True
+            self._turns.later(self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._queued = False
+        if self.reading is _TURN:
+            self.turn_came()
+
+    def _hold_back(self) -> None:
+        """Read no more for now."""
+        self._stop_reading(HELD_BACK)
+
+    def _stop_reading(self, transition: Transition[Reading]) -> None:
+        reads = self.reading is _OPEN
+        self._enter_reading(transition)
+        if reads and self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def _resume_reading(self) -> None:
+        """Read as it comes."""
+        self._enter_reading(READ_ON)
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _enter_reading(self, transition: Transition[Reading]) -> None:
+        assert self.reading in transition.before, f"connection, {self.reading}: {transition.event}"
+        self.reading = transition.after
