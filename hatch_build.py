@@ -30,9 +30,9 @@ COMPILED = (
         for name in (
             "client_response", "connection", "connection_states", "driver", "ends",
             "engine_pools", "continuation", "engine_answer", "engine_request", "exchange",
-            "exchange_states", "limits", "paced_reading", "prefix_keys", "progress", "realtime", "router",
-            "scheduler_driver", "scheduler_side", "scheduling", "server", "streamed_answer",
-            "token_estimator", "upstream",
+            "exchange_states", "limits", "message_channel", "paced_reading", "prefix_keys", "progress",
+            "realtime", "router", "scheduler_driver", "scheduler_side", "scheduling", "server",
+            "streamed_answer", "token_estimator", "upstream",
         )
     ),
     *(
@@ -55,7 +55,6 @@ COMPILED = (
             "kv_blocks", "kv_fetches", "prefix",
         )
     ),
-    "workers/relay_channel.py",
     "workers/relay_driver.py",
     "workers/relay_host.py",
 )  # fmt: skip

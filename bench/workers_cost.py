@@ -29,9 +29,9 @@ from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Dispatch, Health, InstanceSpec, Lease, Outcome, Request
 from hetlb.proxy.lease_wire import WireBegun, WireEnded
+from hetlb.proxy.message_channel import MessageChannel
 from hetlb.workers import protocol
-from hetlb.workers.protocol import FromRelay, FromScheduler, Hello, LeaseChange
-from hetlb.workers.relay_channel import FROM_RELAY, FROM_SCHEDULER, RelayChannel
+from hetlb.workers.protocol import FROM_RELAY, FROM_SCHEDULER, FromRelay, FromScheduler, Hello, LeaseChange
 from hetlb.workers.relay_driver import ID_BITS, arrival_of
 from hetlb.workers.relay_host import RelayHost, RelayLink
 
@@ -127,10 +127,10 @@ def _two_processes(setup: SchedulerSetup, outstanding: int) -> tuple[float, ...]
 async def _schedule(setup: SchedulerSetup, end: socket.socket) -> float:
     """Be the scheduler process until the relay is gone; the CPU it took (s)."""
     loop = asyncio.get_running_loop()
-    host = RelayHost(Scheduler(setup), loop, lambda: None, lambda link, report: None)
+    host = RelayHost(Scheduler(setup), loop, lambda at_once: None, lambda link, report: None)
     link, gone = RelayLink(_LIFE, 0), asyncio.Event()
     receive: Callable[[list[FromRelay]], None] = lambda messages: host.receive(link, messages)  # noqa: E731
-    link.channel = RelayChannel(FROM_RELAY, receive, gone.set)
+    link.channel = MessageChannel(FROM_RELAY, receive, gone.set)
     await link.channel.open(end)
     host.connected(link)
     started = time.process_time()
@@ -153,7 +153,9 @@ class _Relay:
 
     async def run(self, end: socket.socket) -> tuple[float, ...]:
         """CPU per request, wall per request, p50 from arrival to dispatch (us)."""
-        self._channel: RelayChannel[FromScheduler] = RelayChannel(FROM_SCHEDULER, self._receive, lambda: None)
+        self._channel: MessageChannel[FromScheduler] = MessageChannel(
+            FROM_SCHEDULER, self._receive, lambda: None
+        )
         await self._channel.open(end)
         self._channel.send(Hello(protocol.VERSION, _LIFE, 0, []))
         started, wall = time.process_time(), time.perf_counter()

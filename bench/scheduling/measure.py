@@ -31,7 +31,7 @@ from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Command, Outcome, Request
 from hetlb.sim.alone import run_alone
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.reference import fixed_split
+from hetlb.sim.simulation_sweep import fixed_split
 from hetlb.workload.arrivals import PlannedRequest
 
 OTHERS = ("rr", "wrr", "least-requests", "least-kv", "p2c", "peak-ewma", "paper")

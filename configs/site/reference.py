@@ -58,7 +58,7 @@ event loop. A message is an array: its number, then its fields. Fields may be ap
 and unknown ones are ignored; another version is refused. A frame that breaks the rules closes the
 channel, which for both sides is the death of the other.
 
-- `Hello` comes first, `Instances` before a dispatch to a new one. An `Arrival` is answered once.
+- `Hello` comes first, `ViewMessage` before a dispatch to a new instance. An `Arrival` is answered once.
 - A request has one lease at a time, with one end. Messages may cross: a relay drops a `Dispatch` of an
   ended request, whose `Ended` or `Cancelled` gives the lease back. Messages about unknown requests are
   dropped.

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import signal
 
 import uvloop
 
 from hetlb.cli.flags import PORT, changed, declare
-from hetlb.cli.serve import add_fleet_arguments, allow_many_connections, fleet_of
+from hetlb.cli.serve import add_fleet_arguments, allow_many_connections, fleet_of, run_service
 from hetlb.errors import InputError
-from hetlb.proxy.service import require_urls, tune_gc
-from hetlb.proxy.telemetry.events import Event, plain_line
+from hetlb.proxy.service import require_urls
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 
 
@@ -43,20 +41,9 @@ def run(args: argparse.Namespace) -> int:
     allow_many_connections()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # rotators of logs send it; its default is to end us
 
-    style = fleet.file.proxy.request_log_format
-
     async def pick() -> None:
-        service = PickService(fleet, args.event_log)
-        try:
-            await service.start()
-            tune_gc()
-            line = service.ready_line.replace("hetlb ready", "hetlb pick ready", 1)
-            await service.run(lambda: print(plain_line(line, style, Event.STARTED.event), flush=True))
-        except asyncio.CancelledError:
-            pass  # Ctrl-C before the service had its own handlers
-        finally:
-            await service.close()
+        await run_service(PickService(fleet, args.event_log))
 
-    with logging_to_stderr(style):
+    with logging_to_stderr(fleet.file.proxy.request_log_format):
         uvloop.run(pick())
     return 0

@@ -19,7 +19,7 @@ from hetlb.errors import InputError, TraceError
 from hetlb.profiler.sources import corrected, write_profile
 from hetlb.sim.against import errors, fit_corrections, reach, replay, varies_enough
 from hetlb.sim.against_logs import read_log
-from hetlb.sim.against_report import engine_of
+from hetlb.sim.study import engine_of
 
 #: Least expected seconds of a part for a correction by a proxy.
 _LEAST_S = 30.0

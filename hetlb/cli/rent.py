@@ -12,7 +12,6 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -26,6 +25,7 @@ from hetlb.plan.market import Market, load_market
 from hetlb.plan.planning import SolvedPlan, Table, make_plan, make_table
 from hetlb.plan.rent_report import (
     baselines_document,
+    budgets_document,
     budgets_grid,
     document_of,
     hours_document,
@@ -194,23 +194,7 @@ def sweep_budgets(args: argparse.Namespace, table: Table, measured: Measured, li
     budgets = read_budgets(args.budgets)
     if table.problem.request_rate is not None:
         raise InputError("--budgets: expected a market with budget_per_hour, got one with target")
-    points: list[dict[str, Any]] = []
-    for budget in budgets:
-        within = replace(table, problem=replace(table.problem, budget_per_hour=budget))
-        mine = replace(limits, deadline=time.monotonic() + args.time_limit)
-        try:
-            planned = make_plan(within, measured, mine)
-        except PlanError as error:
-            points.append({"budget_per_hour": budget, "reason": str(error)})
-            continue
-        point = document_of(within, planned, 0.0) | {"budget_per_hour": budget}
-        point["baselines"] = baselines_document(within, planned, replace(mine, gap=1e-3))
-        points.append(point)
-    best = 0.0
-    for point in points:
-        rate = point.get("throughput_req_s", 0.0)
-        point["pareto"] = rate > best * (1 + 1e-6)
-        best = max(best, rate)
+    points = budgets_document(table, measured, budgets, limits, args.time_limit)
     if args.plot is not None:
         write_sweep(args.plot, points)
     if args.json:

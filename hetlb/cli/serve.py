@@ -22,6 +22,7 @@ from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import InputError
 from hetlb.proxy import systemd
 from hetlb.proxy.service import Service, require_urls, tune_gc
+from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Takeover
 from hetlb.proxy.telemetry.events import Event, plain_line, tell
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
@@ -146,7 +147,7 @@ async def _serve(fleet: Fleet, event_log: Path | None, replace: bool) -> None:
     if fleet.stages:
         await _serve_with_stages(fleet, event_log, takeover)
     else:
-        await _run(Service(fleet, event_log), takeover)
+        await run_service(Service(fleet, event_log), systemd.inherited(), takeover)
 
 
 async def _serve_with_stages(fleet: Fleet, event_log: Path | None, takeover: Takeover | None) -> None:
@@ -157,14 +158,17 @@ async def _serve_with_stages(fleet: Fleet, event_log: Path | None, takeover: Tak
         await groups.start()
         service = Service(groups.located(fleet), event_log, groups.reload)
         service.stages = groups.documents
-        await _run(service, takeover)
+        await run_service(service, systemd.inherited(), takeover)
     finally:
         await groups.close()
 
 
-async def _run(service: Service, takeover: Takeover | None) -> None:
+async def run_service(
+    service: Service, listeners: Listeners = NO_LISTENERS, takeover: Takeover | None = None
+) -> None:
+    """Start a service, say so, and serve until stopped."""
     try:
-        await service.start(systemd.inherited(), takeover)
+        await service.start(listeners, takeover)
         tune_gc()
         await service.run(lambda: _announce(service))
     except asyncio.CancelledError:

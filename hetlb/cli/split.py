@@ -12,7 +12,6 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -22,19 +21,12 @@ from hetlb.plan.check import check_split
 from hetlb.plan.common.servers import write_servers
 from hetlb.plan.disaggregation.cost import CostModel, GroupTable, PaperCost, ProfileCost
 from hetlb.plan.disaggregation.exhaustive import SEARCH_S, find_exhaustively
-from hetlb.plan.disaggregation.split_cluster import SplitCluster, SplitPlan
+from hetlb.plan.disaggregation.split_cluster import SplitCluster
 from hetlb.plan.disaggregation.split_files import load_split
 from hetlb.plan.disaggregation.split_report import document_of, print_plan
-from hetlb.plan.disaggregation.split_search import SplitSearch, SplitsFound
+from hetlb.plan.disaggregation.split_search import SplitSearch
 from hetlb.plan.disaggregation.split_servers import servers_of
-from hetlb.plan.disaggregation.split_simulation import (
-    LOAD,
-    Judged,
-    can_judge,
-    different,
-    judge,
-    simulate_plan,
-)
+from hetlb.plan.disaggregation.split_simulation import choose, why_nothing
 from hetlb.plan.highs import Interrupt, SolveLimits
 from hetlb.plan.workloads import trace_rows
 from hetlb.tables import bar
@@ -43,8 +35,6 @@ from hetlb.tables import bar
 _MOST_EXHAUSTIVE = 8
 #: Seconds for the search where none are given: SEARCH_S up to so many GPUs, per GPU beyond, and at most.
 _SMALL_GPUS, _GPU_S, _MOST_S = 24, 0.75, 240.0
-#: Weight of a plan that splits in simulation: it has more that can fail, so it must serve a good deal more.
-_WORTH = 0.95
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,17 +71,21 @@ def run(args: argparse.Namespace) -> int:
             words = f"planning: best {best:.5g} requests/s"
             change(description=words + (f", bound {bound:.5g}" if bound < math.inf else ""))
 
-        found = (
-            find_exhaustively(table, limits) if args.exhaustive else _search(table, limits, args.seed, show)
-        )
+        if args.exhaustive:
+            found = find_exhaustively(table, limits)
+        else:
+            found = SplitSearch(table, seed=args.seed, progress=show).run(limits)
     if not found.plans and interrupt.requested:
         raise KeyboardInterrupt
     if not found.plans:
-        raise ConfigError(_nothing_fits(args.config, cluster))
+        raise ConfigError(f"{args.config}: {why_nothing(cluster)}")
     solve_s = time.monotonic() - began
     for each in (*found.plans, *([] if found.colocated is None else [found.colocated])):
         check_split(cluster, each, cost.capacity)
-    plan, simulated = _judged(args, cluster, found, interrupt)
+    # What a search alone would simulate, and the best of all.
+    count = args.simulate + args.exhaustive if args.simulate else 0
+    with interrupt.catching():
+        plan, simulated = choose(cluster, found, SolveLimits(seed=args.seed, interrupt=interrupt), count)
     servers = servers_of(cluster, plan)
     document = document_of(cluster, plan, found, servers, solve_s) | simulated
     document |= {"cost_model": args.cost_model or "profiles", "interrupted": interrupt.requested}
@@ -123,65 +117,3 @@ def _time_limit(args: argparse.Namespace, cluster: SplitCluster) -> float:
     if args.exhaustive:
         return math.inf
     return SEARCH_S if cluster.gpus <= _SMALL_GPUS else min(_MOST_S, _GPU_S * cluster.gpus)
-
-
-def _search(table: GroupTable, limits: SolveLimits, seed: int, show: Any) -> SplitsFound:
-    return SplitSearch(table, seed=seed, progress=show).run(limits)
-
-
-def _judged(
-    args: argparse.Namespace, cluster: SplitCluster, found: SplitsFound, interrupt: Interrupt
-) -> tuple[SplitPlan, dict[str, Any]]:
-    """The best plan in simulation, and the figures of it and of the plan without splitting."""
-    best, colocated = found.plans[0], found.colocated
-    figures: dict[str, Any] = {
-        "simulated": None,
-        "colocated": None if colocated is None else {"throughput_req_s": colocated.throughput},
-    }
-    if args.simulate == 0 or interrupt.requested or not can_judge(cluster, best):
-        return best, figures
-    cost, limits = ProfileCost(cluster), SolveLimits(interrupt=interrupt)
-    # What a search alone would simulate, and the best of all.
-    plans = different(found.plans, args.simulate + args.exhaustive)
-    with interrupt.catching():
-        judged = judge(cluster, plans, cost, limits, seed=args.seed)
-        if colocated is not None and not limits.over:
-            # At the load of the best split plan: what it does not serve of that, it cannot.
-            rate = LOAD * max(best.throughput, colocated.throughput)
-            by_policy = {
-                policy: simulate_plan(cluster, colocated, cost, policy=policy, rate=rate, seed=args.seed)
-                for policy in ("hetlb", "rr")
-            }
-            judged.append(Judged(colocated, by_policy["hetlb"]))
-            figures["colocated"]["simulated"] = {
-                policy: each.request_throughput for policy, each in by_policy.items()
-            }
-    chosen = max(
-        judged, key=lambda each: each.simulated.request_throughput * (_WORTH if each.plan.splits else 1.0)
-    )
-    result = chosen.simulated
-    figures["simulated"] = {
-        "request_throughput": result.request_throughput,
-        "output_throughput": result.output_throughput,
-        "mean_ttft_ms": result.ttft_s * 1e3,
-        "mean_tpot_ms": result.tpot_s * 1e3,
-        "policy": "hetlb",
-        "requests": result.requests,
-        "candidates": [
-            {"throughput_req_s": each.plan.throughput, "simulated_req_s": each.simulated.request_throughput}
-            for each in judged
-        ],
-    }
-    return chosen.plan, figures
-
-
-def _nothing_fits(path: Path, cluster: SplitCluster) -> str:
-    """One line that says what is missing."""
-    room = sum(machine.gpus * max(0.0, machine.usable_bytes) for machine in cluster.machines)
-    need = cluster.weight_bytes + cluster.kv_bytes_per_token * cluster.workload.longest_tokens
-    words = (
-        f"{need / 1e9:.4g} GB for {cluster.model.name} and one request of {cluster.workload.longest_tokens}"
-    )
-    if room < need:
-        return f"{path}: machines: expected GPU memory of at least {words} tokens, got {room / 1e9:.4g} GB"
-    return f"{path}: machines: expected a group of up to 16 GPUs with {words} tokens within the SLO, got none"

@@ -76,7 +76,6 @@ def _from_machines(path: Path, file: PlaceFile) -> PlaceCluster:
         raise ConfigError(f"{path}: {key}: expected a mapping beside machines, got a path")
     needed = ("parameters", "kv_bytes_per_token", "layers", "hidden_size")
     model = read_model(file.model, path, "model", needed)
-    machines = read_machines(path, file.machines)
     for m, table in enumerate(file.machines):
         if "1" not in table.profiles:
             raise ConfigError(
@@ -84,6 +83,7 @@ def _from_machines(path: Path, file: PlaceFile) -> PlaceCluster:
                 "got none"
             )
     workload, nodes, homes = file.workload, [], []
+    machines = read_machines(path, file.machines)
     kinds: dict[tuple[object, ...], MachineKind] = {}
     for machine in machines:
         kind = kinds.get(machine.kind_of_gpu)

@@ -231,7 +231,7 @@ def read_machines(path: Path, tables: Sequence[MachineTable]) -> tuple[Machine, 
             )
             for copy in range(table.count)
         ]
-    names = [machine.name for machine in machines]
+    names = [table.name for table in tables if table.count > 1] + [machine.name for machine in machines]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(f"{path}: machines: expected every name once, got {twice!r} again")

@@ -304,10 +304,10 @@ def _feed_end(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: fl
     lease = leases.pop(raw["lease"])
     lease.output_tokens = raw["output_tokens"]
     lease.reported_cached_tokens = raw["cached_tokens"]
-    outcome = Outcome(raw["outcome"])
-    if outcome is Outcome.UPSTREAM_ERROR and raw.get("server_error") is False:
-        outcome = Outcome.UPSTREAM_REFUSED  # as logs of 0.1 have it
-    return scheduler.on_lease_ended(lease, outcome, now, retry=raw["retry"], generated=raw.get("generated"))
+    generated = raw.get("generated")
+    return scheduler.on_lease_ended(
+        lease, Outcome(raw["outcome"]), now, retry=raw["retry"], generated=generated
+    )
 
 
 def _feed_hold_end(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: float) -> list[Command]:

@@ -73,7 +73,7 @@ def booked(lease: Lease, now: float) -> Booked:
 class Journal:
     """Changes of one scheduler's own leases for one reader, told (`on_change`) when there are some."""
 
-    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, on_change: Callable[[], object] = lambda: None) -> None:
         self.on_change = on_change
         self._changes: list[Change] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final
 
 from hetlb.core.journal import Begun, Booked, Change, Ended
@@ -80,15 +81,7 @@ class RemoteLeases:
         )
 
     def _book(self, leases: dict[LeaseId, Lease], change: Booked, now: float) -> None:
-        live = Booked(
-            change.number,
-            change.instance,
-            self.copy(change.request),
-            change.work_ns,
-            change.predicted_output,
-            change.age_s,
-            change.begun,
-        )
+        live = replace(change, request=self.copy(change.request))
         lease = self._scheduler.restore(live, now, own=False, arrived=self._arrived)
         if lease is not None:
             leases[change.number] = lease

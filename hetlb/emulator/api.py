@@ -31,6 +31,7 @@ from hetlb.emulator.replies import (
     Reply,
     ResponsesReply,
 )
+from hetlb.openai.answers import model_list
 from hetlb.openai.application import application
 from hetlb.openai.requests import ApiError, bad, read
 
@@ -169,20 +170,9 @@ class Api:
         return web.Response(body=page, headers={"content-type": vllm_metrics.CONTENT_TYPE})
 
     async def _models(self, request: web.Request) -> web.Response:
-        root = self._reader.served[0]
-        data = [
-            {
-                "id": name,
-                "object": "model",
-                "created": self._started,
-                "owned_by": "vllm",
-                "root": root,
-                "parent": None,
-                "max_model_len": self._reader.max_model_len,
-            }
-            for name in self._reader.served
-        ]
-        return _json({"object": "list", "data": data})
+        reader = self._reader
+        served, longest = reader.served, reader.max_model_len
+        return _json(model_list(served, "vllm", served[0], self._started, longest))
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         asked = read(await _body(request), _Tokenize)

@@ -120,10 +120,6 @@ def own_headers(
     return headers
 
 
-def _no_headers(_: PlannedRequest) -> dict[str, str]:
-    return {}
-
-
 class RequestBodies:
     """`POST /v1/completions` or `/v1/chat/completions`; of embeddings `/v1/embeddings`.
 
@@ -141,8 +137,9 @@ class RequestBodies:
         ignore_eos: bool,
         stream: bool = True,
         eos_max_tokens: int | None = None,
+        headers: Callable[[PlannedRequest], dict[str, str]] = lambda _: {},
     ) -> None:
-        self.headers: Callable[[PlannedRequest], dict[str, str]] = _no_headers
+        self.headers = headers
         self.stream = stream
         self._eos_max_tokens = eos_max_tokens
         self._path = path

@@ -13,7 +13,6 @@ import contextlib
 import gc
 import resource
 import time
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,7 +62,6 @@ async def run_load(
     url: str,
     *,
     progress: LoadProgress | None = None,
-    request_timeout_s: float | None = None,
     headers: dict[str, str] | None = None,
     max_concurrency: int | None = None,
 ) -> LoadResult:
@@ -71,19 +69,25 @@ async def run_load(
 
     `max_concurrency` caps the requests in flight. A request that is due waits for its turn and is late by
     that much; of a plan that is due all at once, the loop is closed: a request is due when its turn comes.
-    Without `request_timeout_s` an answer may take as long as it likes: a limit that was not asked for would
-    turn the slowest answers into failures and flatter the percentiles.
+    An answer may take as long as it likes: a limit would turn the slowest answers into failures and flatter
+    the percentiles.
     """
-    run = _Run(
-        plan, bodies, url, progress or LoadProgress(), request_timeout_s, headers or {}, max_concurrency
-    )
+    turns = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+    records = [
+        RequestResult(each.scheduled_s, each.input_tokens, sequences=each.sequences, service=each.service)
+        for each in plan
+    ]
+    result = LoadResult(plan, records, 0.0, [])
+    run = _Run(result, bodies, url.rstrip("/"), progress or LoadProgress(), headers or {}, turns)
     # What is there stays: a collection that walks over a large plan would stop the clock of every answer.
     gc.collect()
     gc.freeze()
     try:
-        return await run.run()
+        await run.run()
     finally:
         gc.unfreeze()
+    result.errors = dict(Counter(record.error for record in records if record.error).most_common())
+    return result
 
 
 @dataclass(slots=True)
@@ -102,61 +106,42 @@ async def _on_reused(
     context.trace_request_ctx.reused = True
 
 
+@dataclass(slots=True)
 class _Run:
-    """One run."""
+    """One run, which fills `result`. Of a plan that is due all at once, `turns` close the loop."""
 
-    def __init__(
-        self,
-        plan: Sequence[PlannedRequest],
-        bodies: RequestBodies,
-        url: str,
-        progress: LoadProgress,
-        timeout_s: float | None,
-        headers: dict[str, str],
-        max_concurrency: int | None,
-    ) -> None:
-        self._turns = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
-        self._plan = plan
-        self._bodies = bodies
-        self._url = url.rstrip("/")
-        self._progress = progress
-        self._timeout = aiohttp.ClientTimeout(
-            total=timeout_s, connect=None, sock_connect=None, sock_read=None
-        )
-        self._headers = {
-            "content-type": "application/json",
-            "accept-encoding": "identity",
-            **headers,
-        }
-        self._errors: Counter[str] = Counter()
-        self._examples: dict[str, str] = {}
-        self._lag_s: array[float] = array("d")
-        self._start = 0.0
+    result: LoadResult
+    bodies: RequestBodies
+    url: str
+    progress: LoadProgress
+    headers: dict[str, str]
+    turns: asyncio.Semaphore | None
+    start: float = 0.0
 
-    async def run(self) -> LoadResult:
-        plan, progress, turns = self._plan, self._progress, self._turns
+    async def run(self) -> None:
+        plan, progress, turns = self.result.plan, self.progress, self.turns
         closed_loop = turns is not None and all(planned.scheduled_s == 0 for planned in plan)
         allow_open_files(len(plan))
-        records = [
-            RequestResult(each.scheduled_s, each.input_tokens, sequences=each.sequences, service=each.service)
-            for each in plan
-        ]
         tracing = aiohttp.TraceConfig()
         tracing.on_connection_reuseconn.append(_on_reused)
         tracing.on_request_headers_sent.append(self._on_sent)
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            timeout=self._timeout,
-            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
+            headers={
+                "content-type": "application/json",
+                "accept-encoding": "identity",
+                **self.headers,
+            },
             read_bufsize=READ_BUFFER_BYTES,
             auto_decompress=False,
             trace_configs=[tracing],
         ) as session:
-            self._start, cpu_s = time.monotonic(), time.process_time()
+            self.start, cpu_s = time.monotonic(), time.process_time()
             watch = asyncio.create_task(self._watch_lag())
             try:
                 async with asyncio.TaskGroup() as group:
-                    for planned, record in zip(plan, records, strict=True):
+                    for planned, record in zip(plan, self.result.records, strict=True):
                         # Also where it is late already: the answers have a claim to the loop as well.
                         await asyncio.sleep(max(0.0, planned.scheduled_s - self._now()))
                         if turns is not None:
@@ -172,13 +157,10 @@ class _Run:
                 with contextlib.suppress(asyncio.CancelledError):
                     await watch
             elapsed = self._now()
-            cpu_share = (time.process_time() - cpu_s) / elapsed if elapsed > 0 else 0.0
-        return LoadResult(
-            plan, records, cpu_share, list(self._lag_s), dict(self._errors.most_common()), self._examples
-        )
+            self.result.cpu_share = (time.process_time() - cpu_s) / elapsed if elapsed > 0 else 0.0
 
     def _now(self) -> float:
-        return time.monotonic() - self._start
+        return time.monotonic() - self.start
 
     async def _on_sent(
         self,
@@ -192,18 +174,16 @@ class _Run:
     async def _send(
         self, session: aiohttp.ClientSession, planned: PlannedRequest, record: RequestResult
     ) -> None:
-        progress = self._progress
+        progress = self.progress
         try:
             async with await self._ask(session, planned, record) as response:
                 record.instance = response.headers.get(_INSTANCE_HEADER, "")
-                await self._read(response, record, streams=self._bodies.streams(planned))
+                await self._read(response, record, streams=self.bodies.streams(planned))
         except AnswerError as error:
             self._fail(record, error.kind, error.detail)
-        except TimeoutError:
-            self._fail(record, "timeout", f"no complete answer within {self._timeout.total} s")
         except aiohttp.ClientConnectorError as error:
             self._fail(record, f"connect: {error.os_error.strerror or error.os_error}", error)
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, TimeoutError) as error:
             self._fail(record, "broken connection", error)
         else:
             record.ok = True
@@ -214,8 +194,8 @@ class _Run:
         self, session: aiohttp.ClientSession, planned: PlannedRequest, record: RequestResult
     ) -> aiohttp.ClientResponse:
         """Send the request and return the response head; retry once on a stale kept-alive connection."""
-        body, headers = self._bodies.body(planned), self._bodies.headers(planned)
-        target = URL(self._url + self._bodies.path(planned))
+        body, headers = self.bodies.body(planned), self.bodies.headers(planned)
+        target = URL(self.url + self.bodies.path(planned))
         while True:
             attempt = _Attempt(record)
             try:
@@ -230,9 +210,9 @@ class _Run:
         if not streams:
             body = await response.read()
             read_plain(body, record, self._now())
-            self._progress.output_tokens += record.output_tokens
+            self.progress.output_tokens += record.output_tokens
             return
-        progress, monotonic, start = self._progress, time.monotonic, self._start
+        progress, monotonic, start = self.progress, time.monotonic, self.start
         reader = StreamReader(record)
         read = response.content.readany
         while data := await read():
@@ -241,16 +221,15 @@ class _Run:
 
     def _fail(self, record: RequestResult, kind: str, detail: object) -> None:
         record.error = kind
-        self._errors[kind] += 1
-        self._examples.setdefault(kind, str(detail))
-        self._progress.failed += 1
+        self.result.examples.setdefault(kind, str(detail))
+        self.progress.failed += 1
 
     async def _watch_lag(self) -> None:
         """Sample event-loop lag, the error of every other timestamp."""
         while True:
             due = time.monotonic() + _LAG_INTERVAL_S
             await asyncio.sleep(_LAG_INTERVAL_S)
-            self._lag_s.append(max(0.0, time.monotonic() - due))
+            self.result.loop_lag_s.append(max(0.0, time.monotonic() - due))
 
 
 def allow_open_files(connections: int) -> None:

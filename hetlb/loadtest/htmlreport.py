@@ -2,25 +2,29 @@
 
 Made from `report.html.j2`, which escapes every text. Self-contained: its Content-Security-Policy allows the
 inline style and script alone. Light and dark as the reader's system is. The figures are those of the JSON
-document, rounded only here.
+document, rounded only here. Curves are of what was measured, nothing is smoothed: distributions are the
+sorted values, timelines are counts on a grid of moments.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from statistics import fmean
+from typing import Any, TypeAlias
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from hetlb.loadtest.curves import Points, against_rate, distribution, in_flight, output_rate, policies_of
 from hetlb.loadtest.report import (
     ReportTable,
     Run,
     comparison_table,
     comparison_title,
     instances_table,
+    latency_name,
     latency_table,
     milliseconds,
     percent,
@@ -31,28 +35,29 @@ from hetlb.loadtest.report import (
 from hetlb.loadtest.runs import MeasuredRun
 from hetlb.loadtest.verdict import SUSPECT, verdict_of
 from hetlb.pages import asset, content_hash, inline_module, inline_style
-from hetlb.workload.records import METRICS
+from hetlb.workload.records import METRICS, RequestResult, latencies_s
 
-_LATENCIES = (("ttft", "TTFT"), ("itl", "ITL"), ("e2el", "E2EL"))
+_LATENCIES = ("ttft", "itl", "e2el")
+_GLANCED = ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "mean_e2el_ms", "p99_e2el_ms")
 #: Figures compared at a glance: figure, heading, how it is written.
 _GLANCE: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("output_throughput", "output tok/s", lambda value: f"{value:,.0f}"),
     ("request_goodput", "goodput/s", lambda value: f"{value:,.2f}"),
-    ("mean_ttft_ms", "TTFT mean", milliseconds),
-    ("p99_ttft_ms", "TTFT p99", milliseconds),
-    ("mean_tpot_ms", "TPOT mean", milliseconds),
-    ("mean_e2el_ms", "E2EL mean", milliseconds),
-    ("p99_e2el_ms", "E2EL p99", milliseconds),
+    *((key, latency_name(key), milliseconds) for key in _GLANCED),
 )
 _PERCENTILES = (99.0,)
-_INSTANCE_LATENCIES = {
-    "median_ttft_ms": "TTFT p50",
-    "p99_ttft_ms": "TTFT p99",
-    "median_tpot_ms": "TPOT p50",
-    "p99_e2el_ms": "E2EL p99",
-}
+_INSTANCE_LATENCIES = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_e2el_ms")
 #: Further groups are folded.
 _OPEN_GROUPS = 2
+_MOMENTS = 160
+#: Tokens are counted over longer stretches than requests in flight are looked at: in steps of an engine's
+#: batch they come all at once.
+_STRETCHES = 50
+_QUANTILES = 300
+
+
+#: Points of one line of a chart, in order of x.
+Points: TypeAlias = Sequence[tuple[float, float]]
 
 
 _Axis = Mapping[str, Any]
@@ -146,7 +151,7 @@ def _rates(measured: Sequence[MeasuredRun]) -> ReportGroup:
         return ReportGroup(title, verdict, is_open=True)
     pictures: list[tuple[str, str, str, float]] = [
         ("Output throughput", "output_throughput", "tokens/s", 1.0),
-        *((f"{name} p99", f"p99_{key}_ms", "ms", 1.0) for key, name in _LATENCIES),
+        *((latency_name(key), key, "ms", 1.0) for key in (f"p99_{name}_ms" for name in _LATENCIES)),
     ]
     if any(each.run["slo_attainment"] is not None for each in measured):
         pictures.append(("Requests that met the limits", "slo_attainment", "%", 100.0))
@@ -176,8 +181,13 @@ def _distributions(measured: Sequence[MeasuredRun]) -> Iterable[ReportGroup]:
     x, y = {"label": "ms", "log": True}, {"label": "share", "least": 0, "most": 1, "format": "percent"}
     for number, (title, lines) in enumerate(groups.items()):
         charts = [
-            _chart(name, {_marked(line, each): distribution(each, key) for line, each in lines.items()}, x, y)
-            for key, name in _LATENCIES
+            _chart(
+                key.upper(),
+                {_marked(name, each): distribution(each, key) for name, each in lines.items()},
+                x,
+                y,
+            )
+            for key in _LATENCIES
         ]
         verdict = verdict_of(each.run for line in lines.values() for each in line)
         yield ReportGroup(title, verdict, number < _OPEN_GROUPS, charts)
@@ -217,3 +227,77 @@ def _plain(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {each}" for key, each in value.items()) or "-"
     return str(value)
+
+
+# --- curves ------------------------------------------------------------------------------------------------
+
+
+def against_rate(measured: Sequence[MeasuredRun], figure: str, factor: float = 1.0) -> dict[str, Points]:
+    """A figure against the rate, a line per policy; rounds are averaged."""
+    lines: dict[str, Points] = {}
+    for policy in policies_of(measured):
+        by_rate: dict[float, list[float]] = {}
+        for run in (each.run for each in measured if each.run["policy"] == policy):
+            if isinstance(run["request_rate"], float) and run[figure] is not None:
+                by_rate.setdefault(run["request_rate"], []).append(factor * run[figure])
+        lines[policy or "measured"] = [(rate, fmean(by_rate[rate])) for rate in sorted(by_rate)]
+    return lines
+
+
+def distribution(measured: Iterable[MeasuredRun], metric: str) -> Points:
+    """Return the empirical distribution (ms, share) of a latency over these runs."""
+    done = (record for each in measured for record in each.result.records if record.ok)
+    values = sorted(latencies_s(done, metric))
+    last = len(values) - 1
+    if last < 1:
+        return [(1e3 * value, 1.0) for value in values]
+    ranks = sorted({round(i * last / (_QUANTILES - 1)) for i in range(_QUANTILES)})
+    return [(1e3 * values[rank], (rank + 1) / len(values)) for rank in ranks]
+
+
+def in_flight(records: Sequence[RequestResult], names: Sequence[str]) -> dict[str, Points]:
+    """Requests in flight over time (seconds), a line per instance; without instances one of all."""
+    lines: dict[str, Points] = {}
+    for name, mine in _by_instance(records, names):
+        begun = sorted(record.sent_s for record in mine if record.sent_s is not None)
+        ended = sorted(record.end_s for record in mine if record.end_s is not None)
+        lines[name] = [
+            (at, float(bisect.bisect_right(begun, at) - bisect.bisect_right(ended, at)))
+            for at in _moments(records, _MOMENTS)
+        ]
+    return lines
+
+
+def output_rate(records: Sequence[RequestResult], names: Sequence[str]) -> dict[str, Points]:
+    """Output tokens per second over time, a line per instance; tokens are counted when they came."""
+    moments = _moments(records, _STRETCHES)
+    width = moments[1] - moments[0] if len(moments) > 1 else 1.0
+    lines: dict[str, Points] = {}
+    for name, mine in _by_instance(records, names):
+        counts = [0] * len(moments)
+        for record in mine:
+            if record.first_token_s is not None:
+                for at in accumulate(record.itl_s or (), initial=record.first_token_s):
+                    counts[min(bisect.bisect_left(moments, at), len(moments) - 1)] += 1
+        lines[name] = [(at, count / width) for at, count in zip(moments, counts, strict=True)]
+    return lines
+
+
+def policies_of(measured: Sequence[MeasuredRun]) -> list[str | None]:
+    """The policies that were measured, in order."""
+    return list(dict.fromkeys(each.run["policy"] for each in measured))
+
+
+def _by_instance(
+    records: Sequence[RequestResult], names: Sequence[str]
+) -> Iterable[tuple[str, list[RequestResult]]]:
+    if not names:
+        yield "all", list(records)
+    for name in names:
+        yield name, [record for record in records if record.instance == name]
+
+
+def _moments(records: Sequence[RequestResult], count: int) -> list[float]:
+    """Evenly from the start of a run to its end."""
+    end = max((record.end_s for record in records if record.end_s is not None), default=0.0)
+    return [end * i / (count - 1) for i in range(count)] if end > 0 else [0.0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from rich import box
@@ -109,9 +108,7 @@ def runs_table(
     elif reference_tok_s:
         columns.append((">% of\nsum", lambda run: percent(run[total] / reference_tok_s)))
     columns += [
-        (">TTFT\np50", lambda run: milliseconds(run["median_ttft_ms"])),
-        (">TTFT\np99", lambda run: milliseconds(run["p99_ttft_ms"])),
-        (">TPOT\np50", lambda run: milliseconds(run["median_tpot_ms"])),
+        *_latency_columns(("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms"), "\n"),
         *((f">{name}\nshare, end", partial(_share_and_end, name)) for name in by_instance),
     ]
     if by_instance:
@@ -146,25 +143,19 @@ def throughput_table(runs: Sequence[Run]) -> ReportTable:
 def latency_table(runs: Sequence[Run], metrics: Sequence[str], percentiles: Sequence[float]) -> ReportTable:
     """Median and highest of `percentiles` of each of `metrics`, one row per run of `hetlb bench`."""
 
-    def cell(key: str, run: Run) -> str:
-        return f"{run[key]:.1f}" if run[key] < 10 else f"{run[key]:,.0f}"
+    def text(value: float) -> str:
+        return f"{value:.1f}" if value < 10 else f"{value:,.0f}"
 
     highest = f"p{max(percentiles):g}"
-    columns: list[Column] = [
-        *_name_columns(runs),
-        *(
-            (f">{name.upper()}\n{head}", partial(cell, f"{key}_{name}_ms"))
-            for name in metrics
-            for head, key in (("p50", "median"), (highest, highest))
-        ),
-    ]
+    keys = [f"{each}_{name}_ms" for name in metrics for each in ("median", highest)]
+    columns = [*_name_columns(runs), *_latency_columns(keys, "\n", text)]
     caption = "milliseconds, from the time a request was due"
     # All figures fit on 80 columns.
     return _table(columns, runs, caption=caption, verdicts=_verdicts(runs), padding=0)
 
 
-def instances_table(run: Run, latencies: Mapping[str, str] = MappingProxyType({})) -> ReportTable:
-    """One row per instance of one run; `latencies` are columns more: headings by figure."""
+def instances_table(run: Run, latencies: Sequence[str] = ()) -> ReportTable:
+    """One row per instance of one run; `latencies` are figures more."""
     columns: list[Column] = [
         ("instance", lambda each: each["name"]),
         (">requests", lambda each: f"{each['completed']:,}"),
@@ -180,18 +171,12 @@ def instances_table(run: Run, latencies: Mapping[str, str] = MappingProxyType({}
 
 def classes_table(run: Run) -> ReportTable:
     """One row per service class of one run."""
-    latencies = {
-        "mean_ttft_ms": "mean TTFT",
-        "p99_ttft_ms": "p99 TTFT",
-        "mean_tpot_ms": "mean TPOT",
-        "p99_e2el_ms": "p99 E2EL",
-    }
     columns: list[Column] = [
         ("class", lambda each: each["name"]),
         (">requests", lambda each: f"{each['requests']:,}"),
         (">failed", lambda each: f"{each['refused']:,}"),
         (">attainment", lambda each: _share_text(each["attainment"])),
-        *_latency_columns(latencies),
+        *_latency_columns(("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_e2el_ms")),
     ]
     return _table(columns, [{"name": name, **each} for name, each in run["classes"].items()])
 
@@ -277,8 +262,21 @@ def _name_columns(runs: Sequence[Run]) -> list[Column]:
     return columns
 
 
-def _latency_columns(latencies: Mapping[str, str]) -> list[Column]:
-    return [(f">{head}", lambda each, key=key: milliseconds(each[key])) for key, head in latencies.items()]  # type: ignore[misc]
+def _latency_columns(
+    keys: Sequence[str], between: str = " ", text: Callable[[float], str] | None = None
+) -> list[Column]:
+    """Columns of latencies; `between` stands between the two words of a heading."""
+
+    def cell(key: str, each: Mapping[str, Any]) -> str:
+        return (text or milliseconds)(each[key])
+
+    return [(f">{latency_name(key).replace(' ', between)}", partial(cell, key)) for key in keys]
+
+
+def latency_name(key: str) -> str:
+    """The name of a latency as a person reads it: of `median_ttft_ms` `TTFT p50`."""
+    statistic, metric, _ = key.split("_")
+    return f"{metric.upper()} {'p50' if statistic == 'median' else statistic}"
 
 
 def _verdicts(runs: Sequence[Run]) -> list[str]:

@@ -67,9 +67,8 @@ class LoadSpec:
         """The requests of one run; `label` is its own."""
         salt = f"{self.salt}/{self.seed}/{label}"
         made = MadePrompts(load.rows, salt, text=self.as_text, hash_block_tokens=self.hash_block_tokens)
-        bodies = RequestBodies(self.model, made, path=self.path, ignore_eos=self.ignore_eos)
-        bodies.headers = own_headers(load.rows, salt, self.session_header, self.tenant_header)
-        return bodies
+        headers = own_headers(load.rows, salt, self.session_header, self.tenant_header)
+        return RequestBodies(self.model, made, path=self.path, ignore_eos=self.ignore_eos, headers=headers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -28,18 +29,23 @@ def event(body: dict[str, Any], name: str = "") -> bytes:
     return b"event: %b\n%b" % (name.encode(), data) if name else data
 
 
+def model_list(
+    names: Sequence[str], owner: str, root: str, created: int, max_model_len: int
+) -> dict[str, Any]:
+    """The answer to `/v1/models`: one model by all its names."""
+    common = {"object": "model", "created": created, "owned_by": owner, "root": root, "parent": None}
+    cards = [{"id": name, **common, "max_model_len": max_model_len} for name in names]
+    return {"object": "list", "data": cards}
+
+
 class Envelope:
     """Fields that all pieces of one answer share."""
 
-    def __init__(
-        self, request_id: str, model: str, *, chat: bool, more: dict[str, Any] | None = None
-    ) -> None:
-        """`more` stands in every piece."""
+    def __init__(self, request_id: str, model: str, *, chat: bool) -> None:
         self.chat = chat
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{request_id}"
         self.model = model
         self.created = int(time.time())
-        self._more = more or {}
 
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request that is not streamed."""
@@ -59,7 +65,7 @@ class Envelope:
         }
         if usage is not None:
             body["usage"] = usage
-        return body | self._more
+        return body
 
     def choice(
         self, index: int, text: str | dict[str, Any], finish: str | None, *, streamed: bool, **more: Any

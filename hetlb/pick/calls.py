@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import math
 from collections import deque
 from typing import Any, Final
 
@@ -18,44 +16,24 @@ from hetlb.pick.envoy_fields import MalformedMessage
 from hetlb.pick.stream import HttpStream, PickerState
 from hetlb.pick.stream_states import StreamState
 
-logger = logging.getLogger("hetlb.pick")
-
 #: Bytes of a message beside the body in it, at most: headers, metadata, attributes. A byte of them costs more
 #: than one of a body, in time and in memory.
 MAX_BESIDE_BODY: Final = 128 << 10
-#: Seconds between two lines about an error of ours.
-_LOG_S: Final = 60.0
 #: Tags of the fields `request_body`, `response_body` of a ProcessingRequest, and `body` of an HttpBody.
 _BODIES: Final = (0x22, 0x2A)
 _BODY: Final = 0x0A
 
 
-class Calls:
-    """The calls of all gateways."""
-
-    def __init__(self, state: PickerState) -> None:
-        self.state = state
-        self._logged_at = -math.inf
-
-    async def process(self, context: Any) -> None:
-        """Serve one call, that is one HTTP request, until it is over."""
-        await ProcessCall(self, context).run()
-
-    def failed(self, error: Exception) -> None:
-        """An error of ours ended a call: it is logged with its traceback, once a minute."""
-        now = self.state.driver.now()
-        if now - self._logged_at >= _LOG_S:
-            self._logged_at = now
-            logger.error("a request of a gateway failed", exc_info=error)
-
-
 class ProcessCall:
-    """One call. What the stream says is written in order; a gateway that does not read is not read from."""
+    """One call, that is one HTTP request. What its stream says is written in order.
 
-    def __init__(self, calls: Calls, context: Any) -> None:
-        self._calls = calls
+    A gateway that does not read is not read from.
+    """
+
+    def __init__(self, state: PickerState, context: Any) -> None:
+        self._state = state
         self._context = context
-        self._stream = HttpStream(calls.state, self._send)
+        self._stream = HttpStream(state, self._send)
         self._task = asyncio.current_task()
         self._out: deque[bytes] = deque()
         #: Held while something is written: grpcio takes one message of a call at a time.
@@ -64,8 +42,8 @@ class ProcessCall:
         self._writer: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Serve the call."""
-        stream, streams = self._stream, self._calls.state.streams
+        """Serve the call until it is over."""
+        stream, streams = self._stream, self._state.streams
         streams.add(stream)
         try:
             await self._take_all()
@@ -91,7 +69,7 @@ class ProcessCall:
                 said = str(error) if isinstance(error, MalformedMessage) else "expected a ProcessingRequest"
                 await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, said)
             except Exception as error:
-                self._calls.failed(error)
+                self._state.failed(error)
                 await self._context.abort(grpc.StatusCode.INTERNAL, "the endpoint picker failed")
             if self._out or self._writing.locked():
                 await self._write()

@@ -20,9 +20,10 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]
 from hetlb.addresses import is_loopback
 from hetlb.config.fleet import Fleet
 from hetlb.config.fleet_tables import ProxyTable
+from hetlb.config.urls import bracketed
 from hetlb.errors import ConfigError
 from hetlb.pick import messages
-from hetlb.pick.calls import MAX_BESIDE_BODY, Calls
+from hetlb.pick.calls import MAX_BESIDE_BODY, ProcessCall
 from hetlb.pick.pick_driver import PickDriver
 from hetlb.pick.stream import PickerState
 from hetlb.pick.tenant_names import FAIRNESS
@@ -94,7 +95,6 @@ class PickServer:
         self._fleet = fleet
         #: Certificates for gateways that connect from now on, None without TLS.
         self.tls = gateway_certificates(fleet)
-        self._calls = Calls(self.state)
         self._files = _stamps(fleet)
         self._grpc: grpc.aio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
@@ -150,7 +150,7 @@ class PickServer:
             messages.HEALTH_SERVICE, {"Check": grpc.unary_unary_rpc_method_handler(self._check)}
         )
         _check_free(host, port)
-        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        where = f"{bracketed(host)}:{port}"
         try:
             if self.tls is None:
                 port = server.add_insecure_port(where)
@@ -178,7 +178,7 @@ class PickServer:
         )
 
     async def _process(self, _: Any, context: Any) -> None:
-        await self._calls.process(context)
+        await ProcessCall(self.state, context).run()
 
     async def _check(self, data: bytes, context: Any) -> bytes:
         """Answer a health check."""

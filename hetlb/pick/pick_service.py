@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from hetlb.addresses import is_special
 from hetlb.config.fleet import Fleet
 from hetlb.config.fleet_tables import Listen
+from hetlb.config.urls import bracketed
 from hetlb.core.types import InstanceSpec
 from hetlb.pick.pick_driver import PickDriver
 from hetlb.pick.pick_server import PickServer, gateway_certificates
@@ -59,6 +60,10 @@ class PickService(Service):
 
     def _make_server(self) -> PickServer:
         return PickServer(self.driver, self, self.fleet, self._serves)
+
+    @property
+    def ready_line(self) -> str:
+        return super().ready_line.replace("hetlb ready", "hetlb pick ready", 1)
 
     def _serves(self) -> bool:
         """True if gateways should send requests here."""
@@ -148,10 +153,6 @@ def _parts(url: str) -> tuple[str, int]:
     return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
 
 
-def _endpoint(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def _literal(url: str) -> str | None:
     """`ip:port` of a URL with an address in it, None of one with a name."""
     host, port = _parts(url)
@@ -159,7 +160,7 @@ def _literal(url: str) -> str | None:
         ipaddress.ip_address(host)
     except ValueError:
         return None
-    return _endpoint(host, port)
+    return f"{bracketed(host)}:{port}"
 
 
 async def _looked_up(url: str) -> str | None:
@@ -175,4 +176,4 @@ async def _looked_up(url: str) -> str | None:
         return None
     found = [each for each in found if not is_special(str(each[4][0]))]
     first = min(found, key=lambda each: each[0] != socket.AF_INET, default=None)
-    return None if first is None else _endpoint(str(first[4][0]), port)
+    return None if first is None else f"{bracketed(str(first[4][0]))}:{port}"

@@ -60,8 +60,8 @@ OBJECTIVE: Final = b"x-gateway-inference-objective"
 _PIECE: Final = 64 << 10
 #: A body of which nothing came in so many seconds has stopped.
 _BODY_STOP_S: Final = 10
-#: A gateway that does not reach an instance is named this often.
-_STRAYED_S: Final = 60.0
+#: Seconds between two lines about an error of ours, or a gateway that does not reach an instance.
+_LOG_S: Final = 60.0
 #: Headers of an own answer that Envoy makes itself.
 _FRAMING = frozenset({b"content-length", b"connection"})
 #: Keys of clients: not for engines where they are checked here, or where the engine has its own.
@@ -93,12 +93,12 @@ class PickerState:
         self.held_bytes = 0
         #: Tenants that the gateway's header may name.
         self.tenants = TenantNames()
-        #: Time of the last line about a gateway that does not reach an instance.
-        self._strayed_at: dict[str, float] = {}
+        #: Time of the last line about a gateway that does not reach an instance; "": about an error of ours.
+        self._told_at: dict[str, float] = {}
 
     def set_addresses(self, addresses: Mapping[str, str]) -> None:
         """Instances are reached at these addresses from now on."""
-        self._strayed_at.clear()
+        self._told_at.clear()
         self.addresses = dict(addresses)
         self.names = {address: name for name, address in addresses.items()}
 
@@ -110,13 +110,24 @@ class PickerState:
 
     def strayed(self, instance: str, served: str) -> None:
         """A request for `instance` reached an address that the gateway was not told."""
-        now = self.driver.now()
-        if now - self._strayed_at.get(instance, -math.inf) < _STRAYED_S:
+        if not self._may_tell(instance):
             return
-        self._strayed_at[instance] = now
         address = self.addresses.get(instance, "-")
         message = "requests for %s reach %s: the gateway has no healthy endpoint %s"
         tell(logger, Event.GATEWAY_ELSEWHERE, message, instance, served, address, instance=instance)
+
+    def failed(self, error: Exception) -> None:
+        """An error of ours ended a call: it is logged with its traceback."""
+        if self._may_tell(""):
+            logger.error("a request of a gateway failed", exc_info=error)
+
+    def _may_tell(self, about: str) -> bool:
+        """True once in `_LOG_S`."""
+        now = self.driver.now()
+        if now - self._told_at.get(about, -math.inf) < _LOG_S:
+            return False
+        self._told_at[about] = now
+        return True
 
     def set_objectives(self, priorities: Mapping[str, int]) -> None:
         """The cluster's objectives from now on; the file's go before them."""
@@ -570,6 +581,13 @@ class HttpStream(Upstream):
 #: States in which an answer is under way, or is over; those in which nothing more is to be done.
 _ANSWER: Final = (StreamState.HEAD_SEEN, StreamState.ANSWERING, StreamState.PASSED)
 _OVER: Final = (StreamState.PASSED, StreamState.REFUSED, StreamState.CLOSED)
+
+
+def _taken_apart(response: bytes) -> tuple[int, Any, bytes]:
+    """Status, headers and body of a response that was made for a connection."""
+    head, _, body = response.partition(b"\r\n\r\n")
+    first, *lines = head.split(b"\r\n")
+    return int(first.split(b" ", 2)[1]), [tuple(line.split(b": ", 1)) for line in lines], body
 
 
 def _unsent(_: bytes) -> None:

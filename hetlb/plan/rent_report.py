@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table as Grid
 
+from hetlb.errors import PlanError
 from hetlb.plan.highs import INFINITY, SolveLimits
 from hetlb.plan.hours import Hour
-from hetlb.plan.planning import SolvedPlan, Table, baselines, pruned_size, simulate_plan
+from hetlb.plan.planning import SolvedPlan, Table, baselines, make_plan, pruned_size, simulate_plan
 from hetlb.plan.rent_program import RentPlan
 from hetlb.plan.replan import Replanned
+from hetlb.plan.throughput import Measured
 from hetlb.plan.workloads import Clustering
 from hetlb.tables import table as grid
 
@@ -206,6 +211,32 @@ def _baseline_grid(document: dict[str, Any]) -> Grid:
         words = f"{gain:+.1%}" + (" cheaper" if target else "")
         rows.append((name, f"{served:.4g}", f"{each['cost_per_hour']:.2f}", words if gain < 100 else ""))
     return grid("the same money spent otherwise", ("", ">requests/s", ">per hour", ">this plan"), rows)
+
+
+def budgets_document(
+    table: Table, measured: Measured, budgets: Sequence[float], limits: SolveLimits, each_s: float
+) -> list[dict[str, Any]]:
+    """A plan for every budget, in ascending order; those are marked that serve more than all smaller ones.
+
+    Each has `each_s` seconds.
+    """
+    points: list[dict[str, Any]] = []
+    best = 0.0
+    for budget in budgets:
+        within = replace(table, problem=replace(table.problem, budget_per_hour=budget))
+        mine = replace(limits, deadline=time.monotonic() + each_s)
+        point: dict[str, Any] = {"budget_per_hour": budget}
+        try:
+            planned = make_plan(within, measured, mine)
+        except PlanError as error:
+            points.append(point | {"reason": str(error), "pareto": False})
+            continue
+        rate = planned.plan.throughput
+        baselines = baselines_document(within, planned, replace(mine, gap=1e-3))
+        figures = {"baselines": baselines, "pareto": rate > best * (1 + 1e-6)}
+        points.append(document_of(within, planned, 0.0) | point | figures)
+        best = max(best, rate)
+    return points
 
 
 def budgets_grid(points: list[dict[str, Any]]) -> Grid:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from hetlb.plan.cluster_layouts import LayoutsFound
 from hetlb.plan.common.servers import VllmServer
 from hetlb.plan.layouts import Evaluated, Layout, Part, Worth, counted, gpus_of, layout_name
 from hetlb.plan.tp_search import MachinePlan
+from hetlb.tables import table
 
 _SHOWN_LAYOUTS = 8
 _BAR_WIDTH = 24
@@ -27,18 +29,7 @@ def result_document(found: LayoutsFound, servers: list[VllmServer]) -> dict[str,
         "machines": [
             {
                 "name": plan.machine.name,
-                "ranking": [
-                    {
-                        "tensor_parallel_size": option.tensor_parallel_size,
-                        "instances": option.instances,
-                        "throughput_tok_s": option.throughput_tok_s,
-                        "kv_cache_tokens": option.kv_cache_tokens,
-                        "feasible": option.feasible,
-                        "reason": option.reason,
-                        "missing_bytes": option.missing_bytes,
-                    }
-                    for option in plan.ranking
-                ],
+                "ranking": [asdict(option) for option in plan.ranking],
                 "layouts": [_layout_document(each) for each in found.evaluated[plan.machine.name]],
             }
             for plan in found.plans
@@ -65,14 +56,7 @@ def result_document(found: LayoutsFound, servers: list[VllmServer]) -> dict[str,
 
 
 def _parts_document(layout: Layout) -> list[dict[str, int]]:
-    return [
-        {
-            "tensor_parallel_size": part.tensor_parallel_size,
-            "pipeline_parallel_size": part.pipeline_parallel_size,
-            "count": count,
-        }
-        for part, count in counted(layout)
-    ]
+    return [{**asdict(part), "count": count} for part, count in counted(layout)]
 
 
 def _layout_document(each: Evaluated) -> dict[str, Any]:
@@ -97,13 +81,7 @@ def _per_million(each: Evaluated) -> float:
 def _worth_document(worth: Worth | None) -> dict[str, Any] | None:
     if worth is None:
         return None
-    at_rate = worth.goodput_req_s > 0
-    return {
-        "total_token_throughput": worth.total_token_throughput,
-        "goodput_req_s": worth.goodput_req_s if at_rate else None,
-        "slo_attainment": worth.slo_attainment,
-        "requests": worth.requests,
-    }
+    return asdict(worth) | {"goodput_req_s": worth.goodput_req_s or None}
 
 
 def print_result(found: LayoutsFound, document: Mapping[str, Any]) -> None:
@@ -158,41 +136,38 @@ def _named(machine: Machine, alike: int) -> str:
 
 
 def _table(found: LayoutsFound) -> Table:
-    title = "tensor-parallel degrees; tokens/s: prompt and output of the whole machine while requests wait, "
-    table = Table(title=f"{title}{found.estimate} estimate", title_justify="left")
-    for column in ("machine", "TP", "instances", "KV tokens", "tokens/s", ""):
-        table.add_column(column, justify="left" if column in ("machine", "") else "right")
+    rows = []
     plans = {plan.machine.name: plan for plan in found.plans}
     for machine, alike in _kinds(found.plans):
         plan = plans[machine.name]
         most = max((option.throughput_tok_s for option in plan.ranking), default=0.0)
         for index, option in enumerate(plan.ranking):
-            bar = "█" * max(1, round(_BAR_WIDTH * option.throughput_tok_s / most)) if option.feasible else ""
-            table.add_row(
+            cells = [
                 _named(machine, alike) if index == 0 else "",
                 str(option.tensor_parallel_size),
                 str(option.instances),
                 str(option.kv_cache_tokens),
-                f"{option.throughput_tok_s:.1f}" if option.feasible else "-",
-                bar or option.reason,
-                style="bold" if option is plan.best else "" if option.feasible else "dim",
-            )
-        table.add_section()
-    return table
+            ]
+            if option.feasible:
+                bar = "█" * max(1, round(_BAR_WIDTH * option.throughput_tok_s / most))
+                cells += [f"{option.throughput_tok_s:.1f}", bar]
+            else:
+                cells += ["-", option.reason]
+            rows.append(_bold(cells) if option is plan.best else cells)
+    title = "tensor-parallel degrees; tokens/s: prompt and output of the whole machine while requests wait, "
+    columns = ("machine", ">TP", ">instances", ">KV tokens", ">tokens/s", "")
+    return table(f"{title}{found.estimate} estimate", columns, rows)
 
 
 def _layouts_table(found: LayoutsFound, machine: Machine, alike: int) -> Table:
     evaluated = found.evaluated[machine.name]
-    at_rate = evaluated[0].worth is not None
+    at_rate, priced = evaluated[0].worth is not None, evaluated[0].cost_per_hour is not None
     title = f"layouts of {_named(machine, alike)}"
     title += ", each at its share of the rate" if at_rate and len(found.evaluated) > 1 else ""
-    table = Table(title=title, title_justify="left")
-    table.add_column("layout")
-    columns = ["GPUs", "tokens/s"]
-    columns += ["goodput, requests/s", "met"] if at_rate else []
-    columns += ["per hour", "per 1M tokens"] if evaluated[0].cost_per_hour is not None else []
-    for column in columns:
-        table.add_column(column, justify="right")
+    columns = ["layout", ">GPUs", ">tokens/s"]
+    columns += [">goodput, requests/s", ">met"] if at_rate else []
+    columns += [">per hour", ">per 1M tokens"] if priced else []
+    rows = []
     for each in evaluated[:_SHOWN_LAYOUTS]:
         cells = [layout_name(each.layout), str(gpus_of(each.layout)), f"{each.throughput_tok_s:,.0f}"]
         if each.worth is not None:
@@ -200,5 +175,9 @@ def _layouts_table(found: LayoutsFound, machine: Machine, alike: int) -> Table:
         if each.cost_per_hour is not None:
             cells += [f"{each.cost_per_hour:.2f}", f"{_per_million(each):.3f}"]
         chosen = each.layout == found.choice.layouts.get(machine.name)
-        table.add_row(*cells, style="bold" if chosen else "")
-    return table
+        rows.append(_bold(cells) if chosen else cells)
+    return table(title, columns, rows)
+
+
+def _bold(cells: list[str]) -> list[str]:
+    return [f"[bold]{cell}[/bold]" for cell in cells]

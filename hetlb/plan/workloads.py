@@ -7,13 +7,14 @@ request of twice the length is as different at 100 tokens as at 1,000.
 from __future__ import annotations
 
 import math
-import random
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.cluster.vq import kmeans2
 
 from hetlb.workload.traces import read_trace
 
@@ -76,7 +77,7 @@ def cluster(rows: Sequence[tuple[int, int]], count: int, model: str, seed: int =
     assert rows, "expected at least one request"
     lengths = np.array([(max(1, i), max(1, o)) for i, o in rows], dtype=float)
     points = np.log(lengths)
-    labels = _best_labels(points, min(count, len(np.unique(points, axis=0))), random.Random(seed))
+    labels = _best_labels(points, min(count, len(np.unique(points, axis=0))), seed)
     types: list[RequestType] = []
     within = prompt_error = output_error = 0.0
     for label in np.unique(labels):
@@ -100,33 +101,15 @@ def cluster(rows: Sequence[tuple[int, int]], count: int, model: str, seed: int =
     )
 
 
-def _best_labels(points: NDArray[np.float64], count: int, rng: random.Random) -> NDArray[np.int64]:
-    best, least = np.zeros(len(points), dtype=np.int64), math.inf
-    for _ in range(_STARTS):
-        centres = _spread_centres(points, count, rng)
-        labels = best
-        for _ in range(_STEPS):
-            distances = ((points[:, None, :] - centres[None, :, :]) ** 2).sum(axis=2)
-            labels = distances.argmin(axis=1)
-            moved = np.array(
-                [
-                    points[labels == c].mean(axis=0) if np.any(labels == c) else centres[c]
-                    for c in range(count)
-                ]
-            )
-            if np.allclose(moved, centres):
-                break
-            centres = moved
+def _best_labels(points: NDArray[np.float64], count: int, seed: int) -> NDArray[np.int32]:
+    """Labels of the tightest of several clusterings."""
+    best, least = np.zeros(len(points), dtype=np.int32), math.inf
+    for start in range(_STARTS):
+        rng = np.random.default_rng((seed, start))
+        with warnings.catch_warnings():  # of fewer clusters than were asked for
+            warnings.simplefilter("ignore")
+            centres, labels = kmeans2(points, count, iter=_STEPS, minit="++", seed=rng)
         spread = float(((points - centres[labels]) ** 2).sum())
         if spread < least:
             best, least = labels, spread
     return best
-
-
-def _spread_centres(points: NDArray[np.float64], count: int, rng: random.Random) -> NDArray[np.float64]:
-    """Arthur and Vassilvitskii, 2007: each next centre is drawn by its squared distance from the others."""
-    centres = [points[rng.randrange(len(points))]]
-    while len(centres) < count:
-        distances = np.min([((points - centre) ** 2).sum(axis=1) for centre in centres], axis=0)
-        centres.append(points[rng.choices(range(len(points)), distances.tolist())[0]])
-    return np.array(centres)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from statistics import median
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,10 @@ from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillG
 from hetlb.errors import ProfileError
 
 _Array = NDArray[np.float64]
+#: Seconds that `batch` requests of `length` tokens take, in so many equal passes.
+FittedTimes: TypeAlias = Callable[[float, float, int], float]
+#: The four constants of the paper's form, or a better form.
+Fitted: TypeAlias = tuple[float, float, float, float] | PnormPrefill | DecodeTable
 
 #: Past these a fit is reported as one not to rely on.
 MEAN_ERROR_LIMIT = 0.10
@@ -128,13 +132,6 @@ class FitResult:
     tile: int | None = None
 
 
-class FittedTimes(Protocol):
-    """Seconds that `batch` requests of `length` tokens take in `passes` equal passes."""
-
-    def __call__(self, batch: float, length: float, passes: int = 1) -> float:
-        """Seconds."""
-
-
 def merge_repeats(points: Iterable[Point]) -> list[Point]:
     """One point for each phase and size: the median of its repeats. In sorted order."""
     repeats: dict[tuple[StepKind, int, int, int], list[Point]] = {}
@@ -164,36 +161,25 @@ def fit(
         _check_enough(phase, phase_points)
     prefill, decode, mixed = by_phase[StepKind.PREFILL], by_phase[StepKind.DECODE], by_phase[StepKind.MIXED]
     shown = None if form is PrefillForm.PAPER else shown_tile(prefill)
-    tile = tile or shown or 1
-    prefill_fit = PhaseFit(*_choose(prefill, tuple(PrefillForm), PrefillForm.PAPER, form, tile))
-    decode_fit = PhaseFit(*_choose(decode, tuple(DecodeForm), DecodeForm.PAPER, None, tile))
-    better = None if prefill_fit.form is PrefillForm.PAPER else fit_pnorm(prefill, tile)
-    if better is not None and prefill_fit.form is PrefillForm.GRID:
-        better = with_grid(better, prefill)
+    prefill_fit, better = _choose(prefill, tuple(PrefillForm), form, tile or shown or 1)
+    decode_fit, table = _choose(decode, tuple(DecodeForm), None, 1)
     latency = LatencyModel(
         *fit_linear(_usual(prefill)),
         *fit_linear(_usual(decode)),
-        better_prefill=better,
-        better_decode=None if decode_fit.form is DecodeForm.PAPER else fit_table(decode),
+        better_prefill=better if isinstance(better, PnormPrefill) else None,
+        better_decode=table if isinstance(table, DecodeTable) else None,
     )
     mixed_error = None
     if len(mixed) >= LEAST_MIXED:
         mixed_error = held_out_mixed_errors(latency, mixed)
         latency = replace(latency, mixed=fit_mixed(latency, mixed))
-    errors = {
-        StepKind.PREFILL: prefill_fit.error,
-        StepKind.DECODE: decode_fit.error,
-        StepKind.MIXED: mixed_error,
-    }
+    errors = zip(StepKind, (prefill_fit.error, decode_fit.error, mixed_error), strict=True)
     return FitResult(
         latency,
-        {
-            StepKind.PREFILL: fit_phase(prefill, prefill_fit.form, tile=tile),
-            StepKind.DECODE: fit_phase(decode, decode_fit.form),
-        },
+        {StepKind.PREFILL: times_of(better), StepKind.DECODE: times_of(table)},
         prefill_fit,
         decode_fit,
-        tuple(line for phase, error in errors.items() if error for line in _warnings(phase, error)),
+        tuple(line for phase, error in errors if error for line in _warnings(phase, error)),
         mixed_error,
         shown,
     )
@@ -210,19 +196,15 @@ def _usual(points: Sequence[Point]) -> Sequence[Point]:
 
 
 def _choose(
-    points: Sequence[Point],
-    forms: Sequence[_AnyForm],
-    paper: _AnyForm,
-    form: _AnyForm | None,
-    tile: int,
-) -> tuple[_AnyForm, dict[_AnyForm, ErrorSummary]]:
-    """The form asked for, or that with the least held-out error; and the errors of all that were tried."""
-    tried = forms if form is None else tuple(dict.fromkeys((paper, form)))
+    points: Sequence[Point], forms: Sequence[_AnyForm], form: _AnyForm | None, tile: int
+) -> tuple[PhaseFit, Fitted]:
+    """Fit in the form asked for, or that of the least held-out error; the first of `forms` is the paper's."""
+    paper = forms[0]
     held_out: dict[_AnyForm, ErrorSummary] = {}
-    for each in tried:
+    fitted: dict[_AnyForm, Fitted] = {}
+    for each in forms if form is None else dict.fromkeys((paper, form)):
         try:
-            error = held_out_errors(points, each, tile=tile)
-            fit_phase(points, each, tile=tile)
+            error, fitted[each] = held_out_errors(points, each, tile=tile), fit_form(points, each, tile)
             held_out[each] = error
         except ProfileError:
             if each in (paper, form):
@@ -236,7 +218,7 @@ def _choose(
         candidates,
         key=lambda each: held_out[each].median * (_TABLE_GAIN if each is DecodeForm.TABLE else 1.0),
     )
-    return chosen, held_out
+    return PhaseFit(chosen, held_out), fitted[chosen]
 
 
 def _check_enough(phase: StepKind, points: Sequence[Point]) -> None:
@@ -273,7 +255,11 @@ def _warnings(phase: StepKind, error: ErrorSummary) -> list[str]:
 
 def errors_on(predict: FittedTimes, points: Sequence[Point]) -> ErrorSummary:
     """Relative errors of `predict(batch, length)` on `points`."""
-    return _summary(points, [abs(predict(p.batch, p.length, p.passes) / p.seconds - 1.0) for p in points])
+    return _summary(points, _errors(predict, points))
+
+
+def _errors(predict: FittedTimes, points: Sequence[Point]) -> list[float]:
+    return [abs(predict(p.batch, p.length, p.passes) / p.seconds - 1.0) for p in points]
 
 
 def held_out_errors(points: Sequence[Point], form: _AnyForm, *, tile: int = 1) -> ErrorSummary:
@@ -290,15 +276,10 @@ def held_out_errors(points: Sequence[Point], form: _AnyForm, *, tile: int = 1) -
     for fold in range(folds):
         # A stride that shares no factor with the grid's rows, so that no fold is a whole row of it.
         group = [i for i in range(len(points)) if (i * 7 + i // folds) % folds == fold]
-        left_out = set(group)
-        predict = fit_phase(
-            [*corners, *(p for i, p in enumerate(points) if i not in left_out)],
-            form,
-            tile=tile,
-        )
-        for i in group:
-            point = points[i]
-            errors[i] = abs(predict(point.batch, point.length, point.passes) / point.seconds - 1.0)
+        left_in = [*corners, *(p for i, p in enumerate(points) if i not in group)]
+        predict = fit_phase(left_in, form, tile=tile)
+        for i, error in zip(group, _errors(predict, [points[i] for i in group]), strict=True):
+            errors[i] = error
     return _summary(points, errors)
 
 
@@ -316,27 +297,38 @@ def _summary(points: Sequence[Point], errors: Sequence[float]) -> ErrorSummary:
     )
 
 
+def fit_form(points: Sequence[Point], form: _AnyForm, tile: int = 1) -> Fitted:
+    """Fit prefill or decode in one form. Raises `ProfileError` where the points do not allow it."""
+    if form is DecodeForm.TABLE:
+        return fit_table(points)
+    if form in (PrefillForm.PAPER, DecodeForm.PAPER):
+        return fit_linear(points)
+    better = fit_pnorm(points, tile)
+    return with_grid(better, points) if form is PrefillForm.GRID else better
+
+
+def times_of(fitted: Fitted) -> FittedTimes:
+    """The times of a fitted form."""
+    if isinstance(fitted, PnormPrefill):
+        return partial(_passes_s, fitted)
+    if isinstance(fitted, DecodeTable):
+        return partial(_steps_s, fitted)
+    a, b, c, d = fitted
+
+    def linear_s(batch: float, length: float, passes: int = 1) -> float:
+        longest = min(length, batch * length / passes)
+        return a * batch * length + b * batch + passes * (c * longest + d)
+
+    return linear_s
+
+
 def fit_phase(points: Sequence[Point], form: _AnyForm, *, tile: int = 1) -> FittedTimes:
     """The times of prefill or decode, fitted in one form."""
-    if form is DecodeForm.TABLE:
-        table = fit_table(points)
+    return times_of(fit_form(points, form, tile))
 
-        def table_s(batch: float, length: float, passes: int = 1) -> float:
-            return passes * table.step_s(batch, batch * length)
 
-        return table_s
-    if form in (PrefillForm.PAPER, DecodeForm.PAPER):
-        a, b, c, d = fit_linear(points)
-
-        def linear_s(batch: float, length: float, passes: int = 1) -> float:
-            longest = min(length, batch * length / passes)
-            return a * batch * length + b * batch + passes * (c * longest + d)
-
-        return linear_s
-    better = fit_pnorm(points, tile)
-    if form is PrefillForm.GRID:
-        better = with_grid(better, points)
-    return partial(_passes_s, better)
+def _steps_s(table: DecodeTable, batch: float, length: float, passes: int = 1) -> float:
+    return passes * table.step_s(batch, batch * length)
 
 
 def _passes_s(form: PnormPrefill, batch: float, length: float, passes: int = 1) -> float:
@@ -480,14 +472,8 @@ def with_grid(base: PnormPrefill, points: Sequence[Point]) -> PnormPrefill:
             if j + 1 < columns:
                 lower[i, j] = min(lower[i, j], lower[i, j + 1] + steps_l[i, j])
     logs = (upper + lower) / 2
-    return PnormPrefill(
-        base.floor_s,
-        base.token_s,
-        base.attention_s,
-        base.p,
-        PrefillGrid(tuple(batches), tuple(lengths), tuple(tuple(float(x) for x in row) for row in logs)),
-        base.tile,
-    )
+    ratios = tuple(tuple(float(x) for x in row) for row in logs)
+    return replace(base, grid=PrefillGrid(tuple(batches), tuple(lengths), ratios))
 
 
 def _nearest(ratio: dict[tuple[int, int], float], batch: int, length: int) -> float:

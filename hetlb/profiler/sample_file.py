@@ -14,7 +14,6 @@ from typing import BinaryIO
 import msgspec
 
 from hetlb.errors import ProfileError
-from hetlb.profiler.fit import StepKind
 from hetlb.profiler.grid import Size
 
 
@@ -26,7 +25,7 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_cache_tokens: int | None
     max_model_len: int | None
     max_num_seqs: int | None
-    journal: int = 1
+    journal: int = 2
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,18 +34,10 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Without `seconds` the point was given up, for the `reason`.
     """
 
-    phase: StepKind
-    batch: int
-    length: int
+    size: Size
     seconds: float | None = None
     iterations: int | None = None
     reason: str | None = None
-    prefill_tokens: int = 0
-
-    @property
-    def size(self) -> Size:
-        """The point."""
-        return Size(self.phase, self.batch, self.length, self.prefill_tokens)
 
 
 class SampleFile:

@@ -223,15 +223,27 @@ def make_profile(
     assumed: tuple[str, ...] = (),
 ) -> Profile:
     """A profile of fitted points, its errors and the points themselves."""
-    prefill, decode = result.prefill.error, result.decode.error
+    prefill, decode, latency = result.prefill.error, result.decode.error, result.latency
     weight = prefill.points + decode.points
+    reports = {
+        "prefill": _report(result.prefill.form, prefill),
+        "decode": _report(result.decode.form, decode),
+    }
+    if latency.better_prefill is not None:
+        reports["prefill_paper"] = _report(PrefillForm.PAPER, result.prefill.held_out[PrefillForm.PAPER])
+    if latency.better_decode is not None:
+        reports["decode_paper"] = _report(DecodeForm.PAPER, result.decode.held_out[DecodeForm.PAPER])
+    if result.mixed is not None:
+        reports["mixed"] = _report("kernels", result.mixed)
+    by_phase = {phase: [p for p in points if p.phase is phase] for phase in StepKind}
+    passes = tuple(p.passes for p in by_phase[StepKind.PREFILL])
     return Profile(
         version=2,
         name=name,
         hardware=hardware,
         model=model,
         engine=engine or EngineInfo(),
-        **sections(result.latency),
+        **sections(latency),
         host=host,
         assumed=assumed,
         fit=FitReport(
@@ -239,26 +251,14 @@ def make_profile(
             p95_error=max(prefill.p95, decode.p95),
             max_error=max(prefill.max, decode.max),
             points=weight,
-            prefill=_report(result.prefill.form, prefill),
-            prefill_paper=_report(PrefillForm.PAPER, result.prefill.held_out[PrefillForm.PAPER])
-            if result.latency.better_prefill is not None
-            else None,
-            decode=_report(result.decode.form, decode),
-            decode_paper=_report(DecodeForm.PAPER, result.decode.held_out[DecodeForm.PAPER])
-            if result.latency.better_decode is not None
-            else None,
-            mixed=_report("kernels", result.mixed) if result.mixed is not None else None,
+            **reports,
         ),
         source=source,
         grid=RawGrid(
-            prefill=tuple((p.batch, p.length, p.seconds) for p in points if p.phase is StepKind.PREFILL),
-            decode=tuple((p.batch, p.length, p.seconds) for p in points if p.phase is StepKind.DECODE),
-            mixed=tuple(
-                (p.prefill_tokens, p.batch, p.length, p.seconds) for p in points if p.phase is StepKind.MIXED
-            ),
-            prefill_passes=tuple(p.passes for p in points if p.phase is StepKind.PREFILL)
-            if any(p.passes > 1 for p in points)
-            else None,
+            prefill=tuple((p.batch, p.length, p.seconds) for p in by_phase[StepKind.PREFILL]),
+            decode=tuple((p.batch, p.length, p.seconds) for p in by_phase[StepKind.DECODE]),
+            mixed=tuple((p.prefill_tokens, p.batch, p.length, p.seconds) for p in by_phase[StepKind.MIXED]),
+            prefill_passes=passes if any(each > 1 for each in passes) else None,
         ),
     )
 

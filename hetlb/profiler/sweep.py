@@ -25,7 +25,7 @@ from hetlb.profiler.client import (
     TokenTimes,
     distinct_prompts,
 )
-from hetlb.profiler.fit import Point, StepKind
+from hetlb.profiler.fit import Point, StepKind, merge_repeats
 from hetlb.profiler.grid import DECODE_ROOM, Size, token_budget
 from hetlb.profiler.sample_file import Sample, SampleFile
 
@@ -284,7 +284,7 @@ class Sweep:
             iterations = None
             if before is not None and after is not None:
                 if _more(before.preemptions, after.preemptions):
-                    return _given_up(size, "the engine preempted requests: its KV cache was full")
+                    return Sample(size, reason="the engine preempted requests: its KV cache was full")
                 read = _more(before.prompt_tokens, after.prompt_tokens)
                 cached = size.phase is StepKind.PREFILL and _more(before.cached_tokens, after.cached_tokens)
                 if (read != expected or cached) and not self._force:
@@ -295,15 +295,13 @@ class Sweep:
                     if merged := iterations == 0:
                         continue
             if seconds is not None:
-                return Sample(
-                    size.phase, size.batch, size.length, seconds, iterations, None, size.prefill_tokens
-                )
+                return Sample(size, seconds, iterations)
             whole = False
         if merged:
-            return _given_up(size, "it was always read in one iteration with the prompt ahead of it")
+            return Sample(size, reason="it was always read in one iteration with the prompt ahead of it")
         if whole:
             raise BusyError(f"{size}: expected a server without other load (--force measures all the same)")
-        return _given_up(size, "its requests never ran all at once")
+        return Sample(size, reason="its requests never ran all at once")
 
     async def _counters(self) -> EngineCounters | None:
         return await self._client.counters() if self._facts.counts else None
@@ -410,26 +408,25 @@ class Sweep:
         if self._max_num_batched_tokens is not None:
             return self._max_num_batched_tokens
         return token_budget(
-            (sample.batch, sample.length, sample.iterations)
+            (sample.size.batch, sample.size.length, sample.iterations)
             for sample in self._file.samples
-            if sample.phase is StepKind.PREFILL and sample.iterations
+            if sample.size.phase is StepKind.PREFILL and sample.iterations
         )
 
     def _result(self, given_up: dict[Size, str]) -> SweepResult:
         budget = self._budget_tokens()
-        rows: dict[Size, list[Sample]] = {}
-        for sample in self._file.samples:
-            if sample.seconds is not None and sample.size not in given_up:
-                rows.setdefault(sample.size, []).append(sample)
         points = []
-        for size, samples in sorted(rows.items()):
-            passes = 1
+        for sample in self._file.samples:
+            size, passes = sample.size, 1
+            if sample.seconds is None or size in given_up:
+                continue
             if size.phase is StepKind.PREFILL and budget is not None:
                 passes = math.ceil(size.tokens / budget)
-            seconds = median(sample.seconds for sample in samples if sample.seconds is not None)
-            points.append(Point(size.phase, size.batch, size.length, seconds, passes, size.prefill_tokens))
+            points.append(
+                Point(size.phase, size.batch, size.length, sample.seconds, passes, size.prefill_tokens)
+            )
         notes = tuple(f"{size}: left out: {reason}" for size, reason in sorted(given_up.items()))
-        return SweepResult(tuple(points), budget, notes)
+        return SweepResult(tuple(merge_repeats(points)), budget, notes)
 
 
 def _order(size: Size) -> tuple[int, int, int, int]:
@@ -464,8 +461,3 @@ def _gap_at(times: Sequence[TokenTimes], at_s: float) -> float | None:
         ends = min(range(1, len(stamps)), key=lambda i: abs(stamps[i] - at_s))
         gaps.append(stamps[ends] - stamps[ends - 1])
     return median(gaps) if gaps else None
-
-
-def _given_up(size: Size, reason: str) -> Sample:
-    """The sample that says so."""
-    return Sample(size.phase, size.batch, size.length, reason=reason, prefill_tokens=size.prefill_tokens)

@@ -283,7 +283,7 @@ class _AdminApi:
         documents = []
         for each in recent:
             # One at a time: the candidates of many decisions on a large fleet are long to make.
-            document = decision_document(each, control.tokens_so_far)
+            document = decision_document(each, control.driver.tokens_so_far)
             documents.append(msgspec.Raw(msgspec.json.encode(document)))
             await asyncio.sleep(0)
         return _reply({"decisions": documents, "clock_s": control.now()})
@@ -295,7 +295,7 @@ class _AdminApi:
         dispatch = next((each for each in reversed(decisions) if each.lease.id == number), None)
         if dispatch is None:
             raise web.HTTPNotFound(text="this decision is not kept any more")
-        return _reply(decision_document(dispatch, self._control.tokens_so_far))
+        return _reply(decision_document(dispatch, self._control.driver.tokens_so_far))
 
     async def _get_status(self, _: web.Request) -> web.Response:
         return _reply(self._snapshots.status())

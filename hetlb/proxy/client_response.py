@@ -22,7 +22,7 @@ from hetlb.proxy.http.http1 import RequestHead, ResponseHead
 #: Headers that say how long a client waits, and the seconds in their units: OpenAI's SDKs, Envoy.
 _PATIENCE: Final = {b"x-stainless-read-timeout": 1.0, b"x-envoy-expected-rq-timeout-ms": 1e-3}
 _NUMBER = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})?")
-#: A client is answered so much before it gives up that it can read the answer.
+#: Seconds before a client's own timeout at which it gets an answer.
 _MARGIN_S: Final = 1.0
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
 NOTHING: Final = Response.NOTHING

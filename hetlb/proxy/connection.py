@@ -46,16 +46,16 @@ if TYPE_CHECKING:
 _MAX_PIPELINED: Final = 64 << 10
 #: A read of this size or more is a turn of its own: more is waiting in the kernel.
 _LARGE_READ: Final = 128 << 10
-#: So large a body is looked at in a turn of its own.
+#: Bodies of at least this many bytes are parsed in a turn of their own.
 _LARGE_BODY: Final = 256 << 10
-#: A body that has just begun may be as slow as it likes.
+#: Seconds before the minimum rate of a body applies.
 _BODY_GRACE_S: Final = 5.0
 _LEAST_BODY_BYTES_PER_S: Final = 1024.0
-#: No body may stop for longer.
+#: Maximum seconds between two pieces of a body.
 _BODY_STOP_S: Final = 10.0
 #: Seconds in which a refused client may still send before its connection is dropped.
 LINGER_S: Final = 2.0
-#: Bytes of an answer that the kernel may hold for a client that does not read.
+#: Kernel send buffer of a client's connection, in bytes.
 _SEND_BUFFER: Final = 64 << 10
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
 _IDLE: Final = ClientState.IDLE
@@ -195,7 +195,7 @@ class ClientConnection(PacedReader):
             take(early)
 
     def hold(self, held: bool) -> None:
-        """Read nothing while the engine has no room for it."""
+        """Stop (`held`) or resume reading the client: backpressure of the engine."""
         if self._transport is None or held is not (self.reading is _OPEN):
             return
         if held:

@@ -18,7 +18,7 @@ from hetlb.proxy.streamed_answer import LAST_EVENT, StreamedAnswer
 if TYPE_CHECKING:
     from hetlb.proxy.exchange import Exchange
 
-#: An answer goes on elsewhere so often at most: it may be what engines fail of.
+#: Maximum number of second leases: an answer may be what engines fail of.
 MOST_RESUMED: Final = 5
 _TOKEN_IDS: Final = b"return_token_ids"
 

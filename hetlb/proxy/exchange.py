@@ -390,7 +390,7 @@ class Exchange(RequestRecord):
             self.finish(ends.LEFT if self.session is None else self.session.client_gone(), client_gone=True)
 
     def hold(self, held: bool) -> None:
-        """The client reads too slowly (`held`): its engine is not read either. Or it has caught up."""
+        """Stop reading the engine while the client is slow (`held`), and suspend its idle timeout."""
         now, response, engine = self.now(), self.response, self.engine
         if held:
             response.pause(now)

@@ -7,7 +7,7 @@ scarcest thing that a model's instances have: slots, KV cache or computing time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Final
 
@@ -61,21 +61,16 @@ class ModelStatus:
 
     def document(self) -> dict[str, Any]:
         """The status as JSON has it."""
-        return {
-            "model": self.model,
-            "state": self.state.value,
-            "load": round(self.load, 4),
-            "request_rate": round(self.request_rate, 4),
-            "capacity_req_s": _rounded(self.capacity_req_s),
-            "limited_by": self.limited_by,
-            "headroom_req_s": _rounded(self.headroom_req_s),
-            "advice": self.advice,
-            "sentence": self.sentence,
-        }
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        del found["instances"], found["able"]
+        figures = {name: round(value, 4) for name, value in found.items() if isinstance(value, float)}
+        return {**found, **figures, "sentence": self.sentence}
 
     @property
     def sentence(self) -> str:
         """One line without the state and the advice."""
+        if not self.instances:
+            return "no servers"
         if self.state is State.DOWN:
             return f"none of {self.instances} servers takes requests"
         parts = [f"load {100 * self.load:.0f} %"]
@@ -89,10 +84,6 @@ class ModelStatus:
         if self.headroom_req_s is not None:
             parts.append(f"room for {_rate(self.headroom_req_s)} more" if self.headroom_req_s else "no room")
         return ", ".join(parts)
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
 
 
 def _rate(value: float) -> str:
@@ -113,16 +104,11 @@ def status(
         _of_model(scheduler, model, instances, waiting.get(model, 0), shares, levels, now)
         for model, instances in pools.items()
     ]
-    if not found:
-        return {
-            "state": State.DOWN.value, "load": 0.0, "request_rate": 0.0, "capacity_req_s": None,
-            "limited_by": "", "headroom_req_s": None, "advice": "The fleet has no server: add one.",
-            "sentence": "no servers", "models": [],
-        }  # fmt: skip
-    worst = max(found, key=lambda each: (_ORDER.index(each.state), each.load))
+    none = ModelStatus("", State.DOWN, 0.0, 0.0, None, "", None, "The fleet has no server: add one.", 0, 0)
+    worst = max(found, key=lambda each: (_ORDER.index(each.state), each.load), default=none)
     document = worst.document()
     if worst.state is State.DOWN and any(each.state is not State.DOWN for each in found):
-        document["state"] = State.DEGRADED.value
+        document["state"] = State.DEGRADED
     if len(found) > 1 and worst.state is not State.WELL:
         document["sentence"] = f"{worst.model}: {document['sentence']}"
     del document["model"]

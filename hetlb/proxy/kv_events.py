@@ -24,7 +24,7 @@ from hetlb.core.block_index import (
     KvEventBatch,
     block_digests,
 )
-from hetlb.proxy.telemetry.events import Event, tell
+from hetlb.proxy.telemetry.events import Event, Rarely
 from hetlb.proxy.zmtp import ZmtpConnection, ZmtpError
 from hetlb.turns import Share
 
@@ -38,8 +38,6 @@ MOST_PUBLISHER_BYTES: Final = 16 << 20
 _REPLAY_S: Final = 5.0
 #: A connection that ended is made again after so many seconds.
 _AGAIN_S: Final = 0.2
-#: Seconds between two lines of the log about one publisher.
-_TELL_S: Final = 10.0
 
 BlockHash: TypeAlias = int | bytes
 _Hashes: TypeAlias = tuple[BlockHash, ...]
@@ -223,7 +221,7 @@ class _Stream:
         self._next: int | None = None
         #: Events before this one have come by replay.
         self._replayed = 0
-        self._told_at = -_TELL_S
+        self._losses = Rarely()
 
     async def run(self) -> None:
         """Read until the connection ends. Raises `OSError`, `EOFError` or `ZmtpError`."""
@@ -241,14 +239,10 @@ class _Stream:
 
     def lose(self, reason: str, *, exc_info: bool = False) -> None:
         """Events are missing."""
-        now = asyncio.get_running_loop().time()
-        if now - self._told_at >= _TELL_S:
-            self._told_at = now
-            text = "%s: %s; what it has cached is estimated"
-            tell(
-                logger, Event.INSTANCE_KV_EVENTS, text, self._name, reason, exc_info=exc_info,
-                instance=self._name,
-            )  # fmt: skip
+        name, text = self._name, "%s: %s; what it has cached is estimated"
+        self._losses.tell(
+            logger, Event.INSTANCE_KV_EVENTS, text, name, reason, exc_info=exc_info, instance=name
+        )
         self._on_events(self._name, KvEventBatch(lost=reason))
 
     async def _message(self, number: int, payload: bytes) -> None:

@@ -48,12 +48,13 @@ if TYPE_CHECKING:
     from hetlb.proxy.exchange import Exchange
     from hetlb.proxy.scheduler_side import Carrier
 
-#: Of a lease, what is left unused: the clocks of the engine and of this process start at different times.
+#: Share of a lease that is left unused: the clocks of engine and proxy start at different times.
 _MARGIN_SHARE: Final = 0.1
 _LEAST_MARGIN_S: Final = 0.5
-#: A decode leg whose prefill instance hangs never answers: it may take so many times what is expected...
+#: Maximum time of a decode leg in multiples of the expected one: where the prefill instance hangs, it never
+#: answers.
 _PATIENCE: Final = 5.0
-#: ...and so many seconds at least: the first contact of two engines takes about 5 s on RDMA.
+#: Lower bound of that, in seconds: the first contact of two engines takes about 5 s on RDMA.
 _LEAST_PATIENCE_S: Final = 10.0
 _ASK: Final = (
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'

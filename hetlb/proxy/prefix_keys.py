@@ -18,7 +18,7 @@ from hetlb.core.prefix_cuts import BYTES_PER_TOKEN, FIRST_TOKENS, cuts
 from hetlb.core.prefix_index import PrefixKey
 from hetlb.proxy.http.openai_body import Call
 
-#: Text beyond this has no further key; neither have longer lists of token ids.
+#: Maximum bytes of text, and of a list of token ids, that have keys.
 _LAST_BYTES: Final = 4 << 20
 _FIRST_BYTES: Final = FIRST_TOKENS * BYTES_PER_TOKEN
 _SESSION: Final = re.compile(rb"[\x21-\x7e]{1,256}")

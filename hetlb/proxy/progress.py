@@ -14,7 +14,7 @@ from mypy_extensions import mypyc_attr
 from hetlb.proxy.http.http1 import ChunkedDecoder
 from hetlb.proxy.http.openai_fields import ChunkFields
 
-#: Token ids of a longer prompt are not kept: 256 KiB of text, the most that `stream_options` is put into.
+#: Maximum bytes of a prompt's token ids that are kept: those of `MAX_INJECT_BYTES` of text.
 _MAX_PROMPT_IDS: Final = 1 << 19
 _decoder = msgspec.json.Decoder(ChunkFields)
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 #: The end of an engine's message, where its usage stands.
 _TAIL_BYTES: Final = 1 << 10
-#: The longest message of a client that is looked at: uvicorn's limit.
+#: Maximum bytes of a client's message: uvicorn's limit.
 _MOST_MESSAGE: Final = 16 << 20
 #: Close codes with which an engine gives up by itself.
 _GAVE_UP: Final = (GOING_AWAY, SERVICE_RESTART, TRY_AGAIN_LATER)

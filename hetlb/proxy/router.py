@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
-#: Characters of the path of a refused request in the request log.
+#: Maximum characters of the path of a refused request in the request log.
 _MOST_PATH: Final = 128
 #: Paths of answers that can go on at another instance.
 _RESUMED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})

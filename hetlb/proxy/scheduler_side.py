@@ -163,6 +163,10 @@ class Carrier(ABC):
         """A busy engine has lost a lease: its request waits for another one."""
 
     @abstractmethod
+    def tokens_so_far(self, lease: Lease) -> int:
+        """Output tokens of a lease: all of them, or those that came until now."""
+
+    @abstractmethod
     def emits(self, name: str) -> bool:
         """True if part of an answer came from an instance lately."""
 

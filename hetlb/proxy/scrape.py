@@ -17,6 +17,7 @@ import aiohttp
 
 from hetlb.addresses import confined_socket
 from hetlb.config.fleet_tables import ScrapeTable
+from hetlb.config.urls import bracketed
 from hetlb.core.engine_metrics import parse
 from hetlb.core.engine_tables import OTHER_PAGE
 from hetlb.core.types import (
@@ -196,8 +197,7 @@ class Scraper:
             headers["authorization"] = access.authorization.decode("ascii")
         if access.address is not None:
             parts = urlsplit(url)
-            host = f"[{access.address}]" if ":" in access.address else access.address
-            url = f"{parts.scheme}://{host}" + (f":{parts.port}" if parts.port else "")
+            url = f"{parts.scheme}://{bracketed(access.address)}" + (f":{parts.port}" if parts.port else "")
             headers["host"] = parts.netloc
             hostname = parts.hostname if access.tls is not None else None
         try:

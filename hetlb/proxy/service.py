@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from hetlb.config.fleet import Fleet, load_fleet
 from hetlb.config.fleet_tables import KvEventsTable, SharedTable
+from hetlb.config.urls import bracketed
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Health, Lease
+from hetlb.core.types import Health
 from hetlb.errors import ConfigError, InputError
 from hetlb.proxy import systemd
 from hetlb.proxy.access import (
@@ -40,6 +41,7 @@ from hetlb.proxy.front import Front, Listener
 from hetlb.proxy.reload import needs_restart, read_again
 from hetlb.proxy.roster import Roster
 from hetlb.proxy.scheduler_driver import SchedulerDriver
+from hetlb.proxy.scheduler_side import Carrier
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Offer, Takeover
@@ -69,6 +71,7 @@ class FleetService(ABC):
     The admin listener, the dashboard and `/metrics` read it as it is.
     """
 
+    driver: Carrier
     #: Descriptions of the stages that an instance is made of, by its name.
     stages: Mapping[str, Callable[[], list[dict[str, Any]]]] = {}
     #: The view that other processes of the fleet share, None where this one is alone.
@@ -219,10 +222,6 @@ class FleetService(ABC):
         """Lines of logs that a slow reader made us drop."""
         return 0 if self._event_log is None else self._event_log.lost
 
-    @abstractmethod
-    def tokens_so_far(self, lease: Lease) -> int:
-        """Output tokens of a lease: all of them, or those that came until now."""
-
     @property
     def stopping(self) -> bool:
         """True if no further request is to be sent here."""
@@ -256,20 +255,20 @@ class FleetService(ABC):
             try:
                 fleet = await asyncio.to_thread(read_again, self.fleet, self._load)
                 access = await asyncio.to_thread(require_urls, fleet)
-                await self._agree(fleet)
             except InputError as error:
                 reloads["refused"] += 1
                 text = "not reloaded, the last good configuration stays: %s"
                 tell(logger, Event.RELOAD_REFUSED, text, error)
                 raise
+            self._spread(fleet)
             done = await self._swap(fleet, access)
             reloads["done"] += 1
             await self.settled()
         tell(logger, Event.RELOADED, "reloaded: %s", done)
         return done
 
-    async def _agree(self, fleet: Fleet) -> None:
-        """Prepare all processes for another fleet. Raises `ConfigError` where one cannot be."""
+    def _spread(self, fleet: Fleet) -> None:
+        """Give other processes a fleet that is about to be in force."""
 
     async def _swap(self, fleet: Fleet, access: Access) -> str:
         """Serve another fleet from now on; what was kept as it is keeps its load. Says what changed."""
@@ -323,7 +322,7 @@ class FleetService(ABC):
         """Close everything now; harmless after a start that failed half-way."""
         await self._offer.close()
         if self._takeover is not None:
-            await self._takeover.close()
+            self._takeover.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -468,10 +467,6 @@ class Service(FleetService):
         """Everything counted so far."""
         return self.driver.totals
 
-    def tokens_so_far(self, lease: Lease) -> int:
-        """Output tokens of a lease: all of them, or those that came until now."""
-        return self.driver.tokens_so_far(lease)
-
     @property
     def stopping(self) -> bool:
         """True if no further request is to be sent here."""
@@ -537,8 +532,7 @@ def ready_line(
 
 def _url(address: tuple[str, int], tls: object | None) -> str:
     host, port = address
-    scheme = "http" if tls is None else "https"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return f"{'http' if tls is None else 'https'}://{bracketed(host)}:{port}"
 
 
 def _share(table: SharedTable, key: str, scheduling: SchedulerDriver) -> Sharing | None:

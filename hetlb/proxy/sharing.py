@@ -110,7 +110,7 @@ class Sharing:
         self._loop = asyncio.get_running_loop()
         self.name = name
         self.view = SharedView(scheduler, int(name, 16), name)
-        self.view.journal.on_change = self.changed
+        self.view.journal.on_change = lambda: self._loop.call_soon(self._tell)
         limit_s = max(0.2, table.silent_s)
         self._redis = redis.asyncio.Redis.from_url(
             url, socket_connect_timeout=limit_s, socket_timeout=limit_s, protocol=2
@@ -122,7 +122,6 @@ class Sharing:
         self._rejections = Rarely()
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue(_MOST_WAITING)
         self._missed = True
-        self._telling = False
         #: The answer to those that asked for all that holds, and when the last one was sent.
         self._answer: asyncio.TimerHandle | None = None
         self._answered_at = -_RETRY_S
@@ -169,14 +168,8 @@ class Sharing:
 
     # --- out ---
 
-    def changed(self) -> None:
-        """Something is to be told: with all else of this turn of the event loop."""
-        if not self._telling:
-            self._telling = True
-            self._loop.call_soon(self._tell)
-
     def _tell(self) -> None:
-        self._telling = False
+        """Tell what changed in the last turn of the event loop."""
         if self._publisher is not None and (changes := self.view.take()):
             self._send(_CHANGES, changes)
 

@@ -4,50 +4,42 @@ The old process offers an abstract Unix socket named by its listener's address. 
 listening sockets (SCM_RIGHTS), looks at the engines, and says that it begins; it then gets the leases of the
 old process and books them, so that both together send an engine no more than it can take. The old one accepts
 nothing more, ends what it has, and tells of every lease that ends and of every one that it still grants to
-a request in its queue: a grant is told before the end that made room for it. Each side speaks only with a
-process of its own user, as the kernel says.
+a request in its queue. Each side speaks only with a process of its own user, as the kernel says.
 
-new: take | old: listeners (descriptors) | new: begin | old: leases | new: accepting | old: leases ... end
+new: hello | old: hello, descriptors | new: begin | old: leases, told | new: accepting | old: leases
 
-The new process says `accepting` when it has accepted for `PROVEN_S`; until then both accept, and if it dies
-the old one goes on as if it had not been asked.
+Behind the hello both speak over a `MessageChannel`. The new process says `accepting` when it has accepted for
+`PROVEN_S`; until then both accept, and if it dies the old one goes on as if it had not been asked.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Sequence
+from typing import Final, Literal
 
 import msgspec
 
-from hetlb.core.journal import Booked, Change, Journal
+from hetlb.core.journal import Journal
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Command
 from hetlb.errors import HetlbError
 from hetlb.proxy.lease_wire import WireChange, from_wire, to_wire
+from hetlb.proxy.message_channel import MessageChannel
 from hetlb.proxy.systemd import Listeners
 from hetlb.proxy.telemetry.events import Event, Rarely
 from hetlb.turns import Share
 
-if TYPE_CHECKING:
-    from hetlb.core.remote_leases import RemoteLeases
-
 logger = logging.getLogger("hetlb.proxy")
 
-VERSION: Final = 2
-#: Leases in one packet: a packet must fit a socket's buffer.
-_AT_ONCE: Final = 200
-_MOST_BYTES: Final = 200_000
+#: First bytes of both sides; the number is the version of what follows.
+_HELLO: Final = b"hetlb takeover 3\n"
 #: Descriptors that one packet can carry (SCM_MAX_FD of Linux).
 MOST_LISTENERS: Final = 253
-#: Seconds between tries to send to a process that does not read.
-_RETRY_S: Final = 0.02
 #: Name of the old process among those whose leases are booked, and the first id of its requests: peers of a
 #: shared view have those above it.
 _OLD: Final = "old"
@@ -60,13 +52,14 @@ PROVEN_S: Final = 1.0
 _STEP_S: Final = 30.0
 
 
-class Packet(msgspec.Struct):
+class Step(msgspec.Struct, array_like=True, tag=8, frozen=True):
     """One step of either side."""
 
-    step: str
-    version: int = VERSION
-    main: int = 0
-    changes: list[WireChange] = []
+    name: Literal["begin", "told", "accepting"]
+
+
+#: Decoder of what either side sends.
+DECODER: Final = msgspec.msgpack.Decoder(list[WireChange | Step])
 
 
 def name_of(address: tuple[str, int]) -> str:
@@ -75,7 +68,7 @@ def name_of(address: tuple[str, int]) -> str:
 
 
 def _socket() -> socket.socket:
-    one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     one.setblocking(False)
     return one
 
@@ -92,52 +85,6 @@ def _is_own(end: socket.socket) -> bool:
     """True if the process at the other end is of this one's user."""
     _, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(user == os.getuid())
-
-
-def read_packet(data: bytes) -> Packet:
-    """A step of the other side. Raises `ValueError`."""
-    try:
-        return msgspec.json.decode(data, type=Packet)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"expected a step: {error}") from error
-
-
-class _Channel:
-    """One end of a handover."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._end = end
-
-    async def send(self, packet: Packet, fds: Sequence[int] = ()) -> None:
-        """Send one packet. Raises `OSError` where the other side is gone."""
-        data = msgspec.json.encode(packet)
-        while True:
-            try:
-                socket.send_fds(self._end, [data], list(fds))
-                return
-            except BlockingIOError:
-                await asyncio.sleep(_RETRY_S)
-
-    async def receive(self, most_fds: int = 0) -> tuple[Packet | None, list[int]]:
-        """The next packet and its descriptors; None at the end. Raises `OSError` and `ValueError`."""
-        readable: asyncio.Future[None] = self._loop.create_future()
-
-        def wake() -> None:
-            if not readable.done():
-                readable.set_result(None)
-
-        self._loop.add_reader(self._end, wake)
-        try:
-            await readable
-        finally:
-            self._loop.remove_reader(self._end)
-        data, fds, _, _ = socket.recv_fds(self._end, _MOST_BYTES, most_fds)
-        return (read_packet(data) if data else None), list(fds)
-
-    def close(self) -> None:
-        """Close this end."""
-        self._end.close()
 
 
 class Offer:
@@ -177,73 +124,93 @@ class Offer:
             while True:
                 await share.spent()  # of a process that connects without end too
                 end, _ = await loop.sock_accept(waiting)
-                channel = _Channel(end)
+                successor = _Successor(self._scheduler, end)
                 try:
-                    telling = await self._hand_over(channel, end)
-                    if telling is not None:
+                    if await self._hand_over(successor):
                         waiting.close()  # the successor takes the name
                         self._leave()
-                        with contextlib.suppress(OSError):  # the successor is gone: it needs to know no more
-                            await telling
+                        await successor.gone()
                         return
-                except (OSError, TimeoutError, ValueError) as error:
+                except (OSError, TimeoutError) as error:
                     reason = str(error) or type(error).__name__
                     self._refusals.tell(logger, Event.HANDOVER_REFUSED, "a handover failed: %s", reason)
                 finally:
-                    channel.close()
+                    successor.close()
 
-    async def _hand_over(self, channel: _Channel, end: socket.socket) -> asyncio.Task[None] | None:
-        """Give the listeners away. The task that tells of leases, once the other process accepts."""
+    async def _hand_over(self, successor: _Successor) -> bool:
+        """Give the listeners away, and tell of leases. True once the other process accepts."""
+        end = successor.end
         if not _is_own(end):
             self._refusals.tell(
                 logger, Event.HANDOVER_REFUSED, "a process of another user asked for the listeners"
             )
-            return None
-        asked = await self._expect(channel, "take")
-        if asked is None or asked.version != VERSION:
-            return None
-        main, admin = self._listeners()
-        await channel.send(Packet("listeners", main=len(main)), [*main, *admin])
-        if await self._expect(channel, "begin") is None:
-            return None
-        news = asyncio.Event()
-        journal = Journal(news.set)
-        self._scheduler.subscribe(journal)
-        for packet in _packets(self._scheduler.live(asyncio.get_running_loop().time())):
-            await channel.send(packet)
-        await channel.send(Packet("told"))
-        telling = asyncio.create_task(self._tell(channel, journal, news), name="tell of leases")
-        accepting: Packet | None = None
-        try:
-            accepting = await self._expect(channel, "accepting")
-        finally:
-            if accepting is None:
-                telling.cancel()
-                await asyncio.gather(telling, return_exceptions=True)
-        return None if accepting is None else telling
-
-    async def _expect(self, channel: _Channel, step: str) -> Packet | None:
+            return False
         async with asyncio.timeout(_STEP_S):
-            packet, _ = await channel.receive()
-        return packet if packet is not None and packet.step == step else None
-
-    async def _tell(self, channel: _Channel, journal: Journal, news: asyncio.Event) -> None:
-        """Report, until this process ends, what becomes of its leases and which it still grants."""
-        try:
-            while True:
-                await news.wait()
-                news.clear()
-                for packet in _packets(journal.take()):
-                    await channel.send(packet)
-        finally:
-            self._scheduler.unsubscribe(journal)
+            if await asyncio.get_running_loop().sock_recv(end, len(_HELLO)) != _HELLO:
+                return False
+        main, admin = self._listeners()
+        socket.send_fds(end, [_HELLO + bytes([len(main)])], [*main, *admin])
+        await successor.open()
+        if await successor.said("begin"):
+            successor.follow()
+            return await successor.said("accepting")
+        return False
 
 
-def _packets(changes: Sequence[Change]) -> Iterable[Packet]:
-    """Changes in packets, every grant before the ends."""
-    ordered = sorted(changes, key=lambda change: not isinstance(change, Booked))
-    for at in range(0, len(ordered), _AT_ONCE):
-        yield Packet("leases", changes=to_wire(ordered[at : at + _AT_ONCE]))
+class _Successor:
+    """A process that is about to take this one's place."""
+
+    def __init__(self, scheduler: Scheduler, end: socket.socket) -> None:
+        self.end = end
+        self._scheduler = scheduler
+        self._loop = asyncio.get_running_loop()
+        self._journal = Journal(lambda: self._loop.call_soon(self._tell))
+        self._channel: MessageChannel[WireChange | Step] | None = None
+        #: Steps that came, None at the end.
+        self._steps: asyncio.Queue[str | None] = asyncio.Queue()
+
+    async def open(self) -> None:
+        """Speak with it from now on."""
+        self._channel = MessageChannel(DECODER, self._receive, lambda: self._steps.put_nowait(None))
+        await self._channel.open(self.end)
+
+    def _receive(self, messages: list[WireChange | Step]) -> None:
+        for message in messages:
+            if not isinstance(message, Step):
+                raise ValueError("expected a step")
+            self._steps.put_nowait(message.name)
+
+    async def said(self, step: str) -> bool:
+        """True if its next step is this one. Raises `TimeoutError`."""
+        async with asyncio.timeout(_STEP_S):
+            return await self._steps.get() == step
+
+    async def gone(self) -> None:
+        """Return when it has closed its end."""
+        while await self._steps.get() is not None:
+            pass
+
+    def follow(self) -> None:
+        """Tell it of all leases, and from now on of what becomes of them and which are still granted."""
+        assert self._channel is not None, "expected an open channel"
+        self._scheduler.subscribe(self._journal)
+        for change in to_wire(self._scheduler.live(self._loop.time())):
+            self._channel.send(change)
+        self._channel.send(Step("told"))
+
+    def _tell(self) -> None:
+        assert self._channel is not None, "expected an open channel"
+        for change in to_wire(self._journal.take()):
+            self._channel.send(change)
+
+    def close(self) -> None:
+        """Tell what is left to be told, and close this end."""
+        if self._channel is None:
+            self.end.close()
+        else:
+            self._scheduler.unsubscribe(self._journal)
+            self._tell()
+            self._channel.close()
 
 
 class Takeover:
@@ -252,8 +219,7 @@ class Takeover:
     def __init__(self, end: socket.socket, listeners: Listeners) -> None:
         self.end = end
         self.listeners = listeners
-        self._channel: _Channel | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._channel: MessageChannel[WireChange | Step] | None = None
 
     @classmethod
     async def ask(cls, address: tuple[str, int]) -> Takeover | None:
@@ -274,21 +240,27 @@ class Takeover:
                         continue
                     try:
                         return await cls._ask(end)
-                    except ConnectionResetError:
+                    except (ConnectionResetError, BrokenPipeError):
                         replaced = True  # by another successor, which is about to have the name
-        except (OSError, TimeoutError, ValueError) as error:
+        except (OSError, TimeoutError) as error:
             reason = str(error) or type(error).__name__
             raise HetlbError(f"--replace: the running process did not hand over: {reason}") from error
 
     @classmethod
     async def _ask(cls, end: socket.socket) -> Takeover:
+        loop = asyncio.get_running_loop()
         try:
             if not _is_own(end):
                 raise HetlbError("--replace: a process of another user holds the name of the running process")
-            channel = _Channel(end)
-            await channel.send(Packet("take"))
-            packet, fds = await channel.receive(MOST_LISTENERS)
-            if packet is None or packet.step != "listeners" or packet.version != VERSION:
+            await loop.sock_sendall(end, _HELLO)
+            readable = asyncio.Event()
+            loop.add_reader(end, readable.set)
+            try:
+                await readable.wait()
+            finally:
+                loop.remove_reader(end)
+            said, fds, _, _ = socket.recv_fds(end, len(_HELLO) + 1, MOST_LISTENERS)
+            if said[:-1] != _HELLO:
                 raise HetlbError("--replace: the running process did not hand over its listeners")
         except BaseException:
             end.close()
@@ -296,55 +268,41 @@ class Takeover:
         found = [socket.socket(fileno=fd) for fd in fds]
         for each in found:
             each.setblocking(False)
-        return cls(end, Listeners(tuple(found[: packet.main]), tuple(found[packet.main :])))
+        return cls(end, Listeners(tuple(found[: said[-1]]), tuple(found[said[-1] :])))
 
     async def begin(self, scheduler: Scheduler, carry_out: Callable[[list[Command]], None]) -> None:
         """Book the leases of the old process; its further ones are followed until it has gone."""
         from hetlb.core.remote_leases import RemoteLeases
 
-        channel = self._channel = _Channel(self.end)
+        loop = asyncio.get_running_loop()
         remote = RemoteLeases(scheduler, arrived=False, first_id=_FIRST_ID)
-        await channel.send(Packet("begin"))
-        while True:
-            async with asyncio.timeout(_STEP_S):
-                packet, _ = await channel.receive()
-            if packet is None:
+        told: asyncio.Future[bool] = loop.create_future()
+
+        def receive(messages: list[WireChange | Step]) -> None:
+            changes = [each for each in messages if not isinstance(each, Step)]
+            carry_out(remote.receive(_OLD, from_wire(changes), loop.time()))
+            if len(changes) < len(messages) and not told.done():
+                told.set_result(True)
+
+        def gone() -> None:
+            carry_out(remote.gone(_OLD, loop.time()))
+            if not told.done():
+                told.set_result(False)
+
+        channel = self._channel = MessageChannel(DECODER, receive, gone)
+        await channel.open(self.end)
+        channel.send(Step("begin"))
+        async with asyncio.timeout(_STEP_S):
+            if not await told:
                 raise HetlbError("--replace: the running process ended before it handed over")
-            if packet.step == "told":
-                break
-            carry_out(_take(remote, packet))
-        follow = self._follow(channel, remote, carry_out)
-        self._task = asyncio.create_task(follow, name="follow the old process")
 
     async def accepting(self) -> None:
         """Tell the old process that requests are accepted here, once that has been so for a while."""
         assert self._channel is not None, "expected a handover that has begun"
         await asyncio.sleep(PROVEN_S)
-        with contextlib.suppress(OSError):
-            await self._channel.send(Packet("accepting"))
+        self._channel.send(Step("accepting"))
 
-    async def _follow(
-        self, channel: _Channel, remote: RemoteLeases, carry_out: Callable[[list[Command]], None]
-    ) -> None:
-        try:
-            while True:
-                packet, _ = await channel.receive()
-                if packet is None:
-                    return
-                carry_out(_take(remote, packet))
-        except (OSError, ValueError):
-            return
-        finally:
-            carry_out(remote.gone(_OLD, asyncio.get_running_loop().time()))
-            channel.close()
-
-    async def close(self) -> None:
+    def close(self) -> None:
         """Follow no longer."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-
-def _take(remote: RemoteLeases, packet: Packet) -> list[Command]:
-    """Book what the old process says. Raises `ValueError`."""
-    return remote.receive(_OLD, from_wire(packet.changes), asyncio.get_running_loop().time())
+        if self._channel is not None:
+            self._channel.close()

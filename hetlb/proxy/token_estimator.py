@@ -25,7 +25,7 @@ _LEAST: Final = 0.5
 _MOST: Final = 16.0
 #: Tokens of an image before anything was learnt.
 START_TOKENS_PER_IMAGE: Final = 600.0
-#: A local tokenizer is asked for prompts up to this size: it takes about a millisecond for it.
+#: Maximum bytes of a prompt that a local tokenizer counts: it takes about a millisecond.
 _MAX_TOKENIZED_BYTES: Final = 64 << 10
 
 

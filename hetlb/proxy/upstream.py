@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from hetlb.proxy.engine_pools import EnginePool
 
 _MAX_HEAD_BYTES: Final = 32 << 10
-#: Interim answers (1xx) before the answer itself: more are none.
+#: Maximum number of interim answers (1xx).
 MAX_INTERIM: Final = 16
 #: Bytes of an answer that are looked at before other connections have their turn, where that is costly.
 TURN_BYTES: Final = 16 << 10
 #: A read of this size or more is a turn of its own: more is waiting in the kernel.
 _LARGE_READ: Final = 64 << 10
-#: Answers to requests of the proxy's own beyond this are none.
+#: Maximum bytes of the answer to a request of the proxy's own.
 _MAX_ANSWER_BYTES: Final = 4 << 20
 #: Bodies up to this size are written in one piece with their head.
 _COPIED_BYTES: Final = 16 << 10

@@ -10,12 +10,13 @@ from typing import Any
 from rich.console import Console
 
 from hetlb.config.profile_file import Profile
-from hetlb.errors import ConfigError, ProfileError
+from hetlb.errors import ConfigError
 from hetlb.plots import new_figure, plot_distribution, save_figure, tidy
 from hetlb.sim.against import Comparison
 from hetlb.sim.against_logs import Log
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
+from hetlb.sim.study import engine_of
 from hetlb.tables import table
 
 _MEASURED, _SIMULATED = "#24292f", "#d9480f"
@@ -44,15 +45,6 @@ def engines(path: Path, log: Log, profile: Profile | None) -> dict[str, EngineSp
         except ValueError as error:
             raise ConfigError(f"{path}: {name}: {error}") from error
     return found
-
-
-def engine_of(profile: Profile) -> EngineSpec:
-    """The engine of a profile. Raises `ProfileError` naming what it lacks."""
-    try:
-        limits = EngineLimits.from_capacity(profile.capacity)
-    except ValueError as error:
-        raise ProfileError(f"{profile.name}: {error}") from error
-    return EngineSpec(profile.latency, limits)
 
 
 def comparison_document(log: Log, profile: Profile | None, found: Comparison) -> dict[str, Any]:

@@ -20,18 +20,9 @@ class BlockPool:
     __slots__ = ("block_size", "total_blocks", "used_blocks")
 
     def __init__(self, total_blocks: int, block_size: int) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size: expected at least 1, got {block_size}")
-        if total_blocks < 1:
-            raise ValueError(f"total_blocks: expected at least 1, got {total_blocks}")
         self.block_size = block_size
         self.total_blocks = total_blocks
         self.used_blocks = 0
-
-    @classmethod
-    def of_tokens(cls, kv_cache_tokens: int, block_size: int) -> BlockPool:
-        """A pool of as many whole blocks as `kv_cache_tokens` tokens hold."""
-        return cls(kv_cache_tokens // block_size, block_size)
 
     @property
     def free_blocks(self) -> int:

@@ -50,11 +50,10 @@ from hetlb.sim.fleet_engine import (
     EngineSpec,
     FleetEngine,
 )
-from hetlb.sim.fleet_result import FleetResult
+from hetlb.sim.fleet_result import FleetMoment, FleetResult, FleetSeries
 from hetlb.sim.flights import EngineRun, Flight, leg_sequences
 from hetlb.sim.iterations import IterationEnd
 from hetlb.sim.kv_links import KvLinks, own_links
-from hetlb.sim.series import FleetMoment, FleetSeries
 from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.content import UNSHARED
 from hetlb.workload.records import Gaps

@@ -23,7 +23,7 @@ class KvBlocks:
     __slots__ = ("_caching", "_head", "_queued", "hit_tokens", "peak_blocks", "pool", "size")
 
     def __init__(self, limits: EngineLimits) -> None:
-        self.pool = BlockPool.of_tokens(limits.kv_cache_tokens, limits.block_size)
+        self.pool = BlockPool(limits.kv_blocks, limits.block_size)
         self.size = limits.block_size
         #: Tokens found in the cache since the start, and the most blocks in use at once.
         self.hit_tokens = 0

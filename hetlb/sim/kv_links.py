@@ -26,9 +26,6 @@ class KvLinks:
 
     rates: Mapping[Hashable, float]
     paths: Mapping[tuple[str, str], KvPath]
-    #: Bytes that went over each link, and the seconds in which it carried some.
-    sent_bytes: dict[Hashable, float] = field(default_factory=dict)
-    busy_s: dict[Hashable, float] = field(default_factory=dict)
     _free_at: dict[Hashable, float] = field(default_factory=dict)
 
     def send(self, source: str, target: str, tokens: int, now: float) -> float:
@@ -36,12 +33,8 @@ class KvLinks:
         path = self.paths[source, target]
         arrived = now
         for link, bytes_per_token in path.parts:
-            size = bytes_per_token * tokens
-            seconds = size / self.rates[link]
-            done = max(now, self._free_at.get(link, 0.0)) + seconds
+            done = max(now, self._free_at.get(link, 0.0)) + bytes_per_token * tokens / self.rates[link]
             self._free_at[link] = done
-            self.sent_bytes[link] = self.sent_bytes.get(link, 0.0) + size
-            self.busy_s[link] = self.busy_s.get(link, 0.0) + seconds
             arrived = max(arrived, done)
         return arrived + path.latency_s
 

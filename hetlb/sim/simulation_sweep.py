@@ -18,25 +18,28 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait as wait_for_any
-from typing import Any, TypeAlias
+from typing import Any
 
 from hetlb.core.latency import IterationRule
 from hetlb.core.objective import ServiceClass
-from hetlb.core.predictor import make_predictor
+from hetlb.core.predictor import Predictor, make_predictor
 from hetlb.core.setup import SchedulerSetup
+from hetlb.core.types import Request
 from hetlb.errors import HetlbError
 from hetlb.sim.alone import full_tokens_per_s, requests_while_full, run_alone
 from hetlb.sim.fleet_engine import EngineSpec
+from hetlb.sim.fleet_result import FleetSeries
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.reference import fixed_split
-from hetlb.sim.series import FleetSeries
 from hetlb.workload.arrivals import PlannedRequest, Waves, make_plan
 from hetlb.workload.content import PromptContent
+from hetlb.workload.records import latencies_s
 from hetlb.workload.traces import Row
 
 #: The arrivals that the trace recorded, in place of a rate.
 TRACE = "trace"
 _INFINITE = float("inf")
+#: Weight of a prompt token against one output token in `fixed_split`.
+_PROMPT_WEIGHT = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +100,9 @@ class StudyCell:
 
 @dataclass(slots=True)
 class Watched:
-    """Data of a picture of one run: latencies of the completed requests in seconds, and the fleet."""
+    """Data of a picture of one run: latencies of the completed requests by name in seconds, and the fleet."""
 
-    ttft_s: list[float]
-    tpot_s: list[float]
-    e2el_s: list[float]
+    latencies_s: dict[str, list[float]]
     series: FleetSeries
 
 
@@ -121,25 +122,6 @@ class Ran:
     watched: Watched | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Alone:
-    """One instance alone with all requests at once, in the order of the rows or of their arrival."""
-
-    instance: str
-    rate: float | str
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """The fixed division of all requests at once."""
-
-    seed: int
-    alone_tok_s: tuple[tuple[str, float], ...]
-
-
-_Task: TypeAlias = StudyCell | _Alone | _Split
-
-
 def run_sweep(
     study: Study,
     cells: Sequence[StudyCell],
@@ -154,33 +136,32 @@ def run_sweep(
     """
     # Alike engines are alike alone; and the order of the requests is the rows', unless arrivals are replayed.
     kinds = {study.engines[spec.name]: spec.name for spec in reversed(study.setup.specs)}
-    orders = {_order(cell.rate) for cell in cells}
-    alones = [_Alone(name, order) for order in sorted(orders, key=str) for name in kinds.values()]
+    alike = {spec.name: kinds[study.engines[spec.name]] for spec in study.setup.specs}
+    orders = sorted({_order(cell.rate) for cell in cells}, key=str)
     split_seeds = list(dict.fromkeys(cell.seed for cell in cells if cell.rate == _INFINITE))
-    tasks = len(alones) + len(split_seeds) + len(cells)
+    tasks = len(orders) * len(kinds) + len(split_seeds) + len(cells)
     with _Workers(study, min(jobs, tasks), lambda done: on_progress(done, tasks)) as workers:
-        alone = {task: workers.submit(task) for task in alones}
-        runs = [workers.submit(cell) for cell in cells]
+        alone = {
+            (order, name): workers.submit(_alone, name, order) for order in orders for name in kinds.values()
+        }
+        runs = [workers.submit(_run, cell) for cell in cells]
         workers.wait(alone.values())
         alone_tok_s, steady_tok_s = (
             {
-                order: {
-                    spec.name: alone[_Alone(kinds[study.engines[spec.name]], order)].result()[figure]
-                    for spec in study.setup.specs
-                }
+                order: {name: alone[order, kind].result()[figure] for name, kind in alike.items()}
                 for order in orders
             }
             for figure in (0, 1)
         )
-        splits = {
-            seed: workers.submit(_Split(seed, tuple(alone_tok_s[_INFINITE].items()))) for seed in split_seeds
-        }
+        splits = {seed: workers.submit(_split, seed, alone_tok_s[_INFINITE]) for seed in split_seeds}
         workers.wait([*runs, *splits.values()])
     ran = []
     for cell, future in zip(cells, runs, strict=True):
         summary, watched = future.result()
-        bound = {"total_token_throughput": sum(alone_tok_s[_order(cell.rate)].values())}
-        steady_bound = {"total_token_throughput": sum(steady_tok_s[_order(cell.rate)].values())}
+        bound, steady_bound = (
+            {"total_token_throughput": sum(each[_order(cell.rate)].values())}
+            for each in (alone_tok_s, steady_tok_s)
+        )
         split = splits[cell.seed].result() if cell.rate == _INFINITE else None
         ran.append(Ran(cell, summary, bound, steady_bound, split, watched))
     return ran
@@ -194,29 +175,60 @@ def _order(rate: float | str) -> float | str:
 # --- one task, in whichever process ---------------------------------------------------------------------
 
 
-def _perform(study: Study, task: _Task) -> Any:
-    if isinstance(task, StudyCell):
-        return _run(study, task)
-    if isinstance(task, _Alone):
-        return _alone(study, task)
-    plan = study.load.plan(_INFINITE, task.seed)
+def _split(study: Study, seed: int, alone: Mapping[str, float]) -> dict[str, float]:
+    """Throughput of the fixed division of all requests at once; `alone` in tokens/s."""
+    plan, setup = study.load.plan(_INFINITE, seed), study.setup
     oracle = {planned.index: max(1, planned.output_tokens) for planned in plan}
-    setup, alone = study.setup, dict(task.alone_tok_s)
-    predictor = make_predictor(
-        setup.predictor, rng=random.Random(task.seed), lengths=setup.lengths, oracle=oracle
-    )
+    predictor = make_predictor(setup.predictor, rng=random.Random(seed), lengths=setup.lengths, oracle=oracle)
     split = fixed_split(study.engines, plan, study.rule, alone, predictor, model=study.model)
     return {"total_token_throughput": split}
 
 
-def _alone(study: Study, task: _Alone) -> tuple[float, float]:
-    """Tokens/s of one instance alone: on all requests of a run, and while it is full."""
-    load, spec = study.load, study.engines[task.instance]
-    plan = load.plan(task.rate, 0)
+def fixed_split(
+    engines: Mapping[str, EngineSpec],
+    plan: Sequence[PlannedRequest],
+    rule: IterationRule,
+    alone: Mapping[str, float],
+    predictor: Predictor,
+    *,
+    model: str,
+) -> float:
+    """Throughput, tokens/s, of a division in proportion to `alone`, each engine running its part alone.
+
+    In plan order, with w = 0.15 * input + predicted output tokens, each request goes to the instance
+    j with the least (A_j + w) / alone_j; ties go to the first in `alone`.
+    """
+    assigned = dict.fromkeys(alone, 0.0)
+    parts: dict[str, list[PlannedRequest]] = {name: [] for name in alone}
+    for planned in plan:
+        request = Request(
+            id=planned.index,
+            model=model,
+            prompt_tokens=planned.prompt_tokens,
+            generates=planned.generates,
+            prompt_exact=True,
+            tenant=planned.tenant,
+        )
+        output = predictor.predict(request) if planned.generates else 0.0
+        work = planned.sequences * (_PROMPT_WEIGHT * planned.prompt_tokens + output)
+        able = [name for name, speed in alone.items() if speed > 0 and engines[name].fits(planned)]
+        if able:
+            chosen = min(able, key=lambda name: (assigned[name] + work) / alone[name])
+            assigned[chosen] += work
+            parts[chosen].append(planned)
+    runs = [run_alone(engines[name], part, rule) for name, part in parts.items() if part]
+    longest = max((run.seconds for run in runs), default=0.0)
+    return sum(run.tokens for run in runs) / longest if longest > 0 else 0.0
+
+
+def _alone(study: Study, name: str, order: float | str) -> tuple[float, float]:
+    """Tokens/s of one instance alone: on all requests of a run at once, in order, and while it is full."""
+    load, spec = study.load, study.engines[name]
+    plan = load.plan(order, 0)
     whole = run_alone(spec, plan, study.rule)
     count = requests_while_full(spec, plan)
     if count > load.count:
-        plan = replace(load, num_prompts=count).plan(task.rate, 0)
+        plan = replace(load, num_prompts=count).plan(order, 0)
     return whole.tokens_per_s, full_tokens_per_s(spec, plan, study.rule)
 
 
@@ -234,13 +246,8 @@ def _run(study: Study, cell: StudyCell) -> tuple[dict[str, Any], Watched | None]
     if series is None:
         return result.summary(), None
     done = [record for record in result.records if record.ok]
-    watched = Watched(
-        [ttft for record in done if (ttft := record.ttft_s) is not None],
-        [tpot for record in done if (tpot := record.tpot_s) is not None],
-        [record.e2el_s for record in done],
-        series,
-    )
-    return result.summary(), watched
+    times = {name: list(latencies_s(done, name)) for name in ("ttft", "tpot", "e2el")}
+    return result.summary(), Watched(times, series)
 
 
 # --- processes ------------------------------------------------------------------------------------------
@@ -276,13 +283,13 @@ class _Workers:
         for child in children:
             child.join()
 
-    def submit(self, task: _Task) -> Future[Any]:
-        """The result of a task, in time."""
+    def submit(self, task: Callable[..., Any], *args: Any) -> Future[Any]:
+        """The result of a function of the study and `args`, in time."""
         if self._pool is not None:
             with _interrupts_blocked():
-                return self._pool.submit(_perform_in_worker, task)
+                return self._pool.submit(_perform_in_worker, task, *args)
         future: Future[Any] = Future()
-        future.set_result(_perform(self._study, task))
+        future.set_result(task(self._study, *args))
         self._count()
         return future
 
@@ -329,6 +336,6 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _perform_in_worker(task: _Task) -> Any:
+def _perform_in_worker(task: Callable[..., Any], *args: Any) -> Any:
     assert _study is not None, "expected a process begun by _begin_worker"
-    return _perform(_study, task)
+    return task(_study, *args)

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from hetlb.config.fleet import Fleet
+from hetlb.config.profile_file import Profile
 from hetlb.core.latency import IterationRule
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.queue import QueueLimits
@@ -54,22 +55,26 @@ def make_study(
     return Study(setup, engines, name, rule, replace(load, rows=rows), classes)
 
 
+def engine_of(profile: Profile, where: str = "", **more: Any) -> EngineSpec:
+    """The engine of a profile; `more` are fields of its own. Raises `ProfileError` naming what it lacks."""
+    try:
+        return EngineSpec(profile.latency, EngineLimits.from_capacity(profile.capacity), **more)
+    except ValueError as error:
+        raise ProfileError(f"{where}{profile.name}: {error}") from error
+
+
 def _engine(fleet: Fleet, name: str, prefix_cache: bool) -> EngineSpec:
     """The simulated engine of an instance. Raises `InputError` naming what its profile lacks."""
     profile = fleet.profiles.get(name)
     if profile is None:
         raise ConfigError(f"{fleet.path}: {name}: profile: expected a latency profile to simulate, got none")
-    try:
-        limits = EngineLimits.from_capacity(profile.capacity)
-        return EngineSpec(
-            profile.latency,
-            limits,
-            prefix_cache=prefix_cache,
-            max_model_len=profile.capacity.max_model_len,
-            adapter_load_s=fleet.file.policy.adapter_load_s,
-        )
-    except ValueError as error:
-        raise ProfileError(f"{fleet.path}: {name}: {profile.name}: {error}") from error
+    return engine_of(
+        profile,
+        f"{fleet.path}: {name}: ",
+        prefix_cache=prefix_cache,
+        max_model_len=profile.capacity.max_model_len,
+        adapter_load_s=fleet.file.policy.adapter_load_s,
+    )
 
 
 def watch(cells: Sequence[StudyCell]) -> list[StudyCell]:

@@ -21,9 +21,9 @@ _THROUGHPUT_IN, _LATENCY_IN, _FLEET_IN = 3.2, 3.0, 3.6
 _COLUMNS = 4
 _DARK = "#24292f"
 _LATENCIES = {
-    "ttft_s": "time to first token, s",
-    "tpot_s": "time per output token, s",
-    "e2el_s": "end to end, s",
+    "ttft": "time to first token, s",
+    "tpot": "time per output token, s",
+    "e2el": "end to end, s",
 }
 
 _Looks = Mapping[str, Mapping[str, Any]]
@@ -82,8 +82,9 @@ def _draw_throughput(axis: Any, runs: Sequence[Mapping[str, Any]], looks: _Looks
 def _draw_latencies(axes: Any, watched: Sequence[Ran], looks: _Looks) -> None:
     for axis, (name, label) in zip(axes, _LATENCIES.items(), strict=True):
         for ran in watched:
+            assert ran.watched is not None
             policy = ran.cell.policy
-            plot_distribution(axis, getattr(ran.watched, name), label=policy, **looks[policy])
+            plot_distribution(axis, ran.watched.latencies_s[name], label=policy, **looks[policy])
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hetlb.stage.kv import BlockTable, StageBlocks
-from hetlb.stage.stage_messages import Opening, Pass, RouteHop, Sampling
+from hetlb.stage.stage_messages import Cause, Lost, Opening, Pass, RouteHop, Sampling
 
 
 @dataclass(slots=True, eq=False)
@@ -60,14 +60,6 @@ class Work:
     def samples(self) -> bool:
         """True if a token is sampled after its last row."""
         return self.last and self.lease.next_url is None
-
-
-@dataclass(frozen=True, slots=True)
-class GivenUp:
-    """A lease closed by the stage: preempted (empty reason), or unable to continue."""
-
-    lease: StageLease
-    reason: str
 
 
 class OutOfOrder(Exception):
@@ -123,14 +115,14 @@ class Batcher:
             if lease.closed:
                 self._pool.release(lease.table)
 
-    def form(self, accepts: Callable[[StageLease], bool]) -> tuple[list[Work], list[GivenUp]]:
+    def form(self, accepts: Callable[[StageLease], bool]) -> tuple[list[Work], list[Lost]]:
         """The next batch, and leases that were closed here for it.
 
         `accepts` is true for a lease whose output can be sent on now. Call `done` when the batch has run.
         """
         assert not self._running
         batch: dict[int, Work] = {}
-        given_up: list[GivenUp] = []
+        given_up: list[Lost] = []
         left: deque[Work] = deque()
         held_back: set[int] = set()
         budget = self._max_num_batched_tokens
@@ -148,7 +140,8 @@ class Batcher:
             if work.position != lease.computed:
                 self.waiting_bytes -= len(work.rows)
                 self.close(lease.id)
-                given_up.append(GivenUp(lease, f"a pass at {work.position} of {lease.computed} tokens"))
+                reason = f"a pass at {work.position} of {lease.computed} tokens"
+                given_up.append(Lost([lease.id], Cause.PATH, reason))
                 continue
             count = min(work.count, budget)
             if not self._make_room(lease, lease.computed + count, batch, given_up):
@@ -167,7 +160,7 @@ class Batcher:
         return list(batch.values()), given_up
 
     def _make_room(
-        self, lease: StageLease, tokens: int, batch: Mapping[int, Work], given_up: list[GivenUp]
+        self, lease: StageLease, tokens: int, batch: Mapping[int, Work], given_up: list[Lost]
     ) -> bool:
         """Reserve blocks; when too few are free, preempt younger leases outside the batch."""
         while not self._pool.reserve(lease.table, tokens):
@@ -179,12 +172,13 @@ class Batcher:
             victim = max(holding, key=lambda other: other.id, default=None)
             if victim is None and not batch:
                 self.close(lease.id)
-                given_up.append(GivenUp(lease, f"{tokens} tokens do not fit into its KV cache"))
+                reason = f"{tokens} tokens do not fit into its KV cache"
+                given_up.append(Lost([lease.id], Cause.PATH, reason))
                 return False
             if victim is None or victim.id < lease.id:
                 return False
             self.close(victim.id)
-            given_up.append(GivenUp(victim, ""))
+            given_up.append(Lost([victim.id], Cause.KV, ""))
         return True
 
 

@@ -11,12 +11,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from hetlb.config.yaml_file import read_object
+import msgspec
+from msgspec import Meta
+
+from hetlb.config.mistakes import one_of
+from hetlb.config.yaml_file import Positive, convert, read_object
 from hetlb.errors import ConfigError
 
-FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
+_Size: TypeAlias = Annotated[int, Meta(ge=1, lt=1 << 31)]
 _ROPES: Final = ("default", "linear", "llama3")
 
 
@@ -58,10 +62,8 @@ class Rope:
 class ModelConfig:
     """Shape of a Llama-type model. `windows` holds the sliding window of each layer, None for all tokens."""
 
-    family: str
     layers: int
     hidden: int
-    intermediate: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -83,126 +85,111 @@ class ModelConfig:
         return 2 * self.kv_heads * self.head_dim * itemsize
 
 
-class _Keys:
-    """Typed look-ups in config.json."""
+class _Scaling(msgspec.Struct, kw_only=True):
+    """`rope_parameters` as transformers 5 writes it, or `rope_scaling`."""
 
-    def __init__(self, path: Path, raw: dict[str, Any]) -> None:
-        self.path = path
-        self.raw = raw
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Positive | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: _Size | None = None
 
-    def whole(self, key: str, default: int | None = None) -> int:
-        value = self.raw.get(key)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 31:
-            raise self.error(key, "a whole number from 1", value)
-        return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.raw.get(key)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self.error(key, "a number above 0", value)
-        return float(value)
+class _ConfigJson(msgspec.Struct, kw_only=True):
+    """The keys of config.json that decide what is computed; null is as if there were no key."""
 
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.raw.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.error(key, "true or false", value)
-        return value
-
-    def error(self, key: str, expected: str, value: object) -> ConfigError:
-        return ConfigError(f"{self.path}: {key}: expected {expected}, got {str(value)[:60]!r}")
+    model_type: Literal["llama", "mistral", "qwen2", "qwen3"]
+    num_hidden_layers: _Size
+    hidden_size: _Size
+    num_attention_heads: _Size
+    vocab_size: _Size
+    num_key_value_heads: _Size | None = None
+    head_dim: _Size | None = None
+    hidden_act: Literal["silu"] = "silu"
+    rms_norm_eps: Positive | None = None
+    max_position_embeddings: _Size | None = None
+    rope_theta: Positive | None = None
+    rope_parameters: _Scaling | None = None
+    rope_scaling: _Scaling | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    sliding_window: _Size | None = None
+    use_sliding_window: bool | None = None
+    max_window_layers: Annotated[int, Meta(ge=0)] | None = None
+    layer_types: list[str] | None = None
+    quantization_config: Any = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
 
 
 def load_config(folder: Path) -> ModelConfig:
     """Read config.json of a model. Raises `ConfigError`."""
     path = folder / "config.json"
-    keys = _Keys(path, read_object(path))
-    raw = keys.raw
-    family = raw.get("model_type")
-    if family not in FAMILIES:
-        raise keys.error("model_type", f"one of {', '.join(FAMILIES)}", family)
-    if raw.get("quantization_config"):
-        raise keys.error("quantization_config", "none (weights in bf16, fp16 or fp32)", "one")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise keys.error("hidden_act", "silu", raw["hidden_act"])
-    layers, hidden, heads = (
-        keys.whole("num_hidden_layers"),
-        keys.whole("hidden_size"),
-        keys.whole("num_attention_heads"),
-    )
-    kv_heads = keys.whole("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise keys.error("num_key_value_heads", f"a divisor of {heads}", kv_heads)
-    max_positions = keys.whole("max_position_embeddings", 2048)
-    bias = keys.flag("attention_bias", family == "qwen2")
+    found = read_object(path)
+    try:
+        raw = convert({key: found[key] for key in _ConfigJson.__struct_fields__ if key in found}, _ConfigJson)
+        if raw.quantization_config:
+            raise ConfigError("quantization_config: expected none (weights in bf16, fp16 or fp32), got one")
+        heads, family = raw.num_attention_heads, raw.model_type
+        kv_heads = raw.num_key_value_heads or heads
+        if heads % kv_heads:
+            raise ConfigError(f"num_key_value_heads: expected a divisor of {heads}, got {kv_heads}")
+        max_positions = raw.max_position_embeddings or 2048
+        rope = _rope(raw, max_positions)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    bias = family == "qwen2" if raw.attention_bias is None else raw.attention_bias
     return ModelConfig(
-        family=family,
-        layers=layers,
-        hidden=hidden,
-        intermediate=keys.whole("intermediate_size"),
+        layers=raw.num_hidden_layers,
+        hidden=raw.hidden_size,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=keys.whole("head_dim", hidden // heads),
-        vocabulary=keys.whole("vocab_size"),
-        norm_eps=keys.number("rms_norm_eps", 1e-6),
-        rope=_rope(keys, max_positions),
+        head_dim=raw.head_dim or raw.hidden_size // heads,
+        vocabulary=raw.vocab_size,
+        norm_eps=raw.rms_norm_eps or 1e-6,
+        rope=rope,
         max_positions=max_positions,
-        tied=keys.flag("tie_word_embeddings", False),
+        tied=bool(raw.tie_word_embeddings),
         qkv_bias=bias or family == "qwen2",
         output_bias=bias and family in ("llama", "qwen3"),
-        mlp_bias=keys.flag("mlp_bias", False),
+        mlp_bias=bool(raw.mlp_bias),
         qk_norm=family == "qwen3",
-        windows=_windows(keys, family, layers),
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        windows=_windows(raw),
+        dtype=raw.dtype or raw.torch_dtype or "float32",
         fingerprint=hashlib.sha256(path.read_bytes()).hexdigest()[:16],
     )
 
 
-def _rope(keys: _Keys, max_positions: int) -> Rope:
-    """`rope_parameters` as transformers 5 writes it, else `rope_theta` and `rope_scaling`."""
-    scaling = keys.raw.get("rope_parameters") or keys.raw.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        raise keys.error("rope_scaling", "a mapping", scaling)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+def _rope(raw: _ConfigJson, max_positions: int) -> Rope:
+    """The rotary embedding. Raises `ConfigError`."""
+    scaling = raw.rope_parameters or raw.rope_scaling or _Scaling()
+    kind = scaling.rope_type or scaling.type or "default"
     if kind not in _ROPES:
-        raise keys.error("rope_scaling.rope_type", f"one of {', '.join(_ROPES)}", kind)
-    inner = _Keys(keys.path, scaling)
-    theta = inner.number("rope_theta", keys.number("rope_theta", 10000.0))
+        raise ConfigError(f"rope_scaling.rope_type: {one_of(kind, _ROPES)}")
+    theta = scaling.rope_theta or raw.rope_theta or 10000.0
     if kind == "default":
         return Rope(theta)
-    if kind == "linear":
-        return Rope(theta, kind, inner.number("factor"))
-    return Rope(
-        theta,
-        kind,
-        inner.number("factor"),
-        inner.number("low_freq_factor"),
-        inner.number("high_freq_factor"),
-        inner.whole("original_max_position_embeddings", max_positions),
-    )
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if scaling.factor is None or (kind == "llama3" and (low is None or high is None)):
+        raise ConfigError(f"rope_scaling: expected all factors of rope_type {kind}, but a key is missing")
+    positions = scaling.original_max_position_embeddings or max_positions
+    return Rope(theta, kind, scaling.factor, low or 1.0, high or 4.0, positions)
 
 
-def _windows(keys: _Keys, family: str, layers: int) -> tuple[int | None, ...]:
+def _windows(raw: _ConfigJson) -> tuple[int | None, ...]:
     """Sliding window by layer. Qwen slides only with `use_sliding_window`, from `max_window_layers` on."""
-    if keys.raw.get("sliding_window") is None or family == "llama":
-        return (None,) * layers
-    window = keys.whole("sliding_window")
-    if family == "mistral":
+    layers, window = raw.num_hidden_layers, raw.sliding_window
+    if raw.model_type == "mistral":
         return (window,) * layers
-    if not keys.flag("use_sliding_window", False):
+    if raw.model_type == "llama" or not raw.use_sliding_window:
         return (None,) * layers
-    kinds = keys.raw.get("layer_types")
-    if isinstance(kinds, list) and len(kinds) == layers:
+    kinds = raw.layer_types
+    if kinds is not None and len(kinds) == layers:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    full = keys.raw.get("max_window_layers")
-    full = layers if full is None else full
-    if type(full) is not int or full < 0:
-        raise keys.error("max_window_layers", "a whole number from 0", full)
+    full = layers if raw.max_window_layers is None else raw.max_window_layers
     return tuple(window if layer >= full else None for layer in range(layers))
 
 

@@ -16,7 +16,7 @@ from aiohttp import web
 import hetlb
 from hetlb.app_listener import AppListener
 from hetlb.core.types import RejectReason
-from hetlb.openai.answers import DONE, Envelope, event, usage
+from hetlb.openai.answers import DONE, Envelope, event, model_list, usage
 from hetlb.openai.application import application
 from hetlb.openai.requests import ApiError, ChatRequest, unknown_model
 from hetlb.stage.coordinator import Coordinator, Sequence
@@ -96,15 +96,8 @@ class OpenAIServer:
         return web.json_response({"version": f"hetlb-{hetlb.__version__}"})
 
     async def _models(self, request: web.Request) -> web.Response:
-        card = {
-            "id": self._model,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "hetlb",
-            "root": str(self._coordinator.group.folder),
-            "max_model_len": self._coordinator.max_model_len,
-        }
-        return web.json_response({"object": "list", "data": [card]})
+        root, longest = str(self._coordinator.group.folder), self._coordinator.max_model_len
+        return web.json_response(model_list([self._model], "hetlb", root, int(time.time()), longest))
 
     async def _metrics(self, request: web.Request) -> web.Response:
         text = render_coordinator(self._coordinator, self._prompt_tokens, self._generated_tokens)

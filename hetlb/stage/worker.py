@@ -12,7 +12,7 @@ import contextlib
 import logging
 import ssl
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
@@ -22,7 +22,7 @@ from aiohttp import web
 from hetlb.app_listener import AppListener
 from hetlb.core.paths.stages import Curve
 from hetlb.stage.auth import Challenges, NotProven
-from hetlb.stage.batching import Batcher, GivenUp, OutOfOrder, StageLease, Work
+from hetlb.stage.batching import Batcher, OutOfOrder, StageLease, Work
 from hetlb.stage.kv import StageBlocks
 from hetlb.stage.runner import DeviceFault, Result, RowFailed, Runner, Sampled, run_apart
 from hetlb.stage.stage_channel import SILENCE_S, Peers, StageChannel
@@ -269,7 +269,9 @@ class StageWorker:
         """Run batches until the device fails or a batch hangs."""
         while True:
             works, given_up = self._batcher.form(self._accepts)
-            self._report(given_up)
+            for lost in given_up:
+                self.counters.preemptions += lost.cause is Cause.KV
+                self._give_up(lost.leases, lost.cause, lost.reason)
             if self._batcher.waiting_bytes <= MOST_WAITING_BYTES:
                 self._room.set()
             if not works:
@@ -316,12 +318,6 @@ class StageWorker:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await asyncio.gather(*(channel.flush() for channel in self._coordinators.values()))
-
-    def _report(self, given_up: Iterable[GivenUp]) -> None:
-        for each in given_up:
-            preempted = not each.reason
-            self.counters.preemptions += preempted
-            self._give_up([each.lease.id], Cause.KV if preempted else Cause.PATH, each.reason)
 
     def _pass_on(self, works: Sequence[Work], results: Sequence[Result]) -> None:
         """Send tokens to their coordinators and activations to the next stages."""

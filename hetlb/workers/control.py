@@ -7,10 +7,12 @@ large (the state of the fleet) goes as a memory file, of which the packet carrie
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import pickle
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -86,6 +88,20 @@ class ChildControl:
         if not data:
             raise EOFError
         return pickle.loads(data), fds
+
+    def listen(self, hear: Callable[[Packet, list[int]], None], gone: Callable[[], None]) -> None:
+        """Call `hear` with every packet that comes, and `gone` once the other end is gone."""
+        loop, fd = asyncio.get_running_loop(), self.fileno()
+
+        def ready() -> None:
+            try:
+                while (received := self.receive()) is not None:
+                    hear(*received)
+            except EOFError:
+                loop.remove_reader(fd)
+                gone()
+
+        loop.add_reader(fd, ready)
 
     def close(self) -> None:
         """Close this end."""

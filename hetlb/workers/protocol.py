@@ -1,9 +1,9 @@
-"""Messages between a relay and the scheduler process, version 3 (rules: docs/reference/messages.md).
+"""Messages between a relay and the scheduler process, version 4 (rules: docs/reference/messages.md).
 
-A relay owns sockets and exchanges, the scheduler process decides. A frame is a length of four bytes
-(big-endian) and a MessagePack array of messages; a message is an array that begins with its number. Fields
-may be appended within a version: a reader ignores those that it does not know. Times are in seconds and
-relative to now, so that the two sides need no common clock.
+A relay owns sockets and exchanges, the scheduler process decides. They speak over a `MessageChannel`; a
+message is an array that begins with its number. Fields may be appended within a version: a reader ignores
+those that it does not know. Times are in seconds and relative to now, so that the two sides need no common
+clock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from hetlb.core.types import RejectReason
 from hetlb.proxy.lease_wire import RequestFacts, WireBegun, WireBooked, WireEnded
 
-VERSION: Final = 3
+VERSION: Final = 4
 
 
 class RelayMessage(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -33,7 +33,7 @@ class LiveRequest(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class Arrival(RelayMessage, tag=1, frozen=True):
-    """A request to be dispatched; answered by `DispatchMessage`, `Rejected` or `Refused`.
+    """A request to be dispatched; answered by `DispatchMessage` or `Rejected`.
 
     `response` is the id of an earlier answer that the request asks for (`strict`) or continues; the scheduler
     process pins the request to the instance that keeps it. `owner` is the tenant whose key came with it. Its
@@ -95,12 +95,12 @@ class Made(RelayMessage, tag=7, frozen=True):
 
 
 class Report(RelayMessage, tag=8, frozen=True):
-    """Counters, every half second and when asked. All but `number` may be empty.
+    """Counters, every half second and when asked.
 
-    `number` is that of the `Ask` it answers, else 0. `totals` holds all counters since the relay began
-    (pickled `Totals`). `tokens` are output tokens so far by lease, `streaming` the
-    instances of which part of an answer came lately, `learnt` bytes and tokens of prompts by model, `recent`
-    what ended since the last report (pickled `Recent`).
+    `number` is that of the last `Ask`. `totals` holds all counters since the relay began (pickled `Totals`).
+    `tokens` are output tokens so far by lease, `streaming` the instances of which part of an answer came
+    lately, `learnt` bytes and tokens of prompts by model, `recent` what ended since the last report (pickled
+    `Recent`).
     """
 
     number: int
@@ -134,13 +134,6 @@ class Used(RelayMessage, tag=12, frozen=True):
     last: bool
 
 
-class Prepared(RelayMessage, tag=9, frozen=True):
-    """The answer to `Prepare`: "" or why the relay cannot serve that fleet."""
-
-    number: int
-    error: str
-
-
 # --- from the scheduler process ---
 
 
@@ -165,35 +158,27 @@ class DispatchMessage(RelayMessage, tag=33, frozen=True):
 
 
 class Rejected(RelayMessage, tag=34, frozen=True):
-    """Answer the client: the scheduler turned the request down."""
+    """Answer the client: the scheduler turned the request down.
 
-    request: int
-    reason: RejectReason
-    detail: str
-    retry_after_s: float | None
-
-
-class Refused(RelayMessage, tag=35, frozen=True):
-    """Answer the client with this status and sentence: what the request asked for is not there.
-
-    429: a limit of its key is reached; the client may come again after `retry_after_s`; `lines` are header
-    lines of the answer.
+    Without a `reason` it has this status: what it asked for is not there, or (429) a limit of its key is
+    reached. The client may come again after `retry_after_s`; `lines` are header lines of the answer.
     """
 
     request: int
-    status: int
-    message: str
+    reason: RejectReason | None
+    detail: str
     retry_after_s: float | None = None
+    status: int = 0
     lines: bytes = b""
 
 
-class PassOnMessage(RelayMessage, tag=36, frozen=True):
+class PassOnMessage(RelayMessage, tag=35, frozen=True):
     """Let the client have the answer of the engine that is busy."""
 
     request: int
 
 
-class AbortMessage(RelayMessage, tag=37, frozen=True):
+class AbortMessage(RelayMessage, tag=36, frozen=True):
     """Stop a request's work at its engine and end it."""
 
     request: int
@@ -215,19 +200,15 @@ class InstanceAddress(msgspec.Struct, array_like=True, gc=False, frozen=True):
     leaves_in_s: float | None = None
 
 
-class Instances(RelayMessage, tag=38, frozen=True):
-    """All instances, before the first `DispatchMessage` and before any to one that is new."""
+class ViewMessage(RelayMessage, tag=37, frozen=True):
+    """State that relays answer from: instances, served names, `/v1/models` (a JSON array), readiness.
 
-    instances: list[InstanceAddress]
-
-
-class ViewMessage(RelayMessage, tag=39, frozen=True):
-    """State that relays answer from: served names, `/v1/models` (a JSON array), readiness.
-
+    It comes before the first `DispatchMessage` and before any to an instance that is new.
     `block_tokens` are those of a block of engines that publish KV events, 0 where none does. `down` are names
     of which no instance takes requests.
     """
 
+    instances: list[InstanceAddress]
     names: list[str]
     only_model: str
     models: bytes
@@ -236,7 +217,7 @@ class ViewMessage(RelayMessage, tag=39, frozen=True):
     down: list[str] = []
 
 
-class Learnt(RelayMessage, tag=40, frozen=True):
+class Learnt(RelayMessage, tag=38, frozen=True):
     """Bytes and tokens of a model's prompts, learnt by other relays."""
 
     model: str
@@ -244,48 +225,45 @@ class Learnt(RelayMessage, tag=40, frozen=True):
     tokens: int
 
 
-class WaitingMessage(RelayMessage, tag=44, frozen=True):
+class WaitingMessage(RelayMessage, tag=39, frozen=True):
     """True if requests wait for an instance: while none do, `LeaseChange` may come late."""
 
     requests: bool
 
 
-class Ask(RelayMessage, tag=41, frozen=True):
+class Ask(RelayMessage, tag=40, frozen=True):
     """Send a `Report` with this number now."""
 
     number: int
 
 
-class Prepare(RelayMessage, tag=42, frozen=True):
-    """Read the keys and certificates of another fleet, which `Commit` may put in force (pickled `Fleet`)."""
+class Reload(RelayMessage, tag=41, frozen=True):
+    """Serve another fleet (pickled) from now on; it is reload number `generation`.
 
-    number: int
+    The scheduler process has read its keys and certificates; a relay that cannot read them leaves.
+    """
+
+    generation: int
     fleet: bytes
 
 
-class Commit(RelayMessage, tag=43, frozen=True):
-    """Serve the prepared fleet from now on."""
-
-    number: int
-
-
 FromRelay: TypeAlias = (
-    Arrival | Hello | LeaseChange | Busy | Cancelled | Made | Report | Prepared | CameBack | ModelsRead | Used
+    Arrival | Hello | LeaseChange | Busy | Cancelled | Made | Report | CameBack | ModelsRead | Used
 )
 FromScheduler: TypeAlias = (
     DispatchMessage
     | Rejected
-    | Refused
     | PassOnMessage
     | AbortMessage
-    | Instances
     | ViewMessage
     | Learnt
     | WaitingMessage
     | Ask
-    | Prepare
-    | Commit
+    | Reload
 )
+
+FROM_RELAY: Final = msgspec.msgpack.Decoder(list[FromRelay])
+FROM_SCHEDULER: Final = msgspec.msgpack.Decoder(list[FromScheduler])
 
 
 class RelayProtocolError(msgspec.DecodeError):

@@ -22,37 +22,33 @@ import msgspec
 
 from hetlb.config.fleet import Fleet
 from hetlb.errors import HetlbError
-from hetlb.proxy.access import Access, EngineAccess
+from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.front import Front
+from hetlb.proxy.message_channel import MessageChannel
 from hetlb.proxy.scheduler_driver import EMITS_S
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.service import require_urls, tune_gc
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.recent import Recent
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
-from hetlb.workers.control import ChildControl, ChildState
+from hetlb.workers.control import ChildControl, ChildState, Packet
 from hetlb.workers.protocol import (
+    FROM_SCHEDULER,
     VERSION,
     AbortMessage,
     Ask,
-    Commit,
     DispatchMessage,
     FromScheduler,
     Hello,
-    InstanceAddress,
-    Instances,
     Learnt,
     PassOnMessage,
-    Prepare,
-    Prepared,
-    Refused,
     Rejected,
+    Reload,
     Report,
     ViewMessage,
     WaitingMessage,
 )
-from hetlb.workers.relay_channel import FROM_SCHEDULER, RelayChannel
 from hetlb.workers.relay_driver import ID_BITS, RelayDriver
 
 logger = logging.getLogger("hetlb.workers")
@@ -82,14 +78,14 @@ class Relay:
         self.driver.identify(state.own)
         self._server = ProxyServer(self.driver, self)
         self._front = Front(self.driver, self._server, fleet, self._access)
-        self._channel: RelayChannel[FromScheduler] | None = None
+        self._channel: MessageChannel[FromScheduler] | None = None
         self._scheduler = 0
         self._models: list[dict[str, Any]] = []
         self._routable = self._stopping = False
         self._looked = asyncio.Event()
         self._stop = asyncio.Event()
         self._hurry = False
-        self._prepared: tuple[int, Fleet, Access] | None = None
+        self._asked = 0
         self._reporter: asyncio.TimerHandle | None = None
         self._opening: set[asyncio.Task[None]] = set()
 
@@ -108,7 +104,7 @@ class Relay:
     async def run(self, listeners: Sequence[socket.socket]) -> None:
         """Serve on bound `listeners` until stopped."""
         self._loop.add_signal_handler(signal.SIGTERM, self._stop.set)
-        self._loop.add_reader(self._control.fileno(), self._on_control)
+        self._control.listen(self._hear, self._stop.set)
         whole = stat.S_ISREG(os.fstat(sys.stderr.fileno()).st_mode)
         # A file takes a batch of lines in one piece, a pipe does not.
         self._front.open_log(None if whole else select.PIPE_BUF)
@@ -131,34 +127,29 @@ class Relay:
         if self._reporter is not None:
             self._reporter.cancel()
         await self._front.close()
-        self._report(0)
+        self._report()
         if self._channel is not None:
             self._channel.close()
             await asyncio.sleep(0)
 
-    def _on_control(self) -> None:
-        """Handle supervisor messages; leave when the supervisor is gone."""
-        try:
-            while (received := self._control.receive()) is not None:
-                (kind, *rest), fds = received
-                if kind == "ping":
-                    self._control.send("pong", len(self._server.connections))
-                elif kind == "scheduler":
-                    task = asyncio.create_task(self._connect(rest[0], socket.socket(fileno=fds[0])))
-                    self._opening.add(task)
-                    task.add_done_callback(self._opening.discard)
-                elif kind == "stopping":
-                    self._stopping = True
-                elif kind == "leave":
-                    self._server.leave()
-                elif kind == "stop":
-                    self._hurry = rest[0]
-                    self._stop.set()
-                    if self._hurry:
-                        self.driver.shut_down()
-        except EOFError:
-            self._loop.remove_reader(self._control.fileno())
+    def _hear(self, packet: Packet, fds: list[int]) -> None:
+        """Handle a packet of the supervisor."""
+        kind, *rest = packet
+        if kind == "ping":
+            self._control.send("pong", len(self._server.connections))
+        elif kind == "scheduler":
+            task = asyncio.create_task(self._connect(rest[0], socket.socket(fileno=fds[0])))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+        elif kind == "stopping":
+            self._stopping = True
+        elif kind == "leave":
+            self._server.leave()
+        elif kind == "stop":
+            self._hurry = rest[0]
             self._stop.set()
+            if self._hurry:
+                self.driver.shut_down()
 
     # --- the scheduler process ---
 
@@ -166,7 +157,7 @@ class Relay:
         """Connect to a scheduler process; send it live leases, then waiting requests."""
         if self._channel is not None:
             self._lost(self._channel)
-        channel: RelayChannel[FromScheduler] = RelayChannel(
+        channel: MessageChannel[FromScheduler] = MessageChannel(
             FROM_SCHEDULER, self._receive, lambda: self._lost(channel)
         )
         await channel.open(end)
@@ -174,7 +165,7 @@ class Relay:
         channel.send(Hello(VERSION, self._life, self._generation, self._scheduling.live_leases()))
         self._scheduling.connected(channel)
 
-    def _lost(self, channel: RelayChannel[FromScheduler]) -> None:
+    def _lost(self, channel: MessageChannel[FromScheduler]) -> None:
         """Drop a closed channel."""
         if channel is not self._channel:
             return
@@ -188,10 +179,8 @@ class Relay:
         for message in messages:
             if isinstance(message, DispatchMessage):
                 scheduling.dispatch(message)
-            elif isinstance(message, Rejected | Refused | PassOnMessage | AbortMessage):
+            elif isinstance(message, Rejected | PassOnMessage | AbortMessage):
                 scheduling.answer(message)
-            elif isinstance(message, Instances):
-                self._set_instances(message.instances)
             elif isinstance(message, ViewMessage):
                 self._set_view(message)
             elif isinstance(message, Learnt):
@@ -199,49 +188,35 @@ class Relay:
             elif isinstance(message, WaitingMessage):
                 scheduling.others_wait = message.requests
             elif isinstance(message, Ask):
-                self._report(message.number)
-            elif isinstance(message, Prepare):
-                self._prepare(message)
-            elif isinstance(message, Commit):
-                self._commit(message.number)
+                self._asked = message.number
+                self._report()
+            elif isinstance(message, Reload):
+                self._reload(message)
 
-    def _set_instances(self, addresses: list[InstanceAddress]) -> None:
+    def _set_view(self, view: ViewMessage) -> None:
         access = self._access
         self._engines.clear()
-        for each in addresses:
+        for each in view.instances:
             if each.registered:
                 self._engines[each.name] = access.unlisted(each.url, each.model, each.address)
             elif each.name in access.engines:
                 self._engines[each.name] = access.engines[each.name]
-        self._scheduling.instances(addresses)
-
-    def _set_view(self, view: ViewMessage) -> None:
         self._scheduling.set_view(view)
         self._models = msgspec.json.decode(view.models)
         self._routable = view.routable
         self._looked.set()
 
-    # --- reloads ---
-
-    def _prepare(self, message: Prepare) -> None:
-        """Read the keys of another fleet; they may not be there."""
-        error = ""
+    def _reload(self, message: Reload) -> None:
+        """Serve another fleet; leave where its keys cannot be read here."""
+        fleet: Fleet = pickle.loads(message.fleet)
         try:
-            fleet: Fleet = pickle.loads(message.fleet)
-            self._prepared = message.number, fleet, require_urls(fleet)
-        except HetlbError as caught:
-            error = str(caught)
-        if self._channel is not None:
-            self._channel.send(Prepared(message.number, error))
-
-    def _commit(self, number: int) -> None:
-        if self._prepared is None or self._prepared[0] != number:
-            text = "relay %d cannot follow a reload: it leaves"
-            tell(logger, Event.WORKER_FAILED, text, self.number, worker=f"relay {self.number}")
+            self._access = require_urls(fleet)
+        except HetlbError as error:
+            text = "relay %d cannot follow a reload: %s: it leaves"
+            tell(logger, Event.WORKER_FAILED, text, self.number, error, worker=f"relay {self.number}")
             self._stop.set()
             return
-        self._generation, self._fleet, self._access = self._prepared
-        self._prepared = None
+        self._generation, self._fleet = message.generation, fleet
         self._engines.update(self._access.engines)
         self._front.configure(self._fleet, self._access)
 
@@ -249,9 +224,9 @@ class Relay:
 
     def _report_often(self) -> None:
         self._reporter = self._loop.call_later(REPORT_S, self._report_often)
-        self._report(0)
+        self._report()
 
-    def _report(self, number: int) -> None:
+    def _report(self) -> None:
         """Send the counters."""
         channel, driver, scheduling = self._channel, self.driver, self._scheduling
         if channel is None:
@@ -261,7 +236,7 @@ class Relay:
         learnt, scheduling.learnt = scheduling.learnt, {}
         channel.send(
             Report(
-                number,
+                self._asked,
                 pickle.dumps(totals, pickle.HIGHEST_PROTOCOL),
                 self._front.lost_lines,
                 [(each.id, driver.tokens_so_far(each)) for each in scheduling.recent if not each.ended],

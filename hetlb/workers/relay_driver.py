@@ -22,6 +22,7 @@ from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.lease_wire import RequestFacts, WireBegun, WireBooked, WireEnded
 from hetlb.proxy.limits import Ticket
+from hetlb.proxy.message_channel import MessageChannel
 from hetlb.proxy.scheduler_side import SchedulerSide
 from hetlb.served_models import read_model_list
 from hetlb.workers.protocol import (
@@ -38,13 +39,11 @@ from hetlb.workers.protocol import (
     Made,
     ModelsRead,
     PassOnMessage,
-    Refused,
     Rejected,
     RelayMessage,
     Used,
     ViewMessage,
 )
-from hetlb.workers.relay_channel import RelayChannel
 
 #: Bits of a request's id below the number of its relay.
 ID_BITS: Final = 32
@@ -60,7 +59,7 @@ class RelayDriver(SchedulerSide):
         super().__init__()
         self._limits = limits
         self._driver = driver
-        self._channel: RelayChannel[FromScheduler] | None = None
+        self._channel: MessageChannel[FromScheduler] | None = None
         self._alone_since = driver.now()
         self._targets: dict[str, Target] = {}
         #: Incarnations of the instances as the scheduler process numbers them.
@@ -75,7 +74,7 @@ class RelayDriver(SchedulerSide):
         driver.pools.on_reconnect = self.reconnected
         #: True if requests wait somewhere: what frees an instance is said at once then.
         self.others_wait = False
-        self._view = ViewMessage([], "", b"[]", False)
+        self._view = ViewMessage([], [], "", b"[]", False)
         self._served: frozenset[str] = frozenset()
 
     # --- the channel ---
@@ -93,7 +92,7 @@ class RelayDriver(SchedulerSide):
             live.append(LiveRequest(WireBooked.of(booked(lease, now)), exchange.tenant))
         return live
 
-    def connected(self, channel: RelayChannel[FromScheduler]) -> None:
+    def connected(self, channel: MessageChannel[FromScheduler]) -> None:
         """Send waiting requests, oldest first, to a scheduler process that has the live leases."""
         self._channel = channel
         self._incarnations.clear()
@@ -122,6 +121,7 @@ class RelayDriver(SchedulerSide):
 
     def set_view(self, view: ViewMessage) -> None:
         """The fleet is so, as the scheduler process says."""
+        self._set_instances(view.instances)
         self._view, self._served = view, frozenset(view.names)
 
     @property
@@ -150,7 +150,7 @@ class RelayDriver(SchedulerSide):
         names = self._read.get(lease.instance)
         return not names or lease.request.model in names
 
-    def instances(self, addresses: Iterable[InstanceAddress]) -> None:
+    def _set_instances(self, addresses: Iterable[InstanceAddress]) -> None:
         """These are all instances. Their incarnations are numbered here: they outlive a scheduler process."""
         targets: dict[str, Target] = {}
         incarnations: dict[str, int] = {}
@@ -268,18 +268,19 @@ class RelayDriver(SchedulerSide):
         lease.beside = command.mixed
         exchange.dispatched(lease, command.gives_ids)
 
-    def answer(self, command: Rejected | Refused | PassOnMessage | AbortMessage) -> None:
+    def answer(self, command: Rejected | PassOnMessage | AbortMessage) -> None:
         """Apply the scheduler process's answer to a request, unless it has ended."""
         exchange = self._driver.exchanges.get(command.request)
         if exchange is None:
             return
         if isinstance(command, Rejected):
-            reject = Reject(command.request, command.reason, command.detail)
-            self._driver.reject(reject, command.retry_after_s)
-        elif isinstance(command, Refused):
-            limited = command.status == error_responses.RATE_LIMITED.status
-            kind = error_responses.RATE_LIMITED if limited else error_responses.bad_request(command.status)
-            exchange.refuse(kind, command.message, command.retry_after_s, command.lines)
+            if command.reason is not None:
+                kind = error_responses.REJECTIONS[command.reason]
+            elif command.status == error_responses.RATE_LIMITED.status:
+                kind = error_responses.RATE_LIMITED
+            else:
+                kind = error_responses.bad_request(command.status)
+            exchange.refuse(kind, command.detail, command.retry_after_s, command.lines)
         elif isinstance(command, AbortMessage):
             exchange.client_gone()
         else:

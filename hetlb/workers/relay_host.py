@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from hetlb.core.instance import Instance
@@ -26,6 +26,7 @@ from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.http1 import GateError
 from hetlb.proxy.lease_wire import WireBegun
 from hetlb.proxy.limits import Ticket
+from hetlb.proxy.message_channel import MessageChannel
 from hetlb.proxy.scheduler_driver import EMITS_S, SchedulerDriver
 from hetlb.proxy.scheduler_side import Carrier
 from hetlb.proxy.telemetry.counters import Totals
@@ -40,14 +41,12 @@ from hetlb.workers.protocol import (
     LeaseChange,
     Made,
     ModelsRead,
-    Prepared,
     Report,
     Used,
 )
-from hetlb.workers.relay_channel import RelayChannel
 from hetlb.workers.relay_driver import ID_BITS
 
-#: Arrivals wait so long for the live leases of other relays when a scheduler process begins.
+#: Relays wait so long for the live leases of the others when a scheduler process begins, in seconds.
 RESTORE_S: Final = 0.2
 
 
@@ -57,23 +56,15 @@ class RelayLink:
     def __init__(self, life: int, number: int) -> None:
         self.life = life
         self.number = number
-        self.channel: RelayChannel[FromRelay] | None = None
+        self.channel: MessageChannel[FromRelay] | None = None
         self.greeted = False
         self.report = Report(0)
         self.tokens: dict[int, int] = {}
-        #: Answers that are waited for: reports and preparations, by number.
-        self.asked: dict[int, asyncio.Future[str]] = {}
 
     def send(self, message: protocol.RelayMessage) -> None:
         """Send a message; dropped where the relay is gone."""
         if self.channel is not None:
             self.channel.send(message)
-
-    def answered(self, number: int, answer: str) -> None:
-        """Resolve the question with this number."""
-        asked = self.asked.pop(number, None)
-        if asked is not None and not asked.done():
-            asked.set_result(answer)
 
     @property
     def totals(self) -> Totals | None:
@@ -117,14 +108,15 @@ class _OpenRequest:
 class RelayHost(Carrier):
     """Relays' requests, for the scheduler of this process: `scheduling` drives it.
 
-    `on_view` is called when what relays answer may differ, `on_report` with each report.
+    `on_view` is called when what relays answer may differ (True: before the next dispatch), `on_report` with
+    each report.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         loop: asyncio.AbstractEventLoop,
-        on_view: Callable[[], None],
+        on_view: Callable[[bool], None],
         on_report: Callable[[RelayLink, Report], None],
     ) -> None:
         super().__init__(loop)
@@ -135,16 +127,13 @@ class RelayHost(Carrier):
         self._on_report = on_report
         self._open: dict[RequestId, _OpenRequest] = {}
         self._streaming_at: dict[str, float] = {}
-        #: Relays whose live leases are waited for, and the arrivals that wait for them.
+        #: Relays whose live leases are waited for, and what the others said meanwhile.
         self._awaited: set[int] = set()
-        self._early: list[tuple[RelayLink, Arrival]] = []
-        #: Instances that stand in no file, and the addresses that they must have (None where the name
-        #: resolves itself): their owner alone changes this.
-        self.registered: Mapping[str, str | None] = {}
+        self._early: list[tuple[RelayLink, list[FromRelay]]] = []
         #: Called with an instance and its `/v1/models` after its engine closed connections.
         self.on_models: Callable[[str, bytes], None] | None = None
-        #: Reloads of the fleet so far: a relay that serves another one is replaced.
-        self.generation = 0
+        #: The fleet that relays must serve.
+        self.reload = protocol.Reload(0, b"")
         #: True if requests wait, as the relays know it.
         self._waiting = False
 
@@ -159,7 +148,7 @@ class RelayHost(Carrier):
     # --- relays ---
 
     def expect(self, lives: Iterable[int]) -> None:
-        """Hold arrivals for a moment until these relays have told their live leases."""
+        """Hear nothing else for a moment until these relays have told their live leases."""
         self._awaited.update(lives)
         if self._awaited:
             self.loop.call_later(RESTORE_S, self._restored)
@@ -167,7 +156,6 @@ class RelayHost(Carrier):
     def connected(self, link: RelayLink) -> None:
         """A channel to a relay is open."""
         self.links.append(link)
-        link.send(instances_message(self.scheduler, self.registered, self.now()))
         link.send(protocol.WaitingMessage(self._waiting))
 
     def disconnected(self, link: RelayLink) -> None:
@@ -176,9 +164,6 @@ class RelayHost(Carrier):
             return
         self.links.remove(link)
         link.channel = None
-        for answer in link.asked.values():
-            if not answer.done():
-                answer.set_result("the relay is gone")
         self._awaited.discard(link.life)
         self._early = [early for early in self._early if early[0] is not link]
         for open_request in [each for each in self._open.values() if each.link is link]:
@@ -201,15 +186,22 @@ class RelayHost(Carrier):
     # --- messages of relays ---
 
     def receive(self, link: RelayLink, messages: list[FromRelay]) -> None:
-        """Handle a batch of messages."""
+        """Handle a batch of messages; it may wait for the live leases of other relays."""
         now = self.now()
+        if not link.greeted and messages:
+            first, messages = messages[0], messages[1:]
+            self._greeted(link, first, now)
+        if self._awaited:
+            self._early.append((link, messages))
+            return
         for message in messages:
             if isinstance(message, Arrival):
                 self._arrived(link, message, now)
             elif isinstance(message, LeaseChange):
                 self._changed(message, now)
             elif isinstance(message, Cancelled):
-                self._cancelled(message.request, now)
+                if (found := self._open.get(message.request)) is not None:
+                    self._end(found, Outcome.CLIENT_GONE, now)
             elif isinstance(message, Busy):
                 found = self._open.get(message.request)
                 if found is not None and found.lease is not None and found.lease_number == message.lease:
@@ -218,18 +210,13 @@ class RelayHost(Carrier):
                 self.scheduling.remember_response(message.response, message.instance, message.owner)
             elif isinstance(message, Report):
                 self._reported(link, message, now)
-            elif isinstance(message, Hello):
-                self._greeted(link, message, now)
             elif isinstance(message, CameBack):
                 self.scheduling.came_back(message.instance)
             elif isinstance(message, ModelsRead):
                 if self.on_models is not None:
                     self.on_models(message.instance, message.body)
-            elif isinstance(message, Used):
-                if (found := self._open.get(message.request)) is not None:
-                    found.used(message, now)
-            elif isinstance(message, Prepared):
-                link.answered(-message.number, message.error)
+            elif isinstance(message, Used) and (found := self._open.get(message.request)) is not None:
+                found.used(message, now)
         self.scheduling.tick_later()
         self.ticked()
 
@@ -240,15 +227,15 @@ class RelayHost(Carrier):
             self._waiting = waiting
             self.broadcast(protocol.WaitingMessage(waiting))
 
-    def _greeted(self, link: RelayLink, hello: Hello, now: float) -> None:
+    def _greeted(self, link: RelayLink, hello: FromRelay, now: float) -> None:
         """A relay's first message: book its live leases again."""
-        if hello.version != protocol.VERSION or hello.relay != link.life or link.greeted:
+        if not isinstance(hello, Hello) or hello.version != protocol.VERSION or hello.relay != link.life:
             raise protocol.RelayProtocolError(
                 f"expected the hello of relay {link.life}, version {protocol.VERSION}, got {hello!r:.100}"
             )
         link.greeted = True
-        if hello.generation != self.generation:
-            link.send(protocol.Commit(self.generation))  # it was not prepared, and leaves
+        if hello.generation != self.reload.generation:
+            link.send(self.reload)
         for live in hello.leases:
             try:
                 booked = live.lease.change()
@@ -265,16 +252,13 @@ class RelayHost(Carrier):
             self._restored()
 
     def _restored(self) -> None:
-        """Place the arrivals that waited for live leases to be booked."""
+        """Take what was said while live leases were waited for."""
         self._awaited.clear()
         early, self._early = self._early, []
-        for link, arrival in early:
-            self._arrived(link, arrival, self.now())
+        for link, messages in early:
+            self.receive(link, messages)
 
     def _arrived(self, link: RelayLink, arrival: Arrival, now: float) -> None:
-        if self._awaited:
-            self._early.append((link, arrival))
-            return
         facts = arrival.request
         if facts.id >> ID_BITS != link.life or facts.id in self._open:
             raise protocol.RelayProtocolError(f"expected a new id of relay {link.life}, got {facts.id}")
@@ -286,18 +270,11 @@ class RelayHost(Carrier):
             request = facts.request(model, pinned)
             ticket = scheduling.admit(request, arrival.owner, _prompt_tokens(request), now)
         except GateError as error:
-            again = (error.retry_after_s, error.lines) if isinstance(error, Refusal) else (None, b"")
-            link.send(protocol.Refused(facts.id, error.status, error.message, *again))
+            again_s, lines = (error.retry_after_s, error.lines) if isinstance(error, Refusal) else (None, b"")
+            link.send(protocol.Rejected(facts.id, None, error.message, again_s, error.status, lines))
             return
         self._open[request.id] = _OpenRequest(link, request, bool(facts.model), ticket)
         scheduling.arrive(request, now)
-
-    def _cancelled(self, request_id: RequestId, now: float) -> None:
-        found = self._open.get(request_id)
-        if found is not None:
-            self._end(found, Outcome.CLIENT_GONE, now)
-        else:  # it may wait for the live leases
-            self._early = [each for each in self._early if each[1].request.id != request_id]
 
     def _changed(self, message: LeaseChange, now: float) -> None:
         change, found = message.change, self._open.get(message.request)
@@ -345,10 +322,7 @@ class RelayHost(Carrier):
             for other in self.links:
                 if other is not link:
                     other.send(protocol.Learnt(model, text_bytes, tokens))
-        if report.totals:
-            link.report, link.tokens = report, dict(report.tokens)
-        if report.number:
-            link.answered(report.number, "")
+        link.tokens = dict(report.tokens)
 
     # --- facts about instances ---
 
@@ -357,10 +331,10 @@ class RelayHost(Carrier):
         return since is not None and self.now() - since < EMITS_S
 
     def instances_changed(self) -> None:
-        self.broadcast(instances_message(self.scheduler, self.registered, self.now()))
+        self._on_view(True)
 
     def view_changed(self) -> None:
-        self._on_view()
+        self._on_view(False)
 
     # --- commands ---
 
@@ -413,23 +387,3 @@ class RelayHost(Carrier):
 def _prompt_tokens(request: Request) -> int:
     """Tokens of all prompts of a request, as known at its arrival."""
     return request.prompt_tokens * (request.sequences // max(1, request.samples))
-
-
-def instances_message(
-    scheduler: Scheduler, registered: Mapping[str, str | None], now: float
-) -> protocol.Instances:
-    """Make the message that names all instances."""
-    return protocol.Instances(
-        [
-            protocol.InstanceAddress(
-                each.name,
-                each.incarnation,
-                each.spec.url,
-                each.spec.model,
-                each.name in registered,
-                registered.get(each.name),
-                None if each.leaves_at is None else each.leaves_at - now,
-            )
-            for each in scheduler.instances
-        ]
-    )

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import pickle
-from collections.abc import Collection, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Sequence
+from typing import Any, Final, TypeVar
 
 from hetlb.proxy.telemetry.counters import (
     ACCOUNT_COUNTS,
     INSTANCE_COUNTS,
     MODEL_HISTOGRAMS,
-    InstanceTotals,
-    ModelTotals,
     Totals,
 )
 from hetlb.proxy.telemetry.recent import Recent
-from hetlb.workers.protocol import Report
+from hetlb.workers.protocol import Ask, Report
 from hetlb.workers.relay_host import RelayLink
 
+#: Seconds that relays may take to report.
+_ANSWER_S: Final = 1.0
 _Key = TypeVar("_Key")
 _Number = TypeVar("_Number", int, float)
 
@@ -29,14 +31,27 @@ class RelayReports:
         self._links = links
         self._gone = Totals()
         self._gone_lost = 0
+        self._asked = 0
+        self._came = asyncio.Event()
         #: Requests that ended lately at any relay.
         self._recent = Recent()
 
+    async def refresh(self) -> None:
+        """Ask all relays for a report, and wait for those that answer within `_ANSWER_S`."""
+        self._asked = number = self._asked + 1
+        asked = list(self._links)
+        for link in asked:
+            link.send(Ask(number))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ANSWER_S):
+                while any(link.report.number < number for link in asked if link in self._links):
+                    await self._came.wait()
+
     def take(self, link: RelayLink, report: Report) -> None:
         """Keep a report."""
-        if report.totals:
-            link.report = report
-            self._recent.add(pickle.loads(report.recent))
+        link.report = report
+        self._recent.add(pickle.loads(report.recent))
+        self._wake()
 
     def retire(self, link: RelayLink, instances: Collection[str]) -> None:
         """Keep the counters of a relay that is gone, of these instances."""
@@ -45,11 +60,19 @@ class RelayReports:
             add(self._gone, totals)
             self._gone.keep(set(instances))
             self._gone_lost += link.report.lost_lines
+        self._wake()
+
+    def _wake(self) -> None:
+        """Let those look that wait for reports."""
+        self._came.set()
+        self._came.clear()
 
     def totals(self, own: Totals) -> Totals:
         """Counters of all relays, and those of this process."""
-        parts = (link.totals for link in self._links)
-        whole = merged([own, self._gone, *(each for each in parts if each is not None)])
+        whole = Totals()
+        for part in (own, self._gone, *(link.totals for link in self._links)):
+            if part is not None:
+                add(whole, part)
         whole.recent = self._recent
         return whole
 
@@ -57,14 +80,6 @@ class RelayReports:
     def lost_lines(self) -> int:
         """Lines of the relays' logs that were dropped."""
         return self._gone_lost + sum(link.report.lost_lines for link in self._links)
-
-
-def merged(parts: Iterable[Totals]) -> Totals:
-    """The sum of all."""
-    whole = Totals()
-    for part in parts:
-        add(whole, part)
-    return whole
 
 
 def add(whole: Totals, part: Totals) -> None:
@@ -80,25 +95,20 @@ def add(whole: Totals, part: Totals) -> None:
     whole.end.add(part.end)
     whole.lag.add(part.lag)
     for name, model in part.models.items():
-        _add_model(whole.model(name), model)
+        for histogram in MODEL_HISTOGRAMS:
+            getattr(whole.model(name), histogram).add(getattr(model, histogram))
     for key, account in part.accounts.items():
-        total = whole.account(*key)
-        for count in ACCOUNT_COUNTS:
-            setattr(total, count, getattr(total, count) + getattr(account, count))
+        _add_attributes(whole.account(*key), account, ACCOUNT_COUNTS)
     for name, instance in part.instances.items():
-        _add_instance(whole.instance(name), instance)
+        found = whole.instance(name)
+        _add_counts(found.requests, instance.requests)
+        _add_counts(found.model_expected_s, instance.model_expected_s)
+        _add_counts(found.model_seen_s, instance.model_seen_s)
+        _add_attributes(found, instance, INSTANCE_COUNTS)
 
 
-def _add_model(whole: ModelTotals, part: ModelTotals) -> None:
-    for name in MODEL_HISTOGRAMS:
-        getattr(whole, name).add(getattr(part, name))
-
-
-def _add_instance(whole: InstanceTotals, part: InstanceTotals) -> None:
-    _add_counts(whole.requests, part.requests)
-    _add_counts(whole.model_expected_s, part.model_expected_s)
-    _add_counts(whole.model_seen_s, part.model_seen_s)
-    for name in INSTANCE_COUNTS:
+def _add_attributes(whole: Any, part: Any, names: Sequence[str]) -> None:
+    for name in names:
         setattr(whole, name, getattr(whole, name) + getattr(part, name))
 
 

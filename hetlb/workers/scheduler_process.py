@@ -24,11 +24,11 @@ from hetlb.config.fleet import Fleet
 from hetlb.core.types import (
     AdminState,
     AdminStateSet,
-    Lease,
 )
-from hetlb.errors import ConfigError, InputError
+from hetlb.errors import InputError
 from hetlb.proxy.access import Access
 from hetlb.proxy.admin import make_app
+from hetlb.proxy.message_channel import MessageChannel
 from hetlb.proxy.scheduler_driver import SchedulerDriver
 from hetlb.proxy.scrape import models_learned
 from hetlb.proxy.service import FIRST_ROUND_S, FleetService, tune_gc
@@ -37,9 +37,8 @@ from hetlb.proxy.takeover import Takeover
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.token_estimator import TokenEstimator
-from hetlb.workers.control import ChildControl, ChildState
-from hetlb.workers.protocol import Ask, Commit, FromRelay, Learnt, Prepare, RelayMessage, Report, ViewMessage
-from hetlb.workers.relay_channel import FROM_RELAY, RelayChannel
+from hetlb.workers.control import ChildControl, ChildState, Packet
+from hetlb.workers.protocol import FROM_RELAY, FromRelay, InstanceAddress, Learnt, Reload, Report, ViewMessage
 from hetlb.workers.relay_host import RelayHost, RelayLink
 from hetlb.workers.relay_reports import RelayReports
 
@@ -47,9 +46,6 @@ logger = logging.getLogger("hetlb.workers")
 
 #: Several changes within so long are one message for the relays.
 _VIEW_S: Final = 0.01
-#: Seconds that relays may take to answer.
-_ANSWER_S: Final = 10.0
-_REPORT_ANSWER_S: Final = 1.0
 #: The first round of probes of a successor takes so long at most: requests are waiting.
 _NEXT_ROUND_S: Final = 0.2
 
@@ -68,15 +64,13 @@ class SchedulerProcess(FleetService):
         self._life = life
         self._control = control
         self._loop = asyncio.get_running_loop()
-        self.driver.registered = self.roster.registered
         self.driver.on_models = self.watch.reconnected
         self.roster.on_edited = self._save
-        self.driver.generation = state.generation
+        self.driver.reload = Reload(state.generation, pickle.dumps(state.fleet))
         self._state = dataclasses.replace(state, admin=dict(state.admin))
         self._reports = RelayReports(self.driver.links)
         self._view: ViewMessage | None = None
         self._view_timer: asyncio.TimerHandle | None = None
-        self._next_ask = 1
         self._looked = False
         self._waiting: list[tuple[RelayLink, socket.socket]] = []
         self._stop = asyncio.Event()
@@ -115,7 +109,7 @@ class SchedulerProcess(FleetService):
         """
         self._listeners, self._takeover = listeners, takeover
         self._loop.add_signal_handler(signal.SIGTERM, self._stop.set)
-        self._loop.add_reader(self._control.fileno(), self._on_control)
+        self._control.listen(self._hear, self._orphaned)
         try:
             self._load_learnt(self._token_estimator)
             self._read_kv_events(self.fleet)
@@ -172,46 +166,46 @@ class SchedulerProcess(FleetService):
         await super().close()
         self.driver.close()
 
-    def _on_control(self) -> None:
-        """Handle supervisor messages; without a supervisor, leave with the last relay."""
-        try:
-            while (received := self._control.receive()) is not None:
-                (kind, *rest), fds = received
-                if kind == "ping":
-                    self._control.send("pong", 0)
-                elif kind == "relay":
-                    link, end = RelayLink(*rest), socket.socket(fileno=fds[0])
-                    if self._looked:
-                        self._do(self._connect(link, end))
-                    else:
-                        self._waiting.append((link, end))
-                elif kind == "workers":
-                    self.workers = rest[0]
-                elif kind == "reload":
-                    self._do(self._reload_by_signal())
-                elif kind == "serving":
-                    self._serving()
-                elif kind == "stopping":
-                    self.stopping_soon = True
-                    self._view_changed()
-                elif kind == "stop":
-                    self._stop.set()
-        except EOFError:
-            self._loop.remove_reader(self._control.fileno())
-            self._alone = self.stopping_soon = True
-            self._close_listeners()
-            self._do(self._offer.close())
-            if not self.driver.links:
-                self._stop.set()
+    def _hear(self, packet: Packet, fds: list[int]) -> None:
+        """Handle a packet of the supervisor."""
+        kind, *rest = packet
+        if kind == "ping":
+            self._control.send("pong", 0)
+        elif kind == "relay":
+            link, end = RelayLink(*rest), socket.socket(fileno=fds[0])
+            if self._looked:
+                self._do(self._connect(link, end))
+            else:
+                self._waiting.append((link, end))
+        elif kind == "workers":
+            self.workers = rest[0]
+        elif kind == "reload":
+            self._do(self._reload_by_signal())
+        elif kind == "serving":
+            self._serving()
+        elif kind == "stopping":
+            self.stopping_soon = True
+            self._view_changed()
+        elif kind == "stop":
+            self._stop.set()
+
+    def _orphaned(self) -> None:
+        """The supervisor is gone: leave with the last relay."""
+        self._alone = self.stopping_soon = True
+        self._close_listeners()
+        self._do(self._offer.close())
+        if not self.driver.links:
+            self._stop.set()
 
     async def _connect(self, link: RelayLink, end: socket.socket) -> None:
-        channel: RelayChannel[FromRelay] = RelayChannel(
+        channel: MessageChannel[FromRelay] = MessageChannel(
             FROM_RELAY,
             lambda messages: self.driver.receive(link, messages),
             lambda: self._disconnected(link),
         )
         link.channel = channel
         await channel.open(end)
+        self._send_view()
         self.driver.connected(link)
         for model, (text_bytes, tokens) in self._token_estimator.state()["text"].items():
             link.send(Learnt(model, round(text_bytes), round(tokens)))
@@ -226,8 +220,12 @@ class SchedulerProcess(FleetService):
 
     # --- what relays answer themselves ---
 
-    def _view_changed(self) -> None:
-        if self._looked and self._view_timer is None:
+    def _view_changed(self, at_once: bool = False) -> None:
+        if not self._looked:
+            return
+        if at_once:
+            self._send_view()
+        elif self._view_timer is None:
             self._view_timer = self._loop.call_later(_VIEW_S, self._send_view)
 
     def _send_view(self) -> None:
@@ -237,6 +235,7 @@ class SchedulerProcess(FleetService):
             self._view_timer = None
         scheduler = self.scheduler
         view = ViewMessage(
+            self._addresses(),
             scheduler.models,
             self.scheduling.only_model,
             msgspec.json.encode(self.models()),
@@ -249,12 +248,27 @@ class SchedulerProcess(FleetService):
             self.driver.broadcast(view)
         self._save()
 
+    def _addresses(self) -> list[InstanceAddress]:
+        registered, now = self.roster.registered, self.now()
+        return [
+            InstanceAddress(
+                each.name,
+                each.incarnation,
+                each.spec.url,
+                each.spec.model,
+                each.name in registered,
+                registered.get(each.name),
+                None if each.leaves_at is None else each.leaves_at - now,
+            )
+            for each in self.scheduler.instances
+        ]
+
     def _save(self, fleet: Fleet | None = None) -> None:
         """Give the supervisor what a successor begins with; `fleet` is about to be in force."""
         state = dataclasses.replace(
             self._state,
             fleet=self.fleet if fleet is None else fleet,
-            generation=self.driver.generation,
+            generation=self.driver.reload.generation,
             policy=self.scheduler.policy_name,
             registered=tuple(
                 (each.spec, self.roster.registered[each.name])
@@ -269,32 +283,9 @@ class SchedulerProcess(FleetService):
             self._state = state
             self._control.send_large("state", content=pickle.dumps(state, pickle.HIGHEST_PROTOCOL))
 
-    # --- what relays are asked ---
-
-    async def _ask(self, link: RelayLink, timeout_s: float, message: RelayMessage, number: int) -> str:
-        """Ask a relay; returns an error, "" on success."""
-        answer: asyncio.Future[str] = self._loop.create_future()
-        link.asked[number] = answer
-        link.send(message)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await answer
-            return answer.result()
-        except TimeoutError:
-            return f"relay {link.number} did not answer in time"
-        finally:
-            link.asked.pop(number, None)
-
-    async def _ask_all(self, timeout_s: float, message: RelayMessage, number: int) -> list[str]:
-        return await asyncio.gather(
-            *(self._ask(link, timeout_s, message, number) for link in self.driver.links)
-        )
-
     async def refresh(self) -> None:
         """Collect the counters of all relays."""
-        number = self._next_ask
-        self._next_ask += 1
-        await self._ask_all(_REPORT_ANSWER_S, Ask(number), number)
+        await self._reports.refresh()
 
     async def settled(self) -> None:
         """Return when what an operator changed is in force in all relays."""
@@ -318,10 +309,6 @@ class SchedulerProcess(FleetService):
         """Lines of all logs that were dropped."""
         return super().lost_lines + self._reports.lost_lines
 
-    def tokens_so_far(self, lease: Lease) -> int:
-        """Output tokens of a lease, as of the last report."""
-        return self.driver.tokens_so_far(lease)
-
     @property
     def readiness(self) -> str:
         """`ready`, or why requests should go elsewhere."""
@@ -340,17 +327,13 @@ class SchedulerProcess(FleetService):
         """Configure limits; relays already have the new fleet."""
         self.scheduling.limit(access.limits)
 
+    def _spread(self, fleet: Fleet) -> None:
+        driver = self.driver
+        driver.reload = Reload(driver.reload.generation + 1, pickle.dumps(fleet))
+        self._save(fleet)
+        driver.broadcast(driver.reload)
+
     async def _reload_by_signal(self) -> None:
         with contextlib.suppress(InputError):  # it was logged
             await self.reload()
         self._control.send("reloaded")
-
-    async def _agree(self, fleet: Fleet) -> None:
-        """Prepare all relays for another fleet. Raises `ConfigError` where one cannot be."""
-        number = self.driver.generation + 1
-        errors = await self._ask_all(_ANSWER_S, Prepare(number, pickle.dumps(fleet)), -number)
-        if reasons := [error for error in errors if error]:
-            raise ConfigError(reasons[0])
-        self.driver.generation = number
-        self._save(fleet)
-        self.driver.broadcast(Commit(number))

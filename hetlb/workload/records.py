@@ -23,8 +23,9 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -145,12 +146,7 @@ class Gaps:
         total = sum(count for _, count in pairs)
         mean = math.fsum(gap * count for gap, count in pairs) / total
         variance = math.fsum((gap - mean) ** 2 * count for gap, count in pairs) / total
-        return {
-            f"mean_{name}_ms": 1e3 * mean,
-            f"median_{name}_ms": 1e3 * weighted_percentile(pairs, 50),
-            f"std_{name}_ms": 1e3 * math.sqrt(variance),
-            **{f"p{p}_{name}_ms": 1e3 * weighted_percentile(pairs, p) for p in PERCENTILES},
-        }
+        return _named(name, mean, 1e3 * math.sqrt(variance), partial(weighted_percentile, pairs))
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -199,11 +195,16 @@ def latency_figures(name: str, values_s: Iterable[float]) -> dict[str, float]:
     ordered = sorted(values_s)
     count = len(ordered) or 1
     mean = math.fsum(ordered) / count
+    deviation_ms = 1e3 * math.dist(ordered, [mean] * len(ordered)) / math.sqrt(count)
+    return _named(name, mean, deviation_ms, partial(percentile, ordered))
+
+
+def _named(name: str, mean_s: float, deviation_ms: float, at: Callable[[float], float]) -> dict[str, float]:
     return {
-        f"mean_{name}_ms": 1e3 * mean,
-        f"median_{name}_ms": 1e3 * percentile(ordered, 50),
-        f"std_{name}_ms": 1e3 * math.dist(ordered, [mean] * len(ordered)) / math.sqrt(count),
-        **{f"p{p}_{name}_ms": 1e3 * percentile(ordered, p) for p in PERCENTILES},
+        f"mean_{name}_ms": 1e3 * mean_s,
+        f"median_{name}_ms": 1e3 * at(50),
+        f"std_{name}_ms": deviation_ms,
+        **{f"p{p}_{name}_ms": 1e3 * at(p) for p in PERCENTILES},
     }
 
 

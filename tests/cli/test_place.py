@@ -202,7 +202,7 @@ def test_machines_with_profiles_are_a_cluster(machines: Path, capsys: pytest.Cap
     # (48e9 * 0.9) bytes hold at most 24 layers of 70.6e9 * 2 / 80, and then some KV for one request.
     assert cluster.most_layers(cluster.nodes[0]) == 24
     assert cluster.most_layers(cluster.nodes[4]) > 2 * 23
-    kind = cluster.kinds["l40s"]
+    kind = cluster.kind(cluster.nodes[0])
     for held, holding in enumerate(kind.holdings, start=1):
         weights = 70.6e9 * 2 * held / 80
         assert weights + holding.kv_token_layers * 327680 / 80 <= 48e9 * 0.9

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import h11
+import msgspec
 import python_multipart
 import python_multipart.exceptions
 from fuzz import costs
@@ -46,7 +47,8 @@ from hetlb.proxy.http import openai_body as bodies
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.kv_events import PART_BLOCKS, read_batch
 from hetlb.proxy.lease_wire import from_wire
-from hetlb.proxy.takeover import read_packet
+from hetlb.proxy.takeover import DECODER as TAKEOVER
+from hetlb.proxy.takeover import Step
 from hetlb.stage import stage_messages
 from hetlb.stage.runner import run_apart
 
@@ -483,8 +485,8 @@ def shared_view(data: bytes) -> None:
 
 def takeover(data: bytes) -> None:
     """Steps of the other process at the socket of `--replace`: read or refused, and bounded."""
-    with contextlib.suppress(ValueError):
-        changes = from_wire(read_packet(data).changes)
+    with contextlib.suppress(ValueError, msgspec.DecodeError):
+        changes = from_wire([each for each in TAKEOVER.decode(data) if not isinstance(each, Step)])
         assert len(changes) <= len(data)
         remote = RemoteLeases(make_scheduler([spec("a")]), arrived=False)
         remote.receive("old", changes, 0.0)

@@ -242,16 +242,6 @@ async def test_a_kept_connection_that_the_server_closed_costs_no_request() -> No
     assert result.errors == {}
 
 
-async def test_a_limit_on_time_is_kept_only_where_it_was_asked_for() -> None:
-    async def script(call: Call) -> None:
-        await call.head()
-        await call.client_gone()
-
-    async with stub(script) as server:
-        result = await load(plan_of(1), server.url, request_timeout_s=0.05)
-    assert result.errors == {"timeout": 1}
-
-
 async def test_cancelling_closes_every_connection() -> None:
     plan = plan_of(8)
     everyone = asyncio.Event()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.loadtest.curves import against_rate, distribution, in_flight, output_rate
+from hetlb.loadtest.htmlreport import against_rate, distribution, in_flight, output_rate
 from hetlb.loadtest.metrics import details, peak_concurrency, run_figures
 from hetlb.loadtest.runs import MeasuredRun
 from hetlb.loadtest.verdict import LoadResult

@@ -322,7 +322,7 @@ async def test_http2_clients_and_tls_on_both_sides(tmp_path: Path) -> None:
                 reply = await client.post(url, content=made.body(stream=streamed))
                 assert (reply.status_code, reply.http_version) == (200, "HTTP/2")
                 assert reply.headers["x-hetlb-instance"] in ("i0", "i1")
-        assert made.picker.ready_line.startswith("hetlb ready on https://")
+        assert made.picker.ready_line.startswith("hetlb pick ready on https://")
 
 
 def _trusting(path: Path) -> Any:

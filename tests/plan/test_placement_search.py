@@ -194,7 +194,6 @@ def test_a_search_whose_time_is_up_before_it_begins_ends_with_its_starts(seconds
     cluster = small_cluster(["x"] * 4, [kind("x", [100.0, 45.0])], 4)
     found = PlacementSearch(cluster, Estimator(cluster, LENGTHS), lambda *_: 1.0).run(steps(seconds))
     assert found.best.flow.tokens_per_s > 0.0
-    assert not found.interrupted
 
 
 def test_an_interrupt_leaves_the_best_so_far() -> None:
@@ -207,7 +206,6 @@ def test_an_interrupt_leaves_the_best_so_far() -> None:
 
     search = PlacementSearch(cluster, Estimator(cluster, LENGTHS), None, progress=stop)
     found = search.run(steps(10_000.0, interrupt=interrupt))
-    assert found.interrupted
     assert found.best.flow.tokens_per_s > 0.0
 
 

@@ -156,7 +156,7 @@ async def test_an_interrupted_sweep_goes_on(
     grid = load_profile(tmp_path / "p.yaml").grid
     assert grid is not None
     first = json.loads(lines[1])
-    row = (first["batch"], first["length"], pytest.approx(first["seconds"], rel=1e-5))
+    row = (first["size"]["batch"], first["size"]["length"], pytest.approx(first["seconds"], rel=1e-5))
     assert row in grid.prefill
 
 

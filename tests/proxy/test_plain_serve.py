@@ -50,7 +50,7 @@ ON_DEMAND = {
         "continuation", "event_log", "fleet_status", "kv_events", "kv_transfers", "leader", "limits",
         "progress", "realtime", "registration", "resume", "sharing", "state_file",
     ),
-    "proxy.dashboard": ("balance", "decisions", "event_stream", "figures", "snapshot"),
+    "proxy.dashboard": ("balance", "decisions", "event_stream", "snapshot"),
     "proxy.discovery": ("configured",),
     "proxy.http": ("multipart", "split_bodies"),
     "proxy.telemetry": ("trace_context", "tracing"),

@@ -144,8 +144,8 @@ async def test_where_nothing_runs_there_is_nothing_to_replace() -> None:
 
 async def test_a_process_that_does_not_keep_to_the_steps_gets_nothing(tmp_path: Path) -> None:
     async with Engine() as engine, two(tmp_path, document(engine)) as (old, _):
-        for words in (b"hello", b'{"step":"take","version":2}', b'{"step":"begin"}', b""):
-            end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for words in (b"hello", b"hetlb takeover 2\n", b"hetlb takeover 3\n", b""):
+            end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             end.setblocking(False)
             await turns_until(lambda end=end: _connects(end, old.address))  # type: ignore[misc]
             if words:
@@ -178,7 +178,7 @@ async def test_a_process_of_another_user_is_not_believed(tmp_path: Path) -> None
     """Whoever binds the abstract name of a process first gets nothing from one that is to replace it."""
     address = ("127.0.0.1", 2)
     script = (
-        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM); "
         f"s.bind({name_of(address)!r}); s.listen(1); print(flush=True); s.accept(); sys.stdin.read()"
     )
     process = await asyncio.create_subprocess_exec(
@@ -201,10 +201,10 @@ async def test_another_user_gets_no_listeners_and_floods_no_log(
     async with Engine() as engine, two(tmp_path, document(engine)) as (old, _):
         script = (
             "import os, socket\nos.setuid(65534)\nfor _ in range(300):\n"
-            "    s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+            "    s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)\n"
             f"    s.connect({name_of(old.address)!r})\n    assert s.recv(9) == b''\n"
         )
-        end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         await turns_until(lambda: _connects(end, old.address))
         end.close()
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", script)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.sim.block_pool import BlockPool, blocks_for
+from hetlb.sim.engine_limits import EngineLimits
 
 
 @pytest.mark.parametrize(
@@ -16,14 +17,11 @@ def test_blocks_for(tokens: int, block_size: int, blocks: int) -> None:
     assert blocks_for(tokens, block_size) == blocks
 
 
-def test_of_tokens_rounds_down_to_whole_blocks() -> None:
-    assert BlockPool.of_tokens(100, 16).total_blocks == 6
-
-
-@pytest.mark.parametrize(("blocks", "size"), [(0, 16), (4, 0), (-1, 16), (4, -16)])
-def test_a_pool_holds_at_least_one_block(blocks: int, size: int) -> None:
-    with pytest.raises(ValueError, match="expected at least 1"):
-        BlockPool(blocks, size)
+def test_limits_round_down_to_whole_blocks_and_hold_at_least_one() -> None:
+    assert EngineLimits(100, 16).kv_blocks == 6
+    for tokens, size in ((0, 16), (15, 16), (4, 0), (-1, 16), (4, -16)):
+        with pytest.raises(ValueError, match="expected at least"):
+            EngineLimits(tokens, size)
 
 
 def test_what_does_not_fit_changes_nothing() -> None:

@@ -15,9 +15,8 @@ from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, Outcome
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.sim.fleet_result import FleetResult
+from hetlb.sim.fleet_result import FleetResult, FleetSeries
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.series import FleetSeries
 from hetlb.workload.arrivals import PlannedRequest
 
 CAPACITY = Capacity(200_000, 16, 64, 2048, None, 200_000)

@@ -107,8 +107,6 @@ def test_a_link_carries_one_transfer_after_the_other() -> None:
     assert links.send("p", "d", 1000, 0.0) == pytest.approx(1.5)
     assert links.send("q", "d", 1000, 0.5) == pytest.approx(2.0)
     assert links.send("q", "d", 1000, 9.0) == pytest.approx(10.0)
-    assert links.sent_bytes == {"wire": 3e9, "side": 2e8}
-    assert links.busy_s["wire"] == pytest.approx(3.0)
 
 
 def test_a_slow_shared_link_delays_what_crosses_it() -> None:

@@ -27,10 +27,9 @@ from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence
 from hetlb.sim.fleet_engine import EngineSpec
+from hetlb.sim.fleet_result import FleetSeries
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.reference import fixed_split
-from hetlb.sim.series import FleetSeries
-from hetlb.sim.simulation_sweep import TRACE, Study, StudyCell, StudyLoad, run_sweep
+from hetlb.sim.simulation_sweep import TRACE, Study, StudyCell, StudyLoad, fixed_split, run_sweep
 from hetlb.workload.traces import Row
 
 FAST = LatencyModel(k1=1e-4, k2=1e-3, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
@@ -158,8 +157,8 @@ def test_watching_changes_nothing_and_sees_the_fleet() -> None:
     assert plain.watched is None
     seen = watched.watched
     assert seen is not None
-    assert len(seen.ttft_s) == len(seen.e2el_s) == 300
-    assert 0 < len(seen.tpot_s) <= 300
+    assert len(seen.latencies_s["ttft"]) == len(seen.latencies_s["e2el"]) == 300
+    assert 0 < len(seen.latencies_s["tpot"]) <= 300
     series = seen.series
     times_s = [moment.at_s for moment in series.moments]
     gaps = [after - before for before, after in pairwise(times_s)]

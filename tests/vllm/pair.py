@@ -96,7 +96,8 @@ async def _warm_up(servers: Sequence[Server]) -> None:
 async def load(url: str, plan: Sequence[PlannedRequest], seed: str, *, stream: bool = True) -> LoadResult:
     """Run the plan against a server with prompts drawn from `seed`: no two seeds share a cached prefix."""
     bodies = CompletionBodies(SERVED_MODEL_NAME, plan, random.Random(seed), stream=stream)
-    return await run_load(plan, bodies, url, request_timeout_s=600.0)
+    async with asyncio.timeout(600.0):
+        return await run_load(plan, bodies, url)
 
 
 @dataclass(frozen=True)

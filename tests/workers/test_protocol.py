@@ -16,7 +16,10 @@ from hypothesis import strategies as st
 
 from hetlb.core.types import Outcome, Request
 from hetlb.proxy.lease_wire import RequestFacts, WireBooked, WireEnded
+from hetlb.proxy.message_channel import MessageChannel
 from hetlb.workers.protocol import (
+    FROM_RELAY,
+    FROM_SCHEDULER,
     Arrival,
     Busy,
     FromRelay,
@@ -25,7 +28,6 @@ from hetlb.workers.protocol import (
     LeaseChange,
     LiveRequest,
 )
-from hetlb.workers.relay_channel import FROM_RELAY, FROM_SCHEDULER, RelayChannel
 from hetlb.workers.relay_driver import arrival_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "messages.md"
@@ -78,7 +80,7 @@ def test_batches_arrive_whole_however_they_are_cut(batches: list[list[int]], cut
     received: list[Any] = []
 
     async def feed() -> None:
-        channel: RelayChannel[FromRelay] = RelayChannel(FROM_RELAY, received.append, lambda: None)
+        channel: MessageChannel[FromRelay] = MessageChannel(FROM_RELAY, received.append, lambda: None)
         at = 0
         for cut in [*cuts, len(data)]:
             channel.data_received(data[at : at + cut])
@@ -97,8 +99,8 @@ async def test_what_is_sent_in_one_turn_is_one_frame_and_garbage_closes_the_chan
         received.append(messages)
         news.set()
 
-    one: RelayChannel[FromScheduler] = RelayChannel(FROM_SCHEDULER, lambda messages: None, lambda: None)
-    other: RelayChannel[FromRelay] = RelayChannel(FROM_RELAY, receive, closed.set)
+    one: MessageChannel[FromScheduler] = MessageChannel(FROM_SCHEDULER, lambda messages: None, lambda: None)
+    other: MessageChannel[FromRelay] = MessageChannel(FROM_RELAY, receive, closed.set)
     await one.open(ours)
     await other.open(theirs)
     one.send(Busy(1, 1, 0.5))

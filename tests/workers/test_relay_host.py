@@ -15,9 +15,17 @@ from hypothesis import strategies as st
 from hetlb.core.queue import QueueLimits
 from hetlb.core.types import Outcome
 from hetlb.proxy.lease_wire import WireBegun, WireBooked, WireEnded
+from hetlb.proxy.message_channel import MessageChannel
 from hetlb.workers import protocol
-from hetlb.workers.protocol import Cancelled, Hello, LeaseChange, LiveRequest, RelayMessage
-from hetlb.workers.relay_channel import FROM_RELAY, FROM_SCHEDULER, RelayChannel
+from hetlb.workers.protocol import (
+    FROM_RELAY,
+    FROM_SCHEDULER,
+    Cancelled,
+    Hello,
+    LeaseChange,
+    LiveRequest,
+    RelayMessage,
+)
 from hetlb.workers.relay_driver import ID_BITS, arrival_of
 from hetlb.workers.relay_host import RelayHost, RelayLink
 
@@ -36,7 +44,7 @@ class Wire(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self._down: deque[Any] = deque()
-        self.channel = RelayChannel(FROM_RELAY, lambda messages: None, lambda: None)
+        self.channel = MessageChannel(FROM_RELAY, lambda messages: None, lambda: None)
         self.channel.connection_made(self)
 
     @property
@@ -139,7 +147,7 @@ class Relay:
             assert self.open[message.request] is None or message.request in self.asked
             self.asked.discard(message.request)
             self.open[message.request] = message
-        elif isinstance(message, protocol.Rejected | protocol.Refused):
+        elif isinstance(message, protocol.Rejected):
             if message.request in self.open:
                 assert self.open[message.request] is None
                 self.finish(message.request)
@@ -167,7 +175,7 @@ class World:
             limits=QueueLimits(max_requests=4),
             now=self.clock,
         )
-        host = RelayHost(scheduler, self.loop, lambda: None, lambda link, report: None)
+        host = RelayHost(scheduler, self.loop, lambda at_once: None, lambda link, report: None)
         host.now = lambda: self.clock
         return host
 

@@ -446,8 +446,11 @@ async def test_a_port_in_use_is_one_line(serve: Serve) -> None:
 # --- what a relay and the scheduler process do together ---
 
 
-async def test_a_busy_engine_is_relieved_by_another_and_heard_where_there_is_none(serve: Serve) -> None:
-    busy = plain(b'{"error":"full"}', b"503 Service Unavailable", b"retry-after: 30\r\n")
+@pytest.mark.parametrize("body", [b'{"error":"full"}', b"", b"x" * 200_000], ids=["short", "empty", "long"])
+async def test_a_busy_engine_is_relieved_by_another_and_heard_where_there_is_none(
+    serve: Serve, body: bytes
+) -> None:
+    busy = plain(body, b"503 Service Unavailable", b"retry-after: 30\r\n")
     async with Engine(busy) as one, Engine() as two:
         proxy = await serve(document(one, two), workers=2)
         replies = [await proxy.ask() for _ in range(6)]
@@ -456,7 +459,7 @@ async def test_a_busy_engine_is_relieved_by_another_and_heard_where_there_is_non
         await proxy.metric_until("hetlb_retries_total", len(one.asked))
         await proxy.admin("/v1/fleet/instances/i1/state", "PUT", state="drain")
         heard = await proxy.ask()
-        assert (heard.status, heard.body) == (503, b'{"error":"full"}')
+        assert (heard.status, heard.body) == (503, body)
         assert heard.headers["retry-after"] == "30"
         await proxy.fleet_until(at_rest)
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from hetlb.plan.common.servers import VllmServer
 from hetlb.plan.disaggregation.split_cluster import Role, SplitCluster, SplitPlan
 from hetlb.plan.disaggregation.split_search import SplitsFound
+from hetlb.tables import table
 
 
 def document_of(
@@ -80,36 +81,35 @@ def print_plan(cluster: SplitCluster, document: dict[str, Any], console: Console
 
 
 def _group_grid(document: dict[str, Any]) -> Table:
-    grid = Table(title="groups", title_justify="left")
-    for column in ("group", "GPUs", "TP", "PP", "layers", "requests/s", "KV tokens"):
-        grid.add_column(column, justify="left" if column in ("group", "GPUs", "layers") else "right")
+    rows = []
     for each in document["groups"]:
         layers = each["layers"]
-        grid.add_row(
-            each["name"],
-            " + ".join(f"{n} {name}" for name, n in each["gpus"].items()),
-            str(each["tensor_parallel_size"]),
-            str(each["pipeline_parallel_size"]),
-            str(layers[0]) if len(set(layers)) == 1 else ",".join(map(str, layers)),
-            f"{each['capacity_req_s']:.4g}",
-            str(each["kv_cache_tokens"]),
+        rows.append(
+            (
+                each["name"],
+                " + ".join(f"{n} {name}" for name, n in each["gpus"].items()),
+                str(each["tensor_parallel_size"]),
+                str(each["pipeline_parallel_size"]),
+                str(layers[0]) if len(set(layers)) == 1 else ",".join(map(str, layers)),
+                f"{each['capacity_req_s']:.4g}",
+                str(each["kv_cache_tokens"]),
+            )
         )
-    return grid
+    return table("groups", ("group", "GPUs", ">TP", ">PP", "layers", ">requests/s", ">KV tokens"), rows)
 
 
 def _flow_grid(document: dict[str, Any]) -> Table:
-    grid = Table(title="KV flows", title_justify="left")
-    for column in ("from", "to", "share", "requests/s", "GB/s"):
-        grid.add_column(column, justify="left" if column in ("from", "to") else "right")
-    for each in document["kv_flows"]:
-        grid.add_row(
+    rows = [
+        (
             each["from"],
             each["to"],
             f"{each['share']:.1%}",
             f"{each['req_s']:.4g}",
             f"{each['bytes_per_s'] / 1e9:.3g}",
         )
-    return grid
+        for each in document["kv_flows"]
+    ]
+    return table("KV flows", ("from", "to", ">share", ">requests/s", ">GB/s"), rows)
 
 
 def trust_lines(document: dict[str, Any]) -> list[str]:

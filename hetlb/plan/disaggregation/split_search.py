@@ -16,6 +16,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from hetlb.plan.common.annealing import anneal
 from hetlb.plan.disaggregation.cost import MOST_GPUS, GroupTable
 from hetlb.plan.disaggregation.network import Network
 from hetlb.plan.disaggregation.partition import assign_roles, group_count, partition
@@ -234,25 +235,40 @@ class SplitSearch:
     # --- a round of annealing ---
 
     def _round(self, start: _State, limits: SolveLimits) -> _State:
-        rng, current, best = self._rng, start, start
-        scale = max(start.throughput, 1e-9)
-        for step in range(_ROUND):
+        best, step = start, 0
+
+        def done() -> float:
+            nonlocal step
             if step % 16 == 0 and limits.over:
-                break
+                return 1.0
+            step += 1
             self._found.steps += 1
-            heat = scale * _HEAT[0] * (_HEAT[1] / _HEAT[0]) ** (step / _ROUND) if self._guided else 0.0
-            parts = self._move(current)
-            if parts is None:
-                continue
-            threshold = current.score - heat * -math.log(max(rng.random(), 1e-12))
+            return (step - 1) / _ROUND
+
+        def evaluate(parts: list[Part], threshold: float) -> tuple[_State, float]:
             state = self._state(parts, threshold / (1.0 + 4.0 * _SLACK_WEIGHT))
-            if state.score < threshold or (not self._guided and state.throughput < current.throughput):
-                continue
-            current = state
+            return state, state.score
+
+        def accepted(state: _State) -> None:
+            nonlocal best
             if state.throughput > best.throughput * (1.0 + 1e-9):
                 best = state
             if state.throughput > self._kept_share * best.throughput:
                 self._keep(state)
+
+        heat = _HEAT if self._guided else (0.0, 0.0)
+        scale = max(start.throughput, 1e-9)
+        anneal(
+            start,
+            start.score,
+            self._move,
+            evaluate,
+            done=done,
+            scale=scale,
+            heat=heat,
+            rng=self._rng,
+            accepted=accepted,
+        )
         return best
 
     # --- moves ---

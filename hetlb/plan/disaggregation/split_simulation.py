@@ -12,12 +12,14 @@ import math
 import random
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hetlb.core.types import Connector, KvLink
 from hetlb.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
 from hetlb.plan.disaggregation.cost import ProfileCost
 from hetlb.plan.disaggregation.network import LINK_SHARE, Network
 from hetlb.plan.disaggregation.split_cluster import Role, SplitCluster, SplitPlan
+from hetlb.plan.disaggregation.split_search import SplitsFound
 from hetlb.plan.disaggregation.split_servers import KV_LEASE_S, group_names
 from hetlb.plan.highs import SolveLimits
 from hetlb.plan.throughput import engine_spec
@@ -26,6 +28,8 @@ from hetlb.workload.records import RequestResult
 
 #: Offered load, as a share of the planned throughput.
 LOAD = 1.05
+#: Weight of a plan that splits in simulation: it has more that can fail, so it must serve a good deal more.
+_WORTH = 0.95
 #: The run lasts so many times as long as a request stays in the slowest group; its requests, within bounds.
 _TURNS = 6.0
 _FEWEST, _MOST = 2000, 8000
@@ -131,6 +135,64 @@ def judge(
     return sorted(judged, key=lambda each: -each.simulated.request_throughput)
 
 
+def choose(
+    cluster: SplitCluster, found: SplitsFound, limits: SolveLimits, count: int
+) -> tuple[SplitPlan, dict[str, Any]]:
+    """The best plan in simulation, and the figures of it and of the plan without splitting.
+
+    Of `count` plans; 0 or a run that would be too long: the first, not simulated.
+    """
+    best, colocated = found.plans[0], found.colocated
+    figures: dict[str, Any] = {
+        "simulated": None,
+        "colocated": None if colocated is None else {"throughput_req_s": colocated.throughput},
+    }
+    if count == 0 or limits.over or _wanted(cluster, best) > 2 * _MOST:
+        return best, figures
+    cost = ProfileCost(cluster)
+    judged = judge(cluster, different(found.plans, count), cost, limits, seed=limits.seed)
+    if colocated is not None and not limits.over:
+        # At the load of the best split plan: what it does not serve of that, it cannot.
+        rate = LOAD * max(best.throughput, colocated.throughput)
+        by_policy = {
+            policy: simulate_plan(cluster, colocated, cost, policy=policy, rate=rate, seed=limits.seed)
+            for policy in ("hetlb", "rr")
+        }
+        judged.append(Judged(colocated, by_policy["hetlb"]))
+        figures["colocated"]["simulated"] = {
+            policy: each.request_throughput for policy, each in by_policy.items()
+        }
+    chosen = max(
+        judged, key=lambda each: each.simulated.request_throughput * (_WORTH if each.plan.splits else 1.0)
+    )
+    result = chosen.simulated
+    figures["simulated"] = {
+        "request_throughput": result.request_throughput,
+        "output_throughput": result.output_throughput,
+        "mean_ttft_ms": result.ttft_s * 1e3,
+        "mean_tpot_ms": result.tpot_s * 1e3,
+        "policy": "hetlb",
+        "requests": result.requests,
+        "candidates": [
+            {"throughput_req_s": each.plan.throughput, "simulated_req_s": each.simulated.request_throughput}
+            for each in judged
+        ],
+    }
+    return chosen.plan, figures
+
+
+def why_nothing(cluster: SplitCluster) -> str:
+    """One line that says what is missing where no group holds the model."""
+    room = sum(machine.gpus * max(0.0, machine.usable_bytes) for machine in cluster.machines)
+    need = cluster.weight_bytes + cluster.kv_bytes_per_token * cluster.workload.longest_tokens
+    words = (
+        f"{need / 1e9:.4g} GB for {cluster.model.name} and one request of {cluster.workload.longest_tokens}"
+    )
+    if room < need:
+        return f"machines: expected GPU memory of at least {words} tokens, got {room / 1e9:.4g} GB"
+    return f"machines: expected a group of up to 16 GPUs with {words} tokens within the SLO, got none"
+
+
 def different(plans: Sequence[SplitPlan], count: int) -> list[SplitPlan]:
     """The first plans that differ in more than in which of several alike machines a group is on."""
     found: dict[object, SplitPlan] = {}
@@ -144,11 +206,6 @@ def different(plans: Sequence[SplitPlan], count: int) -> list[SplitPlan]:
         if len(found) < count:
             found.setdefault(shape, plan)
     return list(found.values())
-
-
-def can_judge(cluster: SplitCluster, plan: SplitPlan) -> bool:
-    """True if a run of the most requests is long enough for a steady part."""
-    return _wanted(cluster, plan) <= 2 * _MOST
 
 
 def _wanted(cluster: SplitCluster, plan: SplitPlan) -> float:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from hetlb.core.paths.stages import SINK, SOURCE
+from hetlb.plan.common.annealing import anneal
 from hetlb.plan.highs import SolveLimits
 from hetlb.plan.placement.block_columns import BlockChain
 from hetlb.plan.placement.estimate import Estimator
@@ -66,7 +67,6 @@ class PlacementsFound:
     """Result of a search: candidates, the best first; `bound`: no placement has a higher flow."""
 
     candidates: list[PlacementCandidate] = field(default_factory=list)
-    interrupted: bool = False
     bound: float = math.inf
 
     @property
@@ -210,7 +210,7 @@ class PlacementSearch:
         if self._judge is not None:
             self._judge_best(self._judge, limits)
         best = sorted(self._known.values(), key=self._quality, reverse=True)
-        return PlacementsFound(best, limits.interrupted, self._bound)
+        return PlacementsFound(best, self._bound)
 
     @property
     def _done(self) -> bool:
@@ -341,20 +341,25 @@ class PlacementSearch:
         seconds = limits.left_s
         if seconds <= 0.0:
             return layout
-        rng = self._rng
-        now_at = best_at = score(layout)
-        best = layout
-        scale = max(1.0, now_at)
-        while not limits.over:
-            changed = self._change(layout)
-            if changed is None:
-                continue
+        best, best_at = layout, score(layout)
+
+        def evaluate(changed: _Layout, _threshold: float) -> tuple[_Layout, float]:
+            nonlocal best, best_at
             value = score(changed)
-            temperature = scale * heat[0] * (heat[1] / heat[0]) ** (1.0 - limits.left_s / seconds)
-            if value >= now_at or rng.random() < math.exp((value - now_at) / temperature):
-                layout, now_at = changed, value
-                if value > best_at:
-                    best, best_at = changed, value
+            if value > best_at:
+                best, best_at = changed, value
+            return changed, value
+
+        anneal(
+            layout,
+            best_at,
+            self._change,
+            evaluate,
+            done=lambda: 1.0 - limits.left_s / seconds,
+            scale=max(1.0, best_at),
+            heat=heat,
+            rng=self._rng,
+        )
         return best
 
     def _change(self, layout: _Layout) -> _Layout | None:

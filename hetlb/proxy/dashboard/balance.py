@@ -31,14 +31,12 @@ _BY_SPEED: Final = frozenset({"hetlb", "paper", "paper-memory", "planned"})
 class BalancePart:
     """One instance: its share of the work and of the speed (0 to 1), and how full it is.
 
-    `out` says why it takes no requests, "" where it does. `tokens_per_s` are output tokens; `busy` is the
-    share of its places in use.
+    `out` says why it takes no requests, "" where it does. `busy` is the share of its places in use.
     """
 
     name: str
     work_share: float
     speed_share: float
-    tokens_per_s: float
     busy: float
     out: str = ""
 
@@ -84,20 +82,19 @@ def parts(
     instances: Sequence[Instance], shares: Mapping[str, InstanceShare], speed: Mapping[str, float]
 ) -> list[BalancePart]:
     """The figures of the instances of one model, from what they did in `WINDOW_S` seconds."""
-    own = {each.name: shares.get(each.name) or InstanceShare() for each in instances}
-    work = {name: PROMPT_WEIGHT * each.prompt_tokens + each.output_tokens for name, each in own.items()}
-    whole = sum(work.values())
+    own = [shares.get(each.name) or InstanceShare() for each in instances]
+    work = [PROMPT_WEIGHT * each.prompt_tokens + each.output_tokens for each in own]
+    whole = sum(work)
     fast = sum(speed.get(each.name, 0.0) for each in instances if each.routable)
     return [
         BalancePart(
             each.name,
-            work[each.name] / whole if whole else 0.0,
+            done / whole if whole else 0.0,
             speed.get(each.name, 0.0) / fast if fast and each.routable else 0.0,
-            own[each.name].output_tokens / WINDOW_S,
             each.sequences / each.max_num_seqs,
             _out(each),
         )
-        for each in instances
+        for each, done in zip(instances, work, strict=True)
     ]
 
 
@@ -122,20 +119,13 @@ def documents(
         each = parts(instances, shares, speed)
         requests = sum(shares[one.name].ended for one in instances if one.name in shares)
         balanced, text = sentence(each, waiting.get(model, 0), scheduler.policy_name, requests)
-        found.append(
+        named = [
             {
-                "model": model,
-                "balanced": balanced,
-                "sentence": text,
-                "instances": [
-                    {
-                        "name": part.name,
-                        "work_share": round(part.work_share, 4),
-                        "speed_share": round(part.speed_share, 4),
-                        "output_tokens_per_s": round(part.tokens_per_s, 2),
-                    }
-                    for part in each
-                ],
+                "name": part.name,
+                "work_share": round(part.work_share, 4),
+                "speed_share": round(part.speed_share, 4),
             }
-        )
+            for part in each
+        ]
+        found.append({"model": model, "balanced": balanced, "sentence": text, "instances": named})
     return found

@@ -7,9 +7,8 @@ only when it is opened.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Reversible
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, TypeAlias
 
 from hetlb.core.types import Dispatch, Lease, pair_name
@@ -82,8 +81,3 @@ class Wanted:
             return False
         end = now if lease.ended_at is None else lease.ended_at
         return end - lease.dispatched_at >= self.longer_s
-
-
-def newest(decisions: Reversible[Dispatch], count: int, tokens_so_far: TokensSoFar) -> list[dict[str, Any]]:
-    """Summaries of the last decisions, the newest first."""
-    return [decision_summary(dispatch, tokens_so_far) for dispatch in islice(reversed(decisions), count)]

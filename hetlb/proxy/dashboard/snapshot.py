@@ -1,21 +1,29 @@
-"""Events of the page's stream: all that the page shows, at one moment."""
+"""Events of the page's stream: all that the page shows, at one moment.
+
+Its charts get columns of plain numbers, seconds and tokens, rounded for the eye.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 import hetlb
 from hetlb.core.policies.registry import POLICIES
+from hetlb.core.types import Outcome
 from hetlb.proxy.dashboard import balance
-from hetlb.proxy.dashboard.decisions import newest
+from hetlb.proxy.dashboard.decisions import decision_summary
 from hetlb.proxy.dashboard.event_stream import EventStream
-from hetlb.proxy.dashboard.figures import accuracy, series
 from hetlb.proxy.dashboard.routes import pools
 from hetlb.proxy.dashboard.samples import Levels
 from hetlb.proxy.fleet_status import status
+from hetlb.proxy.telemetry.recent import BIN_S, BINS, POINTS, Recent, Stretch, latencies
+from hetlb.workload.records import weighted_percentile
 
 if TYPE_CHECKING:
     from hetlb.proxy.service import FleetService
@@ -56,6 +64,7 @@ class Snapshots:
         oldest_at = scheduler.queue.oldest_at()
         fleet["queue"]["models"] = scheduler.queue.by_model()
         fleet["queue"]["oldest_s"] = None if oldest_at is None else now - oldest_at
+        last = islice(reversed(source.scheduling.decisions), DECISIONS_SHOWN)
         return {
             "version": hetlb.__version__,
             "clock_s": now,
@@ -63,7 +72,7 @@ class Snapshots:
             "registration": source.fleet.file.admin.registration,
             "decisions": {
                 "total": totals.decisions,
-                "last": newest(source.scheduling.decisions, DECISIONS_SHOWN, source.tokens_so_far),
+                "last": [decision_summary(each, source.driver.tokens_so_far) for each in last],
             },
             "fleet": fleet,
             "status": self.status(),
@@ -71,3 +80,57 @@ class Snapshots:
             "series": {**series(totals.recent, now), **self._levels.document(now)},
             "accuracy": accuracy(totals.recent),
         }
+
+
+def series(recent: Recent, now: float) -> dict[str, Any]:
+    """Rates and latencies of the last five minutes, up to the last stretch that is over at `now`.
+
+    An answer counts, tokens and all, when it ends.
+    """
+    end = math.floor(now / BIN_S)
+    stretches = [recent.stretches.get(number) or Stretch() for number in range(end - BINS, end)]
+    outcomes: Counter[str] = Counter()
+    for each in stretches:
+        outcomes.update(each.outcomes)
+    ok = [each.outcomes.get(Outcome.OK.value, 0) for each in stretches]
+    ended = [sum(each.outcomes.values()) for each in stretches]
+    tokens = [{name: share.output_tokens for name, share in each.shares.items()} for each in stretches]
+    names = dict.fromkeys(name for each in tokens for name in each)
+    latency_columns = {
+        f"{name}_p{percent}_s": [_percentile(getattr(each, name), percent) for each in stretches]
+        for name in ("ttft", "e2e")
+        for percent in (50, 99)
+    }
+    return {
+        "bin_s": BIN_S,
+        "end_s": end * BIN_S,
+        "outcomes": dict(outcomes),
+        "instances": {name: [each.get(name, 0) / BIN_S for each in tokens] for name in names},
+        "ok_per_s": [count / BIN_S for count in ok],
+        "not_ok_per_s": [(whole - count) / BIN_S for whole, count in zip(ended, ok, strict=True)],
+        "output_tokens_per_s": [sum(each.values()) / BIN_S for each in tokens],
+        **latency_columns,
+    }
+
+
+def _percentile(counts: dict[int, int], percent: int) -> float | None:
+    return round(weighted_percentile(latencies(counts), percent), 4) if counts else None
+
+
+def accuracy(recent: Recent) -> dict[str, Any]:
+    """The newest answers as points: predicted and actual output tokens, predicted and actual seconds.
+
+    The names of the instances, and the points with an index into them.
+    """
+    names: dict[str, int] = {}
+    points = [
+        (
+            names.setdefault(name, len(names)),
+            round(predicted, 1),
+            round(tokens, 1),
+            round(expected_s, 4),
+            round(took_s, 4),
+        )
+        for _, name, predicted, tokens, expected_s, took_s in recent.points[-POINTS:]
+    ]
+    return {"instances": list(names), "points": points}

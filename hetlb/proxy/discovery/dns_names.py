@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 
 from hetlb.config.discovery import DnsTable
+from hetlb.config.urls import bracketed
 from hetlb.errors import ConfigError
 from hetlb.proxy.discovery.source import Found, Publish, SourceFailedError
 
@@ -72,15 +73,7 @@ class DnsSource:
             records, ttl_s = self._records("A")
             if not records:
                 records, ttl_s = self._records("AAAA")
-            pairs = [
-                (
-                    f"[{text}]:{table.port}"
-                    if ":" in (text := str(record.address))
-                    else f"{text}:{table.port}",
-                    1,
-                )
-                for record in records
-            ]
+            pairs = [(f"{bracketed(str(record.address))}:{table.port}", 1) for record in records]
         known = self._known
         self._known = {
             pair: known.get(pair)

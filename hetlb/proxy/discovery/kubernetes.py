@@ -21,6 +21,7 @@ import aiohttp
 import msgspec
 
 from hetlb.config.discovery import GPU_LABELS, ClusterTable, KubernetesTable
+from hetlb.config.urls import bracketed
 from hetlb.errors import ConfigError
 from hetlb.proxy.discovery.source import Found, Publish, SourceFailedError
 
@@ -145,16 +146,13 @@ class ApiServer:
 
     def __init__(self, table: ClusterTable, base: Path, key: str = "discovery.kubernetes") -> None:
         """`key` names the table in errors. Raises `ConfigError`."""
-        host, port = (
-            os.environ.get("KUBERNETES_SERVICE_HOST"),
-            os.environ.get("KUBERNETES_SERVICE_PORT", "443"),
-        )
+        host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
+        port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         if table.api_server is None and not host:
             raise ConfigError(
                 f"{key}.api_server: expected a URL outside of a cluster, but the key is missing"
             )
-        in_cluster = f"https://[{host}]:{port}" if host and ":" in host else f"https://{host}:{port}"
-        self.url = (table.api_server or in_cluster).rstrip("/")
+        self.url = (table.api_server or f"https://{bracketed(host)}:{port}").rstrip("/")
         own = table.api_server is None
         self._token = self._path(table.token_file, base, ACCOUNT / "token" if own else None)
         self._ca = self._path(table.ca_file, base, ACCOUNT / "ca.crt" if own else None)
@@ -388,6 +386,6 @@ def labels_of(pod: Item) -> dict[str, str]:
 
 def found_at(table: KubernetesTable, name: str, address: str, port: int, labels: Mapping[str, str]) -> Found:
     """The server at an address."""
-    where = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    where = f"{bracketed(address)}:{port}"
     model = labels.get(table.model_label, "") if table.model_label else ""
     return Found(name or where, f"{table.scheme}://{where}", model or table.model or "", dict(labels))

@@ -17,7 +17,7 @@ import httptools
 MAX_HEAD_BYTES: Final = 32 << 10
 MAX_LINE_BYTES: Final = 8 << 10
 MAX_HEADERS: Final = 64
-#: A chunk-size line longer than this carries something else than a size.
+#: Maximum bytes of a chunk-size line.
 _MAX_CHUNK_LINE: Final = 18
 
 Headers = list[tuple[bytes, bytes]]
@@ -28,7 +28,7 @@ _TARGET = re.compile(rb"/[!-~]*")
 _REQUEST_LINE = re.compile(rb"[A-Z]+ [!-~]+ HTTP/1\.[01]\r\n")
 _CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}")
 _BAD_PATH = re.compile(rb"//|[\\;#%]|/\.{1,2}(?:/|$)")
-#: Of these two readers could take different ones.
+#: Headers that may come once: two readers could take different ones.
 _ONCE = frozenset({b"content-type", b"authorization", b"x-api-key", b"api-key"})
 _CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"OPTIONS", b"PATCH"})
@@ -285,9 +285,9 @@ def parse_response_head(head: bytes, method: bytes) -> tuple[ResponseHead, int |
 _LENGTH_FIELD: Final = b"\ncontent-length: "
 #: As most clients write it: compared as it stands, it costs no lower-case copy.
 _TITLED_LENGTH_FIELD: Final = b"\nContent-Length: "
-#: Longer numbers are compared as they stand.
+#: Lengths from here on are compared as they stand.
 _LONG: Final = 10**15
-#: Different heads that are known at most, then all are forgotten; longer ones are never remembered.
+#: Maximum number of known heads, beyond which all are forgotten, and maximum bytes of one.
 MOST_KNOWN: Final = 256
 LONGEST_KNOWN_BYTES: Final = 4 << 10
 
@@ -351,7 +351,7 @@ def _begins_length(raw: bytes, at: int) -> bool:
     return field in (_TITLED_LENGTH_FIELD, _LENGTH_FIELD) or field.lower() == _LENGTH_FIELD
 
 
-#: A request body may have so many chunks of any size; the others hold so many bytes on average.
+#: Chunks of any size that a request body may have, and mean bytes of each beyond those.
 MAX_SMALL_CHUNKS: Final = 16 << 10
 LEAST_CHUNK_BYTES: Final = 64
 #: States of a decoder of chunks: the part that it reads next.

@@ -18,7 +18,7 @@ ImageSize: TypeAlias = tuple[int, int]
 UNKNOWN_SIZE: Final[ImageSize] = (0, 0)
 #: Images of one request that are looked at one by one; all further ones are of unknown size.
 _MOST_IMAGES: Final = 256
-#: No side of a real image is longer.
+#: Maximum side of an image, in pixels.
 _LONGEST_SIDE: Final = 1 << 17
 #: Metadata before the frame header of a JPEG, in segments of 64 KiB at most.
 _MOST_SEGMENTS: Final = 64

@@ -27,7 +27,7 @@ _MAX_PART_HEAD: Final = 4096
 #: Header lines of one part, and parts of one form: vLLM's largest has some thirty.
 MAX_PART_LINES: Final = 16
 MAX_PARTS: Final = 256
-#: Of a longer value nothing is taken.
+#: Bytes that are kept of a value: one more than it may have.
 _KEPT_BYTES: Final = MAX_MODEL_BYTES + 1
 _BAD_PART: Final = "A part of the multipart body is malformed or has no end."
 _NO_BEGINNING: Final = "The multipart body does not begin with its boundary."

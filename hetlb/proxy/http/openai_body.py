@@ -18,18 +18,18 @@ from hetlb.proxy.http.http1 import GateError
 from hetlb.proxy.http.media import ImageSize, find_media
 from hetlb.proxy.http.openai_fields import RequestFields
 
-#: `stream_options` is asked for on the client's behalf in bodies up to this size.
+#: Maximum bytes of a body that `stream_options` is put into.
 MAX_INJECT_BYTES: Final = 256 << 10
 _INJECTION: Final = b',"stream_options":{"include_usage":true}'
-#: vLLM sorts by it as it is; more is not needed.
+#: Maximum absolute value of `priority`.
 MAX_PRIORITY: Final = 1 << 31
 #: vLLM's own limit on `n`.
 MAX_SEQUENCES: Final = 16_384
-#: Prompts of one request: lists of token ids or strings.
+#: Maximum number of prompts in one request.
 MAX_PROMPTS: Final = 16_384
-#: A model's name is echoed and logged, so it is bounded.
+#: Maximum bytes of a model's name, which is echoed and logged.
 MAX_MODEL_BYTES: Final = 512
-#: A sound in a form counts as this many bytes of prompt (about 600 tokens).
+#: Bytes of prompt that a sound in a form counts as (about 600 tokens).
 MEDIA_BYTES: Final = 2400
 
 #: First byte of a list.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 #: Bytes of a chunked body that are decoded at once.
 TURN_BYTES: Final = 64 << 10
-#: Empty lines before a request: RFC 9112, 2.2 asks to ignore one at least.
+#: Maximum number of empty lines before a request: RFC 9112, 2.2 asks to ignore at least one.
 MAX_BLANK_LINES: Final = 8
 #: Smaller pieces of a body are kept in one buffer: an object for each would take more memory than they.
 _SMALL_PIECE: Final = 4 << 10

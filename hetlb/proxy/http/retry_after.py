@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from typing import Final
 
-#: Requests that ended are counted over this long, in slices of a second.
+#: Seconds over which ended requests are counted, in slices of one.
 WINDOW_S: Final = 10
 _LONGEST_S: Final = 40.0
 _SPREAD: Final = 0.5

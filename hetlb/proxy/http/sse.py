@@ -182,11 +182,11 @@ class SseWatcher:
         return only_usage
 
 
-#: No beginning of an event is longer than this: an id, a name of a model.
+#: Maximum bytes of an event before its choices: an id, a name of a model.
 _MAX_BEGINNING: Final = 1024
 _GOES_ON: Final = b'"finish_reason":null'
 _TOKEN_IDS: Final = b'"token_ids":['
-#: Bytes of the longest event that passes by its shape.
+#: Maximum bytes of an event that passes by its shape.
 _MOST: Final = 4095
 
 

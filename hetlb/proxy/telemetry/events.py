@@ -91,7 +91,7 @@ class Rarely:
         self._told_at = -math.inf
         self._left_out = 0
 
-    def tell(self, logger: logging.Logger, event: Event, message: str, *args: object) -> None:
+    def tell(self, logger: logging.Logger, event: Event, message: str, *args: object, **fields: Any) -> None:
         """Tell, or count it."""
         now = time.monotonic()
         if now - self._told_at < self._every_s:
@@ -100,7 +100,7 @@ class Rarely:
         if self._left_out:
             message, args = message + " (and %d more like it)", (*args, self._left_out)
         self._told_at, self._left_out = now, 0
-        tell(logger, event, message, *args)
+        tell(logger, event, message, *args, **fields)
 
 
 def _time(created: float) -> str:

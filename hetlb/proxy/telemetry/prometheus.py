@@ -24,7 +24,7 @@ from hetlb.build import compiled
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import CAUSES, AdminState, Health
 from hetlb.proxy.beliefs import BeliefSource, slots_source
-from hetlb.proxy.telemetry.counters import Totals
+from hetlb.proxy.telemetry.counters import ACCOUNT_COUNTS, Totals
 from hetlb.proxy.telemetry.histograms import GapHistogram, Histogram
 
 if TYPE_CHECKING:
@@ -441,14 +441,6 @@ def _pairs(**labels: str) -> str:
 def usage_document(totals: Totals) -> list[dict[str, Any]]:
     """The entries of `GET /v1/usage`: one for every tenant and model."""
     return [
-        {
-            "tenant": tenant or None,
-            "model": model,
-            "requests": each.requests,
-            "prompt_tokens": each.prompt_tokens,
-            "cached_prompt_tokens": each.cached_prompt_tokens,
-            "output_tokens": each.output_tokens,
-            "queue_s": each.queue_s,
-        }
+        {"tenant": tenant or None, "model": model, **{name: getattr(each, name) for name in ACCOUNT_COUNTS}}
         for (tenant, model), each in sorted(totals.accounts.items())
     ]

@@ -11,7 +11,7 @@ from hetlb.proxy.dashboard.balance import BalancePart, parts, sentence
 
 
 def part(name: str, work: float, speed: float, busy: float = 1.0, out: str = "") -> BalancePart:
-    return BalancePart(name, work, speed, 0.0, busy, out)
+    return BalancePart(name, work, speed, busy, out)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,6 @@ async def test_the_shares_are_those_of_the_requests(tmp_path: Path) -> None:
         found = parts(running.scheduler.instances, shares, speed)
         assert [each.work_share for each in found] == [0.5, 0.5]
         assert [each.speed_share for each in found] == [0.5, 0.5]
-        assert [each.tokens_per_s for each in found] == [4 / 60, 4 / 60]
 
 
 async def test_a_decision_is_found_by_the_id_of_its_request(tmp_path: Path) -> None:

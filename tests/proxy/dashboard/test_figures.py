@@ -11,8 +11,8 @@ from helpers import make_scheduler, spec
 from proxy.dashboard.rows import ended
 
 from hetlb.core.types import Outcome
-from hetlb.proxy.dashboard.figures import accuracy, series
 from hetlb.proxy.dashboard.samples import Levels
+from hetlb.proxy.dashboard.snapshot import accuracy, series
 from hetlb.proxy.telemetry.recent import BIN_S, BINS, POINTS, Recent
 
 #: Latencies are counted in steps of 4.4 %.

@@ -1,4 +1,7 @@
-"""One end of a channel: batches of messages over a socket pair (the framing of `workers/protocol.py`).
+"""One end of a channel between two processes of this machine: batches of messages over a Unix socket.
+
+A frame is a length of four bytes (big-endian) and a MessagePack array of messages (`workers/protocol.py`
+between a relay and the scheduler process, `takeover.py` between a process and its successor).
 
 What is sent in one turn of the event loop goes out as one frame, in order; a frame arrives whole or the
 channel closes. A frame that is none of the protocol closes it, with one line in the log. A peer that does not
@@ -17,9 +20,8 @@ from typing import Any, Final, Generic, TypeVar, cast
 import msgspec
 
 from hetlb.proxy.telemetry.events import Event, tell
-from hetlb.workers.protocol import FromRelay, FromScheduler, RelayMessage
 
-logger = logging.getLogger("hetlb.workers")
+logger = logging.getLogger("hetlb.proxy")
 
 MOST_UNREAD: Final = 256 << 20
 #: A message that nothing waits for is sent so much later at most.
@@ -31,11 +33,8 @@ _encode = msgspec.msgpack.Encoder().encode
 
 _In = TypeVar("_In")
 
-FROM_RELAY = msgspec.msgpack.Decoder(list[FromRelay])
-FROM_SCHEDULER = msgspec.msgpack.Decoder(list[FromScheduler])
 
-
-class RelayChannel(asyncio.Protocol, Generic[_In]):
+class MessageChannel(asyncio.Protocol, Generic[_In]):
     """`on_messages` gets each batch that the other end sent; `on_closed` is called once when it is gone."""
 
     def __init__(
@@ -50,12 +49,12 @@ class RelayChannel(asyncio.Protocol, Generic[_In]):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._received = b""
-        self._unsent: list[RelayMessage] = []
+        self._unsent: list[msgspec.Struct] = []
         #: True if a flush comes at the end of this turn, and by `POST_S` at the latest.
         self._flushes = self._flushes_later = False
 
     async def open(self, end: socket.socket) -> None:
-        """Use one end of a socket pair, and close it in the end."""
+        """Use a connected socket, and close it in the end."""
         await self._loop.create_connection(lambda: self, sock=end)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -79,21 +78,21 @@ class RelayChannel(asyncio.Protocol, Generic[_In]):
                 messages = self._decode(memoryview(data)[at + 4 : at + 4 + length])
                 at += 4 + length
                 self._on_messages(messages)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, ValueError) as error:
             text = "a channel is closed, its other end does not keep to the protocol: %s"
             tell(logger, Event.WORKER_FAILED, text, error)
             self.close()
             at = end
         self._received = data[at:]
 
-    def send(self, message: RelayMessage) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         """Send a message with the others of this turn; dropped where the other end is gone."""
         self._unsent.append(message)
         if not self._flushes:
             self._flushes = True
             self._loop.call_soon(self.flush)
 
-    def post(self, message: RelayMessage) -> None:
+    def post(self, message: msgspec.Struct) -> None:
         """Send a message with the next one, `POST_S` later at most: each frame wakes the other end."""
         self._unsent.append(message)
         if not self._flushes_later:
