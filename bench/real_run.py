@@ -28,7 +28,8 @@ from typing import Any, cast
 
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.profiler.fit import Point, StepKind, fit
-from hetlb.profiler.sources import ASSUMED_TILE, HostTime, complete
+from hetlb.profiler.measurements import ASSUMED_TILE
+from hetlb.profiler.sources import HostTime, complete
 from hetlb.sim.against import MetricError, compare, errors, replay
 from hetlb.sim.against_logs import read_log
 from hetlb.sim.engine_limits import EngineLimits

@@ -1,9 +1,9 @@
-"""Addresses where servers of a fleet may be: one rule for all that is not the operator's own fleet file.
+"""Check of server addresses that do not come from the operator's own fleet file.
 
-Registrations, DNS answers, objects of Kubernetes, files of instances and routes of stages come from others.
-None of them may have hetlb connect, with a key, to an address that is not one machine's (unspecified,
-multicast, broadcast) or where a machine's own credentials are given out (link-local, metadata), nor to one
-that stands for such an address (mapped, NAT64, 6to4, Teredo, ISATAP). Loopback and private ones are usual.
+Registrations, DNS answers, Kubernetes objects, files of instances and routes of stages must not make hetlb
+send a key to an address that is no single machine (unspecified, multicast, broadcast) or that hands out
+credentials (link-local, metadata), nor to one that embeds such an address (mapped, NAT64, 6to4, Teredo,
+ISATAP). Loopback and private addresses are allowed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _BROADCAST: Final = ipaddress.IPv4Address(0xFFFFFFFF)
-#: Addresses at which clouds hand out credentials, besides the link-local ones.
+#: Metadata addresses of clouds that are not link-local.
 _METADATA = frozenset(
     ipaddress.ip_address(text)
     for text in ("100.100.100.200", "168.63.129.16", "fd00:ec2::254", "fd20:ce::254")
@@ -35,11 +35,10 @@ _ISATAP = frozenset({0x00005EFE, 0x02005EFE})
 
 
 def allowed_address(addresses: Iterable[str], networks: tuple[Network, ...]) -> str:
-    """The first of the addresses at which an instance may be registered. Raises `ConfigError`.
+    """Return the first address at which an instance may be registered. Raises `ConfigError`.
 
-    With `networks` it is one in them. Where no model is served and much can be learnt (link-local and
-    metadata addresses, and those that are not one machine's) it is refused unless a network of such
-    addresses, or the address itself, is listed.
+    With `networks` it must be in one of them. Special addresses (`is_special`) need a link-local network or
+    the address itself in the list.
     """
     refused = ""
     for text in addresses:
@@ -57,7 +56,7 @@ def allowed_address(addresses: Iterable[str], networks: tuple[Network, ...]) -> 
 
 
 def is_loopback(host: str) -> bool:
-    """True if a host is this machine: a loopback address in any form, or `localhost`."""
+    """True for a loopback address in any form and for `localhost`."""
     try:
         return _plain(ipaddress.ip_address(host)).is_loopback
     except ValueError:
@@ -65,7 +64,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_special(address: Address | str) -> bool:
-    """True for an address where no server of a fleet can be, in any form. False for a name."""
+    """True for an address at which no server may be, in any form. False for a name."""
     if isinstance(address, str):
         try:
             address = ipaddress.ip_address(address)
@@ -82,20 +81,20 @@ def is_special(address: Address | str) -> bool:
 
 
 def refuse_special(address: str) -> None:
-    """Raise `OSError` for an address where no server of a fleet can be."""
+    """Raise `OSError` for an address at which no server may be."""
     if is_special(address):
         raise OSError(errno.EACCES, f"expected the address of a server, got {address}")
 
 
 def confined_socket(address: tuple[Any, ...]) -> socket.socket:
-    """A socket for one address that a name led to, as aiohttp asks for it. Raises `OSError`."""
+    """Socket for a resolved address, as aiohttp's `socket_factory`. Raises `OSError` for special ones."""
     family, kind, protocol, _, place = address
     refuse_special(place[0])
     return socket.socket(family, kind, protocol)
 
 
 def _plain(address: Address) -> Address:
-    """The IPv4 address that an IPv6 one stands for, or the address itself."""
+    """Extract the IPv4 address embedded in an IPv6 one, or return the address itself."""
     if not isinstance(address, ipaddress.IPv6Address):
         return address
     if address.scope_id is not None:

@@ -1,4 +1,4 @@
-"""The build of hetlb that runs: compiled or interpreted."""
+"""Version and kind of build (compiled or interpreted)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def compiled() -> bool:
 
 
 def version_line() -> str:
-    """Version and build, with the cost of the slow build."""
+    """Describe version and build."""
     cost = f"interpreted: {SLOWDOWN} times the CPU of the compiled build"
     return f"hetlb {__version__} ({'compiled' if compiled() else cost})"

@@ -1,21 +1,22 @@
-"""Rows of CSV files, cell by cell: what is wrong is one line with file, line, column and value."""
+"""CSV rows with typed cells; errors name file, line, column and value."""
 
 from __future__ import annotations
 
 import csv
+import io
 import math
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hetlb.errors import InputError
+from hetlb.files import read_text
 
-#: Larger counts are mistakes: nothing is sized by an unchecked number.
+#: Upper bound of counts.
 MOST_COUNT = 1 << 53
 
 
 class CsvRow:
-    """One line of a file; its methods raise the error of that file."""
+    """Row of a file; its methods raise the file's error class."""
 
     __slots__ = ("_error", "cells", "where")
 
@@ -25,14 +26,14 @@ class CsvRow:
         self._error = error
 
     def text(self, column: str) -> str:
-        """A cell that is not empty."""
+        """Non-empty printable text of a cell."""
         value = self.cells[column].strip()
         if not value or not value.isprintable():
             raise self.error(column, "a name")
         return value
 
     def whole(self, column: str, least: int, most: int = MOST_COUNT) -> int:
-        """A whole number from `least` to `most`."""
+        """Integer from `least` to `most`."""
         text = self.cells[column].strip()
         is_number = text.isascii() and text.isdigit()
         if is_number and (len(text) > len(str(most)) or int(text) > most):
@@ -42,7 +43,7 @@ class CsvRow:
         return int(text)
 
     def number(self, column: str, expected: str = "a number from 0", *, positive: bool = False) -> float:
-        """A finite number from 0, or above it; `expected` says what it is."""
+        """Finite number, at least 0 or above it; `expected` describes it in errors."""
         try:
             value = float(self.cells[column])
         except ValueError:
@@ -52,38 +53,31 @@ class CsvRow:
         return value
 
     def get(self, column: str) -> str:
-        """A cell of a column that need not be there; "" without it."""
+        """Text of an optional column, "" if missing."""
         return self.cells.get(column, "").strip()
 
     def error(self, column: str, expected: str) -> InputError:
-        """The error of a cell."""
+        """Create the error of a cell."""
         return self._error(f"{self.where}: {column}: expected {expected}, got {self.cells[column][:60]!r}")
 
 
 def csv_rows(path: Path, columns: Sequence[str], error: type[InputError]) -> Iterator[CsvRow]:
-    """The rows of a file that has these columns and perhaps more, at least one. Raises `error`."""
+    """Read the rows of a file with at least these columns and one row. Raises `error`."""
+    lines = csv.reader(io.StringIO(read_text(path, error), newline=""))
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            lines = csv.reader(file)
-            header = [name.strip() for name in next(lines, [])]
-            if not set(columns) <= set(header):
-                raise error(
-                    f"{path}: header: expected the columns {','.join(columns)}, got {','.join(header)!r}"
-                )
-            found = False
-            for cells in lines:
-                if not cells:
-                    continue
-                where = f"{path}: line {lines.line_num}"
-                if len(cells) != len(header):
-                    raise error(f"{where}: expected {len(header)} columns, got {len(cells)}")
-                found = True
-                yield CsvRow(where, dict(zip(header, cells, strict=True)), error)
-            if not found:
-                raise error(f"{path}: expected at least one row after the header, got none")
-    except OSError as caught:
-        raise error(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught
-    except UnicodeDecodeError as caught:
-        raise error(f"{path}: expected UTF-8 text: {caught.reason}") from caught
+        header = [name.strip() for name in next(lines, [])]
+        if not set(columns) <= set(header):
+            raise error(f"{path}: header: expected the columns {','.join(columns)}, got {','.join(header)!r}")
+        found = False
+        for cells in lines:
+            if not cells:
+                continue
+            where = f"{path}: line {lines.line_num}"
+            if len(cells) != len(header):
+                raise error(f"{where}: expected {len(header)} columns, got {len(cells)}")
+            found = True
+            yield CsvRow(where, dict(zip(header, cells, strict=True)), error)
     except csv.Error as caught:
         raise error(f"{path}: expected comma-separated values: {caught}") from caught
+    if not found:
+        raise error(f"{path}: expected at least one row after the header, got none")

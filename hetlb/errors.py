@@ -1,4 +1,4 @@
-"""The exceptions of hetlb: the tree says who is at fault.
+"""Exceptions of hetlb, by cause.
 
     HetlbError
     ├── InputError            a person's file, flag or environment: exit status 2, one line
@@ -34,7 +34,7 @@ class InputError(HetlbError):
         return [str(self)]
 
     def __str__(self) -> str:
-        # Keys and values are a file's: they may hold line ends, and what else moves a terminal's cursor.
+        # Keys and values of a file may hold line ends and terminal control characters.
         text = super().__str__()
         return text if text.isprintable() else _UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], text)
 
@@ -44,7 +44,7 @@ class ConfigError(InputError):
 
 
 class ConfigErrors(ConfigError):
-    """Several mistakes of one file, in its order; `str()` joins them into one line."""
+    """Several errors of one file, in its order; `str()` joins them into one line."""
 
     def __init__(self, mistakes: Sequence[InputError]) -> None:
         super().__init__("; ".join(map(str, mistakes)))
@@ -69,14 +69,14 @@ class PlanError(HetlbError):
 
 
 def connect_reason(error: OSError) -> str:
-    """Reason for which a host was not reached, in the system's words: `Connection refused`."""
+    """Text of a connection error, such as `Connection refused`."""
     if error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return error.strerror or str(error)  # a name without an address has a negative number
 
 
 def reason_of(error: BaseException) -> str:
-    """Reason for which a request got no answer, in a few words; of aiohttp's errors that of the socket."""
+    """Short text of a request's error; for aiohttp's errors that of the socket."""
     if isinstance(os_error := getattr(error, "os_error", None), OSError):
         return connect_reason(os_error)
     return "timeout" if isinstance(error, TimeoutError) else str(error) or type(error).__name__

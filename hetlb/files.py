@@ -1,4 +1,4 @@
-"""Text files, read with one line for what is wrong, and output files that are written whole or not at all."""
+"""Reading of text files with one-line errors, and atomic writing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hetlb.errors import ConfigError, InputError
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A path to write to, of the same suffix; what is there at the end of the block replaces `path`.
+    """Scratch path with the same suffix that replaces `path` at the end of the block.
 
-    Where the block fails `path` stays as it was. A device or a pipe is written to itself. Raises `OSError`.
+    If the block fails, `path` is unchanged. Devices and pipes are written directly. Raises `OSError`.
     """
     target = path.resolve()
     if target.exists() and not target.is_file():
@@ -39,7 +39,7 @@ def write_text(path: Path, text: str, error: type[InputError] = ConfigError) -> 
 
 
 def read_text(path: Path, error: type[InputError], most_bytes: int | None = None) -> str:
-    """The text of a file. Raises `error` where it cannot be read, is too large or is no UTF-8."""
+    """Read a text file. Raises `error` if it is unreadable, too large or not UTF-8."""
     try:
         with path.open("rb") as file:
             data = file.read() if most_bytes is None else file.read(most_bytes + 1)

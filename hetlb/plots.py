@@ -1,6 +1,6 @@
-"""Shared parts of matplotlib pictures: figures without a display, line styles, axes, files written whole.
+"""Helpers for matplotlib plots.
 
-matplotlib is imported only when a picture is asked for. A path that cannot be written is an `InputError`.
+matplotlib is imported on demand.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def new_figure(width_in: float, height_in: float) -> Any:
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Colour and dashes of the line at `index`, unlike those of any line before it."""
+    """Distinct colour and dashes of the line at `index`."""
     return {
         "color": COLOURS[index % len(COLOURS)],
         "linestyle": _STYLES[index // len(COLOURS) % len(_STYLES)],
@@ -36,20 +36,20 @@ def line_style(index: int) -> dict[str, Any]:
 
 
 def tidy(axis: Any) -> None:
-    """A light grid, and no frame at the top and at the right."""
+    """Set a light grid and remove the top and right spines."""
     axis.grid(alpha=0.3, linewidth=0.5)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
 
 
 def plot_distribution(axis: Any, values: Iterable[float], **style: Any) -> None:
-    """Draw the share of the values that are at most x."""
+    """Plot the empirical distribution function of values."""
     ordered = sorted(values)
     axis.plot(ordered, [(rank + 1) / len(ordered) for rank in range(len(ordered))], **style)
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write to `path`; the format is that of its ending. Raises `InputError`."""
+    """Save to `path` in the format of its suffix. Raises `InputError`."""
     try:
         with whole_file(path) as scratch:
             figure.savefig(scratch)

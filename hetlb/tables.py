@@ -1,4 +1,4 @@
-"""Tables for a terminal, and the bar that says how far a search is."""
+"""Tables and progress bars for terminals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 
 def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table; a column whose name begins with `>` is of numbers and stands to the right."""
+    """Create a table; columns whose name begins with `>` are right-aligned."""
     found = Table(title=title, title_justify="left")
     for column in columns:
         found.add_column(
@@ -25,9 +25,9 @@ def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[str
 
 @contextmanager
 def bar(words: str) -> Iterator[Callable[..., Any]]:
-    """A bar on a terminal's stderr, nothing elsewhere.
+    """Show a progress bar on stderr if it is a terminal.
 
-    Call what it gives with `description`, `completed` and `total`, and a `note` behind the bar.
+    Gives a function that takes `description`, `completed`, `total` and a `note` shown after the bar.
     """
     columns = (
         TextColumn("{task.description}", markup=False),

@@ -7,7 +7,18 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "hetlb"
-ALWAYS = {"addresses", "app_listener", "build", "csv_rows", "errors", "extras", "files", "tables", "turns"}
+ALWAYS = {
+    "addresses",
+    "app_listener",
+    "build",
+    "csv_rows",
+    "errors",
+    "extras",
+    "files",
+    "served_models",
+    "tables",
+    "turns",
+}
 MODULES = sorted(ROOT.rglob("*.py"))
 
 #: What each room may import of hetlb besides itself and the leaves that all may (`ALWAYS`).
@@ -18,6 +29,7 @@ MAY_IMPORT = {
     "errors": set(),
     "extras": set(),
     "files": set(),
+    "served_models": set(),
     "app_listener": set(),
     "tables": set(),
     "core": set(),

@@ -14,7 +14,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 #: What `hetlb serve` imports of hetlb where the fleet file asks for nothing special, and its lines at most.
 SERVE_ROOMS = {
     "__init__", "addresses", "app_listener", "build", "cli", "config", "core", "errors", "files",
-    "image_tokens", "pages", "proxy", "turns", "websocket", "workload",
+    "image_tokens", "pages", "proxy", "served_models", "turns", "websocket", "workload",
 }  # fmt: skip
 SERVE_LINES = 30_000
 

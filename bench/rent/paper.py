@@ -64,7 +64,7 @@ def make_profiles(hw: Path, folder: Path) -> None:
                     hardware=Hardware(gpu=system, gpus=tp),
                     model=ModelInfo(name=model["name"], kv_bytes_per_token=model["kv_bytes_per_token"]),
                     engine=EngineInfo(
-                        version=chosen.backend_version,
+                        version=chosen.engine.version,
                         tensor_parallel_size=tp,
                         kv_cache_tokens=int(tokens) if tokens else None,
                     ),

@@ -354,7 +354,7 @@ def limits_page() -> str:
         ("`Content-Type`, `Authorization`, `x-api-key`, `api-key`", "one of each", "400"),
         (
             "body",
-            "`proxy.max_body_bytes`, `proxy.max_multipart_bytes`, `proxy.body_timeout_s`; "
+            "`proxy.max_body_bytes`, `proxy.body_timeout_s`; "
             f"no stop of more than {connection._BODY_STOP_S:g} s",
             "413, 408",
         ),

@@ -1,1 +1,1 @@
-"""One file a command: each parses its flags, builds objects, prints, and does nothing else."""
+"""One file per command: flags, one call into a room, one rendering."""

@@ -1,7 +1,7 @@
-"""Client of a running proxy's admin listener: its address, the operator's token, questions, the event stream.
+"""Client of a running proxy's admin listener: documents and the event stream.
 
-The token comes from an environment variable, is shown nowhere and goes to that address alone;
-whatever is wrong with an address or an answer is one line.
+The token comes from an environment variable, is never printed and goes to that address alone. A wrong
+address or answer is an `InputError` of one line.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hetlb.errors import InputError
 DEFAULT_URL = "http://127.0.0.1:8081"
 TOKEN_VARIABLE = "HETLB_ADMIN_TOKEN"
 TIMEOUT_S = 10.0
-#: The event stream speaks once a second; one that is silent for this long is dead.
+#: The event stream sends once a second; after this long without data it is considered dead.
 SILENCE_S = 5.0
 _MOST_EVENT_BYTES = 16 << 20
 
 
 class NoAnswerError(InputError):
-    """No connection, or one that broke: another attempt may do better. `why` is the reason alone."""
+    """Connection refused or broken; a retry may succeed. `why` is the reason alone."""
 
     def __init__(self, text: str, why: str) -> None:
         super().__init__(text)
@@ -36,7 +36,7 @@ class NoAnswerError(InputError):
 
 
 def add_admin_arguments(parser: Any, tokens: argparse.ArgumentParser) -> None:
-    """The flags that say which proxy is meant: its address (`--url` is the former name), and the token."""
+    """Flags for the proxy's address (`--url` is the former name) and its token."""
     parser.add_argument(
         "--admin", "--url", metavar="URL", help=f"admin address of the proxy (default {DEFAULT_URL})"
     )
@@ -48,11 +48,11 @@ def add_admin_arguments(parser: Any, tokens: argparse.ArgumentParser) -> None:
 
 
 class AdminClient:
-    """One proxy's admin listener.
+    """Admin listener of one proxy.
 
-    `text` is its address, None for the default; `variable` the environment variable with the token, None for
-    the usual one, which may be unset. Errors name the flags. Raises `InputError` for an address that is none,
-    and for a variable that is named but not set.
+    `text` is its address, None for the default; `variable` names the environment variable with the token,
+    None for the default one, which may be unset. Errors name the flags. Raises `InputError` for a malformed
+    address and for a named variable that is not set.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class AdminClient:
             raise InputError(f"{name}: expected an admin token of printable ASCII, got something else")
 
     def get(self, path: str) -> bytes:
-        """Body of the answer to one GET. Raises `InputError`."""
+        """Body of the response to a GET. Raises `InputError`."""
         with self._open(path, TIMEOUT_S) as reply:
             try:
                 body: bytes = reply.read()
@@ -87,7 +87,7 @@ class AdminClient:
         return body
 
     def document(self, path: str, *keys: str) -> dict[str, Any]:
-        """The JSON document at a path, which has these keys. Raises `InputError`."""
+        """JSON object at a path, with at least these keys. Raises `InputError`."""
         try:
             found = json.loads(self.get(path))
         except (ValueError, RecursionError) as error:
@@ -97,8 +97,8 @@ class AdminClient:
         return found
 
     def snapshots(self) -> Iterator[dict[str, Any]]:
-        """The proxy's snapshots as they come. Raises `NoAnswerError` when they end, `InputError` where no
-        retry would help.
+        """Snapshots from the event stream. Raises `NoAnswerError` at its end, `InputError` if a retry is
+        pointless.
         """
         with self._open("/v1/events", SILENCE_S) as reply:
             if reply.headers.get_content_type() != "text/event-stream":
@@ -112,7 +112,7 @@ class AdminClient:
         raise self._no_answer(OSError("the proxy closed the connection"))
 
     def _open(self, path: str, timeout_s: float) -> http.client.HTTPResponse:
-        """The answer to one GET; a redirect does not get the token."""
+        """Response to a GET; the token is not sent to redirect targets."""
         request = urllib.request.Request(self.url + path)
         if self._token:
             request.add_unredirected_header("Authorization", f"Bearer {self._token}")

@@ -1,15 +1,16 @@
-"""`hetlb doctor`: looks for the mistakes that fleets have, a line for each, and says what to do."""
+"""`hetlb doctor`: checks a fleet for common mistakes, one line each, with advice."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
-import os
 import re
 import resource
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -32,7 +33,7 @@ _DEFAULT_FILE: Final = Path("fleet.yaml")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding: `name` is the check and its server, `found` what is so, `advice` what to do, or ""."""
+    """Result of one check: `name` says what was checked, `advice` what to do, "" if it passed."""
 
     name: str
     ok: bool
@@ -42,7 +43,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A server of the fleet and what it told."""
+    """A server of the fleet and its facts."""
 
     spec: InstanceSpec
     facts: EngineFacts
@@ -69,18 +70,8 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(each.ok for each in found) else 1
 
 
-def bearer(variable: str | None) -> dict[str, str]:
-    """The header with the key of a variable. Raises `InputError` where that is not set."""
-    if variable is None:
-        return {}
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise InputError(f"--api-key-env: expected a variable with an API key, but {variable!r} is not set")
-    return {"Authorization": f"Bearer {key}"}
-
-
 async def examine(fleet: Fleet) -> list[Check]:
-    """All findings about a fleet and its servers."""
+    """Run all checks on a fleet and its servers."""
     access = require_urls(fleet)
     headers: dict[str, dict[str, str]] = {}
     for spec in fleet.instances:
@@ -88,88 +79,66 @@ async def examine(fleet: Fleet) -> list[Check]:
         headers[spec.url] = {} if key is None else {"Authorization": key.decode("ascii")}
     facts = await ask_engines(headers)
     servers = [Seen(spec, facts[spec.url]) for spec in fleet.instances]
-    found = list(_of_this_machine(fleet))
-    for seen in servers:
-        found += _of_server(seen)
     answering = [seen for seen in servers if not seen.facts.trouble]
-    return found + list(_of_all(answering))
+    return [*_of_this_machine(fleet), *chain.from_iterable(map(_of_server, servers)), *_of_all(answering)]
 
 
-def _of_this_machine(fleet: Fleet) -> Iterable[Check]:
+def _check(name: str, ok: bool, found: str, advice: str) -> Check:
+    return Check(name, ok, found, "" if ok else advice)
+
+
+def _of_this_machine(fleet: Fleet) -> Iterator[Check]:
     listen, admin = fleet.file.listen, fleet.file.admin
-    if listen.port and (listen.host, listen.port) == (admin.host, admin.port):
-        yield Check(
-            "ports",
-            False,
-            f"listen and admin are both {listen.host}:{listen.port}",
-            "give admin.port another number",
-        )
-    else:
-        yield Check("ports", True, f"clients at {listen.port}, admin at {admin.port}")
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = hard == resource.RLIM_INFINITY or hard >= 4096
-    told = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
-    yield Check(
-        "file descriptors",
-        enough,
-        told,
-        "" if enough else "raise it (ulimit -Hn, LimitNOFILE): two for a client",
+    apart = not listen.port or (listen.host, listen.port) != (admin.host, admin.port)
+    ports = (
+        f"clients at {listen.port}, admin at {admin.port}"
+        if apart
+        else f"both at {listen.host}:{listen.port}"
     )
+    yield _check("ports", apart, ports, "give admin.port another number")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = hard == resource.RLIM_INFINITY
+    found = "unlimited" if unlimited else f"{hard:,}"
+    advice = "raise it (ulimit -Hn, LimitNOFILE): two for a client"
+    yield _check("file descriptors", unlimited or hard >= 4096, found, advice)
 
 
-def _of_server(seen: Seen) -> list[Check]:
-    """Findings about one server, until one makes the others moot."""
+def _of_server(seen: Seen) -> Iterator[Check]:
+    """Checks of one server; stops at one that makes the rest pointless."""
     spec, facts = seen.spec, seen.facts
 
-    def check(name: str, ok: bool, found: str, advice: str = "") -> Check:
-        return Check(f"{name} of {spec.name}", ok, found, "" if ok else advice)
+    def check(name: str, ok: bool, found: str, advice: str) -> Check:
+        return _check(f"{name} of {spec.name}", ok, found, advice)
 
     if facts.trouble:
-        return [
-            check("address", False, f"{spec.url}: {facts.trouble}",
-                  "start it, or correct host and port: `vllm serve` prints its own when it starts")
-        ]  # fmt: skip
-    found = [
-        check(
-            "address", facts.health == 200, f"{spec.url}: /health answers {facts.health}", "look at its log"
-        )
-    ]
+        advice = "start it, or correct host and port: `vllm serve` prints its own when it starts"
+        yield check("address", False, f"{spec.url}: {facts.trouble}", advice)
+        return
+    health = f"{spec.url}: /health answers {facts.health}"
+    yield check("address", facts.health == 200, health, "look at its log")
     if facts.models_status in (401, 403):
-        return [
-            *found,
-            check("key", False, f"/v1/models answers {facts.models_status}",
-                  "set api_key_env or api_key_file of the instance or model to its `vllm serve --api-key`"),
-        ]  # fmt: skip
-    found.append(check("key", True, "accepted" if facts.models_status == 200 else "none asked for"))
+        advice = "set api_key_env or api_key_file of the instance or model to its `vllm serve --api-key`"
+        yield check("key", False, f"/v1/models answers {facts.models_status}", advice)
+        return
+    yield check("key", True, "accepted" if facts.models_status == 200 else "none asked for", "")
     wanted = spec.model
-    serves = not wanted or wanted in facts.names
-    found.append(
-        check("model", serves and bool(facts.entries), f"serves {', '.join(facts.names) or 'nothing'}",
-              f"expected {wanted}: correct the model's name, or start it with --served-model-name {wanted}")
-    )  # fmt: skip
-    found.append(
-        check("metrics", facts.table is not None, _metrics(facts),
-              "without them hetlb goes by its own ledger alone: start it without --disable-log-stats")
-    )  # fmt: skip
+    serves = bool(facts.entries) and (not wanted or wanted in facts.names)
+    advice = f"expected {wanted}: correct the model's name, or start it with --served-model-name {wanted}"
+    yield check("model", serves, f"serves {', '.join(facts.names) or 'nothing'}", advice)
+    advice = "without them hetlb goes by its own ledger alone: start it without --disable-log-stats"
+    yield check("metrics", facts.table is not None, _metrics(facts), advice)
     is_vllm = facts.table is None or facts.table is VLLM
     old = is_vllm and (facts.old_names or (facts.version is not None and _version(facts.version) < OLDEST))
     title = "vLLM" if facts.table is None else facts.table.title
-    found.append(
-        check("version", not old, f"{title} {facts.version or 'of unknown version'}",
-              f"upgrade to {OLDEST[0]}.{OLDEST[1]} or later: older ones lack what hetlb reads")
-    )  # fmt: skip
+    advice = f"upgrade to {OLDEST[0]}.{OLDEST[1]} or later: older ones lack what hetlb reads"
+    yield check("version", not old, f"{title} {facts.version or 'of unknown version'}", advice)
     skewed = abs(facts.skew_s) > MOST_SKEW_S
-    found.append(
-        check("clock", not skewed, f"{facts.skew_s:+.0f} s" if skewed else "within seconds of this one",
-              "synchronise the clocks (NTP): logs, traces and certificates go by them")
-    )  # fmt: skip
-    several = len(facts.began) > 1
-    behind = facts.proxy or ("two answers came from two processes" if several else "")
-    found.append(
-        check("directness", not behind, behind or "no proxy in front",
-              "hetlb must reach each engine itself: a proxy or Service in front of several chooses again")
-    )  # fmt: skip
-    return found
+    skew = f"{facts.skew_s:+.0f} s" if skewed else "within seconds of this one"
+    advice = "synchronise the clocks (NTP): logs, traces and certificates go by them"
+    yield check("clock", not skewed, skew, advice)
+    behind = facts.proxy or ("two answers came from two processes" if len(facts.began) > 1 else "")
+    advice = "hetlb must reach each engine itself: a proxy or Service in front of several chooses again"
+    yield check("directness", not behind, behind or "no proxy in front", advice)
 
 
 def _metrics(facts: EngineFacts) -> str:
@@ -185,47 +154,35 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(each) for each in re.findall(r"\d+", text)[:2]) or OLDEST
 
 
-def _of_all(servers: Sequence[Seen]) -> Iterable[Check]:
-    """Findings about several servers together."""
+def _of_all(servers: Sequence[Seen]) -> Iterator[Check]:
+    """Checks across servers."""
     by_process: dict[tuple[float, ...], list[str]] = {}
     for seen in servers:
         if seen.facts.began:
             by_process.setdefault(tuple(sorted(seen.facts.began)), []).append(seen.spec.name)
-    twice = [names for names in by_process.values() if len(names) > 1]
-    yield Check(
-        "one address per server",
-        not twice,
-        "; ".join(f"{' and '.join(names)} are one process" for names in twice)
-        or "each is a process of its own",
-        "leave one of them out: the load would be counted twice" if twice else "",
-    )
+    twice = [f"{' and '.join(names)} are one process" for names in by_process.values() if len(names) > 1]
+    found = "; ".join(twice) or "each is a process of its own"
+    advice = "leave one of them out: the load would be counted twice"
+    yield _check("one address per server", not twice, found, advice)
     for model in dict.fromkeys(seen.spec.model for seen in servers):
+        title = model or "the servers"
         pool = [seen for seen in servers if seen.spec.model == model]
-        yield from _of_pool(model or "the servers", model, pool)
-
-
-def _of_pool(title: str, model: str, pool: Sequence[Seen]) -> Iterable[Check]:
-    yield _alike(
-        f"prefix caching of {title}", pool, _caching,
-        "use --enable-prefix-caching everywhere or nowhere: what is cached is taken for faster",
-    )  # fmt: skip
-    yield _alike(
-        f"weights of {title}", pool, lambda seen: _root(seen, model),
-        "one name must be one model: correct the file, or give the other one a name of its own",
-    )  # fmt: skip
+        advice = "use --enable-prefix-caching everywhere or nowhere: what is cached is taken for faster"
+        yield _alike(f"prefix caching of {title}", pool, _caching, advice)
+        advice = "one name must be one model: correct the file, or give the other one a name of its own"
+        yield _alike(f"weights of {title}", pool, partial(_root, model), advice)
 
 
 def _alike(name: str, pool: Sequence[Seen], of: Callable[[Seen], str | None], advice: str) -> Check:
-    """A check that all servers of a pool tell the same; those that tell nothing are left out."""
-    told: dict[str, list[str]] = {}
+    """Check that all servers of a pool report the same value; those without one are ignored."""
+    said: dict[str, list[str]] = {}
     for seen in pool:
         value = of(seen)
         if value is not None:
-            told.setdefault(value, []).append(seen.spec.name)
-    found = "; ".join(f"{value}: {', '.join(names)}" for value, names in told.items()) or "not told"
-    return Check(
-        name, len(told) < 2, found if len(told) != 1 else next(iter(told)), advice if len(told) > 1 else ""
-    )
+            said.setdefault(value, []).append(seen.spec.name)
+    several = "; ".join(f"{value}: {', '.join(names)}" for value, names in said.items())
+    found = several if len(said) > 1 else next(iter(said), "not told")
+    return _check(name, len(said) < 2, found, advice)
 
 
 def _caching(seen: Seen) -> str | None:
@@ -234,8 +191,8 @@ def _caching(seen: Seen) -> str | None:
     return None if caches is None else "on" if caches else "off"
 
 
-def _root(seen: Seen, model: str) -> str | None:
-    """Path or repository of the weights that a server has under a model's name."""
+def _root(model: str, seen: Seen) -> str | None:
+    """Path or repository of the weights that a server serves under a model's name."""
     entry: Mapping[str, object] = next(
         (each for each in seen.facts.entries if not model or each["id"] == model), {}
     )

@@ -1,4 +1,4 @@
-"""Facts that an engine tells at its address, for `hetlb init` and `hetlb doctor`."""
+"""Facts read from an engine over HTTP, for `hetlb init` and `hetlb doctor`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetlb.core.engine_metrics import parse
 from hetlb.core.engine_tables import OTHER_PAGE, EngineTable, table_of
 from hetlb.core.types import EngineSample
 from hetlb.errors import connect_reason
-from hetlb.proxy.scrape import read_model_list, read_version
+from hetlb.served_models import longest_context, read_model_list, read_version
 
 _TIMEOUT_S = 5.0
 _MOST_BYTES = 1 << 20
@@ -24,10 +24,10 @@ _MOST_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class EngineFacts:
-    """Answers of one server. A status is 0 where nothing came; `trouble` says why.
+    """Facts of one server. A status is 0 without a response; `trouble` says why.
 
-    `entries` are those of `/v1/models`; `began` are the starts of processes that two looks at its metrics
-    told; `skew_s` is by how much its clock is ahead of this one.
+    `entries` are those of `/v1/models`; `began` holds the process start times seen in two scrapes of its
+    metrics; `skew_s` is how far its clock is ahead, in seconds.
     """
 
     url: str
@@ -51,13 +51,12 @@ class EngineFacts:
 
     @property
     def max_model_len(self) -> int | None:
-        """The longest context of its models."""
-        lengths = [each.get("max_model_len") for each in self.entries]
-        return max((each for each in lengths if isinstance(each, int)), default=None)
+        """Longest context of its models in tokens."""
+        return longest_context(self.entries)
 
 
 async def ask_engines(urls: Mapping[str, Mapping[str, str]]) -> dict[str, EngineFacts]:
-    """Ask the servers at these addresses for their facts, each with its headers."""
+    """Read the facts of the servers at these URLs, each with its own request headers."""
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()) as session:
         found = await asyncio.gather(*(_ask(session, url, headers) for url, headers in urls.items()))
@@ -110,7 +109,7 @@ async def _get(
 
 
 def _read_head(facts: EngineFacts, headers: Mapping[str, str]) -> None:
-    """Take the clock and the signs of a proxy from the head of an answer."""
+    """Read clock skew and signs of a proxy from response headers."""
     server = headers.get("Server", "")
     if "Via" in headers or "x-hetlb-instance" in headers:
         facts.proxy = headers.get("Via", "another hetlb")
@@ -118,5 +117,5 @@ def _read_head(facts: EngineFacts, headers: Mapping[str, str]) -> None:
         facts.proxy = server
     told = email.utils.parsedate_tz(headers.get("Date", ""))
     if told is not None:
-        # A date is in whole seconds: half a second of it is no skew.
+        # Date has whole seconds: add the mean of what is cut off.
         facts.skew_s = email.utils.mktime_tz(told) + 0.5 - time.time()

@@ -1,4 +1,4 @@
-"""`hetlb explain`: one decision in numbers, of a fleet file or of a running proxy.
+"""`hetlb explain`: the numbers of a decision, on a fleet file, of a running proxy or from an event log.
 
 The figures are the scheduler's own, unrounded in JSON; nothing is sent to an engine.
 """
@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -73,67 +74,44 @@ def run(args: argparse.Namespace) -> int:
             raise InputError(f"{flag}: expected it with --admin, a fleet file has no last decisions")
     fleet = load_fleet(args.config)
     policy = args.policy or fleet.file.policy.name
-    candidates, chosen = explain_fleet(
-        fleet,
-        policy=policy,
-        model=args.model,
-        input_tokens=args.input,
-        output_tokens=args.output,
-        combine=args.combine,
-        theta=args.theta,
-        kv_used=_assignments("--kv-used", args.kv_used),
-        load=_assignments("--load", args.load),
-    )
+    found, chosen = _explain_made_up(fleet, policy, args)
+    candidates = [each.document() for each in found]
     if args.json:
-        document = {"candidates": [c.document() for c in candidates], "chosen": chosen}
-        print(json.dumps(document, allow_nan=False))
+        print(json.dumps({"candidates": candidates, "chosen": chosen}, allow_nan=False))
     else:
         console = Console()
         title = f"{args.input} prompt tokens, {args.output:g} output tokens predicted; policy {policy}"
-        console.print(_candidates(title, [c.document() for c in candidates], chosen))
+        console.print(_candidates(title, candidates, chosen))
         if chosen is None:
             console.print("None now: the request waits at the proxy until one of them can take it.")
     return 0
 
 
-def explain_fleet(
-    fleet: Fleet,
-    *,
-    policy: str,
-    model: str | None,
-    input_tokens: int,
-    output_tokens: float,
-    combine: str | None,
-    theta: float | None,
-    kv_used: dict[str, float],
-    load: dict[str, float],
+def _explain_made_up(
+    fleet: Fleet, policy: str, args: argparse.Namespace
 ) -> tuple[list[Candidate], str | None]:
-    """Candidates and choice for one request on a fleet that is up. Raises `InputError`."""
-    params = fleet.policy_params
-    params = replace(params, combine=combine or params.combine, theta=theta or params.theta)
-    setup = SchedulerSetup(
-        fleet.instances,
-        policy,
-        params,
-        fleet.queue_limits,
-        seed=fleet.file.policy.seed,
-        initial_health=Health.UP,
-    )
-    scheduler = Scheduler(setup)
-    names = {instance.name: instance for instance in scheduler.instances}
-    for flag, state in (("--kv-used", kv_used), ("--load", load)):
-        for name, value in state.items():
-            if name not in names:
-                raise ConfigError(f"{flag}: expected one of {', '.join(names)}, got {name!r}")
-            if flag == "--load":
-                names[name].assume(work_s=value)
-            else:
-                names[name].assume(kv_utilization=value)
+    """Candidates and choice for a request described by flags, on an idle fleet. Raises `InputError`."""
     if not fleet.instances:
         raise ConfigError(f"{fleet.path}: models: expected at least one instance, got none")
-    if model is None:
-        model = fleet.instances[0].model
-    elif model not in scheduler.models:
+    params = fleet.policy_params
+    params = replace(params, combine=args.combine or params.combine, theta=args.theta or params.theta)
+    scheduler = Scheduler(
+        SchedulerSetup(
+            fleet.instances,
+            policy,
+            params,
+            fleet.queue_limits,
+            seed=fleet.file.policy.seed,
+            initial_health=Health.UP,
+        )
+    )
+    names = {instance.name: instance for instance in scheduler.instances}
+    for name, value in _assignments("--kv-used", args.kv_used, names):
+        names[name].assume(kv_utilization=value)
+    for name, value in _assignments("--load", args.load, names):
+        names[name].assume(work_s=value)
+    model = args.model or fleet.instances[0].model
+    if model not in scheduler.models:
         raise ConfigError(f"--model: expected one of {', '.join(scheduler.models)}, got {model!r}")
     for instance in scheduler.instances:
         if instance.spec.model == model and not instance.profiled:
@@ -141,23 +119,22 @@ def explain_fleet(
     request = Request(
         id=0,
         model=model,
-        prompt_tokens=input_tokens,
-        longest_prompt_tokens=input_tokens,
-        generates=output_tokens > 0,
-        max_tokens=math.ceil(output_tokens) or None,
+        prompt_tokens=args.input,
+        longest_prompt_tokens=args.input,
+        generates=args.output > 0,
+        max_tokens=math.ceil(args.output) or None,
         prompt_exact=True,
     )
     longest = scheduler.fleet.ready[model].longest_prompt
     if least_tokens(request) > longest:
         raise InputError(
             f"--input: expected at most {longest - request.generates:.0f} tokens, the most that an instance "
-            f"of {model} holds, got {input_tokens}"
+            f"of {model} holds, got {args.input}"
         )
-    return scheduler.explain(request, output_tokens, now=0.0)
+    return scheduler.explain(request, args.output, now=0.0)
 
 
-def _assignments(flag: str, pairs: list[str]) -> dict[str, float]:
-    values: dict[str, float] = {}
+def _assignments(flag: str, pairs: list[str], names: Collection[str]) -> Iterator[tuple[str, float]]:
     for pair in pairs:
         name, equals, text = pair.rpartition("=")
         try:
@@ -166,8 +143,9 @@ def _assignments(flag: str, pairs: list[str]) -> dict[str, float]:
             value = math.nan
         if not equals or not name or not math.isfinite(value) or value < 0:
             raise InputError(f"{flag}: expected NAME=NUMBER with a number from 0, got {pair!r}")
-        values[name] = value
-    return values
+        if name not in names:
+            raise ConfigError(f"{flag}: expected one of {', '.join(names)}, got {name!r}")
+        yield name, value
 
 
 def _explain_running(last: int, args: argparse.Namespace) -> int:
@@ -207,7 +185,7 @@ def _explain_log(path: Path, args: argparse.Namespace) -> int:
 
 
 def _number(request: str) -> int:
-    """The number of a request, of which an `x-request-id` that hetlb made ends in the hexadecimal form."""
+    """Parse a request number, or the hexadecimal one at the end of an `x-request-id` made by hetlb."""
     head, dash, tail = request.rpartition("-")
     try:
         return int(tail, 16) if head and dash else int(request)
@@ -230,7 +208,7 @@ def _show(document: dict[str, Any], args: argparse.Namespace) -> int:
 
 
 def _decision(decision: dict[str, Any], clock_s: float) -> Group:
-    """One decision: the request, the terms of every instance, and in words why each was chosen or not."""
+    """Render one decision: the request, and per instance its terms and why it was chosen or not."""
     sequences, tokens = decision["sequences"], decision["output_tokens"]
     came = f"{tokens / sequences:.0f} generated" if decision["ended"] else f"{tokens / sequences:.0f} so far"
     title = (
@@ -243,9 +221,9 @@ def _decision(decision: dict[str, Any], clock_s: float) -> Group:
 
 
 def _candidates(title: str, candidates: list[dict[str, Any]], chosen: str | None) -> Group:
-    """The terms of the score with their weights, the forecast, and in words why each was chosen or not.
+    """Table of the weighted terms of the score, the forecast, and why each was chosen or not.
 
-    Terms that are 0 everywhere are left out; where a policy has none, those of the paper stand.
+    Terms that are 0 everywhere are omitted; for policies without terms the paper's are shown.
     """
     terms = [each.get("terms") or {} for each in candidates]
     weights: dict[str, float] = next((each["weights"] for each in candidates if each.get("weights")), {})
@@ -273,7 +251,7 @@ def _candidates(title: str, candidates: list[dict[str, Any]], chosen: str | None
         table.add_column(
             column, justify="left" if left else "right", vertical="bottom", no_wrap=column != "why"
         )
-    # A sentence has no room in a cell: it stands below.
+    # Sentences are too long for a cell: they go below the table.
     sentences = []
     best = next((each for each in candidates if each["instance"] == chosen), None)
     for index, each in enumerate(candidates):
@@ -287,7 +265,7 @@ def _candidates(title: str, candidates: list[dict[str, Any]], chosen: str | None
 
 
 def _head(name: str, weight: float | None) -> str:
-    """Head of a term's column: its weight in the score, its name, its unit."""
+    """Column header of a term: weight, name, unit."""
     words = name.removesuffix("_s").replace("_", "\n") + "\ns" * name.endswith("_s")
     return words if weight is None else f"{weight:g} x\n{words}"
 
@@ -297,7 +275,7 @@ def _figure(value: float | None) -> str:
 
 
 def _why(candidate: dict[str, Any], chosen: dict[str, Any] | None, candidates: list[dict[str, Any]]) -> str:
-    """The reason a candidate was chosen, or was not."""
+    """Reason for which a candidate was chosen or not."""
     if candidate is chosen:
         able = sum(each["eligible"] and each["score"] is not None for each in candidates)
         return f"chosen, lowest of {able}" if able > 1 else "chosen, the only one able"

@@ -1,4 +1,4 @@
-"""Declaration of flags: one line for most, with the range of a number where it is declared."""
+"""Helpers for declaring flags, with validated ranges of numbers."""
 
 from __future__ import annotations
 
@@ -6,26 +6,16 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import msgspec
 
 
-class Declare(Protocol):
-    """Declaration of one flag: name, help, metavar, type, default, and what else argparse takes."""
+def declare(parser: argparse._ActionsContainer) -> Callable[..., None]:
+    """Short form of `add_argument` for a parser or a group.
 
-    def __call__(
-        self,
-        name: str,
-        text: str,
-        metavar: str | None = None,
-        kind: Any = None,
-        default: Any = None,
-        **more: Any,
-    ) -> None:
-        """Add the flag."""
-
-
-def declare(parser: argparse._ActionsContainer) -> Declare:
-    """A short form of `add_argument` for the flags of a parser or of a group."""
+    Takes name, help, metavar, type and default in this order, other arguments by keyword.
+    """
 
     def add(
         name: str, text: str, metavar: Any = None, kind: Any = None, default: Any = None, **more: Any
@@ -37,13 +27,21 @@ def declare(parser: argparse._ActionsContainer) -> Declare:
     return add
 
 
+def changed(table: Any, **values: Any) -> Any:
+    """Copy of a table with values from flags; None leaves a field unchanged."""
+    return msgspec.structs.replace(
+        table, **{key: value for key, value in values.items() if value is not None}
+    )
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """`--json`."""
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
 def add_load(parser: argparse.ArgumentParser) -> None:
-    """Flags of a load that is sent or simulated: `args.trace`, `args.request_rate` and so on."""
+    """Flags of a load, common to `bench` and `simulate`."""
+    from hetlb.loadtest.options import read_waves
     from hetlb.workload.content import HASH_BLOCK_TOKENS
 
     add = declare(parser)
@@ -51,13 +49,13 @@ def add_load(parser: argparse.ArgumentParser) -> None:
     rates = "requests/s, inf (all at once) or trace (recorded arrivals); several: 2,4,inf"
     add("--request-rate", rates, "R", default="inf")
     add("--burstiness", "gamma shape of the gaps (default 1: Poisson; inf: constant)", "X", POSITIVE, 1.0)
-    add("--waves", "seconds of traffic at the rate, seconds of pause", "ON:OFF")
+    add("--waves", "seconds of traffic at the rate, seconds of pause", "ON:OFF", read_waves)
     blocks = f"tokens of a block of hash_ids (default {HASH_BLOCK_TOKENS})"
     add("--hash-block-size", blocks, "N", whole(1), HASH_BLOCK_TOKENS)
 
 
 def whole(least: int, most: float = math.inf, what: str = "a whole number") -> Callable[[str], int]:
-    """Type of a flag: a whole number from `least` to `most`."""
+    """Flag type: integer from `least` to `most`."""
     to = "" if most == math.inf else f" to {most}"
 
     def read(text: str) -> int:
@@ -73,7 +71,7 @@ def whole(least: int, most: float = math.inf, what: str = "a whole number") -> C
 
 
 def real(words: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """Type of a flag: a number that fits; `words` say which do. NaN fits no comparison."""
+    """Flag type: number for which `fits` is true; `words` describe it in errors. NaN fits no comparison."""
 
     def read(text: str) -> float:
         try:

@@ -1,10 +1,11 @@
-"""`hetlb init`: a commented fleet file from what servers say of themselves."""
+"""`hetlb init`: writes a commented fleet file from facts read from the servers."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import os
 import re
 import sys
 from urllib.parse import urlsplit
@@ -12,9 +13,9 @@ from urllib.parse import urlsplit
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
 from hetlb.cli.flags import declare
 from hetlb.config.fleet import fleet_from_urls
-from hetlb.errors import HetlbError
+from hetlb.errors import HetlbError, InputError
 
-#: Schema beside the file, for editors; the next line of the file says what writes it.
+#: Name of the schema file that editors look for next to the fleet file.
 SCHEMA = "fleet.schema.json"
 
 
@@ -26,11 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the file; what is to be looked at goes to stderr."""
-    from hetlb.cli.doctor import bearer
-
+    """Print the file; warnings go to stderr."""
     urls = [each.url for each in fleet_from_urls([url.removesuffix("/v1") for url in args.urls]).instances]
-    found = asyncio.run(ask_engines(dict.fromkeys(urls, bearer(args.api_key_env))))
+    found = asyncio.run(ask_engines(dict.fromkeys(urls, _bearer(args.api_key_env))))
     for url, facts in found.items():
         if not facts.entries:
             print(f"hetlb init: {url}: {why_unknown(facts)}", file=sys.stderr)
@@ -40,8 +39,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _bearer(variable: str | None) -> dict[str, str]:
+    """Authorization header with the key in a variable. Raises `InputError` if it is unset."""
+    if variable is None:
+        return {}
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise InputError(f"--api-key-env: expected a variable with an API key, but {variable!r} is not set")
+    return {"Authorization": f"Bearer {key}"}
+
+
 def why_unknown(facts: EngineFacts) -> str:
-    """Reason why a server is not in the file."""
+    """Reason for which a server is left out of the file."""
     if facts.trouble:
         return facts.trouble
     if facts.models_status in (401, 403):
@@ -50,7 +59,7 @@ def why_unknown(facts: EngineFacts) -> str:
 
 
 def fleet_text(found: list[EngineFacts], key_env: str | None) -> str:
-    """The fleet file of these servers, by model."""
+    """Text of the fleet file, servers grouped by model."""
     models: dict[str, list[EngineFacts]] = {}
     for facts in found:
         if facts.entries:
@@ -83,7 +92,7 @@ def fleet_text(found: list[EngineFacts], key_env: str | None) -> str:
 
 
 def about(facts: EngineFacts) -> str:
-    """One line about a server, by its own words."""
+    """Comment line that describes a server."""
     parts = [f"vLLM {facts.version}" if facts.version else "version not told"]
     if facts.max_model_len is not None:
         parts.append(f"context {facts.max_model_len:,} tokens")

@@ -1,4 +1,4 @@
-"""`hetlb`: finds the command, runs it, and turns errors into one line and an exit status.
+"""`hetlb`: runs a command and maps errors to one line and an exit status.
 
 Exit status: 0 done, 2 wrong usage or input (one line on stderr), 1 anything else. Ctrl-C ends at once.
 """
@@ -10,6 +10,7 @@ import difflib
 import importlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, NoReturn
@@ -20,13 +21,13 @@ from hetlb.extras import missing_extra, require
 
 
 class Command(NamedTuple):
-    """A command: what it gives, and one line that shows its use."""
+    """Summary and example of a command."""
 
     summary: str
     example: str
 
 
-#: Imported only when asked for: `hetlb engine` should not wait for what `hetlb demo` needs.
+#: Modules are imported on demand: `hetlb engine` must not load what `hetlb demo` needs.
 COMMANDS = {
     "demo": Command("a comparison of policies on this machine, without a GPU", "hetlb demo"),
     "serve": Command("the reverse proxy in front of a fleet", "hetlb serve --config fleet.yaml"),
@@ -84,7 +85,7 @@ COMMANDS = {
         "the completion script for bash, zsh, fish or tcsh", "hetlb completion bash > hetlb.bash"
     ),
 }
-#: Commands with which most people begin; `hetlb --help` shows their examples.
+#: Commands whose examples `hetlb --help` shows.
 _FIRST = ("demo", "init", "doctor", "serve", "status")
 
 
@@ -102,7 +103,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """All flags of a parser and of its commands."""
+    """Flags of a parser and of its subparsers."""
     for action in parser._actions:
         yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):
@@ -111,9 +112,9 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands, or of `only` one: the others then have no flags.
+    """Parser of all commands, or with the flags of `only` one.
 
-    Of all commands, those whose extra is not installed have no flags either.
+    Commands whose extra is not installed get no flags.
     """
     parser = _Parser(
         prog="hetlb",
@@ -142,13 +143,14 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
         args = build_parser(command if command in COMMANDS else "").parse_args(arguments)
         if getattr(args, "plot", None) is not None:
             require("matplotlib")  # before the work, not after it
+        args.command_line = shlex.join(["hetlb", *arguments])
         status = importlib.import_module(f"hetlb.cli.{args.command}").run(args)
         sys.stdout.flush()
         return int(status)
@@ -168,6 +170,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 1
     except BrokenPipeError:
-        # The reader of our output left (`| head`): nothing more to say, and no traceback at exit.
+        # The reader of stdout has gone (`| head`): avoid the traceback at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

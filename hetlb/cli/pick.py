@@ -7,8 +7,8 @@ import signal
 
 import uvloop
 
-from hetlb.cli.flags import PORT, declare
-from hetlb.cli.serve import add_fleet_arguments, allow_many_connections, changed, fleet_of, run_service
+from hetlb.cli.flags import PORT, changed, declare
+from hetlb.cli.serve import add_fleet_arguments, allow_many_connections, fleet_of, run_service
 from hetlb.errors import InputError
 from hetlb.proxy.service import require_urls
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr

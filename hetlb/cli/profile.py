@@ -1,7 +1,7 @@
-"""`hetlb profile`: makes a latency profile from measured points, shows one, compares two, lists a library.
+"""`hetlb profile`: creates latency profiles, shows, compares and lists them.
 
-The file is written only when the fit succeeded, whole or not at all; a fit past 10 % mean or
-30 % largest held-out error is warned of on stderr.
+The file is written atomically, after the fit succeeded; a held-out error above 10 % in the mean or 30 % at
+most gives a warning on stderr.
 """
 
 from __future__ import annotations
@@ -18,20 +18,13 @@ import msgspec
 from rich.console import Console
 
 from hetlb.cli import profile_live
-from hetlb.cli.flags import FINITE, add_json, declare, real, whole
+from hetlb.cli.flags import FINITE, add_json, changed, declare, real, whole
 from hetlb.cli.profile_corrected import write_corrected
-from hetlb.config.profile_file import (
-    EngineInfo,
-    Hardware,
-    HostTime,
-    ModelInfo,
-    Profile,
-    ProfileSource,
-    load_profile,
-)
-from hetlb.errors import InputError, ProfileError
+from hetlb.config.profile_file import load_profile
+from hetlb.errors import InputError
 from hetlb.profiler.aiconfigurator import Layout, query
-from hetlb.profiler.fit import FitResult, Point, PrefillForm, StepKind, fit, shown_tile
+from hetlb.profiler.fit import PrefillForm
+from hetlb.profiler.measurements import Measurements
 from hetlb.profiler.plot import write_plot
 from hetlb.profiler.shown import (
     comparison,
@@ -42,20 +35,10 @@ from hetlb.profiler.shown import (
     print_comparison,
     print_profile,
 )
-from hetlb.profiler.sources import (
-    ASSUMED_TILE,
-    Roofline,
-    assumed_host,
-    complete,
-    make_profile,
-    read_csv,
-    write_profile,
-)
+from hetlb.profiler.sources import Roofline, profile_of, read_csv, write_profile
 
 _SOURCES = "csv:FILE, log:FILE, proxy:URL, aiconfigurator or roofline"
-#: All-reduces below this say more of a machine's wiring than of its GPUs.
-_SLOW_ALL_REDUCE_BYTES_S = 8e9
-#: Tokens of a step, at most: drafts are shorter.
+#: Upper bound of tokens per decode step with speculative decoding.
 _MOST_TOKENS_PER_STEP = 32
 
 
@@ -108,7 +91,6 @@ def _add_estimates(parser: argparse.ArgumentParser) -> None:
     add("--peak-flops", "FLOP/s of one GPU at this precision", "F", FINITE)
     add("--bandwidth", "memory bytes/s of one GPU", "B", FINITE)
     add("--parameters", "parameters of the model", "P", FINITE)
-    add("--bytes-per-parameter", "bytes of a weight (default 2)", "B", FINITE, 2.0)
     group = parser.add_argument_group("without a server")
     add = declare(group)
     host = "host time of every iteration; 0 where the points hold it (default: roofline 2, else assumed)"
@@ -134,13 +116,14 @@ def run(args: argparse.Namespace) -> int:
     if kind in ("log", "proxy") and file:
         return write_corrected(args, kind, file)
     if args.url is not None:
-        live = profile_live.measure(args)
-        written = [_finish(args, args.out, _from_live(args, live, degrees[0]))]
-        live.file.remove()
+        found, samples = profile_live.measure(args, degrees[0])
+        written = [_finish(args, args.out, found)]
+        samples.remove()
     elif kind == "csv" and file:
-        written = [_finish(args, args.out, _from_csv(args, Path(file), degrees[0]))]
+        rows = {"system": args.system, "model": args.model, "tp": degrees[0], "licence": args.licence}
+        written = [_finish(args, args.out, read_csv(Path(file), **rows))]
     elif args.source == "roofline":
-        written = [_finish(args, args.out, _from_roofline(args, degrees[0]))]
+        written = [_finish(args, args.out, _from_roofline(args, degrees[0] or 1))]
     elif args.source == "aiconfigurator":
         several = len(degrees) > 1
         outs = [args.out.with_stem(f"{args.out.stem}-tp{n}") if several else args.out for n in degrees]
@@ -183,7 +166,7 @@ def _about_files(args: argparse.Namespace) -> int:
 
 
 def _make_folder(out: Path) -> None:
-    """Create the folder of the profile: before the work, not after it."""
+    """Create the output folder before the measurement."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -192,7 +175,7 @@ def _make_folder(out: Path) -> None:
 
 
 def _degrees(args: argparse.Namespace) -> list[int | None]:
-    """The degrees of `--tp`; several only where a source can tell them apart."""
+    """Degrees of `--tp`; several only with aiconfigurator. Raises `InputError`."""
     if args.tp is None:
         return [None]
     parts = args.tp.split(",")
@@ -203,18 +186,21 @@ def _degrees(args: argparse.Namespace) -> list[int | None]:
     return [int(part) for part in parts]
 
 
-#: A profile, the points that it was fitted to and the fit.
-_Made = tuple[Profile, tuple[Point, ...], FitResult]
-
-
-def _finish(args: argparse.Namespace, out: Path, made: _Made) -> dict[str, Any]:
-    """Warn, draw, write and tell; returns what `--json` prints of it."""
-    profile, points, result = made
+def _finish(args: argparse.Namespace, out: Path, source: Measurements) -> dict[str, Any]:
+    """Fit, plot, write and report one profile; returns its entry for `--json`."""
+    found = _with_flags(args, source)
+    profile, result = profile_of(
+        found,
+        name=args.name,
+        form=None if args.form is None else PrefillForm(args.form),
+        tile=args.tile,
+        iteration_s=None if args.overhead_ms is None else args.overhead_ms / 1e3,
+    )
     for warning in result.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if args.plot is not None:
         plot = args.plot if out == args.out else args.plot.with_stem(out.stem)
-        write_plot(plot, profile.name, points, result, profile.engine.max_num_batched_tokens)
+        write_plot(plot, profile.name, found.points, result, profile.engine.max_num_batched_tokens)
     write_profile(out, profile)
     if not args.json:
         console = Console()
@@ -222,105 +208,36 @@ def _finish(args: argparse.Namespace, out: Path, made: _Made) -> dict[str, Any]:
         for line in profile.assumed:
             console.print(f"assumed {line}", markup=False, highlight=False)
         console.print(f"written to {out}", highlight=False)
-    document = json.loads(msgspec.json.encode(profile))
-    return {"out": str(out), "profile": document, "warnings": list(result.warnings)}
+    return {"out": str(out), "profile": msgspec.to_builtins(profile), "warnings": list(result.warnings)}
 
 
-# --- sources ----------------------------------------------------------------------------------------------
-
-
-def _from_live(args: argparse.Namespace, live: profile_live.LiveResult, degree: int | None) -> _Made:
-    facts, capacity = live.facts, live.facts.capacity
-    drafts: tuple[str, ...] = ()
-    if live.tokens_per_step is not None and args.tokens_per_step is None:
-        drafts = (
-            f"engine.tokens_per_step: {live.tokens_per_step:.2f}, as with the made prompts of the sweep; "
-            "--tokens-per-step states that of your traffic",
-        )
-    engine = _engine(
-        args,
-        degree,
-        version=facts.version,
-        kv_cache_tokens=capacity.kv_cache_tokens,
-        block_size=capacity.block_size,
-        max_num_seqs=capacity.max_num_seqs,
-        max_num_batched_tokens=capacity.max_num_batched_tokens,
-        max_model_len=capacity.max_model_len,
-        enable_prefix_caching=facts.prefix_cache if facts.counts else None,
-        tokens_per_step=live.tokens_per_step,
+def _with_flags(args: argparse.Namespace, found: Measurements) -> Measurements:
+    """Override what a source knows with flags."""
+    hardware, model = found.hardware, found.model
+    if hardware is not None:
+        hardware = changed(hardware, memory_bytes=args.memory_bytes)
+    if model is not None:
+        model = changed(model, kv_bytes_per_token=args.kv_bytes_per_token)
+    flags = (
+        *("kv_cache_tokens", "max_num_seqs", "max_num_batched_tokens", "block_size", "tokens_per_step"),
+        "async_scheduling",
     )
-    source = ProfileSource(kind="live", name=args.url)
-    profile, points, result = _make(
-        args, live.points, source, engine, args.system, facts.model,
-        host=HostTime(), tile=None, assumed=drafts, where=str(live.file.path),
-    )  # fmt: skip
-    host = HostTime(request_s=live.request_s(result.latency))
-    return msgspec.structs.replace(profile, host=host), points, result
+    engine = changed(found.engine, **{flag: getattr(args, flag) for flag in flags})
+    return replace(found, engine=engine, hardware=hardware, model=model)
 
 
-def _from_csv(args: argparse.Namespace, path: Path, tp: int | None) -> _Made:
-    chosen = read_csv(path, system=args.system, model=args.model, tp=tp)
-    degree = chosen.tensor_parallel_size or tp
-    engine = _engine(args, degree, name=chosen.backend or "vllm", version=chosen.backend_version)
-    source = ProfileSource(kind="csv", name=path.name, system=chosen.system, licence=args.licence)
-    return _make(
-        args, chosen.points, source, engine, chosen.system, chosen.model, where=str(path), name=path.stem
-    )
-
-
-def _from_aiconfigurator(args: argparse.Namespace, degree: int) -> _Made:
+def _from_aiconfigurator(args: argparse.Namespace, degree: int) -> Measurements:
     for flag in ("system", "model"):
         if getattr(args, flag) is None:
             raise InputError(f"--{flag}: expected a name with --from aiconfigurator, got none")
     layout = Layout(degree, args.data_parallel, args.expert_parallel)
     found = query(args.model, args.system, layout, scale=args.scale)
-    assumed: list[str] = []
-    if layout.dp > 1:
-        assumed.append(
-            f"data parallel: all {layout.dp} ranks alike busy; a step of one waits for the slowest"
-        )
-    if found.all_reduce_bytes_s is not None and found.all_reduce_bytes_s < _SLOW_ALL_REDUCE_BYTES_S:
-        assumed.append(
-            f"all-reduce: {found.all_reduce_bytes_s / 1e9:.1f} GB/s, of one badly wired machine, not of the "
-            "GPU (PCIe 4.0 x16 gives about 20 GB/s); nccl-tests measures yours"
-        )
-    if found.kv_cache_tokens is None and args.kv_cache_tokens is None:
+    if found.engine.kv_cache_tokens is None and args.kv_cache_tokens is None:
         print(f"warning: --tp {degree}: the model does not fit; no KV cache is stated", file=sys.stderr)
-    note = "kernel tables measured on the GPU, composed; they hold no host time"
-    engine = _engine(
-        args,
-        degree,
-        version=found.vllm_version,
-        data_parallel_size=layout.dp if layout.dp > 1 else None,
-        enable_expert_parallel=True if layout.expert_parallel else None,
-        kv_cache_tokens=found.kv_cache_tokens,
-        max_num_seqs=found.max_num_seqs,
-        max_num_batched_tokens=found.max_num_batched_tokens,
-    )
-    source = ProfileSource(
-        kind="aiconfigurator",
-        name=f"aiconfigurator-core {found.version}",
-        system=args.system,
-        licence="Apache-2.0",
-        attribution="NVIDIA",
-        note=note if args.scale == 1.0 else f"{note}; times {args.scale:g}",
-    )
-    profile, points, result = _make(
-        args, found.points, source, engine, args.system, args.model,
-        split_blocks=found.split_blocks, assumed=tuple(assumed),
-    )  # fmt: skip
-    hardware = Hardware(
-        gpu=args.system,
-        gpus=degree * layout.dp,
-        memory_bytes=args.memory_bytes or found.memory_bytes,
-        all_reduce_bytes_s=found.all_reduce_bytes_s,
-    )
-    kv_bytes = args.kv_bytes_per_token or found.kv_bytes_per_token
-    model = ModelInfo(name=args.model, kv_bytes_per_token=kv_bytes)
-    return msgspec.structs.replace(profile, hardware=hardware, model=model), points, result
+    return found
 
 
-def _from_roofline(args: argparse.Namespace, tp: int | None) -> _Made:
+def _from_roofline(args: argparse.Namespace, degree: int) -> Measurements:
     for flag in ("peak_flops", "bandwidth", "parameters", "kv_bytes_per_token"):
         if getattr(args, flag) is None:
             raise InputError(f"--{flag.replace('_', '-')}: expected a value with --from roofline, got none")
@@ -329,78 +246,8 @@ def _from_roofline(args: argparse.Namespace, tp: int | None) -> _Made:
         peak_flops=args.peak_flops,
         bandwidth_bytes_s=args.bandwidth,
         parameters=args.parameters,
-        bytes_per_parameter=args.bytes_per_parameter,
         kv_bytes_per_token=args.kv_bytes_per_token,
-        tensor_parallel_size=tp or 1,
+        tensor_parallel_size=degree,
         step_overhead_s=overhead_ms / 1e3,
     )
-    note = (
-        f"estimated, not measured: {args.peak_flops:g} FLOP/s at {roofline.flops_efficiency:g}, "
-        f"{args.bandwidth:g} bytes/s at {roofline.bandwidth_efficiency:g}, {overhead_ms:g} ms a step; "
-        "the errors are of the fit to this estimate"
-    )
-    source = ProfileSource(kind="roofline", measured=False, system=args.system, note=note)
-    return _make(
-        args, tuple(roofline.points()), source, _engine(args, tp or 1), args.system, args.model,
-        host=HostTime(), name="roofline",
-    )  # fmt: skip
-
-
-def _engine(args: argparse.Namespace, degree: int | None, **found: Any) -> EngineInfo:
-    """The engine as it was found, but for what flags state."""
-    flags = ("kv_cache_tokens", "max_num_seqs", "max_num_batched_tokens", "block_size", "tokens_per_step")
-    stated = {flag: value for flag in flags if (value := getattr(args, flag)) is not None}
-    return EngineInfo(tensor_parallel_size=degree, async_scheduling=args.async_scheduling, **found | stated)
-
-
-def _make(
-    args: argparse.Namespace,
-    points: tuple[Point, ...],
-    source: ProfileSource,
-    engine: EngineInfo,
-    system: str | None,
-    model: str | None,
-    *,
-    host: HostTime | None = None,
-    tile: int | None = ASSUMED_TILE,
-    split_blocks: float | None = None,
-    assumed: tuple[str, ...] = (),
-    where: str = "",
-    name: str = "",
-) -> _Made:
-    """Fit the points, completed by assumptions. Raises `ProfileError` naming `where` they are from.
-
-    `host` is None where the points hold no host time; `tile` is assumed where they show none; `name` is the
-    profile's where nothing else names it.
-    """
-    asynchronous = engine.schedules_asynchronously(system)
-    if host is None:
-        stated = args.overhead_ms is not None
-        host = HostTime(iteration_s=args.overhead_ms / 1e3) if stated else assumed_host(asynchronous)
-    prefill = [point for point in points if point.phase is StepKind.PREFILL]
-    form = PrefillForm(args.form) if args.form is not None else None
-    tile = args.tile or (None if shown_tile(prefill) else tile)
-    try:
-        result = fit(points, form=form, tile=tile)
-    except (ProfileError, RuntimeError, ValueError) as error:
-        lead = "" if isinstance(error, ProfileError) else "expected points that a model can be fitted to: "
-        raise ProfileError(f"{where}: {lead}{error}" if where else f"{lead}{error}") from error
-    if args.tile is not None:
-        result = replace(result, tile=args.tile)
-    result, more = complete(result, points, host, asynchronous, split_blocks)
-    degree = engine.tensor_parallel_size
-    parts = (system, model, None if degree is None else f"tp{degree}")
-    made = "-".join(part for part in parts if part).lower().replace("/", "-")
-    gpus = degree or 1
-    profile = make_profile(
-        args.name or made or name,
-        points,
-        result,
-        source=source,
-        hardware=Hardware(gpu=system, gpus=gpus, memory_bytes=args.memory_bytes) if system else None,
-        model=ModelInfo(name=model, kv_bytes_per_token=args.kv_bytes_per_token) if model else None,
-        engine=engine,
-        host=host,
-        assumed=(*more, *assumed),
-    )
-    return profile, points, result
+    return roofline.measurements(args.system, args.model)

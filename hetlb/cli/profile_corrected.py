@@ -1,4 +1,4 @@
-"""`hetlb profile --from log:FILE` and `proxy:URL`: a profile corrected by what was seen of its server."""
+"""`hetlb profile --from log:FILE` and `proxy:URL`: corrects a profile by observed times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hetlb.sim.against import errors, fit_corrections, reach, replay, varies_eno
 from hetlb.sim.against_logs import read_log
 from hetlb.sim.study import engine_of
 
-#: Seconds expected of a part before it is corrected by a proxy.
+#: Least expected seconds of a part for a correction by a proxy.
 _LEAST_S = 30.0
 _PARTS = ("prefill", "mixed", "decode")
 _LINE = re.compile(r"hetlb_instance_model_(expected|seen)_seconds_total\{(.*)\} (\S+)")
@@ -30,7 +30,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Corrected times, where they are from, what is said of them, and what stands in the document besides."""
+    """Corrected latency model, its source, lines to print, and further keys of the document."""
 
     latency: LatencyModel
     source: ProfileSource
@@ -40,7 +40,7 @@ class Correction:
 
 
 def write_corrected(args: argparse.Namespace, kind: str, origin: str) -> int:
-    """Correct `--start` by a log or a proxy and write it. Raises `InputError`."""
+    """Correct the profile `--start` by a log or a proxy and write it. Raises `InputError`."""
     if args.start is None:
         raise InputError(f"--start: expected the profile that is to be corrected (--from {kind}:), got none")
     start = load_profile(args.start)
@@ -58,7 +58,7 @@ def write_corrected(args: argparse.Namespace, kind: str, origin: str) -> int:
 
 
 def _by_log(args: argparse.Namespace, start: Profile, path: Path) -> Correction:
-    """Correction by a log. Raises `TraceError` where that cannot tell the parts of the times."""
+    """Correction by a log. Raises `TraceError` if it cannot separate prefill, mixed and decode steps."""
     log = read_log(path, args.hash_block_size)
     instances = sorted({each.instance for each in log.requests})
     if len(instances) > 1:
@@ -132,7 +132,7 @@ def _by_proxy(args: argparse.Namespace, start: Profile, url: str) -> Correction:
 
 
 def counters(text: str, server: str) -> dict[str, dict[str, float]]:
-    """Expected and seen seconds of an instance, by part."""
+    """Parse expected and observed seconds of an instance, by part."""
     found: dict[str, dict[str, float]] = {}
     for line in text.splitlines():
         match = _LINE.match(line)

@@ -1,7 +1,7 @@
-"""`hetlb profile --url`: the sweep over a live server, its bar, and what is kept when it is interrupted.
+"""`hetlb profile --url`: a sweep over a live server that can be resumed.
 
-Every sample is on disk before the next is taken; the same command goes on where an interrupted
-one was; the samples are removed only once the profile is written.
+Each sample is written to disk before the next; running the same command again resumes an interrupted sweep;
+the samples are removed once the profile is written.
 """
 
 from __future__ import annotations
@@ -15,55 +15,37 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
-from typing import Annotated
 
 import msgspec
 from rich.console import Console
 
 from hetlb.cli.flags import declare, whole
-from hetlb.config.yaml_file import load_yaml
-from hetlb.core.latency import LatencyModel
+from hetlb.config.profile_file import EngineInfo, Hardware, HostTime, ModelInfo, ProfileSource
+from hetlb.config.yaml_file import PositiveInt, load_yaml
 from hetlb.core.types import Capacity
 from hetlb.errors import HetlbError, InputError, ProfileError
 from hetlb.profiler.client import EngineClient, ServerFacts
 from hetlb.profiler.fit import Point, StepKind
 from hetlb.profiler.grid import DEFAULT_GRID, Size, clip
+from hetlb.profiler.measurements import Measurements
 from hetlb.profiler.sample_file import Identity, SampleFile
 from hetlb.profiler.sweep import REPEATS, BusyError, Sweep, SweepProgress, learn_max_num_seqs, settled
 from hetlb.tables import bar
 
-_PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 _DEFAULT_BUDGET = "5m"
-#: The fit and the picture belong to the budget too: so many seconds are kept for them.
+#: Seconds of the budget reserved for the fit and the plot.
 _FINISH_S = 5.0
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class _GridFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`--grid FILE`: rows of batch and length for each phase; of mixed steps the prompt tokens first."""
+    """File of `--grid`: rows of batch and length per phase; mixed rows begin with prompt tokens."""
 
-    prefill: tuple[tuple[_PositiveInt, _PositiveInt], ...]
-    decode: tuple[tuple[_PositiveInt, _PositiveInt], ...]
-    mixed: tuple[tuple[_PositiveInt, _PositiveInt, _PositiveInt], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class LiveResult:
-    """Measurements of one server, and the file that still holds them."""
-
-    facts: ServerFacts
-    points: tuple[Point, ...]
-    file: SampleFile
-    lone: tuple[tuple[int, float], ...]
-    #: Tokens of a decode step with speculative decoding, as the sweep's prompts had it accept them.
-    tokens_per_step: float | None = None
-
-    def request_s(self, latency: LatencyModel) -> float:
-        """Seconds that the server adds to a request beyond its prefill: the median of the lone ones."""
-        return max(0.0, median(seconds - latency.prefill_s(tokens) for tokens, seconds in self.lone))
+    prefill: tuple[tuple[PositiveInt, PositiveInt], ...]
+    decode: tuple[tuple[PositiveInt, PositiveInt], ...]
+    mixed: tuple[tuple[PositiveInt, PositiveInt, PositiveInt], ...] = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,8 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-num-batched-tokens", "token budget of an iteration (default: learnt)", "N", whole(1))
 
 
-def measure(args: argparse.Namespace) -> LiveResult:
-    """Run or resume the sweep of the arguments. Raises `InputError`, `HetlbError`."""
+def measure(args: argparse.Namespace, degree: int | None) -> tuple[Measurements, SampleFile]:
+    """Run or resume the sweep; returns its measurements and the file of its samples.
+
+    Raises `InputError`, `HetlbError`.
+    """
     budget_s = parse_duration(args.budget)
     if not re.match(r"https?://[^/]", args.url):
         raise InputError(f"--url: expected http://HOST:PORT or https://HOST:PORT, got {args.url!r}")
@@ -91,7 +76,7 @@ def measure(args: argparse.Namespace) -> LiveResult:
         if not key:
             raise InputError(f"--api-key-env: expected a variable that is set, got {args.api_key_env}")
     grid = DEFAULT_GRID if args.grid is None else read_grid(args.grid)
-    return asyncio.run(_measure(args, budget_s, key, grid))
+    return asyncio.run(_measure(args, degree, budget_s, key, grid))
 
 
 def parse_duration(text: str) -> float:
@@ -103,7 +88,7 @@ def parse_duration(text: str) -> float:
 
 
 def read_grid(path: Path) -> tuple[Size, ...]:
-    """The points of a grid file. Raises `ProfileError`."""
+    """Read the points of a grid file. Raises `ProfileError`."""
     table = load_yaml(path, _GridFile, ProfileError)
     pure = ((StepKind.PREFILL, table.prefill), (StepKind.DECODE, table.decode))
     return (
@@ -113,8 +98,8 @@ def read_grid(path: Path) -> tuple[Size, ...]:
 
 
 async def _measure(
-    args: argparse.Namespace, budget_s: float, key: str | None, grid: tuple[Size, ...]
-) -> LiveResult:
+    args: argparse.Namespace, degree: int | None, budget_s: float, key: str | None, grid: tuple[Size, ...]
+) -> tuple[Measurements, SampleFile]:
     started = time.monotonic()
     rng = random.Random()  # prompts that no earlier sweep left in a prefix cache
     console = Console(stderr=True)
@@ -158,17 +143,42 @@ async def _measure(
                 after = await client.counters() if facts.counts else None
     for note in measured.given_up:
         console.print(f"note: {note}", style="yellow", highlight=False)
-    batched = args.max_num_batched_tokens or measured.max_num_batched_tokens
-    capacity = capacity.updated(Capacity(max_num_batched_tokens=batched))
     tokens = None if after is None or before is None else after.tokens_per_step(before)
-    points = tuple(_step(point, tokens or 1.0) for point in measured.points)
-    return LiveResult(replace(facts, capacity=capacity), points, file, tuple(lone), tokens)
+    assumed: tuple[str, ...] = ()
+    if tokens is not None and args.tokens_per_step is None:
+        assumed = (
+            f"engine.tokens_per_step: {tokens:.2f}, as with the made prompts of the sweep; "
+            "--tokens-per-step states that of your traffic",
+        )
+    found = Measurements(
+        points=tuple(_step(point, tokens or 1.0) for point in measured.points),
+        source=ProfileSource(kind="live", name=args.url),
+        engine=EngineInfo(
+            version=facts.version,
+            tensor_parallel_size=degree,
+            kv_cache_tokens=capacity.kv_cache_tokens,
+            block_size=capacity.block_size,
+            max_num_seqs=capacity.max_num_seqs,
+            max_num_batched_tokens=measured.max_num_batched_tokens,
+            max_model_len=capacity.max_model_len,
+            enable_prefix_caching=facts.prefix_cache if facts.counts else None,
+            tokens_per_step=tokens,
+        ),
+        hardware=Hardware(gpu=args.system, gpus=degree or 1) if args.system else None,
+        model=ModelInfo(name=facts.model),
+        host=HostTime(),
+        tile=None,
+        lone=tuple(lone),
+        assumed=assumed,
+        where=str(file.path),
+    )
+    return found, file
 
 
 async def _facts(
     args: argparse.Namespace, client: EngineClient, rng: random.Random, console: Console
 ) -> ServerFacts:
-    """Facts of the server, completed by flags and by trial. Raises `BusyError`."""
+    """Facts of the server, completed by flags and by probing. Raises `BusyError`."""
     facts = await client.facts(args.model)
     if not facts.counts:
         unseen = "warning: the server has no metrics: others' work and preemptions go unseen"
@@ -185,7 +195,7 @@ async def _facts(
 
 @contextlib.contextmanager
 def _kept(file: SampleFile) -> Iterator[None]:
-    """Close the file where a sweep ends early, and say that its samples are kept."""
+    """Close the sample file if the sweep ends early, and say that its samples are kept."""
     try:
         yield
     except (HetlbError, asyncio.CancelledError) as stopped:
@@ -198,5 +208,5 @@ def _kept(file: SampleFile) -> Iterator[None]:
 
 
 def _step(point: Point, tokens: float) -> Point:
-    """The step of a decode point: streams show the time of a token, `tokens` of which come out of a step."""
+    """Convert a decode point from seconds per token to seconds per step of `tokens` tokens."""
     return replace(point, seconds=tokens * point.seconds) if point.phase is StepKind.DECODE else point

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+from pkgutil import resolve_name
 
 from hetlb.config.json_schema import json_schema
 
-#: Kinds of files; `cluster` is what `search` reads, and what `split` does.
-KINDS = ("fleet", "profile", "market", "cluster", "place")
+#: Tables that a kind of file is read as. `cluster` is what `search` reads, and what `split` does.
+KINDS = {
+    "fleet": ("config.fleet_tables:FleetFile",),
+    "profile": ("config.profile_file:Profile",),
+    "market": ("plan.market:MarketFile",),
+    "cluster": ("config.cluster:ClusterFile", "plan.disaggregation.split_files:SplitFile"),
+    "place": ("config.place_file:PlaceFile",),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb schema`."""
-    parser.add_argument("kind", choices=KINDS, help="kind of file")
+    parser.add_argument("kind", choices=tuple(KINDS), help="kind of file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -23,24 +30,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tables(kind: str) -> tuple[type, ...]:
-    """The tables that a kind of file is read as."""
-    if kind == "fleet":
-        from hetlb.config.fleet_tables import FleetFile
-
-        return (FleetFile,)
-    if kind == "profile":
-        from hetlb.config.profile_file import Profile
-
-        return (Profile,)
-    if kind == "market":
-        from hetlb.plan.market import MarketFile
-
-        return (MarketFile,)
-    if kind == "place":
-        from hetlb.config.place_file import PlaceFile
-
-        return (PlaceFile,)
-    from hetlb.config.cluster import ClusterFile
-    from hetlb.plan.disaggregation.split_files import SplitFile
-
-    return ClusterFile, SplitFile
+    """Tables that a kind of file is read as."""
+    return tuple(resolve_name(f"hetlb.{each}") for each in KINDS[kind])

@@ -11,13 +11,11 @@ import resource
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import uvloop
 
 from hetlb.build import version_line
-from hetlb.cli.flags import PORT, declare, whole
+from hetlb.cli.flags import PORT, changed, declare, whole
 from hetlb.config.fleet import Fleet, check_policy, fleet_from_urls, load_fleet
 from hetlb.config.fleet_tables import MOST_WORKERS
 from hetlb.core.policies.registry import POLICIES
@@ -184,13 +182,6 @@ def _announce(service: Service) -> None:
     print(plain_line(service.ready_line, style, Event.STARTED.event), flush=True)
     systemd.notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS={service.ready_line}")
     tell(logger, Event.STARTED, "%s", version_line())
-
-
-def changed(table: Any, **values: Any) -> Any:
-    """A table of a fleet file with the values of flags; one that is None stays as it is."""
-    return msgspec.structs.replace(
-        table, **{key: value for key, value in values.items() if value is not None}
-    )
 
 
 def fleet_of(args: argparse.Namespace) -> Fleet:

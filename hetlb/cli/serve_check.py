@@ -1,4 +1,4 @@
-"""`hetlb serve --check`: what a plan left to be filled in, and with `--connect` if the servers are there."""
+"""`hetlb serve --check`: finds unfilled placeholders, and with `--connect` unreachable servers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hetlb.cli.engine_facts import ask_engines
 from hetlb.config.fleet import Fleet
 from hetlb.errors import ConfigError
 
-#: Domain of hosts that plans leave to be filled in.
+#: Domain of placeholder hosts in generated plans.
 _PLACEHOLDER = ".invalid"
 
 
 def check_filled_in(fleet: Fleet) -> None:
-    """Raise `ConfigError`, a line for each placeholder and for each file of stages that is not there."""
+    """Raise `ConfigError`, one line per placeholder and per missing file of stages."""
     found = [
         f"{fleet.where}instance {spec.name}: url: expected the host in place of {host}"
         for spec in fleet.instances
@@ -36,11 +36,11 @@ def check_filled_in(fleet: Fleet) -> None:
 
 
 def check_connected(fleet: Fleet) -> list[str]:
-    """Ask every server and every worker; a line for each that is not there."""
+    """Probe every server and stage; returns one line per unreachable one."""
     whats = {spec.url: f"instance {spec.name}" for spec in fleet.instances if spec.name not in fleet.stages}
     for name, group in fleet.stages.items():
         whats |= {url: f"stages {name}: worker {worker}" for worker, url in group.workers.items()}
-    # It listens; whether it wants a key or has no such page is not asked here.
+    # Any response below 500 counts: keys and paths are not checked here.
     answers = {
         url: facts.trouble or (f"status {facts.health}" if facts.health >= 500 else "")
         for url, facts in asyncio.run(ask_engines({url: {} for url in whats})).items()

@@ -1,4 +1,4 @@
-"""Signals that end a command."""
+"""Handlers of the signals that end a command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 
 
 def cancel_on_signals() -> None:
-    """Cancel the running task when SIGTERM or SIGHUP comes, as `asyncio.Runner` does at Ctrl-C."""
+    """Cancel the current task on SIGTERM or SIGHUP, as `asyncio.Runner` does on Ctrl-C."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None, "expected to be called in a task"
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -15,7 +15,7 @@ def cancel_on_signals() -> None:
 
 
 def stop_event() -> asyncio.Event:
-    """An event that SIGINT or SIGTERM sets."""
+    """Event that is set on SIGINT or SIGTERM."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)

@@ -1,7 +1,7 @@
-"""`hetlb simulate`: a fleet in virtual time under policies, rates and seeds; or the replay of an event log.
+"""`hetlb simulate`: simulates a fleet under policies, rates and seeds, or replays an event log.
 
-The scheduler is the one the proxy runs; the same arguments give the same bytes, on however many
-processes. A replay exits with 0 only if every decision is the recorded one.
+The scheduler is the proxy's own. The output depends on the arguments alone, not on the number of
+processes. A replay exits with 0 only if every decision equals the recorded one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hetlb.core.paths.path_log import dispatches, is_path_log
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS
 from hetlb.errors import InputError, PlanError, TraceError
-from hetlb.loadtest.options import read_rates, read_waves
+from hetlb.loadtest.options import read_names, read_rates
 from hetlb.loadtest.report import percent, runs_table
 from hetlb.plan.placement.check_path import check_path
 from hetlb.sim.simulation_sweep import TRACE, Ran, Study, StudyCell, StudyLoad, run_sweep
@@ -35,7 +35,7 @@ from hetlb.tables import bar
 from hetlb.workload.content import PromptContent, contents_of
 from hetlb.workload.traces import Row, read_trace
 
-#: Fewer requests than this, over all runs, are done before another process has started.
+#: Requests over all runs for which starting another process pays.
 _REQUESTS_WORTH_A_PROCESS = 4000
 
 
@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--queue-limit", "requests that may wait at the proxy (default: any number)", "N", whole(0))
     prefixes = "engines cache prefixes; the trace needs hash_ids or session_id"
     switch("--prefix-cache", action="store_true", help=prefixes)
-    add("--seed", "seed of arrivals and random choices; several: 0,1,2", "S", default="0")
-    add("--seeds", "number of seeds, from --seed on", "N", whole(1))
+    add("--seed", "seed of arrivals and random choices (default 0)", "S", int, 0)
+    add("--seeds", "number of seeds, from --seed on", "N", whole(1), 1)
     add("--jobs", "processes (default: one per core)", "N", whole(1))
     add("--model", "model of the file (default: its first)")
     add("--plot", "picture of throughput, latencies, KV use and queues", "P.png", Path)
@@ -79,11 +79,11 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None or args.trace is None:
         raise InputError("expected --config and --trace, or --event-log, or --against")
     fleet = load_fleet(args.config)
-    policies = read_policies(args.policy) if args.policy else [fleet.file.policy.name]
+    policies = read_names("--policy", args.policy, POLICIES) if args.policy else [fleet.file.policy.name]
     rates: dict[float | str, str] = {
         read_rates(text)[0]: text.strip() for text in args.request_rate.split(",")
     }
-    seeds = read_seeds(args.seed, args.seeds)
+    seeds = list(range(args.seed, args.seed + args.seeds))
     if args.tune is not None:
         from hetlb.cli.simulate_tune import check_tune, run_tune
 
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         raise TraceError(f"{args.trace}: arrival_s: expected a time in every row to replay")
     study = make_study(
         fleet,
-        StudyLoad(rows, args.num_prompts, args.burstiness, read_contents(args, rows), read_waves(args.waves)),
+        StudyLoad(rows, args.num_prompts, args.burstiness, read_contents(args, rows), args.waves),
         predictor=args.predictor,
         rule=IterationRule(args.iteration),
         model=args.model,
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_against(args: argparse.Namespace) -> int:
-    """Hold the log of a real server against its profile, and print how right that is."""
+    """Compare the log of a real server with its profile and print the errors."""
     from hetlb.sim.against import compare  # scipy takes half a second
     from hetlb.sim.against_logs import read_log
     from hetlb.sim.against_report import comparison_document, engines, print_comparison, write_against_plot
@@ -145,32 +145,8 @@ def run_against(args: argparse.Namespace) -> int:
 # --- flags ----------------------------------------------------------------------------------------------
 
 
-def read_policies(text: str) -> list[str]:
-    """`--policy`. Raises `InputError`."""
-    policies = text.split(",")
-    for policy in policies:
-        if policy not in POLICIES:
-            raise InputError(f"--policy: expected names out of {', '.join(POLICIES)}, got {policy!r}")
-    return policies
-
-
-def read_seeds(text: str, count: int | None) -> list[int]:
-    """`--seed` and `--seeds`. Raises `InputError`."""
-    try:
-        seeds = list(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        raise InputError(
-            f"--seed: expected a whole number, or several separated by commas, got {text!r}"
-        ) from None
-    if count is None:
-        return seeds
-    if len(seeds) > 1:
-        raise InputError(f"--seeds: expected one --seed to count from, got {text!r}")
-    return list(range(seeds[0], seeds[0] + count))
-
-
 def read_contents(args: argparse.Namespace, rows: Sequence[Row]) -> list[PromptContent] | None:
-    """`--prefix-cache`: what the rows have in common. Raises `InputError`."""
+    """Prompt contents for `--prefix-cache`, None without it. Raises `InputError`."""
     if not args.prefix_cache:
         return None
     if not any(row.hash_ids or row.session for row in rows):
@@ -182,7 +158,7 @@ def read_contents(args: argparse.Namespace, rows: Sequence[Row]) -> list[PromptC
 
 
 def sweep(study: Study, cells: Sequence[StudyCell], jobs: int | None = None) -> list[Ran]:
-    """Run the cells, with a bar on stderr if that is a terminal."""
+    """Run the cells with a progress bar on stderr."""
     if jobs is None:
         worth = 1 + len(cells) * study.load.count // _REQUESTS_WORTH_A_PROCESS
         jobs = min(_cores(), worth)
@@ -193,12 +169,12 @@ def sweep(study: Study, cells: Sequence[StudyCell], jobs: int | None = None) -> 
 
 
 def _cores() -> int:
-    """The cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def print_tables(runs: Sequence[Mapping[str, Any]], rates: Sequence[str], seeds: int) -> None:
-    """One table for every rate."""
+    """Print one table per rate."""
     console = Console()
     for rate in rates:
         words = [] if len(rates) == 1 else [rate_in_words(rate)]
@@ -218,7 +194,7 @@ def _has_hits(run: Mapping[str, Any]) -> bool:
 
 
 def _prefix_hits(run: Mapping[str, Any]) -> float:
-    """The share of the prompt tokens that no engine had to compute."""
+    """Share of prompt tokens found in prefix caches."""
     hit, computed = (
         sum(each[key] for each in run["instances"]) for key in ("prefix_hit_tokens", "prefilled_tokens")
     )
@@ -226,7 +202,7 @@ def _prefix_hits(run: Mapping[str, Any]) -> float:
 
 
 def _check_paths(path: Path, lines: Iterable[str], as_json: bool) -> int:
-    """Check every path of a log: 0 if all are whole, else 1."""
+    """Check every path of a log; returns 0 if all are complete, else 1."""
     paths, wrong = 0, []
     for number, network, hops in dispatches(lines):
         paths += 1
@@ -243,9 +219,9 @@ def _check_paths(path: Path, lines: Iterable[str], as_json: bool) -> int:
 
 
 def replay(path: Path, as_json: bool) -> int:
-    """Feed a recorded log to the scheduler again: 0 if every decision is the recorded one, else 1.
+    """Replay a recorded log; returns 0 if every decision equals the recorded one, else 1.
 
-    Of a log of paths through stages every path is checked instead.
+    For a log of paths through stages every path is checked instead.
     """
     facts = decisions = 0
     differing: list[int] = []

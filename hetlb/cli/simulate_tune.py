@@ -1,4 +1,4 @@
-"""`hetlb simulate --tune`: weights of the default policy for a fleet, a trace and a figure."""
+"""`hetlb simulate --tune`: searches weights of the default policy that improve a figure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hetlb.files import write_text
 from hetlb.sim.simulation_sweep import Study
 from hetlb.sim.tune import FIGURES, Tuned, loss, search
 
-#: Seeds that measure the gain, beyond those of the search.
+#: Number of held-out seeds on which the gain is measured.
 _HELD_BACK = 6
 
 
 def check_tune(args: argparse.Namespace, fleet: Fleet) -> None:
-    """Raise `InputError` unless the figure exists, and the fleet can be written where it is asked for."""
+    """Raise `InputError` unless the figure exists and the output file does not."""
     if args.tune not in FIGURES:
         raise InputError(f"--tune: expected one of {', '.join(FIGURES)}, got {args.tune!r}")
     if args.tune == "attainment" and not any(fleet.service_classes.values()):
@@ -29,7 +29,7 @@ def check_tune(args: argparse.Namespace, fleet: Fleet) -> None:
 def run_tune(
     args: argparse.Namespace, fleet: Fleet, study: Study, rate: float | str, seeds: list[int]
 ) -> int:
-    """Search, print the gain, write the weights if it is certain."""
+    """Search weights, print their gain, write them if it is significant."""
     stated = dict(fleet.policy_params.weights)
     start = {term.name: stated.get(term.name, term.weight) for term in TERMS}
     if not any(row.adapter for row in study.load.rows):

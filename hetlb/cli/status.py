@@ -9,7 +9,7 @@ import sys
 from hetlb.cli.adminclient import AdminClient, add_admin_arguments
 from hetlb.cli.flags import add_json
 
-#: Exit status by state; 2 too where no proxy answers.
+#: Exit status by state; also 2 if no proxy answers.
 EXITS = {"well": 0, "busy": 0, "degraded": 1, "down": 2}
 
 

@@ -1,7 +1,7 @@
-"""`hetlb top`: the running fleet in a terminal, over the event stream that the dashboard reads.
+"""`hetlb top`: live view of a fleet in a terminal, from the event stream of the dashboard.
 
-Every line fits the terminal, from 80 columns up; a proxy that goes away is said and waited for,
-and its last state stays on the screen until it is back; the terminal is left as it was found.
+Lines fit terminals from 80 columns. If the proxy goes away, its last state stays on the screen and top
+reconnects. The terminal's settings are restored at the end.
 """
 
 from __future__ import annotations
@@ -34,15 +34,6 @@ _CURVES_FROM = 16
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _HEALTH_STYLES = {"up": "green", "suspect": "yellow", "ejected": "bold red"}
 _STATE_STYLES = {"well": "green", "busy": "yellow", "degraded": "red", "down": "red"}
-#: Orders of the rows, what is most first; `o` takes the next one.
-ORDERS: dict[str, Callable[[dict[str, Any]], float]] = {
-    "as configured": lambda row: 0,
-    "trouble": lambda row: (row["health"] != "up") * 2 + (row["state"] != "ready"),
-    "work": lambda row: row["workload"],
-    "KV cache": lambda row: max(_reserved(row), row["kv_reported"] or 0.0),
-    "in flight": lambda row: row["in_flight"],
-}
-_HELP = "q quit   o order   ↑↓ scroll   d decisions"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,17 +55,24 @@ def run(args: argparse.Namespace) -> int:
         else:
             console.print(view.render(console.width, None))
         return 0
-    news: queue.SimpleQueue[dict[str, Any] | str | InputError] = queue.SimpleQueue()
+    news: queue.SimpleQueue[dict[str, Any] | InputError | None] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(client, news.put), daemon=True).start()
-    with _keys(news.put), Live(console=console, screen=True, auto_refresh=False) as live:
-        while not view.done:
+    with _quit_key(lambda: news.put(None)), Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
             live.update(view.render(console.width, console.height), refresh=True)
-            view.take(news.get())
-    return 0
+            match news.get():
+                case None:
+                    return 0
+                case NoAnswerError() as error:
+                    view.trouble = error.why
+                case InputError() as error:
+                    raise error
+                case snapshot:
+                    view.snapshot, view.trouble = snapshot, ""
 
 
-def _listen(client: AdminClient, tell: Callable[[dict[str, Any] | str | InputError], None]) -> None:
-    """Tell snapshots as they come, and why none do, until an error that no retry would mend."""
+def _listen(client: AdminClient, tell: Callable[[dict[str, Any] | InputError], None]) -> None:
+    """Pass on snapshots and errors until an error that a retry cannot fix."""
     while True:
         try:
             for snapshot in client.snapshots():
@@ -87,8 +85,8 @@ def _listen(client: AdminClient, tell: Callable[[dict[str, Any] | str | InputErr
 
 
 @contextlib.contextmanager
-def _keys(press: Callable[[str], None]) -> Iterator[None]:
-    """Call `press` with each key while the block runs; the terminal is put back afterwards."""
+def _quit_key(leave: Callable[[], None]) -> Iterator[None]:
+    """Call `leave` on `q` or end of input; restores the terminal's settings afterwards."""
     if not sys.stdin.isatty():
         yield
         return
@@ -98,14 +96,9 @@ def _keys(press: Callable[[str], None]) -> Iterator[None]:
     fd = sys.stdin.fileno()
 
     def read() -> None:
-        while text := os.read(fd, 1024).decode("utf-8", "replace"):
-            for name, code in (("up", "\x1b[A"), ("down", "\x1b[B")):
-                while code in text:
-                    text = text.replace(code, "", 1)
-                    press(name)
-            for key in text:
-                press(key)
-        press("q")
+        while (keys := os.read(fd, 1024)) and b"q" not in keys.lower():
+            pass
+        leave()
 
     before = termios.tcgetattr(fd)
     try:
@@ -120,76 +113,42 @@ def _keys(press: Callable[[str], None]) -> Iterator[None]:
 
 
 class FleetScreen:
-    """State and layout of the screen: made into lines by `render`."""
+    """Last snapshot of a fleet and its rendering."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self.snapshot: dict[str, Any] | None = None
-        #: Reason why there is nothing new, "" while there is.
+        #: Reason for which updates stopped, "" while they arrive.
         self.trouble = ""
-        self.done = False
-        self._order = 0
-        self._first = 0
-        self._decisions = True
-
-    def take(self, news: dict[str, Any] | str | InputError) -> None:
-        """Take a snapshot, a key, or why no snapshot comes; an error that no retry would mend is raised."""
-        if isinstance(news, str):
-            self.press(news)
-        elif isinstance(news, dict):
-            self.snapshot, self.trouble = news, ""
-        elif isinstance(news, NoAnswerError):
-            self.trouble = news.why
-        else:
-            raise news
-
-    def press(self, key: str) -> None:
-        """A key was pressed."""
-        if key in ("q", "Q", "\x1b", "\x04"):
-            self.done = True
-        elif key == "o":
-            self._order = (self._order + 1) % len(ORDERS)
-            self._first = 0
-        elif key == "d":
-            self._decisions = not self._decisions
-        elif key in ("up", "k"):
-            self._first = max(0, self._first - 1)
-        elif key in ("down", "j"):
-            self._first += 1
 
     def render(self, width: int, height: int | None) -> Group:
-        """The frame for a terminal of this size; `height` None shows everything."""
+        """Frame for a terminal of this size; `height` None shows everything.
+
+        Instances that are not up or not ready come first, the others in file order.
+        """
         state = self._state()
         if self.snapshot is None:
             return Group(_line(f"hetlb top  {self._url}", state, width))
         snapshot = self.snapshot
         head = f"hetlb {snapshot['version']}  {self._url}  policy {snapshot['fleet']['policy']}"
-        summary = _summary(snapshot, width)
-        status = _status(snapshot, width)
+        summary, status = _summary(snapshot, width), _status(snapshot, width)
         if height is not None and height < _CURVES_FROM:
             del summary[1:], status[1:]
         lines: list[Text | Table] = [*status, _line(head, state, width), *summary, Text()]
-        models, order = snapshot["fleet"]["models"], list(ORDERS)[self._order]
+        models = snapshot["fleet"]["models"]
         rows = [(model["name"], row) for model in models for row in model["instances"]]
-        rows.sort(key=lambda pair: -ORDERS[order](pair[1]))
-        troubles = _troubles([row for _, row in rows])
-        decisions = _decisions(snapshot) if self._decisions else []
-        if height is None:
-            lines += [_fleet(rows, width), *troubles, *decisions]
-            return Group(*lines)
-        # What is left after the head, the table's own head and the help line goes to the instances first.
-        free = height - len(lines) - 2
-        room = max(1, min(len(rows), free - min(len(troubles), 3)))
-        decisions = decisions[: max(0, free - room - len(troubles[:3]))]
-        if len(decisions) < 3:
-            decisions = []
-        self._first = max(0, min(self._first, len(rows) - room))
-        lines += [_fleet(rows[self._first : self._first + room], width), *troubles[:3], *decisions]
-        used = len(lines) + room
-        lines += [Text()] * max(0, height - used - 1)
-        shown = f"{self._first + 1} to {self._first + room} of {len(rows)}, {order}"
-        lines.append(_line(_HELP, Text(shown, "dim"), width))
-        return Group(*lines)
+        rows.sort(key=lambda pair: (pair[1]["health"] == "up") * 2 + (pair[1]["state"] == "ready"))
+        troubles, decisions = _troubles([row for _, row in rows]), _decisions(snapshot)
+        if height is not None:
+            # Lines left after the headers go to the instances first.
+            free = height - len(lines) - 2
+            del troubles[3:]
+            room = max(1, min(len(rows), free - len(troubles)))
+            del decisions[max(0, free - room - len(troubles)) :]
+            if room < len(rows):
+                troubles.append(_text(f"and {len(rows) - room} more instances", "dim"))
+                del rows[room:]
+        return Group(*lines, _fleet(rows, width), *troubles, *(decisions if len(decisions) > 2 else ()))
 
     def _state(self) -> Text:
         if self.trouble:
@@ -198,12 +157,12 @@ class FleetScreen:
 
 
 def _text(words: str = "", style: str = "") -> Text:
-    """One line; what does not fit is cut."""
+    """Single line, cut at the right edge."""
     return Text(words, style, no_wrap=True, overflow="ellipsis")
 
 
 def _line(left: str, right: Text, width: int) -> Text:
-    """Text at both ends; what is on the left makes way."""
+    """Line with text at both ends; the left one is shortened."""
     right.truncate(width - 1, overflow="ellipsis")
     text = Text(left, no_wrap=True)
     text.truncate(max(0, width - right.cell_len - 1), overflow="ellipsis", pad=True)
@@ -211,7 +170,7 @@ def _line(left: str, right: Text, width: int) -> Text:
 
 
 def _status(snapshot: dict[str, Any], width: int) -> list[Text]:
-    """Status of the fleet, in its colour, in one line or, where that is too long, with the advice below."""
+    """Coloured status of the fleet, with its advice on the same line if it fits."""
     status = snapshot["status"]
     text = _text(f" {status['state']} ", f"bold reverse {_STATE_STYLES[status['state']]}")
     plain, advice = "default not reverse not bold", status["advice"]
@@ -286,7 +245,7 @@ def _fleet(rows: Sequence[tuple[str, dict[str, Any]]], width: int) -> Table:
 
 
 def shortened(names: Sequence[str], most: int) -> dict[str, str]:
-    """Names of at most so many characters that stay different: what is alike at the front is left out."""
+    """Shorten names to at most `most` characters, dropping their common prefix to keep them distinct."""
     if len(names) > 1 and max(map(len, names)) > most:
         alike = max(0, len(os.path.commonprefix(list(names))) - 2)  # noqa: RUF071 - no paths
         begun = "…" if alike else ""
@@ -328,7 +287,7 @@ def _decisions(snapshot: dict[str, Any]) -> list[Text]:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """Values as blocks, the newest at the right, several in one place as their mean; a gap where none is."""
+    """Draw values as block characters, newest at the right, averaged to fit; None is a gap."""
     if width <= 0 or not values:
         return ""
     places = []
@@ -341,7 +300,7 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
         ]
         places.append(sum(part) / len(part) if part else None)
     top = max((place for place in places if place is not None), default=0.0)
-    # What is more than nothing shows as more than nothing.
+    # Any value above 0 gets at least the second block.
     return "".join(
         " " if place is None else _BLOCKS[max(2, round(place / top * 8))] if place > 0 else _BLOCKS[1]
         for place in places
@@ -369,12 +328,12 @@ def _rate(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share as a person reads it."""
+    """Format a share as a percentage."""
     return "-" if share is None else f"{100 * share:.0f}%"
 
 
 def seconds(value: float | None) -> str:
-    """Seconds as a person reads them, in 6 places at most."""
+    """Format seconds in at most 6 characters."""
     if value is None:
         return "-"
     if value == 0:

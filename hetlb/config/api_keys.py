@@ -1,8 +1,9 @@
-"""The file of client API keys."""
+"""Client API keys: the file with their hashes and limits."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hetlb.errors import ConfigError
 
 
 class LimitsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits of a key: requests and tokens of any 60 seconds, requests at one time."""
+    """Limits of a key: requests and tokens in any 60 seconds, concurrent requests."""
 
     requests_per_minute: PositiveInt | None = None
     tokens_per_minute: PositiveInt | None = None
@@ -45,27 +46,21 @@ def load_api_keys(path: Path) -> tuple[ApiKeyTable, ...]:
         raise ConfigError(f"{path}: {caught}") from caught
     seen: set[str] = set()
     for index, key in enumerate(keys):
-        if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", key.name):
-            raise ConfigError(
-                f"{path}: [{index}].name: expected letters, digits and . _ - (64 at most), "
-                f"got {short(key.name)}"
-            )
-        if not isinstance(key.sha256, str) or not re.fullmatch(r"[0-9A-Fa-f]{64}", key.sha256):
-            raise ConfigError(
-                f"{path}: [{index}].sha256: expected the 64 hex digits (in quotes) that "
-                "`printf %s KEY | sha256sum` prints"
-            )
-        if key.sha256.lower() in seen:
-            raise ConfigError(
-                f"{path}: [{index}].sha256: expected every key once, got that of {key.name} again"
-            )
-        if key.models is not None and not key.models:
-            raise ConfigError(
-                f"{path}: [{index}].models: expected at least one model, or no such key for all"
-            )
-        if key.classes is not None and not key.classes:
-            raise ConfigError(
-                f"{path}: [{index}].classes: expected at least one class, or no such key for all"
-            )
+        if wrong := _wrong(key, seen):
+            raise ConfigError(f"{path}: [{index}].{wrong}")
         seen.add(key.sha256.lower())
     return keys
+
+
+def _wrong(key: ApiKeyTable, seen: Collection[str]) -> str:
+    """Error of a key, given the hashes `seen` before it; "" if it is valid."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", key.name):
+        return f"name: expected letters, digits and . _ - (64 at most), got {short(key.name)}"
+    if not isinstance(key.sha256, str) or not re.fullmatch(r"[0-9A-Fa-f]{64}", key.sha256):
+        return "sha256: expected the 64 hex digits (in quotes) that `printf %s KEY | sha256sum` prints"
+    if key.sha256.lower() in seen:
+        return f"sha256: expected every key once, got that of {key.name} again"
+    for field, what in (("models", "model"), ("classes", "class")):
+        if getattr(key, field) == ():
+            return f"{field}: expected at least one {what}, or no such key for all"
+    return ""

@@ -1,4 +1,4 @@
-"""The keys of a fleet file under `discovery:` and `profiles:`: sources of instances, profiles by label."""
+"""Tables under `discovery:`, and the selection of profiles by label."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hetlb.errors import ConfigError
 
 
 class DnsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A name that stands for servers: one for each address (A, else AAAA), or for each SRV record.
+    """DNS name of servers: one per address (A, else AAAA), or one per SRV record.
 
-    Asked again when the answer's TTL is over, and after `interval_s` at the latest. `servers` are name
-    servers (`host` or `host:port`), the system's where there are none.
+    Resolved again when the TTL expires, after `interval_s` at the latest. `servers` are name servers (`host`
+    or `host:port`), the system's by default.
     """
 
     name: str
@@ -39,7 +39,7 @@ class ClusterTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class LeaseTable(ClusterTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A Lease of Kubernetes by which one process leads; free `duration_s` after its renewals end."""
+    """Kubernetes Lease for leader election; it expires `duration_s` after the last renewal."""
 
     name: str
     duration_s: Annotated[int, msgspec.Meta(ge=1, le=600)] = 5
@@ -65,9 +65,8 @@ class KubernetesTable(ClusterTable, frozen=True, forbid_unknown_fields=True, kw_
 class DiscoveryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Sources of instances besides `models`.
 
-    `files` are files or folders of files with `models`, as in a fleet file. `poll_s`: how often files are
-    looked at. `ttl_s`: for how long a registration holds that does
-    not say so, 0 for ever.
+    `files` are files or folders of files with `models`, as in a fleet file. `poll_s` is the polling interval
+    of files. `ttl_s` is the default lifetime of registrations, 0 for unlimited.
     """
 
     files: tuple[str, ...] = ()
@@ -87,13 +86,13 @@ class DiscoveryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return (self.kubernetes,) if isinstance(self.kubernetes, KubernetesTable) else self.kubernetes
 
 
-#: Labels under which Kubernetes says what GPU a node has: nodes bear them, and pods select by them.
+#: Kubernetes labels that name the GPU of a node.
 GPU_LABELS = ("gpu", "nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.google.com/gke-accelerator")
 _SELECTOR = re.compile(r"[A-Za-z0-9._/-]+(?:=[^,=]*)?(?:,[A-Za-z0-9._/-]+=[^,=]*)*")
 
 
 def parse_selector(text: str, key: str) -> dict[str, str]:
-    """`gpu=H100,tp=2` as a mapping; a word alone names a GPU. Raises `ConfigError`."""
+    """Parse `gpu=H100,tp=2` into a mapping; a single word names a GPU. Raises `ConfigError`."""
     if _SELECTOR.fullmatch(text) is None:
         raise ConfigError(f"{key}: expected labels like gpu=H100,tp=2 or the name of a GPU, got {text!r}")
     if "=" not in text:
@@ -107,7 +106,7 @@ def gpu_of(labels: Mapping[str, str]) -> str:
 
 
 def select_profile(labels: Mapping[str, str], profiles: Mapping[str, str]) -> str | None:
-    """The profile of the selector that fits the labels and names most of them; of several the first."""
+    """Profile of the most specific selector that matches the labels; the first of equal ones."""
     best: tuple[int, str] | None = None
     for text, profile in profiles.items():
         wanted = parse_selector(text, "profiles")

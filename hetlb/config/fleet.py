@@ -1,10 +1,10 @@
-"""Fleet files of `serve` and `simulate`, resolved: the `Fleet`, its instances and their profiles."""
+"""Fleet files, resolved: the `Fleet`, its instances and their profiles."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +18,6 @@ from hetlb.config.fleet_tables import (
     OWN_HEADERS,
     ClassTable,
     FleetFile,
-    ImageTokensTable,
     InstanceTable,
     KvEventsTable,
     KvTransferTable,
@@ -49,7 +48,7 @@ MOONCAKE_LEASE_S: Final = 480.0
 
 
 class SecretSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Source of a secret: a file or an environment variable. `key` names it in errors."""
+    """Location of a secret: a file or an environment variable. `key` names it in errors."""
 
     key: str
     file: Path | None = None
@@ -57,10 +56,10 @@ class SecretSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Sources of the key and the authorities of one instance. `key` names the instance in errors.
+    """Locations of the key and the authorities of one instance. `key` names the instance in errors.
 
-    `kv_events` is where it publishes KV events, None where it does not; `kv_bootstrap` the URL of its
-    Mooncake bootstrap server.
+    `kv_events` is its publisher of KV events, None without one; `kv_bootstrap` the URL of its Mooncake
+    bootstrap server.
     """
 
     key: str
@@ -71,11 +70,11 @@ class EngineSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """A fleet file resolved: every instance with its profile read, in file order.
+    """Resolved fleet file: instances with their profiles, in file order.
 
-    `file` is what is in force, flags applied; `written` the file as it stood there, before any flag. Secrets
-    and certificates are named, not read: only what serves the fleet needs them. `engines` has an entry for
-    every instance, `model_keys` for every model with a key, `stages` for every instance made of stages.
+    `file` is in force, flags applied; `written` is the file before flags. Secrets and certificates are
+    located, not read: only serving needs them. `engines` has an entry per instance, `model_keys` per model
+    with a key, `stages` per instance made of stages.
     """
 
     path: Path | None
@@ -90,26 +89,26 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     model_keys: dict[str, SecretSource] = {}
 
     def with_tables(self, **tables: Any) -> Fleet:
-        """The fleet with other tables in force, by their keys in the file."""
+        """Copy of the fleet with other tables in force, by their keys in the file."""
         return msgspec.structs.replace(self, file=msgspec.structs.replace(self.file, **tables))
 
     def resolve_found(self, table: InstanceTable, model: str, cache: dict[Path, Profile]) -> InstanceSpec:
-        """An instance that is in no file, with the profile that its labels choose. Raises `InputError`."""
+        """Resolve a discovered instance, with the profile its labels select. Raises `InputError`."""
         return resolve_instance(table, model, "", self.base, cache, self.file.profiles)[0]
 
     @property
     def where(self) -> str:
-        """Beginning of an error about this fleet."""
+        """Prefix of errors about this fleet."""
         return f"{self.path}: " if self.path else ""
 
     @property
     def base(self) -> Path:
-        """Folder that paths in the file are relative to."""
+        """Folder to which paths in the file are relative."""
         return self.path.parent if self.path else Path()
 
     @property
     def policy_params(self) -> PolicyParams:
-        """The parameters in the scheduler's own type."""
+        """Policy parameters as the scheduler's type."""
         p = self.file.policy
         first = self.file.models[0].name if self.file.models else ""
         shares = tuple(
@@ -123,19 +122,28 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
             )
             for each in p.shares
         )
-        return PolicyParams(p.theta, p.combine, p.decay_s, shares, p.adapter_load_s, tuple(p.weights.items()))
+        return PolicyParams(p.theta, p.combine, shares, p.adapter_load_s, tuple(p.weights.items()))
 
     @property
     def service_classes(self) -> dict[str, dict[str, ServiceClass]]:
-        """The classes of each model, by name, the default first."""
+        """Service classes by model and name, the default first."""
         return {
             model.name: {name: _service_class(name, table) for name, table in model.classes.items()}
             for model in self.file.models
         }
 
+    def classes_of(self, model: str, named: Iterable[str]) -> dict[str, ServiceClass]:
+        """Service classes of a model. Raises `ConfigError` if a trace names another one."""
+        classes = self.service_classes.get(model, {})
+        for name in named:
+            if name and name not in classes:
+                known = ", ".join(classes) or f"none, as {model} has no classes in {self.path}"
+                raise ConfigError(f"--trace: class: expected one of {known}, got {name!r}")
+        return classes
+
     @property
     def resume(self) -> dict[tuple[str, str], Resume]:
-        """Ways of resuming answers, by model and class ("" without classes)."""
+        """Mode of resuming answers, by model and class ("" without one)."""
         found = {}
         for model in self.file.models:
             stated = self.file.proxy.resume if model.resume is None else model.resume
@@ -146,16 +154,16 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def queue_limits(self) -> QueueLimits:
-        """The queue's limits in the scheduler's own type."""
+        """Queue limits as the scheduler's type."""
         return QueueLimits(**msgspec.structs.asdict(self.file.queue))
 
     @property
     def health_params(self) -> HealthParams:
-        """The parameters of health in the scheduler's own type."""
+        """Health parameters as the scheduler's type."""
         return HealthParams(**msgspec.structs.asdict(self.file.health))
 
     def output_lengths(self) -> LengthDistribution | None:
-        """The output lengths of `policy.trace`, None without one. Raises `TraceError`."""
+        """Output lengths of `policy.trace`, None without one. Raises `TraceError`."""
         if self.file.policy.trace is None:
             return None
         from hetlb.workload.traces import read_trace
@@ -182,7 +190,7 @@ def _seconds(target_ms: float | None) -> float:
 
 
 def _check_classes(classes: dict[str, ClassTable], key: str) -> None:
-    """Raise `ConfigError` unless names can be sent in a header and no class contradicts itself."""
+    """Raise `ConfigError` unless names are valid header values and no class contradicts itself."""
     for name, table in classes.items():
         stated = any(ms is not None for ms in (table.ttft_ms, table.tpot_ms, table.e2e_ms))
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
@@ -199,12 +207,12 @@ def _check_classes(classes: dict[str, ClassTable], key: str) -> None:
             raise ConfigError(f"{key}.{name}.refuse_hopeless: expected a target beside it, got none")
 
 
-#: Address of an instance made of stages until its coordinator listens.
+#: Placeholder address of an instance made of stages, until its coordinator listens.
 STAGES_URL = "http://stages.invalid"
 
 
 def secret_source(file: str | None, env: str | None, key: str, base: Path) -> SecretSource | None:
-    """The source that `{key}_file` or `{key}_env` names, None without either. Raises `ConfigError`."""
+    """Location stated by `{key}_file` or `{key}_env`, None without either. Raises `ConfigError` for both."""
     if file is not None and env is not None:
         name = key.rpartition(".")[2]
         raise ConfigError(f"{key}_file: expected either {name}_file or {name}_env, got both")
@@ -233,7 +241,7 @@ def _engine_source(instance: InstanceTable, url: str, key: str, base: Path) -> E
 
 
 def _kv_events(stated: str | KvEventsTable | None, key: str) -> KvEventsTable | None:
-    """The source of KV events, checked. Raises `ConfigError` unless the addresses can be connected to."""
+    """Checked table of a publisher of KV events. Raises `ConfigError` for malformed addresses."""
     if stated is None:
         return None
     table = KvEventsTable(endpoint=stated) if isinstance(stated, str) else stated
@@ -243,38 +251,24 @@ def _kv_events(stated: str | KvEventsTable | None, key: str) -> KvEventsTable | 
     return table
 
 
-def _kv_transfer(stated: str | KvTransferTable | None) -> KvLink | None:
+def _kv_link(stated: str | KvTransferTable | None, profile: Profile | None) -> KvLink | None:
+    """KV connector of an instance; the bytes per token default to the profile's."""
     if stated is None:
         return None
     table = KvTransferTable(connector=stated) if isinstance(stated, str) else stated  # type: ignore[arg-type]
     connector = Connector(table.connector)
-    known = {
-        name: value
-        for name in ("lease_s", "bytes_per_token", "bandwidth_bytes_per_s", "latency_s")
-        if (value := getattr(table, name)) is not None
+    model = None if profile is None else profile.model
+    figures = {
+        "lease_s": table.lease_s or (MOONCAKE_LEASE_S if connector is Connector.MOONCAKE else None),
+        "bytes_per_token": table.bytes_per_token or (model.kv_bytes_per_token if model else None),
+        "bandwidth_bytes_per_s": table.bandwidth_bytes_per_s,
+        "latency_s": table.latency_s,
     }
-    if connector is Connector.MOONCAKE:
-        known.setdefault("lease_s", MOONCAKE_LEASE_S)
-    return KvLink(connector, **known)
-
-
-def _with_kv_transfer(
-    spec: InstanceSpec,
-    role: str,
-    kv_transfer: KvLink | None,
-    stated: KvTransferTable | None,
-    profile: Profile | None,
-) -> InstanceSpec:
-    """The instance with its role; the KV bytes of a token are its profile's unless stated."""
-    if kv_transfer is not None and (stated is None or stated.bytes_per_token is None):
-        model = None if profile is None else profile.model
-        if model is not None and model.kv_bytes_per_token is not None:
-            kv_transfer = replace(kv_transfer, bytes_per_token=float(model.kv_bytes_per_token))
-    return replace(spec, role=Role(role), kv_transfer=kv_transfer)
+    return KvLink(connector, **{key: float(value) for key, value in figures.items() if value is not None})
 
 
 def _check_roles(model: ModelTable, key: str) -> None:
-    """Raise `ConfigError` unless the roles of a model's instances can serve a request."""
+    """Raise `ConfigError` unless the roles of a model's instances can serve requests."""
     roles = [instance.role for instance in model.instances]
     if model.kv_transfer is None:
         for i, role in enumerate(roles):
@@ -303,38 +297,6 @@ def check_policy(table: PolicyTable, where: str) -> None:
             raise ConfigError(f"{where}policy.{key}: {one_of(value, names)}")
 
 
-def image_rule(stated: str | ImageTokensTable, key: str) -> ImageRule:
-    """The rule that a fleet file states, by name or in numbers. Raises `ConfigError`."""
-    from hetlb.image_tokens import NAMED_RULES, FixedTokens, LongestEdge, PixelBounds, Tiles
-
-    if isinstance(stated, str):
-        if stated not in NAMED_RULES:
-            raise ConfigError(f"{key}: {one_of(stated, NAMED_RULES)}")
-        return NAMED_RULES[stated]
-    kinds = [name for name in ("tokens", "patch", "tile") if getattr(stated, name) is not None]
-    if len(kinds) != 1:
-        raise ConfigError(f"{key}: expected one of tokens, patch, tile, got {' and '.join(kinds) or 'none'}")
-    if stated.tokens is not None:
-        return FixedTokens(stated.tokens)
-    if stated.tile is not None:
-        if stated.tile_tokens is None:
-            raise ConfigError(f"{key}.tile_tokens: expected a value, but the key is missing")
-        return Tiles(stated.tile, stated.tile_tokens, stated.max_tiles, stated.markers)
-    assert stated.patch is not None
-    if stated.longest_edge is not None:
-        if stated.min_pixels is not None or stated.max_pixels is not None:
-            raise ConfigError(f"{key}.longest_edge: expected it without min_pixels and max_pixels")
-        return LongestEdge(stated.patch, stated.merge, stated.longest_edge)
-    side = stated.patch * stated.merge
-    least = side * side if stated.min_pixels is None else stated.min_pixels
-    if stated.max_pixels is None or stated.max_pixels < max(least, side * side):
-        raise ConfigError(
-            f"{key}.max_pixels: expected at least {max(least, side * side)}, min_pixels or a merged patch, "
-            f"got {stated.max_pixels or 'none'}"
-        )
-    return PixelBounds(stated.patch, stated.merge, least, stated.max_pixels, stated.markers)
-
-
 def resolve_instance(
     instance: InstanceTable,
     model: str,
@@ -343,10 +305,10 @@ def resolve_instance(
     cache: dict[Path, Profile],
     profiles: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[InstanceSpec, Profile | None]:
-    """Check one instance and read its profile, once per file. Raises `ConfigError` or `ProfileError`.
+    """Check one instance and read its profile, cached by path. Raises `ConfigError` or `ProfileError`.
 
-    `key` is how errors name the table, with its dot: `models[0].instances[1].`, or nothing. `profiles` are
-    those by label, for an instance that names none.
+    `key` is the prefix of its keys in errors, such as `models[0].instances[1].`. `profiles` maps selectors to
+    profiles, for instances that name none.
     """
     url = "" if instance.url is None else check_url(instance.url, f"{key}url")
     name = instance.name or urlsplit(url).netloc
@@ -379,7 +341,7 @@ def resolve_instance(
 
 
 def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
-    """Check a fleet as a whole and read its profiles. Raises `ConfigError`, of all mistakes together."""
+    """Check a whole fleet and read its profiles. Raises one `ConfigError` with all mistakes."""
     where = f"{path}: " if path else ""
     base = path.parent if path else Path()
     mistakes = Mistakes()
@@ -425,7 +387,7 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
 
 
 def _check_names(file: FleetFile, where: str) -> None:
-    """Raise `ConfigError` unless aliases are names of their own and fallbacks names of other models."""
+    """Raise `ConfigError` unless aliases are unique and fallbacks name other models."""
     names = {model.name for model in file.models}
     seen: set[str] = set()
     for m, model in enumerate(file.models):
@@ -445,7 +407,7 @@ def _check_names(file: FleetFile, where: str) -> None:
 
 
 class _Resolved:
-    """The models of a file, resolved one after the other into the tables of `fleet`."""
+    """Resolver that adds models one by one to the tables of `fleet`."""
 
     def __init__(self, fleet: Fleet, mistakes: Mistakes) -> None:
         self._fleet = fleet
@@ -457,7 +419,7 @@ class _Resolved:
         self.specs: list[InstanceSpec] = []
 
     def add_model(self, model: ModelTable, key: str) -> None:
-        """Resolve one model and its instances; `key` is how errors name it."""
+        """Resolve one model and its instances; `key` names it in errors."""
         mistakes, fleet, base = self._mistakes, self._fleet, self._fleet.base
         with mistakes.here():
             if model.name in self._models:
@@ -469,7 +431,11 @@ class _Resolved:
             fleet.tokenizers[model.name] = base / model.tokenizer
         with mistakes.here():
             if model.image_tokens is not None:
-                fleet.image_rules[model.name] = image_rule(model.image_tokens, f"{key}.image_tokens")
+                from hetlb.image_tokens import NAMED_RULES
+
+                if model.image_tokens not in NAMED_RULES:
+                    raise ConfigError(f"{key}.image_tokens: {one_of(model.image_tokens, NAMED_RULES)}")
+                fleet.image_rules[model.name] = NAMED_RULES[model.image_tokens]
         with mistakes.here():
             if model_key := secret_source(model.api_key_file, model.api_key_env, f"{key}.api_key", base):
                 fleet.model_keys[model.name] = model_key
@@ -496,8 +462,8 @@ class _Resolved:
         spec, profile = resolve_instance(
             instance, model.name, f"{key}.", fleet.base, self._cache, fleet.file.profiles
         )
-        stated = model.kv_transfer if isinstance(model.kv_transfer, KvTransferTable) else None
-        spec = _with_kv_transfer(spec, instance.role, _kv_transfer(model.kv_transfer), stated, profile)
+        link = _kv_link(model.kv_transfer, profile)
+        spec = replace(spec, role=Role(instance.role), kv_transfer=link)
         self._add(spec, _engine_source(instance, spec.url, key, fleet.base), key)
         if profile is not None:
             fleet.profiles[spec.name] = profile
@@ -523,7 +489,7 @@ def load_fleet(path: Path) -> Fleet:
 
 
 def fleet_from_urls(urls: list[str]) -> Fleet:
-    """A fleet without a file: what the engines serve, and how fast, is learnt from them."""
+    """Fleet of URLs without a file; models and speeds are learnt from the engines."""
     instances = []
     seen: set[str] = set()
     for url in urls:

@@ -1,4 +1,4 @@
-"""Tables of a fleet file. Each key is declared here once: for the reader, and for `hetlb schema fleet`."""
+"""Tables of a fleet file: the one declaration of its keys, for the reader and for `hetlb schema fleet`."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The policy and its parameters.
 
     `theta` and `combine` form the paper's workload; `predictor` guesses output lengths, from `trace`
-    where it needs a data set; `decay_s` is the memory of `peak-ewma`; `seed` makes random draws repeatable;
-    `state_file` keeps what was learnt over restarts.
+    where it needs a data set; `seed` makes random draws repeatable; `state_file` keeps what was
+    learnt over restarts.
     `shares` are what `planned` holds (written by `hetlb rent`). `adapter_load_s` is the time to load a LoRA
     adapter that is in none of an engine's slots; `weights` are those of terms of `hetlb`.
     """
@@ -67,7 +67,6 @@ class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     combine: str = "power"
     predictor: str | None = None
     trace: str | None = None
-    decay_s: Positive = 10.0
     seed: int = 0
     state_file: str | None = None
     shares: tuple[SharesTable, ...] = ()
@@ -103,7 +102,7 @@ class ScrapeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     timeout_s: Positive = 2.0
 
 
-#: More processes than this would only take memory from each other.
+#: Upper bound of worker processes.
 MOST_WORKERS = 128
 
 
@@ -147,9 +146,7 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     write_timeout_s: Positive = 60.0
     upstream_idle_s: Annotated[float, msgspec.Meta(gt=0, le=3)] = 3.0
     max_body_bytes: PositiveInt = 64 << 20
-    max_multipart_bytes: PositiveInt = 64 << 20
     max_held_bytes: PositiveInt = 512 << 20
-    min_body_bytes_per_s: NonNegative = 1024.0
     shutdown_grace_s: NonNegative = 120.0
     request_log: bool = True
     request_log_format: Literal["keyvalue", "json"] = "keyvalue"
@@ -211,14 +208,12 @@ class PickTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 2
     buffer_bytes: PositiveInt = 8 << 20
     objectives: dict[str, int] = msgspec.field(default_factory=dict)
-    shared: SharedTable | None = None
 
 
 class KvEventsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Source of vLLM's KV events (`--kv-events-config`): ZeroMQ addresses, and the topic."""
+    """Source of vLLM's KV events (`--kv-events-config`): ZeroMQ addresses."""
 
     endpoint: str
-    topic: str = ""
     replay: str | None = None
 
 
@@ -265,26 +260,6 @@ class KvTransferTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     latency_s: NonNegative | None = None
 
 
-class ImageTokensTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Rule by which a model's image processor turns pixels into tokens: one of `tokens`, `patch`, `tile`.
-
-    `tokens`: every image alike. `patch`, `merge`: a token for `merge` x `merge` patches of so many pixels a
-    side, after a resize to `min_pixels` .. `max_pixels` or to `longest_edge`. `tile`, `tile_tokens`,
-    `max_tiles`: square tiles of so many pixels a side, and a thumbnail. `markers` are added per image.
-    """
-
-    tokens: PositiveInt | None = None
-    patch: PositiveInt | None = None
-    merge: PositiveInt = 1
-    min_pixels: PositiveInt | None = None
-    max_pixels: PositiveInt | None = None
-    longest_edge: PositiveInt | None = None
-    tile: PositiveInt | None = None
-    tile_tokens: PositiveInt | None = None
-    max_tiles: Annotated[int, msgspec.Meta(ge=1, le=64)] = 12
-    markers: Annotated[int, msgspec.Meta(ge=0, le=64)] = 2
-
-
 class ClassTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Objective of one class of requests: targets in milliseconds that a share `attainment` is to meet.
 
@@ -309,7 +284,8 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     `stages` are workers of `hetlb stage` that together are one more instance.
     `kv_transfer` lets one instance prefill a prompt and another decode the answer.
     `aliases` are further names for clients. `fallback` is the model that answers while no instance of this
-    one takes requests. `classes` are those of its requests by name, the default first.
+    one takes requests. `image_tokens` names the rule of its image processor. `classes` are those of its
+    requests by name, the default first.
     """
 
     name: str
@@ -318,7 +294,7 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     aliases: tuple[str, ...] = ()
     fallback: str | None = None
     tokenizer: str | None = None
-    image_tokens: str | ImageTokensTable | None = None
+    image_tokens: str | None = None
     api_key_file: str | None = None
     api_key_env: str | None = None
     kv_transfer: ConnectorName | KvTransferTable | None = None

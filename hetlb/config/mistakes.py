@@ -1,4 +1,4 @@
-"""Errors of files and requests: each names key, value (shortened) and what was expected."""
+"""Error texts of files and requests: key, expectation, shortened value."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import msgspec
 
 from hetlb.errors import InputError
 
-#: So many names are listed in an error, and so many mistakes of a file are told together.
+#: Most names listed in an error, and most errors reported of a file.
 _LISTED = 20
 _MOST_CHARACTERS = 1000
-#: Numbers of another size (but 0) are mistakes: no quantity of a file needs them, and sums would overflow.
+#: Bounds of the size of numbers other than 0: beyond them sums could overflow.
 _LEAST, _MOST = 1e-100, 1e100
 
 _STEP = re.compile(r"\.([^.\[\]]+)|\[([^\]]*)\]")
-#: msgspec's names of types in the words of someone who writes YAML.
+#: msgspec's names of types in plain words.
 _PLAIN_WORDS = {
     "float": "a number",
     "int": "a whole number",
@@ -40,7 +40,7 @@ _short.maxstring = _short.maxlong = _short.maxother = 60
 
 
 class Mistakes:
-    """Errors of independent checks, raised together."""
+    """Collector of the errors of independent checks."""
 
     def __init__(self) -> None:
         self.found: list[InputError] = []
@@ -84,7 +84,7 @@ def one_of(given: object, names: Collection[str]) -> str:
 
 
 def short(value: object) -> str:
-    """`value` as Python writes it, in 60 characters at most; only the beginning of a long one is read."""
+    """Representation of a value in at most 60 characters; only the start of a long one is read."""
     if isinstance(value, str) and len(value) > 60:
         return repr(value[:56])[:57] + "..."
     if isinstance(value, int) and value.bit_length() > 200:
@@ -94,7 +94,7 @@ def short(value: object) -> str:
 
 
 def _unusual_numbers(raw: Any, path: str) -> Iterator[str]:
-    """Mistakes: numbers that are infinite, no numbers, or of no usual size."""
+    """Errors of numbers that are infinite, NaN or out of range."""
     if isinstance(raw, dict):
         for key, value in raw.items():
             yield from _unusual_numbers(value, f"{path}.{key}" if path else str(key))
@@ -114,7 +114,7 @@ def _hints(table: type) -> dict[str, Any]:
 
 
 class _Shape(NamedTuple):
-    """Options of a kind: a table, a list of items, a mapping of values; None where it has no such."""
+    """Forms that a type admits: a table, a list of items, a mapping of values; None for each it does not."""
 
     table: type[msgspec.Struct] | None
     items: Any

@@ -1,4 +1,4 @@
-"""Latency profiles: the file, its checks, and the `LatencyModel` that it states."""
+"""Latency profiles: file format, checks, and conversion to a `LatencyModel`."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The engine and its limits, in vLLM's own spellings.
 
-    With `data_parallel_size` times and limits are those of one rank while all are alike busy.
-    `tokens_per_step`: tokens that a decode step yields with speculative decoding, accepted ones and one more.
+    With `data_parallel_size`, times and limits are of one rank while all ranks are equally busy.
+    `tokens_per_step`: mean tokens per decode step with speculative decoding.
     """
 
     name: str = "vllm"
@@ -62,7 +62,7 @@ class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_loras: PositiveInt | None = None
 
     def schedules_asynchronously(self, gpu: str | None) -> bool | None:
-        """`async_scheduling`, or the default of vLLM: on from 0.14 on, but for CPUs. None: not known."""
+        """Return `async_scheduling`, else vLLM's default: on from 0.14, off on CPUs; None if unknown."""
         if self.async_scheduling is not None:
             return self.async_scheduling
         found = re.match(r"(\d+)\.(\d+)", self.version or "")
@@ -113,7 +113,7 @@ class BetterPrefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def form(self) -> PnormPrefill:
-        """The form in the latency model's own type. Raises `ValueError`."""
+        """Convert to the latency model's type. Raises `ValueError`."""
         g = self.grid
         grid = PrefillGrid(g.batches, g.lengths, g.log_ratio) if g is not None else None
         return PnormPrefill(self.floor_s, self.token_s, self.attention_s, self.p, grid, self.tile or 1)
@@ -211,7 +211,7 @@ class ProfileSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def basis(self) -> str:
-        """Basis of the times: measured, composed of kernel times, a roofline, or corrected."""
+        """Basis of the times, such as measured, composed of kernel times, or roofline."""
         return _BASES.get(self.kind, self.kind)
 
 
@@ -257,14 +257,14 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def latency(self) -> LatencyModel:
-        """The latency model of these constants. Raises `ValueError`."""
+        """Latency model of these constants. Raises `ValueError`."""
         p, d, decode, mixed = self.prefill, self.decode, self.better_decode, self.mixed
         split = self.split_kv
         host = self.host or HostTime()
         share = 1.0 / (self.engine.tokens_per_step or 1.0)
         table = None
         if decode is not None:
-            # The model adds the host's time to every token; the tokens of a step share that too.
+            # The model adds the host's time per token; the tokens of a step share it.
             saved_s = [
                 (1.0 - share) * (host.iteration_s + host.sequence_s * batch) for batch in decode.batches
             ]
@@ -304,7 +304,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def capacity(self) -> Capacity:
-        """Limits of the engine, None where the profile does not state them."""
+        """Limits of the engine; None where not stated."""
         e = self.engine
         return Capacity(
             kv_cache_tokens=e.kv_cache_tokens,
@@ -320,7 +320,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 def sections(latency: LatencyModel) -> dict[str, Any]:
-    """Sections of a profile with the constants of a latency model: the inverse of `Profile.latency`."""
+    """Profile sections with the constants of a latency model; the inverse of `Profile.latency`."""
     better = latency.better_prefill
     prefill = None
     if better is not None:
@@ -337,12 +337,12 @@ def sections(latency: LatencyModel) -> dict[str, Any]:
 
 
 def _section(kind: Any, form: Any) -> Any:
-    """A section with the constants of a form, which have the same names; None without a form."""
+    """Section with the constants of the same names of a form; None without one."""
     return None if form is None else kind(**{key: getattr(form, key) for key in kind.__struct_fields__})
 
 
 def with_latency(profile: Profile, latency: LatencyModel) -> Profile:
-    """A profile with the times of another latency model; all else is kept."""
+    """Copy of a profile with the times of another latency model."""
     host = HostTime(
         iteration_s=latency.host_s, sequence_s=latency.host_sequence_s, request_s=latency.request_s
     )
@@ -350,7 +350,7 @@ def with_latency(profile: Profile, latency: LatencyModel) -> Profile:
     return msgspec.structs.replace(profile, **found, host=host if host != HostTime() else None)
 
 
-#: Corners at which a profile must predict positive times: both formulas are bilinear, so these suffice.
+#: Points at which times must be positive; corners suffice as both formulas are bilinear.
 _CORNERS = ((1, 1), (256, 1), (1, 32768), (256, 32768))
 
 

@@ -1,7 +1,7 @@
-"""Quantities as people write them: `48GiB`, `8.03B`, `128KiB`; and a guess where a unit was forgotten.
+"""Quantities with units: `48GiB`, `8.03B`, `128KiB`; errors suggest a forgotten unit.
 
-A plain number is taken as it stands. Memory sizes below a mebibyte, parameter counts below a million and
-links below 10 kB/s are refused with what was probably meant.
+Plain numbers have the base unit. Memory sizes below 1 MiB, parameter counts below a million and links below
+10 kB/s are refused with the probable meaning.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from hetlb.errors import ConfigError
 
-#: A value of a file before it is read: a number, or text with a unit.
+#: Quantity in a file: a number, or text with a unit.
 Quantity = float | str
 
 _BYTE_UNITS = {
@@ -29,7 +29,7 @@ _BYTE_UNITS = {
 }
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _WRITTEN = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
-#: Smaller figures have lost their unit.
+#: Values below these lack their unit.
 _LEAST_MEMORY_BYTES, _LEAST_PARAMETERS, _LEAST_RATE = 2**20, 10**6, 10**4
 
 
@@ -51,12 +51,12 @@ def _shown(value: Quantity) -> str:
 
 
 def read_bytes(value: Quantity, key: str) -> int:
-    """Bytes, rounded to whole ones. Raises `ConfigError`."""
+    """Parse bytes, rounded to an integer. Raises `ConfigError`."""
     return max(1, round(_read(value, _BYTE_UNITS, key, "128KiB")))
 
 
 def read_memory(value: Quantity, key: str) -> int:
-    """Memory of a GPU in bytes. Raises `ConfigError`, with a guess for a size without its unit."""
+    """Parse the memory of a GPU in bytes. Raises `ConfigError`, which suggests a missing unit."""
     found = _read(value, _BYTE_UNITS, key, "48GiB")
     if found < _LEAST_MEMORY_BYTES:
         raise ConfigError(f"{key}: expected bytes, got {_shown(value)}: did you mean {found:g}GiB?")
@@ -64,7 +64,7 @@ def read_memory(value: Quantity, key: str) -> int:
 
 
 def read_parameters(value: Quantity, key: str) -> float:
-    """A number of parameters. Raises `ConfigError`, with a guess for one without its unit."""
+    """Parse a number of parameters. Raises `ConfigError`, which suggests a missing unit."""
     found = _read(value, _COUNT_UNITS, key, "8.03B")
     if found < _LEAST_PARAMETERS:
         raise ConfigError(
@@ -74,7 +74,7 @@ def read_parameters(value: Quantity, key: str) -> float:
 
 
 def read_rate(value: float, key: str) -> float:
-    """Bytes/s of a link. Raises `ConfigError`, with a guess for a rate in GB/s."""
+    """Check bytes/s of a link. Raises `ConfigError`, which suggests GB/s for small values."""
     if 0.0 < value < _LEAST_RATE:
         raise ConfigError(f"{key}: expected bytes/s, got {value:g}: did you mean {value:g}e9?")
     return value

@@ -1,4 +1,4 @@
-"""Addresses as files and requests state them: engines, collectors, stages, publishers of KV events."""
+"""Checks of URLs and addresses in files and requests."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from urllib.parse import SplitResult, urlsplit
 from hetlb.config.mistakes import short
 from hetlb.errors import ConfigError
 
-#: Scheme, host and port of a server, the default port filled in.
+#: Scheme, host and port, with the scheme's default port.
 Origin: TypeAlias = tuple[str, str, int]
 
-#: Characters between `//` and the path of a URL: they are sent as the Host header.
+#: Authority of a URL, which is sent as the Host header.
 _NETLOC = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 _ZMQ_ADDRESS = re.compile(r"tcp://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[1-9][0-9]{0,4}|ipc:///[!-~]+")
 
 
 def check_url(url: str, where: str) -> str:
-    """An engine's base URL without a trailing slash or `/v1`. Raises `ConfigError` naming `where`."""
+    """Normalise an engine's base URL: no trailing slash or `/v1`. Raises `ConfigError` naming `where`."""
     parts = _split(url)
     if parts is None or parts.query or parts.path not in ("", "/", "/v1", "/v1/"):
         raise ConfigError(f"{where}: expected a URL like http://host:8000, got {_shown(url)}")
@@ -26,13 +26,13 @@ def check_url(url: str, where: str) -> str:
 
 
 def check_collector(url: str, where: str) -> None:
-    """Raise `ConfigError` unless spans can be posted to `url`, which may have a path."""
+    """Raise `ConfigError` unless `url` is an http(s) URL, possibly with a path."""
     if _split(url) is None or "?" in url:
         raise ConfigError(f"{where}: expected a URL like http://collector:4318, got {_shown(url)}")
 
 
 def check_stage_url(url: str, where: str) -> str:
-    """Address of a worker without a trailing slash. Raises `ConfigError`."""
+    """Normalise the URL of a stage: no trailing slash. Raises `ConfigError`."""
     parts = _split(url)
     if parts is None or parts.query or parts.path not in ("", "/") or not parts.port:
         raise ConfigError(f"{where}: expected a URL like http://host:9100, got {_shown(url)}")
@@ -40,24 +40,24 @@ def check_stage_url(url: str, where: str) -> str:
 
 
 def check_publisher(address: str, where: str) -> None:
-    """Raise `ConfigError` unless ZeroMQ can connect to an address."""
+    """Raise `ConfigError` unless `address` is a ZeroMQ address."""
     if _ZMQ_ADDRESS.fullmatch(address) is None:
         raise ConfigError(f"{where}: expected an address like tcp://host:5557, got {short(address)}")
 
 
 def origin(url: str) -> Origin:
-    """The server that a base URL leads to: two URLs with one origin are one server."""
+    """Origin of a base URL; equal origins are one server."""
     parts = urlsplit(url)
     return parts.scheme, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def bracketed(host: str) -> str:
-    """A host as URLs have it."""
+    """Host in URL form: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def _split(url: str) -> SplitResult | None:
-    """The parts of an http or https URL with a plain host, None where it is none."""
+    """Split an http(s) URL with a plain host; None for any other text."""
     try:
         parts = urlsplit(url)
         right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -1,7 +1,7 @@
-"""The YAML reader of every file: bounded, with the line of each key, and typed by the tables of the file.
+"""YAML reader of all files: bounded, with line numbers in errors, typed by msgspec structs.
 
-The events of the parser (libyaml's where PyYAML has it) become plain data at once: what is too large, too
-deep or repeated too often by aliases is refused before it is built.
+Data is built directly from parser events (libyaml's if PyYAML has it), so that documents that are too large,
+too deep or expanded by aliases are refused before they are built.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hetlb.files import read_text
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
-#: Above 0, and 1 at most.
+#: Above 0, at most 1.
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 _T = TypeVar("_T")
 
-#: Bounds of a file: bytes, values (those that aliases repeat too), levels, characters of a number.
+#: Limits of a file: bytes, values (with those repeated by aliases), levels, characters of a number.
 MOST_BYTES: Final = 8 << 20
 MOST_VALUES: Final = 200_000
 MOST_LEVELS: Final = 32
@@ -38,7 +38,7 @@ _PREFIX: Final = "tag:yaml.org,2002:"
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises `ConfigError`."""
+    """Read the object in a JSON file. Raises `ConfigError`."""
     try:
         raw = json.loads(read_text(path, ConfigError, MOST_BYTES))
     except (ValueError, RecursionError) as caught:
@@ -49,11 +49,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 class _Resolver(yaml.resolver.Resolver):
-    """PyYAML's rules of what plain text means, with YAML 1.2's floats (PyYAML reads `5e-8` as text)."""
+    """PyYAML's resolver with the floats of YAML 1.2 (PyYAML reads `5e-8` as text)."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's writer, which quotes text that the reader would take for such a float."""
+    """PyYAML's dumper that quotes text which the resolver takes for such a float."""
 
 
 _FLOAT: Final = re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
@@ -64,23 +64,23 @@ _scalars = yaml.constructor.SafeConstructor()
 
 
 def yaml_text(document: dict[str, Any]) -> str:
-    """A document as YAML: lists and mappings of plain values on one line each."""
+    """Dump a document as YAML, with flow style for lists and mappings of scalars."""
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
 
 
 class _Builder:
-    """Plain data from the events of one document; `lines` are those of its keys and items, by their paths."""
+    """Builder of plain data from the events of a document; `lines` maps paths of keys to line numbers."""
 
     def __init__(self, text: str, *, lines: bool = False) -> None:
         self._parser = _Loader(text)
         self._keeps_lines = lines
         self.lines: dict[str, int] = {}
         self._values = 0
-        #: Value of each anchor, and how many values it has.
+        #: Value of each anchor and its number of values.
         self._anchors: dict[str, tuple[Any, int]] = {}
 
     def build(self) -> Any:
-        """The document's data. Raises `yaml.YAMLError`."""
+        """Build the document's data. Raises `yaml.YAMLError`."""
         next_event, root = self._parser.get_event, None
         try:
             next_event()  # the stream begins
@@ -94,7 +94,7 @@ class _Builder:
         return root
 
     def _value(self, event: Any, path: str, level: int) -> Any:
-        """The value that begins with an event, inside so many lists and mappings."""
+        """Build the value that starts with an event, at a nesting level."""
         before = self._values
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self._anchors:
@@ -150,7 +150,7 @@ class _Builder:
         return found
 
     def _noted(self, path: str, event: Any) -> str:
-        """The path, its line noted; "" where lines are not asked for."""
+        """Record the line of a path and return it; "" if lines are not kept."""
         if not self._keeps_lines:
             return ""
         self.lines[path] = event.start_mark.line + 1
@@ -158,7 +158,7 @@ class _Builder:
 
 
 def _scalar(event: Any) -> Any:
-    """The value that a scalar means: text, a number, true or false, or nothing."""
+    """Convert a scalar to text, a number, a boolean or None."""
     text, tag = event.value, event.tag
     if event.implicit[0]:
         tag = _resolver.resolve(yaml.ScalarNode, text, (True, False))
@@ -173,7 +173,7 @@ def _scalar(event: Any) -> Any:
         value = _scalars.yaml_constructors[tag](_scalars, yaml.ScalarNode(tag, text))
     except (ValueError, KeyError, OverflowError) as caught:
         raise _wrong(f"expected a value of !!{kind}, got {short(text)}", event) from caught
-    # A number is a number however it is written: 8e9 is a whole one.
+    # 8e9 is an integer.
     if kind == "float" and abs(value) < 2**53 and value == int(value):
         return int(value)
     return value
@@ -184,7 +184,7 @@ def _wrong(problem: str, event: Any) -> yaml.MarkedYAMLError:
 
 
 def parse_yaml(path: Path, error: type[InputError]) -> Any:
-    """The plain data of a file. Raises `error`."""
+    """Read the plain data of a file. Raises `error`."""
     text = read_text(path, error, MOST_BYTES)
     try:
         return _Builder(text).build()
@@ -198,7 +198,7 @@ def parse_yaml(path: Path, error: type[InputError]) -> Any:
 
 
 def load_yaml(path: Path, kind: type[_T], error: type[InputError]) -> _T:
-    """Read `path` as a `kind`. Raises `error` with a line for each value that is not as expected."""
+    """Read `path` as a `kind`. Raises `error` with one line per wrong value."""
     raw = parse_yaml(path, error)
     if not isinstance(raw, dict):
         raise error(f"{path}: the file: expected a mapping of keys, got {short(raw)}")
@@ -215,7 +215,7 @@ def convert(raw: Any, kind: type[_T]) -> _T:
 
 
 def with_lines(path: Path, mistakes: list[InputError]) -> InputError:
-    """The mistakes of a file as one error: each with the line of its key, in the order of the lines."""
+    """Combine the mistakes of a file into one error, with line numbers and in their order."""
     try:
         builder = _Builder(read_text(path, InputError, MOST_BYTES), lines=True)
         builder.build()

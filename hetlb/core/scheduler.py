@@ -289,7 +289,7 @@ class Scheduler:
         adapter_load = self.placement.adapter_load
         if adapter_load.expected:
             adapter_load.first_token(lease.id, now - lease.dispatched_at)
-        instance.peak_ewma.observe(now - lease.dispatched_at, now, self._params.decay_s)
+        instance.peak_ewma.observe(now - lease.dispatched_at, now)
         retries = self._retries
         if retries.leases:  # another instance answers: this one costs nothing more than any other
             retries.leases.discard(lease.id)

@@ -68,15 +68,12 @@ def read_percentiles(text: str) -> list[float]:
     return sorted(set(values))
 
 
-def read_metadata(pairs: Sequence[str]) -> dict[str, str]:
-    """`--metadata KEY=VALUE`."""
-    found = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not key or not equals:
-            raise InputError(f"--metadata: expected KEY=VALUE, got {pair!r}")
-        found[key] = value
-    return found
+def read_entry(text: str) -> tuple[str, str]:
+    """Parse one `--metadata KEY=VALUE`. Raises `InputError`."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise InputError(f"--metadata: expected KEY=VALUE, got {text!r}")
+    return key, value
 
 
 def read_names(flag: str, text: str, known: Collection[str]) -> list[str]:
@@ -124,10 +121,8 @@ def _number(text: str) -> float:
         return math.nan
 
 
-def read_waves(text: str | None) -> Waves | None:
+def read_waves(text: str) -> Waves:
     """`--waves ON:OFF`. Raises `InputError`."""
-    if text is None:
-        return None
     times = [_number(part) for part in text.split(":")]
     if len(times) != 2 or not all(0 <= each < math.inf for each in times) or times[0] == 0:
         raise InputError(f"--waves: expected seconds on and seconds off, as 5:15, got {text!r}")

@@ -24,6 +24,7 @@ from hetlb.loadtest.fleet_admin import FleetAdmin, Reported
 from hetlb.loadtest.generator import LoadProgress, run_load
 from hetlb.loadtest.metrics import run_figures
 from hetlb.loadtest.verdict import LoadResult
+from hetlb.served_models import read_model_list
 from hetlb.workload.arrivals import Load, Ramp, Rate, Waves, make_load
 from hetlb.workload.traces import Row
 
@@ -160,13 +161,12 @@ async def first_model(url: str, headers: Mapping[str, str]) -> str:
             async with session.get(f"{url}/v1/models") as reply:
                 if reply.status != 200:
                     raise HetlbError(f"{url}/v1/models: expected a list of models, got status {reply.status}")
-                document = await reply.json(content_type=None)
-        name = document["data"][0]["id"]
+                entries = read_model_list(await reply.read())
     except (aiohttp.ClientError, TimeoutError) as error:
         raise HetlbError(f"{url}: no answer: {reason_of(error)}") from error
-    except (ValueError, LookupError, TypeError) as error:
-        raise HetlbError(f"{url}/v1/models: expected a list of models; give one with --model") from error
-    return str(name)
+    if not entries:
+        raise HetlbError(f"{url}/v1/models: expected a list of models; give one with --model")
+    return str(entries[0]["id"])
 
 
 def plan_sha256(load: Load) -> str:

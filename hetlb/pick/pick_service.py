@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from hetlb.addresses import is_special
 from hetlb.config.fleet import Fleet
-from hetlb.config.fleet_tables import Listen, SharedTable
+from hetlb.config.fleet_tables import Listen
 from hetlb.config.urls import bracketed
 from hetlb.core.types import InstanceSpec
 from hetlb.pick.pick_driver import PickDriver
@@ -76,12 +76,6 @@ class PickService(Service):
             return found
         return (found or SharedFigures(False, 0, 0, 0.0, 0, 0, None))._replace(leads=leader.leads)
 
-    @staticmethod
-    def _shared_table(fleet: Fleet) -> tuple[SharedTable | None, str]:
-        if fleet.file.pick.shared is not None:
-            return fleet.file.pick.shared, f"{fleet.where}pick.shared"
-        return Service._shared_table(fleet)
-
     async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Takeover | None = None) -> None:
         """Know the addresses of the instances, then start as any service."""
         await self._resolve()
@@ -138,19 +132,18 @@ class PickService(Service):
 
 def leader_of(fleet: Fleet) -> Leader | None:
     """The election of the picker that serves, None where all serve. Raises `ConfigError`."""
-    table, key = PickService._shared_table(fleet)
+    table = fleet.file.shared
     if table is None or table.lease is None:
         return None
     name = f"{socket.gethostname()}_{secrets.token_hex(4)}"
-    return Leader(table.lease, fleet.base, name, f"{key}.lease")
+    return Leader(table.lease, fleet.base, name, f"{fleet.where}shared.lease")
 
 
 def check_pick(fleet: Fleet) -> None:
     """Raise `ConfigError` unless all that the section `pick` names is there."""
     gateway_certificates(fleet)
-    table, key = PickService._shared_table(fleet)
-    if table is not None:
-        shared_url(table, key)
+    if fleet.file.shared is not None:
+        shared_url(fleet.file.shared, f"{fleet.where}shared")
     leader_of(fleet)
 
 

@@ -293,7 +293,7 @@ class HttpStream(Upstream):
         shared.held_bytes += len(piece)
         self._chunks += 1
         table = shared.driver.table
-        limit = table.max_body_bytes if self._form is None else table.max_multipart_bytes
+        limit = table.max_body_bytes
         if self._request_mode == messages.STREAMED:
             limit = min(limit, shared.table.buffer_bytes)
         if self.body_bytes > limit:

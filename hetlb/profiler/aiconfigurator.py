@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
+from hetlb.config.profile_file import EngineInfo, Hardware, ModelInfo, ProfileSource
 from hetlb.errors import InputError, ProfileError
 from hetlb.profiler.fit import Point, StepKind
+from hetlb.profiler.measurements import Measurements
 
 _DISTRIBUTION = "aiconfigurator-core"
 #: Asking costs nothing here: more points than a live sweep takes.
@@ -30,6 +32,8 @@ _LARGE_DECODE = (
 #: The KV cache is what vLLM would leave with its own default share of memory.
 _MEMORY_SHARE = 0.9
 _MAX_NUM_BATCHED_TOKENS, _MAX_NUM_SEQS = 8192, 256
+#: All-reduces below this say more of a machine's wiring than of its GPUs.
+_SLOW_ALL_REDUCE_BYTES_S = 8e9
 #: SMs of GPUs on which vLLM decodes with kernels that split all contexts over equally many blocks.
 _SMS_SPLIT_KV = {"b200_sxm": 148, "b300_sxm": 148, "gb200": 152, "gb300": 152}
 
@@ -59,28 +63,12 @@ class Layout:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class AicResult:
-    """Points of one model, system and layout, of one data-parallel rank while all ranks are alike busy.
+def query(model: str, system: str, layout: Layout, *, scale: float = 1.0) -> Measurements:
+    """Ask for the grid, of one data-parallel rank while all are alike busy.
 
-    `kv_cache_tokens` is None where it does not fit.
+    Raises `InputError` or `ProfileError` where there is no answer. `engine.kv_cache_tokens` is None where the
+    model does not fit.
     """
-
-    points: tuple[Point, ...]
-    kv_cache_tokens: int | None
-    kv_bytes_per_token: int | None
-    memory_bytes: int | None
-    version: str
-    vllm_version: str | None
-    all_reduce_bytes_s: float | None
-    #: Sequences that fill the GPU with one block per KV head, where contexts are split (`SplitKv`).
-    split_blocks: float | None
-    max_num_batched_tokens: int = _MAX_NUM_BATCHED_TOKENS
-    max_num_seqs: int = _MAX_NUM_SEQS
-
-
-def query(model: str, system: str, layout: Layout, *, scale: float = 1.0) -> AicResult:
-    """Ask for the grid. Raises `InputError` or `ProfileError` where there is no answer."""
     try:
         engine = importlib.import_module("aiconfigurator_core.sdk.engine")
         memory = importlib.import_module("aiconfigurator_core.sdk.memory")
@@ -105,16 +93,49 @@ def query(model: str, system: str, layout: Layout, *, scale: float = 1.0) -> Aic
                 f"{' --expert-parallel' if layout.expert_parallel else ''}: {first}"
             ) from error
         cache = _kv_cache(memory, model, system, layout)
-    return AicResult(
-        tuple(points),
-        cache.get("total_kv_size_tokens"),
-        None if "kv_size_per_token_bytes" not in cache else layout.tp * int(cache["kv_size_per_token_bytes"]),
-        cache.get("total_gpu_capacity_bytes"),
-        version(_DISTRIBUTION),
-        str(vllm_version) if vllm_version else None,
-        all_reduce_bytes_s,
-        _split_blocks(system, config, layout.tp),
+    kv_bytes = cache.get("kv_size_per_token_bytes")
+    note = "kernel tables measured on the GPU, composed; they hold no host time"
+    return Measurements(
+        points=tuple(points),
+        source=ProfileSource(
+            kind="aiconfigurator",
+            name=f"aiconfigurator-core {version(_DISTRIBUTION)}",
+            system=system,
+            licence="Apache-2.0",
+            attribution="NVIDIA",
+            note=note if scale == 1.0 else f"{note}; times {scale:g}",
+        ),
+        engine=EngineInfo(
+            version=str(vllm_version) if vllm_version else None,
+            tensor_parallel_size=layout.tp,
+            data_parallel_size=layout.dp if layout.dp > 1 else None,
+            enable_expert_parallel=True if layout.expert_parallel else None,
+            kv_cache_tokens=cache.get("total_kv_size_tokens"),
+            max_num_seqs=_MAX_NUM_SEQS,
+            max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS,
+        ),
+        hardware=Hardware(
+            gpu=system,
+            gpus=layout.tp * layout.dp,
+            memory_bytes=cache.get("total_gpu_capacity_bytes"),
+            all_reduce_bytes_s=all_reduce_bytes_s,
+        ),
+        model=ModelInfo(
+            name=model, kv_bytes_per_token=None if kv_bytes is None else layout.tp * int(kv_bytes)
+        ),
+        split_blocks=_split_blocks(system, config, layout.tp),
+        assumed=tuple(_assumed(layout, all_reduce_bytes_s)),
     )
+
+
+def _assumed(layout: Layout, all_reduce_bytes_s: float | None) -> Iterator[str]:
+    if layout.dp > 1:
+        yield f"data parallel: all {layout.dp} ranks alike busy; a step of one waits for the slowest"
+    if all_reduce_bytes_s is not None and all_reduce_bytes_s < _SLOW_ALL_REDUCE_BYTES_S:
+        yield (
+            f"all-reduce: {all_reduce_bytes_s / 1e9:.1f} GB/s, of one badly wired machine, not of the "
+            "GPU (PCIe 4.0 x16 gives about 20 GB/s); nccl-tests measures yours"
+        )
 
 
 def _split_blocks(system: str, config: dict[str, Any], tp: int) -> float | None:

@@ -21,6 +21,7 @@ import msgspec
 from hetlb.core.engine_metrics import EngineCounters, has_prefix_cache, parse, parse_counters
 from hetlb.core.types import Capacity, EngineSample
 from hetlb.errors import HetlbError, InputError, reason_of
+from hetlb.served_models import longest_context, read_model_list, read_version
 
 #: Ids of prompts: in the vocabulary of any model, past the low ids where special tokens live.
 _TOKEN_IDS = range(1000, 2000)
@@ -153,7 +154,7 @@ class EngineClient:
                 f"--url: expected an API key that {self._url} accepts "
                 f"(in the variable that --api-key-env names), got {status}"
             )
-        entries = _model_entries(body) if status == 200 else {}
+        entries = {entry["id"]: entry for entry in read_model_list(body)} if status == 200 else {}
         if not entries:
             raise InputError(
                 f"--url: expected an OpenAI-compatible server, got {status} from {self._url}/v1/models"
@@ -172,11 +173,11 @@ class EngineClient:
             )
         return ServerFacts(
             self.model,
-            _version(version),
+            read_version(version),
             Capacity(
                 kv_cache_tokens=found.kv_cache_tokens,
                 block_size=found.block_size,
-                max_model_len=entries[self.model],
+                max_model_len=longest_context([entries[self.model]]),
             ),
             counts=parse_counters(text).prompt_tokens is not None,
             prefix_cache=has_prefix_cache(text),
@@ -237,24 +238,6 @@ class EngineClient:
                 return reply.status, await reply.read()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise ServerFailed(f"{self._url}{path}: no answer: {reason_of(error)}") from error
-
-
-def _model_entries(body: bytes) -> dict[str, int | None]:
-    """Names of `/v1/models` with their `max_model_len`."""
-    try:
-        data = msgspec.json.decode(body)["data"]
-        entries = {str(entry["id"]): entry.get("max_model_len") for entry in data}
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
-        return {}
-    return {name: n if isinstance(n, int) and n > 0 else None for name, n in entries.items()}
-
-
-def _version(body: bytes) -> str | None:
-    try:
-        version = msgspec.json.decode(body)["version"]
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return None
-    return version if isinstance(version, str) else None
 
 
 def _token_times(pieces: Sequence[tuple[float, bytes]], prompts: int, max_tokens: int) -> list[TokenTimes]:

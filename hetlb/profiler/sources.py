@@ -43,8 +43,11 @@ from hetlb.profiler.fit import (
     PrefillForm,
     StepKind,
     assumed_mixed,
+    fit,
     merge_repeats,
+    shown_tile,
 )
+from hetlb.profiler.measurements import Measurements
 
 REQUIRED_COLUMNS = ("phase", "batch", "length", "latency_ms")
 #: Of mixed rows: the prompt tokens beside `batch` decodes over `length` cached tokens each.
@@ -53,21 +56,14 @@ IDENTITY_COLUMNS = ("system", "backend", "backend_version", "model", "tp")
 _MAX_SIZE = 1 << 24
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The rows of one configuration, and what the file says it is (None where it has no such column)."""
-
-    points: tuple[Point, ...]
-    system: str | None
-    backend: str | None
-    backend_version: str | None
-    model: str | None
-    tensor_parallel_size: int | None
-
-
 def read_csv(
-    path: Path, *, system: str | None = None, model: str | None = None, tp: int | None = None
-) -> Selection:
+    path: Path,
+    *,
+    system: str | None = None,
+    model: str | None = None,
+    tp: int | None = None,
+    licence: str | None = None,
+) -> Measurements:
     """The points of one system, model and degree. Raises `ProfileError`, also where several are left."""
     rows = [(row.cells, _point(row)) for row in csv_rows(path, REQUIRED_COLUMNS, ProfileError)]
     wanted = {"system": system, "model": model, "tp": None if tp is None else str(tp)}
@@ -85,14 +81,19 @@ def read_csv(
             flag = f"--{column}" if column in wanted else column
             raise ProfileError(f"{path}: {flag}: expected one to be chosen out of {', '.join(names)}")
         identity[column] = names[0] if names else None
-    degree = identity["tp"]
-    return Selection(
-        tuple(merge_repeats(point for _, point in rows)),
-        identity["system"],
-        identity["backend"],
-        identity["backend_version"],
-        identity["model"],
-        int(degree) if degree is not None else None,
+    degree, gpu = int(identity["tp"] or tp or 0) or None, identity["system"]
+    return Measurements(
+        points=tuple(merge_repeats(point for _, point in rows)),
+        source=ProfileSource(kind="csv", name=path.name, system=gpu, licence=licence),
+        engine=EngineInfo(
+            name=identity["backend"] or "vllm",
+            version=identity["backend_version"],
+            tensor_parallel_size=degree,
+        ),
+        hardware=Hardware(gpu=gpu, gpus=degree or 1) if gpu else None,
+        model=ModelInfo(name=identity["model"]) if identity["model"] else None,
+        where=str(path),
+        name=path.stem,
     )
 
 
@@ -124,8 +125,8 @@ class Roofline:
     peak_flops: float
     bandwidth_bytes_s: float
     parameters: float
-    bytes_per_parameter: float
     kv_bytes_per_token: int
+    bytes_per_parameter: float = 2.0
     tensor_parallel_size: int = 1
     flops_efficiency: float = 0.5
     bandwidth_efficiency: float = 0.7
@@ -145,6 +146,68 @@ class Roofline:
         """The default sweep."""
         grids = ((StepKind.PREFILL, DEFAULT_PREFILL_GRID), (StepKind.DECODE, DEFAULT_DECODE_GRID))
         return [Point(phase, b, n, self.seconds(phase, b, n)) for phase, grid in grids for b, n in grid]
+
+    def measurements(self, system: str | None, model: str | None) -> Measurements:
+        """The default sweep, marked unmeasured; the estimate holds the host's time."""
+        note = (
+            f"estimated, not measured: {self.peak_flops:g} FLOP/s at {self.flops_efficiency:g}, "
+            f"{self.bandwidth_bytes_s:g} bytes/s at {self.bandwidth_efficiency:g}, "
+            f"{1e3 * self.step_overhead_s:g} ms a step; the errors are of the fit to this estimate"
+        )
+        degree = self.tensor_parallel_size
+        return Measurements(
+            points=tuple(self.points()),
+            source=ProfileSource(kind="roofline", measured=False, system=system, note=note),
+            engine=EngineInfo(tensor_parallel_size=degree),
+            hardware=Hardware(gpu=system, gpus=degree) if system else None,
+            model=ModelInfo(name=model, kv_bytes_per_token=self.kv_bytes_per_token) if model else None,
+            host=HostTime(),
+            name="roofline",
+        )
+
+
+def profile_of(
+    found: Measurements,
+    *,
+    name: str | None = None,
+    form: PrefillForm | None = None,
+    tile: int | None = None,
+    iteration_s: float | None = None,
+) -> tuple[Profile, FitResult]:
+    """Fit the points, complete the fit by assumptions. Raises `ProfileError`.
+
+    Stated are the name, the form of prefill, the tokens of a tile and the host time of an iteration where the
+    points hold none.
+    """
+    asynchronous = found.engine.schedules_asynchronously(found.gpu)
+    host = found.host
+    if host is None:
+        host = assumed_host(asynchronous) if iteration_s is None else HostTime(iteration_s=iteration_s)
+    prefill = [point for point in found.points if point.phase is StepKind.PREFILL]
+    usual = None if shown_tile(prefill) else found.tile
+    try:
+        result = fit(found.points, form=form, tile=tile or usual)
+    except (ProfileError, RuntimeError, ValueError) as error:
+        lead = "" if isinstance(error, ProfileError) else "expected points that a model can be fitted to: "
+        where = f"{found.where}: " if found.where else ""
+        raise ProfileError(f"{where}{lead}{error}") from error
+    if tile is not None:
+        result = replace(result, tile=tile)
+    result, assumed = complete(result, found.points, host, asynchronous, found.split_blocks)
+    if found.lone:
+        host = msgspec.structs.replace(host, request_s=found.request_s(result.latency))
+    profile = make_profile(
+        name or found.own_name,
+        found.points,
+        result,
+        source=found.source,
+        hardware=found.hardware,
+        model=found.model,
+        engine=found.engine,
+        host=host,
+        assumed=(*assumed, *found.assumed),
+    )
+    return profile, result
 
 
 def make_profile(
@@ -206,9 +269,6 @@ def corrected(profile: Profile, latency: LatencyModel, source: ProfileSource) ->
         with_latency(profile, latency), version=2, source=source, fit=None, grid=None
     )
 
-
-#: Tokens of a tile where no point shows it: the usual size of GPU kernels of matrix products.
-ASSUMED_TILE = 128
 
 #: Share of a GPU's blocks of threads that reads its memory as fast as all of them do.
 SPLIT_SHARE = 0.4

@@ -50,6 +50,7 @@ _LARGE_READ: Final = 128 << 10
 _LARGE_BODY: Final = 256 << 10
 #: Seconds before the minimum rate of a body applies.
 _BODY_GRACE_S: Final = 5.0
+_LEAST_BODY_BYTES_PER_S: Final = 1024.0
 #: Maximum seconds between two pieces of a body.
 _BODY_STOP_S: Final = 10.0
 #: Seconds in which a refused client may still send before its connection is dropped.
@@ -293,8 +294,8 @@ class ClientConnection(PacedReader):
                 self.abort()
         elif state is _BODY or state is _READ:
             took_s = now - self._since
-            slow = took_s > _BODY_GRACE_S and self._reader.held < took_s * table.min_body_bytes_per_s
-            stopped = now - self._fed_at > _BODY_STOP_S and table.min_body_bytes_per_s > 0.0
+            slow = took_s > _BODY_GRACE_S and self._reader.held < took_s * _LEAST_BODY_BYTES_PER_S
+            stopped = now - self._fed_at > _BODY_STOP_S
             if slow or stopped or took_s > table.body_timeout_s:
                 self._refuse(GateError(408, "The request body took too long."))
         elif state is _HEAD:
@@ -346,13 +347,10 @@ class ClientConnection(PacedReader):
         self._head, self._tenant = head, None  # first: how a refusal is written depends on them
         self._since = self._fed_at = self._now()
         self._enter(HEAD_PASSED)
-        router, table = server.router, server.table
+        router = server.router
         self.cors = router.cors_lines(head)
         self._tenant = router.authenticate(head)
-        multipart = head.content_type.startswith(b"multipart/")
-        reader.begin_body(
-            length, head.chunked, table.max_multipart_bytes if multipart else table.max_body_bytes
-        )
+        reader.begin_body(length, head.chunked, server.table.max_body_bytes)
         reader.form = router.form(head)
         if head.expects is not None:
             if head.expects != b"100-continue":

@@ -14,9 +14,10 @@ from hetlb.core.instance import Instance
 from hetlb.core.types import AdminState, EngineSample, Health, InstanceChange, ModelsLearned
 from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.scheduler_driver import SchedulerDriver
-from hetlb.proxy.scrape import Scraper, models_learned, read_model_list
+from hetlb.proxy.scrape import Scraper, models_learned
 from hetlb.proxy.telemetry.access_log import escape
 from hetlb.proxy.telemetry.events import Event, tell
+from hetlb.served_models import read_model_list
 
 if TYPE_CHECKING:
     from hetlb.config.profile_file import Profile

@@ -227,7 +227,7 @@ class _Stream:
         """Read until the connection ends. Raises `OSError`, `EOFError` or `ZmtpError`."""
         connection = await ZmtpConnection.open(self._table.endpoint, "SUB")
         try:
-            connection.send(b"\x01" + self._table.topic.encode())
+            connection.send(b"\x01")  # every topic
             if self._next is None and self._table.replay is not None:
                 await self._replay(0)
             while True:

@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
-import msgspec
 
 from hetlb.addresses import confined_socket
 from hetlb.config.fleet_tables import ScrapeTable
@@ -33,6 +32,7 @@ from hetlb.core.types import (
 from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
 from hetlb.proxy.engine_pools import LOCAL_ERRNOS
 from hetlb.proxy.telemetry.events import Event, tell
+from hetlb.served_models import longest_context, read_model_list, read_version
 
 logger = logging.getLogger("hetlb.scrape")
 
@@ -274,9 +274,8 @@ class Scraper:
         if text := read_version(version):
             self.versions[name] = text
         self._on_change(models_learned(name, entries))
-        lengths = [entry["max_model_len"] for entry in entries if _is_length(entry.get("max_model_len"))]
-        if lengths:
-            self._on_change(CapacityLearned(name, Capacity(max_model_len=max(lengths))))
+        if (longest := longest_context(entries)) is not None:
+            self._on_change(CapacityLearned(name, Capacity(max_model_len=longest)))
         return True
 
     def _tell_once(self, name: str, text: str) -> None:
@@ -305,38 +304,7 @@ def _tls_reason(error: aiohttp.ClientSSLError) -> str:
     return getattr(cause, "verify_message", "") or getattr(cause, "reason", "") or type(cause).__name__
 
 
-def _is_length(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 31
-
-
-def read_model_list(body: bytes) -> list[dict[str, Any]]:
-    """The entries of a `/v1/models` answer that have a name, [] if it is none."""
-    document = _json(body)
-    data = document.get("data") if isinstance(document, dict) else None
-    if not isinstance(data, list):
-        return []
-    return [
-        entry
-        for entry in data[:1000]
-        if isinstance(entry, dict) and isinstance(entry.get("id"), str) and 0 < len(entry["id"]) <= 512
-    ]
-
-
 def models_learned(name: str, entries: list[dict[str, Any]]) -> ModelsLearned:
     """The fact that an engine lists these; an adapter has a `parent`."""
     names = tuple(dict.fromkeys(entry["id"] for entry in entries))
     return ModelsLearned(name, names, tuple({entry["id"]: None for entry in entries if entry.get("parent")}))
-
-
-def read_version(body: bytes) -> str | None:
-    """The text of a `/version` answer."""
-    document = _json(body)
-    version = document.get("version") if isinstance(document, dict) else None
-    return version if isinstance(version, str) and len(version) <= 64 else None
-
-
-def _json(body: bytes) -> object:
-    try:
-        return msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None

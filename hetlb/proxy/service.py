@@ -351,9 +351,9 @@ class Service(FleetService):
         super().__init__(fleet, event_log, load)
         self._stop = asyncio.Event()
         self._hurry = False
-        table, key = self._shared_table(fleet)
+        shared = fleet.file.shared
         self.driver.pools.on_reconnect = self.watch.reconnected
-        self.sharing = None if table is None else _share(table, key, self.scheduling)
+        self.sharing = None if shared is None else _share(shared, f"{fleet.where}shared", self.scheduling)
         self.server: Listener = self._make_server()
         self._front = Front(self.driver, self.server, fleet, self.access)
         #: True if another process accepts in place of this one.
@@ -367,11 +367,6 @@ class Service(FleetService):
         estimator = TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules)
         self.driver = Driver(fleet.file.proxy, estimator, asyncio.get_running_loop(), self._engines)
         return with_scheduler(self.driver, self.scheduler)
-
-    @staticmethod
-    def _shared_table(fleet: Fleet) -> tuple[SharedTable | None, str]:
-        """Table of what is shared with other processes of the fleet, and its key."""
-        return fleet.file.shared, f"{fleet.where}shared"
 
     def _make_server(self) -> Listener:
         return ProxyServer(self.driver, self)

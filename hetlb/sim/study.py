@@ -49,11 +49,7 @@ def make_study(
         initial_health=Health.UP,
     )
     engines = {spec.name: _engine(fleet, spec.name, prefix_cache) for spec in setup.specs}
-    classes = fleet.service_classes.get(name, {})
-    for each in load.rows:
-        if each.service and each.service not in classes:
-            known = ", ".join(classes) or "none, as the model has no classes"
-            raise ConfigError(f"--trace: class: expected one of {known}, got {each.service!r}")
+    classes = fleet.classes_of(name, (each.service for each in load.rows))
     # Texts and further columns of a trace may be large, and processes get a copy of all this.
     rows = [replace(row, text=None, hash_ids=(), extra={}) for row in load.rows]
     return Study(setup, engines, name, rule, replace(load, rows=rows), classes)

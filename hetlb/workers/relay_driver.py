@@ -24,7 +24,7 @@ from hetlb.proxy.lease_wire import RequestFacts, WireBegun, WireBooked, WireEnde
 from hetlb.proxy.limits import Ticket
 from hetlb.proxy.message_channel import MessageChannel
 from hetlb.proxy.scheduler_side import SchedulerSide
-from hetlb.proxy.scrape import read_model_list
+from hetlb.served_models import read_model_list
 from hetlb.workers.protocol import (
     AbortMessage,
     Arrival,

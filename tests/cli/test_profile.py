@@ -215,7 +215,7 @@ def test_speculative_decoding_divides_the_time_of_a_step(tmp_path: Path) -> None
 def test_a_mixture_of_experts_has_tables_at_every_layout(layout: Layout) -> None:
     pytest.importorskip("aiconfigurator_core")
     found = query("Qwen/Qwen3-30B-A3B", "h100_sxm", layout)
-    assert found.kv_cache_tokens is not None
+    assert found.engine.kv_cache_tokens is not None
     long = [point for point in found.points if point.length >= 32768]
     assert {point.phase for point in long} == {StepKind.PREFILL, StepKind.DECODE}
 

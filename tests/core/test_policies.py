@@ -103,13 +103,13 @@ def test_single_uses_one_and_fails_over() -> None:
 
 def test_peak_ewma_jumps_up_at_once_and_decays_slowly() -> None:
     estimate = PeakEwma(now=0.0)
-    assert estimate.estimate_s(0.0, 10.0) == pytest.approx(0.030)
-    estimate.observe(2.0, 0.0, 10.0)
-    assert estimate.estimate_s(0.0, 10.0) == pytest.approx(2.0)
-    assert estimate.estimate_s(10.0, 10.0) == pytest.approx(2.0 / math.e)
-    estimate.observe(1.0, 10.0, 10.0)
+    assert estimate.estimate_s(0.0) == pytest.approx(0.030)
+    estimate.observe(2.0, 0.0)
+    assert estimate.estimate_s(0.0) == pytest.approx(2.0)
+    assert estimate.estimate_s(10.0) == pytest.approx(2.0 / math.e)
+    estimate.observe(1.0, 10.0)
     keep = math.exp(-1)
-    assert estimate.estimate_s(10.0, 10.0) == pytest.approx(2.0 * keep + 1.0 * (1 - keep))
+    assert estimate.estimate_s(10.0) == pytest.approx(2.0 * keep + 1.0 * (1 - keep))
 
 
 def test_peak_ewma_avoids_the_slow_one() -> None:

@@ -8,7 +8,6 @@ import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
 
 from hetlb.core.instance import Instance
-from hetlb.core.policies.base import PolicyParams
 from hetlb.core.queue import QueueLimits
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
@@ -332,9 +331,9 @@ def test_a_first_token_brings_a_suspect_up() -> None:
 
 
 def test_the_time_to_a_first_token_counts_from_its_dispatch() -> None:
-    scheduler = fleet("a", params=PolicyParams(decay_s=10.0))
+    scheduler = fleet("a")
     scheduler.on_first_token(arrived(scheduler, 1, 100.0), 102.0)
-    assert named(scheduler, "a").peak_ewma.estimate_s(102.0, 10.0) == pytest.approx(2.0)
+    assert named(scheduler, "a").peak_ewma.estimate_s(102.0) == pytest.approx(2.0)
 
 
 def adapters() -> Scheduler:

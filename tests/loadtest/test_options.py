@@ -26,7 +26,7 @@ def test_limits_are_given_in_milliseconds() -> None:
 def test_lists() -> None:
     assert options.read_percentiles("99,50, 99.9,99") == [50.0, 99.0, 99.9]
     assert options.read_metrics("itl,ttft,itl") == ["itl", "ttft"]
-    assert options.read_metadata(["a=b=c", "d="]) == {"a": "b=c", "d": ""}
+    assert [options.read_entry(each) for each in ("a=b=c", "d=")] == [("a", "b=c"), ("d", "")]
     assert options.read_names("--compare", "rr,p2c", {"p2c": 1, "rr": 2}) == ["rr", "p2c"]
 
 
@@ -56,7 +56,7 @@ def test_whatever_is_typed_is_read_or_refused_in_one_line(text: str) -> None:
         options.read_percentiles,
         options.read_metrics,
         lambda text: options.read_goodput([text]),
-        lambda text: options.read_metadata([text]),
+        options.read_entry,
         lambda text: options.read_url("--url", text),
     )
     for reader in readers:
@@ -73,4 +73,3 @@ def test_waves_are_two_times(text: str) -> None:
 def test_waves() -> None:
     assert options.read_waves("5:15") == Waves(5.0, 15.0)
     assert options.read_waves("0.5:0") == Waves(0.5, 0.0)
-    assert options.read_waves(None) is None

@@ -50,8 +50,8 @@ def test_the_manifests_agree_with_each_other(tmp_path: Path, monkeypatch: pytest
     assert by_kind["Deployment"]["spec"]["template"]["spec"]["serviceAccountName"] in {
         each["name"] for each in by_kind["RoleBinding"]["subjects"]
     }
-    assert fleet.file.pick.shared is not None
-    assert fleet.file.pick.shared.url_env in {each["name"] for each in container["env"]}
+    assert fleet.file.shared is not None
+    assert fleet.file.shared.url_env in {each["name"] for each in container["env"]}
     pool = next(each for each in documents("gateway.yaml") if each["kind"] == "InferencePool")
     assert source.pool == pool["metadata"]["name"]
     picker = pool["spec"]["endpointPickerRef"]
@@ -69,9 +69,9 @@ def test_wrong_input_is_one_line_that_names_the_key(
     fleet = "version: 1\nmodels: [{name: m, instances: [{url: 'http://127.0.0.1:1'}]}]\n"
     path = tmp_path / "fleet.yaml"
     cases = {
-        "pick: {shared: {silent_s: 0}}": "pick.shared.silent_s",
-        "pick: {shared: {url: 'http://h'}}": "pick.shared.url",
-        "pick: {shared: {}}": "pick.shared.url",
+        "shared: {silent_s: 0}": "shared.silent_s",
+        "shared: {url: 'http://h'}": "shared.url",
+        "shared: {}": "shared.url",
         "pick: {client_ca_file: ca.pem}": "pick.client_ca_file",
         "pick: {tls: {cert: no.pem, key: no.pem}}": "pick.tls.cert",
         "pick: {fallbacks: -1}": "pick.fallbacks",

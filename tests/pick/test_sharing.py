@@ -109,10 +109,10 @@ async def pair(folder: Path, silent_s: float = 1.0) -> AsyncIterator[Pair]:
     shared = {"url": server.url, "silent_s": silent_s}
     try:
         # Engines' figures are read seldom: what a picker knows of the other's requests is from the other.
-        tables = {"pick": {"shared": shared}, "policy": {"name": "hetlb"}, "scrape": {"interval_s": 60}}
+        tables = {"shared": shared, "policy": {"name": "hetlb"}, "scrape": {"interval_s": 60}}
         async with rig(folder, **tables) as made:
             path = folder / "second.yaml"
-            path.write_text(yaml.safe_dump(made.fleet(**{**tables, "pick": {"shared": shared, "port": 0}})))
+            path.write_text(yaml.safe_dump(made.fleet(**{**tables, "pick": {"port": 0}})))
             second = PickService(load_fleet(path))
             await second.start()
             try:

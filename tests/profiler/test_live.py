@@ -147,7 +147,7 @@ async def test_an_interrupted_sweep_goes_on(
     with monkeypatch.context() as patched:
         patched.setattr(SampleFile, "add", add_and_stop)
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.to_thread(profile_live.measure, args)
+            await asyncio.to_thread(profile_live.measure, args, None)
     lines = samples.read_bytes().splitlines(keepends=True)
     assert len(lines) == 1 + 5
     samples.write_bytes(b"".join(lines)[:-7])  # the machine went down while the fifth was written
@@ -226,7 +226,7 @@ async def test_a_budget_that_no_server_of_this_speed_meets(start: Start, flags: 
     engine = await start()
     args = build_parser("profile").parse_args(["profile", "--url", engine.url, *flags, "--budget", "0.2s"])
     with pytest.raises(InputError, match=r"--budget: expected at least \d+s for a server as slow as this"):
-        await asyncio.to_thread(profile_live.measure, args)
+        await asyncio.to_thread(profile_live.measure, args, None)
 
 
 @pytest.mark.parametrize(

@@ -382,7 +382,7 @@ async def test_a_bad_file_changes_nothing_and_is_one_line(
 
 async def test_what_needs_a_restart_is_named(tmp_path: Path) -> None:
     async with Engine() as engine, serving(tmp_path, document(engine)) as running:
-        pick = {"fallbacks": 3, "shared": {"url": "redis://localhost"}}
+        pick = {"fallbacks": 3}
         running.rewrite(document(engine, listen={"port": 4}, queue={"max_requests": 3}, pick=pick))
         said_so = (await running.admin("POST", "/v1/reload")).json["reloaded"]
         assert said_so == "0 instances out, 0 in, policy rr; only a restart changes listen.port, queue, pick"

@@ -210,5 +210,5 @@ def test_outside_of_a_cluster_the_server_is_to_be_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(ConfigError, match=r"pick\.shared\.lease\.api_server: expected a URL"):
-        Leader(LeaseTable(name="pick"), tmp_path, "a", "pick.shared.lease")
+    with pytest.raises(ConfigError, match=r"^shared\.lease\.api_server: expected a URL"):
+        Leader(LeaseTable(name="pick"), tmp_path, "a", "shared.lease")

@@ -37,6 +37,7 @@ ROOMS = {
     "extras",
     "pages",
     "proxy",
+    "served_models",
     "turns",
 }
 OF_CLI = {"hetlb.cli", "hetlb.cli.flags", "hetlb.cli.main", "hetlb.cli.serve"}

@@ -20,7 +20,8 @@ from hetlb.core.types import (
     Probed,
     ProbeResult,
 )
-from hetlb.proxy.scrape import Scraper, read_model_list, read_version
+from hetlb.proxy.scrape import Scraper
+from hetlb.served_models import read_model_list, read_version
 
 PAGE = (Path(__file__).parents[1] / "vllm" / "data" / "metrics-busy.http").read_text()
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

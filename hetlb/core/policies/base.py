@@ -69,7 +69,7 @@ class PlannedShares(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class PolicyParams(PickleByFields):
-    """Parameters under `policy:` of the fleet file: `decay_s` of `peak-ewma`, `shares` of `planned`.
+    """Parameters under `policy:` of the fleet file: `shares` of `planned`.
 
     `adapter_load_s` is the time in which an engine loads a LoRA adapter that is in none of its slots;
     `weights` are those of terms of `hetlb` that differ from the default.
@@ -77,7 +77,6 @@ class PolicyParams(PickleByFields):
 
     theta: float = 2.0
     combine: str = "power"
-    decay_s: float = 10.0
     shares: tuple[PlannedShares, ...] = ()
     adapter_load_s: float = 0.25
     weights: tuple[tuple[str, float], ...] = ()

@@ -136,11 +136,8 @@ class PeakEwmaChoice(Policy):
 
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
         drawn = self._draw_two(len(instances))
-        decay_s = self.params.decay_s
         return [
-            Candidate(
-                instance.name, instance.peak_ewma.estimate_s(ctx.now, decay_s) * (instance.in_flight + 1)
-            )
+            Candidate(instance.name, instance.peak_ewma.estimate_s(ctx.now) * (instance.in_flight + 1))
             if i in drawn
             else Candidate(instance.name, math.inf, reason=NOT_DRAWN)
             for i, instance in enumerate(instances)

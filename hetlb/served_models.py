@@ -1,0 +1,40 @@
+"""Readers of what an engine says at `/v1/models` and `/version`; an answer that says nothing is no error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+def read_model_list(body: bytes) -> list[dict[str, Any]]:
+    """The entries of a `/v1/models` answer that have a name, [] if it is none."""
+    document = _json(body)
+    data = document.get("data") if isinstance(document, dict) else None
+    if not isinstance(data, list):
+        return []
+    return [
+        entry
+        for entry in data[:1000]
+        if isinstance(entry, dict) and isinstance(entry.get("id"), str) and 0 < len(entry["id"]) <= 512
+    ]
+
+
+def longest_context(entries: list[dict[str, Any]]) -> int | None:
+    """The largest `max_model_len` of the entries in tokens, None where none has one."""
+    lengths = (entry.get("max_model_len") for entry in entries)
+    return max((each for each in lengths if type(each) is int and 0 < each < 1 << 31), default=None)
+
+
+def read_version(body: bytes) -> str | None:
+    """The text of a `/version` answer."""
+    document = _json(body)
+    version = document.get("version") if isinstance(document, dict) else None
+    return version if isinstance(version, str) and len(version) <= 64 else None
+
+
+def _json(body: bytes) -> object:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
