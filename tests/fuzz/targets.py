@@ -458,7 +458,7 @@ def stage_frames(data: bytes) -> None:
         except stage_messages.StageProtocolError:
             continue
         works, given_up = batcher.form(lambda lease: True)
-        worker._report(given_up)
+        assert all(isinstance(each, stage_messages.Lost) for each in given_up)
         results = run_apart(runner, works) if works else []
         assert len(results) == len(works)
         batcher.done()
