@@ -324,7 +324,8 @@ def test_hetlb_may_list_and_watch_what_it_discovers() -> None:
     allowed = {(group, name): rule["verbs"] for rule in role["rules"] for group in rule["apiGroups"]
                for name in rule["resources"]}  # fmt: skip
     for cluster in table.clusters:
-        assert {"list", "watch"} <= set(allowed["", cluster.resource])
+        group = "" if cluster.resource == "pods" else "discovery.k8s.io"
+        assert {"list", "watch"} <= set(allowed[group, cluster.resource])
     (account,) = manifests("ServiceAccount", which)
     (deployment,) = manifests("Deployment", which).values()
     assert deployment["spec"]["template"]["spec"]["serviceAccountName"] == account

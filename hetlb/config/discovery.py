@@ -46,15 +46,16 @@ class LeaseTable(ClusterTable, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class KubernetesTable(ClusterTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Pods by label, or an InferencePool, watched at the API server.
+    """Pods by label, the EndpointSlices of a service, or an InferencePool, watched at the API server.
 
     `pool` names the InferencePool, whose pods and ports are its own. `port` is a number or the name of a
     container's port. `model_label` names the label that holds the model. Without `namespace`, `api_server`,
     `token_file` and `ca_file` those of hetlb's own pod are used.
     """
 
-    resource: Literal["pods", "inferencepools"] = "pods"
+    resource: Literal["pods", "endpointslices", "inferencepools"] = "pods"
     selector: str = ""
+    service: str | None = None
     pool: str | None = None
     port: Port | str = 8000
     scheme: Literal["http", "https"] = "http"

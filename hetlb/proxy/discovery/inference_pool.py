@@ -13,16 +13,7 @@ from typing import Final
 
 from hetlb.config.discovery import KubernetesTable
 from hetlb.errors import ConfigError
-from hetlb.proxy.discovery.kubernetes import (
-    ApiServer,
-    Item,
-    ServersOf,
-    Watch,
-    found_at,
-    labels_of,
-    ready,
-    watch_pods,
-)
+from hetlb.proxy.discovery.kubernetes import ApiServer, Item, ServersOf, Watch, found_at, labels_of, ready
 from hetlb.proxy.discovery.source import Found, Publish
 
 _POOLS: Final = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
@@ -81,8 +72,9 @@ class InferencePoolSource:
 
     async def _watch_pods(self, labels: dict[str, str], ports: list[int], publish: Publish) -> None:
         selector = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
+        path = f"/api/v1/namespaces/{self._api.namespace}/pods"
         servers = ServersOf(lambda pod: self._of_pod(pod, ports))
-        await watch_pods(self._api, selector, lambda pods: publish(servers(pods)))
+        await Watch(self._api, path, selector, lambda pods: publish(servers(pods))).run()
 
     def _of_pod(self, pod: Item, ports: list[int]) -> list[Found]:
         if not ready(pod):

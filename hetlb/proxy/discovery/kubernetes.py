@@ -1,4 +1,4 @@
-"""Instances in Kubernetes: pods by label, listed once and then watched.
+"""Instances in Kubernetes: pods by label, or the EndpointSlices of a service, listed once and then watched.
 
 `Watch` keeps the objects of one resource (API concepts, "Efficient detection of changes"): it asks for a
 list, then for what changed since its `resourceVersion`; a connection that ends is resumed from the last
@@ -57,6 +57,8 @@ class Item(msgspec.Struct, rename="camel"):
     metadata: Metadata = msgspec.field(default_factory=Metadata)
     spec: Spec | None = None
     status: PodStatus | None = None
+    endpoints: list[Endpoint] | None = None
+    ports: list[SlicePort] | None = None
 
 
 class ContainerPort(msgspec.Struct, rename="camel"):
@@ -114,6 +116,34 @@ class PodStatus(msgspec.Struct, rename="camel"):
     pod_ip: str = msgspec.field(default="", name="podIP")
     phase: str = ""
     conditions: list[Condition] = []
+
+
+class PodTarget(msgspec.Struct):
+    """The object behind an endpoint."""
+
+    name: str = ""
+
+
+class Conditions(msgspec.Struct):
+    """Conditions of an endpoint; `ready` None counts as ready (EndpointSlice v1)."""
+
+    ready: bool | None = None
+    terminating: bool | None = None
+
+
+class Endpoint(msgspec.Struct, rename="camel"):
+    """One endpoint of a slice."""
+
+    addresses: list[str] = []
+    conditions: Conditions = msgspec.field(default_factory=Conditions)
+    target_ref: PodTarget | None = None
+
+
+class SlicePort(msgspec.Struct):
+    """One port of a slice."""
+
+    name: str | None = None
+    port: int | None = None
 
 
 class ItemList(msgspec.Struct):
@@ -336,21 +366,33 @@ class ServersOf:
         for name, item in items.items():
             before = known.get(name)
             self._known[name] = before if before and before[0] is item else (item, self._make(item))
-        return [each for _, found in self._known.values() for each in found]
+        # Two slices may hold one endpoint while it moves.
+        servers = {each.name: each for _, found in self._known.values() for each in found}
+        return list(servers.values())
 
 
 class KubernetesSource:
-    """The servers of one selector."""
+    """The servers of one selector or service."""
 
     def __init__(self, table: KubernetesTable, base: Path) -> None:
         self._table = table
         self._api = ApiServer(table, base)
-        self.name = f"kubernetes pods {table.selector} in {self._api.namespace}"
+        namespace = self._api.namespace
+        self.name = f"kubernetes {table.resource} {table.service or table.selector} in {namespace}"
+        selector = table.selector
+        if table.resource == "pods":
+            self._path = f"/api/v1/namespaces/{namespace}/pods"
+        else:
+            self._path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+            if table.service:
+                named = f"kubernetes.io/service-name={table.service}"
+                selector = f"{selector},{named}" if selector else named
+        self._selector = selector
 
     async def run(self, publish: Publish) -> None:
         """Publish the servers that are ready, after every change."""
-        servers = ServersOf(self._of_pod)
-        await watch_pods(self._api, self._table.selector, lambda items: publish(servers(items)))
+        servers = ServersOf(self._of_pod if self._table.resource == "pods" else self._of_slice)
+        await Watch(self._api, self._path, self._selector, lambda items: publish(servers(items))).run()
 
     def _of_pod(self, item: Item) -> list[Found]:
         """The server of a pod that is ready and not about to end."""
@@ -365,10 +407,24 @@ class KubernetesSource:
         assert item.status is not None, "expected a pod that is ready"
         return [found_at(self._table, item.metadata.name, item.status.pod_ip, port, labels_of(item))]
 
+    def _of_slice(self, item: Item) -> list[Found]:
+        """The servers of a slice that are ready and not about to end."""
+        servers: list[Found] = []
+        port = self._slice_port(item)
+        for endpoint in item.endpoints or ():
+            conditions = endpoint.conditions
+            if conditions.ready is False or conditions.terminating or not endpoint.addresses or not port:
+                continue
+            name = endpoint.target_ref.name if endpoint.target_ref is not None else ""
+            servers.append(found_at(self._table, name, endpoint.addresses[0], port, item.metadata.labels))
+        return servers
 
-async def watch_pods(api: ApiServer, selector: str, changed: Callable[[Mapping[str, Item]], None]) -> None:
-    """Watch the pods that a selector names. Raises `SourceFailedError`."""
-    await Watch(api, f"/api/v1/namespaces/{api.namespace}/pods", selector, changed).run()
+    def _slice_port(self, item: Item) -> int | None:
+        wanted = self._table.port
+        for each in item.ports or ():
+            if wanted in (each.port, each.name):
+                return each.port
+        return wanted if isinstance(wanted, int) else None
 
 
 def ready(item: Item) -> bool:

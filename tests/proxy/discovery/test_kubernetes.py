@@ -1,4 +1,4 @@
-"""The watch of pods, against a server that behaves as the API's documentation says.
+"""The watch of pods and EndpointSlices, against a server that behaves as the API's documentation says.
 
 No API server is at hand here: pages, resumed connections, bookmarks and expired versions are those of "API
 concepts", the objects those of core/v1 and discovery.k8s.io/v1.
@@ -132,6 +132,36 @@ async def test_pods_that_cannot_answer_are_no_instances(api_server: Given) -> No
         await turns_until(lambda: seen.names == ["starting"])
 
 
+def slice_of(name: str, *endpoints: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name, "labels": {"gpu": "L40S"}},
+        "addressType": "IPv4",
+        "ports": [{"name": "http", "port": 8000}],
+        "endpoints": list(endpoints),
+    }
+
+
+def endpoint(address: str, name: str, **conditions: bool) -> dict[str, Any]:
+    return {"addresses": [address], "conditions": conditions, "targetRef": {"kind": "Pod", "name": name}}
+
+
+async def test_the_slices_of_a_service(api_server: Given) -> None:
+    server, url = api_server
+    await server.put(
+        slice_of("s-1", endpoint("10.0.0.1", "a", ready=True), endpoint("10.0.0.2", "b", ready=False))
+    )
+    await server.put(slice_of("s-2", endpoint("fd00::1", "c"), endpoint("10.0.0.1", "a", ready=True)))
+    async with watching(url, resource="endpointslices", service="vllm", port="http") as seen:
+        assert {each.name: each.url for each in seen.found} == {
+            "a": "http://10.0.0.1:8000",
+            "c": "http://[fd00::1]:8000",
+        }
+        assert seen.found[0].labels == {"gpu": "L40S"}
+        await server.put(slice_of("s-1", endpoint("10.0.0.2", "b", ready=True, terminating=True)))
+        await server.delete("s-2")
+        await turns_until(lambda: seen.names == [])
+
+
 async def test_a_server_that_refuses_is_asked_again_and_logged_once(
     api_server: Given, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,3 +197,4 @@ def test_no_object_is_too_odd(document: Any) -> None:
         return
     source = KubernetesSource(KubernetesTable(api_server="http://127.0.0.1:1"), Path())
     assert isinstance(source._of_pod(item), list)
+    assert isinstance(source._of_slice(item), list)
