@@ -358,7 +358,7 @@ class ClientConnection(PacedReader):
             if not router.knows(head.path):
                 raise GateError(404, "Not Found")  # before the body is asked for
             if head.http11 and not reader.whole and not reader.unread:
-                self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
         return True
 
     def _count_held(self) -> None:
@@ -391,12 +391,17 @@ class ClientConnection(PacedReader):
             raise Refusal(error_responses.SHUTTING_DOWN, "The proxy is shutting down.")
         taken = server.router.handle(self, head, pieces, self._tenant, form)
         if isinstance(taken, bytes):
-            self.write(taken.replace(b"\r\n", b"\r\n" + self.cors, 1) if self.cors else taken)
+            self._send(taken.replace(b"\r\n", b"\r\n" + self.cors, 1) if self.cors else taken)
             self.end(keep=True)
         else:
             self._exchange = taken
             self._enter(SUBMITTED)
             server.driver.submit(taken)
+
+    def _send(self, data: bytes) -> None:
+        """Send what is no answer of an exchange (compiled code cannot call what the property gives)."""
+        if self._transport is not None:
+            self._transport.write(data)
 
     def _refuse(self, error: GateError) -> None:
         """Answer what did not pass, and close: what follows on this connection cannot be trusted."""
@@ -410,7 +415,7 @@ class ClientConnection(PacedReader):
             label = self._server.router.refused(head, self._tenant, answer, self._since, self.address)
             lines = b"%bx-request-id: %b\r\n%b" % (lines, label.encode("ascii"), self.cors)
             path, keep, head_only = head.path, head.keep_alive and known, head.method == b"HEAD"
-        self.write(
+        self._send(
             error_responses.refusal(
                 answer, error.message, retry_after_s, lines, path, close=not keep, head_only=head_only
             )

@@ -46,7 +46,8 @@ class ProxyServer:
         self.turns = turns(driver.loop)
         #: The certificate shown to clients that connect from now on; set before `start`, or None for no TLS.
         self.tls: ssl.SSLContext | None = None
-        self._servers: list[asyncio.Server] = []
+        #: uvloop gives a list of sockets where asyncio gives a tuple: compiled, neither type is asserted.
+        self._servers: list[Any] = []
         self._sweeper: asyncio.TimerHandle | None = None
 
     # --- its connections ---
