@@ -124,5 +124,5 @@ class AppListener:
         self._idle = {each: before.get(each, now) for each in self.connections if each not in self._busy}
         oldest = sorted(self._idle, key=self._idle.__getitem__)
         for number, transport in enumerate(oldest):
-            if now - self._idle[transport] > self.idle_s or number < len(oldest) - self.most_idle:
+            if now - self._idle[transport] > self.idle_s or number < len(self.connections) - self.most_idle:
                 transport.abort()

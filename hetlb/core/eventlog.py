@@ -56,7 +56,7 @@ from hetlb.core.types import (
     Role,
 )
 
-FORMAT_VERSION: Final = 3
+FORMAT_VERSION: Final = 4
 
 
 class RecordingScheduler(Scheduler):

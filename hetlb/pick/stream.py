@@ -98,7 +98,7 @@ class PickerState:
 
     def set_addresses(self, addresses: Mapping[str, str]) -> None:
         """Instances are reached at these addresses from now on."""
-        self._told_at.clear()
+        self._told_at = {name: at for name, at in self._told_at.items() if not name}
         self.addresses = dict(addresses)
         self.names = {address: name for name, address in addresses.items()}
 
@@ -581,13 +581,6 @@ class HttpStream(Upstream):
 #: States in which an answer is under way, or is over; those in which nothing more is to be done.
 _ANSWER: Final = (StreamState.HEAD_SEEN, StreamState.ANSWERING, StreamState.PASSED)
 _OVER: Final = (StreamState.PASSED, StreamState.REFUSED, StreamState.CLOSED)
-
-
-def _taken_apart(response: bytes) -> tuple[int, Any, bytes]:
-    """Status, headers and body of a response that was made for a connection."""
-    head, _, body = response.partition(b"\r\n\r\n")
-    first, *lines = head.split(b"\r\n")
-    return int(first.split(b" ", 2)[1]), [tuple(line.split(b": ", 1)) for line in lines], body
 
 
 def _unsent(_: bytes) -> None:

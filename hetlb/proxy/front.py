@@ -68,7 +68,6 @@ class Front:
         self.server.router.tracing = self._tracing
         self._write_line = FORMATS[fleet.file.proxy.request_log_format]
         self._lines: LogWriter | None = None
-        #: The requests that ended lately, for the dashboard.
 
     def open_log(self, at_once: int | None = None) -> None:
         """Begin the request log, where the fleet wants one. `at_once`: see `LogWriter`."""

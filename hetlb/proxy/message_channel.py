@@ -19,7 +19,7 @@ from typing import Any, Final, Generic, TypeVar, cast
 
 import msgspec
 
-from hetlb.proxy.telemetry.events import Event, tell
+from hetlb.proxy.telemetry.events import Event, Rarely
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -27,7 +27,9 @@ MOST_UNREAD: Final = 256 << 20
 #: A message that nothing waits for is sent so much later at most.
 POST_S: Final = 0.001
 #: A longer frame is none: a fleet with all its profiles takes a few megabytes.
-_MOST_FRAME: Final = 64 << 20
+MOST_FRAME: Final = 64 << 20
+#: Lines about channels that break the protocol: one in a while.
+_broken: Final = Rarely()
 _LENGTH = Struct("!I")
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -42,10 +44,12 @@ class MessageChannel(asyncio.Protocol, Generic[_In]):
         decoder: msgspec.msgpack.Decoder[list[_In]],
         on_messages: Callable[[list[_In]], None],
         on_closed: Callable[[], None],
+        most_frame: int = MOST_FRAME,
     ) -> None:
         self._decode = decoder.decode
         self._on_messages = on_messages
         self._on_closed = on_closed
+        self._most_frame = most_frame
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._received = b""
@@ -71,16 +75,16 @@ class MessageChannel(asyncio.Protocol, Generic[_In]):
         try:
             while end - at >= 4:
                 (length,) = _LENGTH.unpack_from(data, at)
-                if length > _MOST_FRAME:
+                if length > self._most_frame:
                     raise msgspec.DecodeError(f"a frame of {length} bytes")
                 if end - at - 4 < length:
                     break
                 messages = self._decode(memoryview(data)[at + 4 : at + 4 + length])
                 at += 4 + length
                 self._on_messages(messages)
-        except (msgspec.DecodeError, ValueError) as error:
+        except msgspec.DecodeError as error:
             text = "a channel is closed, its other end does not keep to the protocol: %s"
-            tell(logger, Event.WORKER_FAILED, text, error)
+            _broken.tell(logger, Event.WORKER_FAILED, text, error)
             self.close()
             at = end
         self._received = data[at:]

@@ -119,7 +119,10 @@ class Scraper:
     def remove(self, name: str) -> None:
         """Stop watching a server for good."""
         self.pause(name)
-        for known in (self.models, self.versions, self.invalid_samples, self._first_rounds, self._told):
+        for known in (
+            self.models, self.versions, self.invalid_samples, self._first_rounds, self._told, self._urls,
+            self._pages,
+        ):  # fmt: skip
             known.pop(name, None)
 
     async def close(self) -> None:

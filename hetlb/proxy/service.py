@@ -48,6 +48,7 @@ from hetlb.proxy.takeover import Offer, Takeover
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.prometheus import SharedFigures, WorkerState
+from hetlb.proxy.telemetry.recent import Recent
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 
 if TYPE_CHECKING:
@@ -216,6 +217,11 @@ class FleetService(ABC):
     @abstractmethod
     def totals(self) -> Totals:
         """Counters of all processes."""
+
+    @property
+    def recent(self) -> Recent:
+        """Requests that ended lately at all processes."""
+        return self.totals.recent
 
     @property
     def lost_lines(self) -> int:

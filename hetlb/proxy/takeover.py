@@ -38,6 +38,8 @@ logger = logging.getLogger("hetlb.proxy")
 
 #: First bytes of both sides; the number is the version of what follows.
 _HELLO: Final = b"hetlb takeover 3\n"
+#: A frame of a successor, which says its steps alone, has at most so many bytes.
+_MOST_STEPS: Final = 4096
 #: Descriptors that one packet can carry (SCM_MAX_FD of Linux).
 MOST_LISTENERS: Final = 253
 #: Name of the old process among those whose leases are booked, and the first id of its requests: peers of a
@@ -149,6 +151,8 @@ class Offer:
             if await asyncio.get_running_loop().sock_recv(end, len(_HELLO)) != _HELLO:
                 return False
         main, admin = self._listeners()
+        if len(main) + len(admin) > MOST_LISTENERS:
+            raise OSError(f"one packet carries {MOST_LISTENERS} listeners, not {len(main) + len(admin)}")
         socket.send_fds(end, [_HELLO + bytes([len(main)])], [*main, *admin])
         await successor.open()
         if await successor.said("begin"):
@@ -167,28 +171,36 @@ class _Successor:
         self._journal = Journal(lambda: self._loop.call_soon(self._tell))
         self._channel: MessageChannel[WireChange | Step] | None = None
         #: Steps that came, None at the end.
-        self._steps: asyncio.Queue[str | None] = asyncio.Queue()
+        self._steps: asyncio.Queue[Literal["begin", "told", "accepting"]] = asyncio.Queue(2)
+        self._gone = asyncio.Event()
 
     async def open(self) -> None:
         """Speak with it from now on."""
-        self._channel = MessageChannel(DECODER, self._receive, lambda: self._steps.put_nowait(None))
+        self._channel = MessageChannel(DECODER, self._receive, self._gone.set, _MOST_STEPS)
         await self._channel.open(self.end)
 
     def _receive(self, messages: list[WireChange | Step]) -> None:
         for message in messages:
             if not isinstance(message, Step):
-                raise ValueError("expected a step")
+                raise msgspec.DecodeError("expected a step")
+            if self._steps.full():
+                raise msgspec.DecodeError("expected two steps")
             self._steps.put_nowait(message.name)
 
     async def said(self, step: str) -> bool:
         """True if its next step is this one. Raises `TimeoutError`."""
-        async with asyncio.timeout(_STEP_S):
-            return await self._steps.get() == step
+        next_step, gone = asyncio.ensure_future(self._steps.get()), asyncio.ensure_future(self._gone.wait())
+        try:
+            async with asyncio.timeout(_STEP_S):
+                await asyncio.wait((next_step, gone), return_when=asyncio.FIRST_COMPLETED)
+            return next_step.done() and next_step.result() == step
+        finally:
+            next_step.cancel()
+            gone.cancel()
 
     async def gone(self) -> None:
         """Return when it has closed its end."""
-        while await self._steps.get() is not None:
-            pass
+        await self._gone.wait()
 
     def follow(self) -> None:
         """Tell it of all leases, and from now on of what becomes of them and which are still granted."""
@@ -280,7 +292,11 @@ class Takeover:
 
         def receive(messages: list[WireChange | Step]) -> None:
             changes = [each for each in messages if not isinstance(each, Step)]
-            carry_out(remote.receive(_OLD, from_wire(changes), loop.time()))
+            try:
+                found = from_wire(changes)
+            except ValueError as error:
+                raise msgspec.DecodeError(str(error)) from error
+            carry_out(remote.receive(_OLD, found, loop.time()))
             if len(changes) < len(messages) and not told.done():
                 told.set_result(True)
 

@@ -56,6 +56,10 @@ logger = logging.getLogger("hetlb.workers")
 #: Seconds between reports of counters.
 REPORT_S: Final = 0.5
 
+#: Times that a relay tries to read the keys of a reload, and seconds between them.
+_RELOAD_TRIES: Final = 5
+_RELOAD_AGAIN_S: Final = 1.0
+
 
 class Relay:
     """One relay: `number` is its place among them, `life` counts all relays that ever were."""
@@ -162,6 +166,7 @@ class Relay:
         )
         await channel.open(end)
         self._channel, self._scheduler = channel, scheduler
+        self._asked = 0  # a new scheduler process counts its questions from 1
         channel.send(Hello(VERSION, self._life, self._generation, self._scheduling.live_leases()))
         self._scheduling.connected(channel)
 
@@ -206,12 +211,17 @@ class Relay:
         self._routable = view.routable
         self._looked.set()
 
-    def _reload(self, message: Reload) -> None:
-        """Serve another fleet; leave where its keys cannot be read here."""
+    def _reload(self, message: Reload, tries: int = _RELOAD_TRIES) -> None:
+        """Serve another fleet; leave where its keys cannot be read here, also some seconds later."""
+        if message.generation < self._generation:
+            return  # a newer one came while this one was tried again
         fleet: Fleet = pickle.loads(message.fleet)
         try:
             self._access = require_urls(fleet)
         except HetlbError as error:
+            if tries > 1:  # a secret may be half-written
+                self._loop.call_later(_RELOAD_AGAIN_S, self._reload, message, tries - 1)
+                return
             text = "relay %d cannot follow a reload: %s: it leaves"
             tell(logger, Event.WORKER_FAILED, text, self.number, error, worker=f"relay {self.number}")
             self._stop.set()

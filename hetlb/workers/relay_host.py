@@ -8,6 +8,7 @@ the same time) ends the request as its relay says, with an outcome that blames n
 from __future__ import annotations
 
 import asyncio
+import logging
 import pickle
 from collections.abc import Callable, Iterable
 from typing import Final
@@ -30,6 +31,7 @@ from hetlb.proxy.message_channel import MessageChannel
 from hetlb.proxy.scheduler_driver import EMITS_S, SchedulerDriver
 from hetlb.proxy.scheduler_side import Carrier
 from hetlb.proxy.telemetry.counters import Totals
+from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.workers import protocol
 from hetlb.workers.protocol import (
     Arrival,
@@ -45,6 +47,8 @@ from hetlb.workers.protocol import (
     Used,
 )
 from hetlb.workers.relay_driver import ID_BITS
+
+logger = logging.getLogger("hetlb.proxy")
 
 #: Relays wait so long for the live leases of the others when a scheduler process begins, in seconds.
 RESTORE_S: Final = 0.2
@@ -256,7 +260,13 @@ class RelayHost(Carrier):
         self._awaited.clear()
         early, self._early = self._early, []
         for link, messages in early:
-            self.receive(link, messages)
+            try:
+                self.receive(link, messages)
+            except protocol.RelayProtocolError as error:  # its own channel is closed, no other's
+                text = "relay %d does not keep to the protocol: %s"
+                tell(logger, Event.WORKER_FAILED, text, link.number, error)
+                if link.channel is not None:
+                    link.channel.close()
 
     def _arrived(self, link: RelayLink, arrival: Arrival, now: float) -> None:
         facts = arrival.request

@@ -34,7 +34,7 @@ class RelayReports:
         self._asked = 0
         self._came = asyncio.Event()
         #: Requests that ended lately at any relay.
-        self._recent = Recent()
+        self.recent = Recent()
 
     async def refresh(self) -> None:
         """Ask all relays for a report, and wait for those that answer within `_ANSWER_S`."""
@@ -50,7 +50,8 @@ class RelayReports:
     def take(self, link: RelayLink, report: Report) -> None:
         """Keep a report."""
         link.report = report
-        self._recent.add(pickle.loads(report.recent))
+        if report.recent:
+            self.recent.add(pickle.loads(report.recent))
         self._wake()
 
     def retire(self, link: RelayLink, instances: Collection[str]) -> None:
@@ -73,7 +74,7 @@ class RelayReports:
         for part in (own, self._gone, *(link.totals for link in self._links)):
             if part is not None:
                 add(whole, part)
-        whole.recent = self._recent
+        whole.recent = self.recent
         return whole
 
     @property

@@ -36,6 +36,7 @@ from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Takeover
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
+from hetlb.proxy.telemetry.recent import Recent
 from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.workers.control import ChildControl, ChildState, Packet
 from hetlb.workers.protocol import FROM_RELAY, FromRelay, InstanceAddress, Learnt, Reload, Report, ViewMessage
@@ -303,6 +304,11 @@ class SchedulerProcess(FleetService):
     def totals(self) -> Totals:
         """Counters of all processes, of relays that are gone too."""
         return self._reports.totals(self.driver.totals)
+
+    @property
+    def recent(self) -> Recent:
+        """Requests that ended lately at all relays; nothing is added up for it."""
+        return self._reports.recent
 
     @property
     def lost_lines(self) -> int:

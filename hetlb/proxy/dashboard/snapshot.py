@@ -49,8 +49,7 @@ class Snapshots:
     def status(self) -> dict[str, Any]:
         """The body of `GET /v1/status`."""
         source = self._source
-        recent = source.totals.recent
-        return status(source.scheduler, pools(source.scheduler), recent, self._levels, source.now())
+        return status(source.scheduler, pools(source.scheduler), source.recent, self._levels, source.now())
 
     def event(self) -> dict[str, Any]:
         """One event of the stream: all that the page shows, at one moment."""

@@ -268,7 +268,11 @@ FAMILIES: Final[tuple[tuple[Callable[[_Moment], Things | None], tuple[tuple[str,
             for figure, ratios in each.errors.by_figure
         ],
         (
-            ("hetlb_forecast_bias", "bias", "Mean forecast over mean true time - 1 of the newest answers."),
+            (
+                "hetlb_forecast_bias",
+                "bias",
+                "Mean corrected forecast over mean true time - 1, newest answers.",
+            ),
             ("hetlb_forecast_coverage", "coverage", "Share of them within their 90 % bound."),
         ),
     ),

@@ -1,7 +1,7 @@
 """Requests that ended lately, summed up by stretches of time: what the dashboard and the fleet's status show.
 
 Sums of several processes can be added. Nothing of a single request is kept but the figures of the newest
-answers; no text of a client is, but names of models that the fleet serves.
+answers; no text of a client is.
 """
 
 from __future__ import annotations
