@@ -65,10 +65,18 @@ class AppListener:
         loop = asyncio.get_running_loop()
         places: list[dict[str, Any]] = [{"sock": each} for each in listeners]
         for place in places or [{"host": host, "port": port}]:
-            self._servers.append(await loop.create_server(protocol, backlog=_BACKLOG, **place, **tls))
+            self._servers.append(await loop.create_server(self._accepted, backlog=_BACKLOG, **place, **tls))
         self.address = self._servers[0].sockets[0].getsockname()[:2]
         if self.most_idle:
             self._sweep()
+
+    def _accepted(self) -> asyncio.BaseProtocol:
+        """Protocol of a new connection, for which the oldest idle ones make room."""
+        server = None if self._runner is None else self._runner.server
+        assert server is not None, "expected an open listener"
+        if self.most_idle and len(server.connections) - len(self._busy) > self.most_idle:
+            self._drop_idle()
+        return server()
 
     @property
     def connections(self) -> list[asyncio.Transport]:
@@ -107,22 +115,26 @@ class AppListener:
         self._busy.add(transport)
         try:
             if request.can_read_body:
-                async with asyncio.timeout(self._body_s):
-                    await request.read()
+                try:
+                    async with asyncio.timeout(self._body_s):
+                        await request.read()
+                except TimeoutError as error:
+                    raise web.HTTPRequestTimeout(text="the request body took too long") from error
             return await handler(request)
-        except TimeoutError as error:
-            raise web.HTTPRequestTimeout(text="the request body took too long") from error
         finally:
             self._busy.discard(transport)
             self._idle[transport] = asyncio.get_running_loop().time()
 
     def _sweep(self) -> None:
+        self._sweeper = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
+        self._drop_idle()
+
+    def _drop_idle(self) -> None:
         """Drop connections that have had no request for too long, and the oldest of too many such."""
-        loop = asyncio.get_running_loop()
-        self._sweeper = loop.call_later(_SWEEP_S, self._sweep)
-        now, before = loop.time(), self._idle
+        now, before = asyncio.get_running_loop().time(), self._idle
         self._idle = {each: before.get(each, now) for each in self.connections if each not in self._busy}
         oldest = sorted(self._idle, key=self._idle.__getitem__)
+        too_many = len(oldest) - self.most_idle
         for number, transport in enumerate(oldest):
-            if now - self._idle[transport] > self.idle_s or number < len(self.connections) - self.most_idle:
+            if now - self._idle[transport] > self.idle_s or number < too_many:
                 transport.abort()

@@ -97,7 +97,10 @@ class Api:
             if self._kv is not None:
                 self._kv.reject(body)
             raise
-        named = generation.request_id if kind is ResponsesReply else request.headers.get("x-request-id")
+        named = generation.request_id
+        if kind is not ResponsesReply:  # aiohttp reads header fields as UTF-8, and they may be none
+            sent = request.headers.get("x-request-id", "")
+            named = sent.encode("utf-8", "surrogateescape").decode("latin-1")
         request_id = named or f"{self._ids.getrandbits(64):016x}"
         reply = kind(generation, self._reader.max_model_len, request_id)
         if self._kv is not None and generation.generates:
@@ -214,7 +217,10 @@ async def _body(request: web.Request) -> bytes:
     """The body of a request. Raises `ApiError` unless it is JSON by its content type."""
     if request.content_type != "application/json":
         raise bad("Expected the content type application/json.")
-    return await request.read()
+    try:
+        return await request.read()
+    except web.RequestPayloadError as error:
+        raise bad("The body is not of its Content-Encoding.") from error
 
 
 def _error_body(request: web.Request, error: ApiError) -> bytes:
@@ -229,5 +235,6 @@ async def _as_uvicorn(request: web.Request, response: web.StreamResponse) -> Non
     response.headers["vary"] = "Origin"
     if request.version < (1, 1):
         response.headers["connection"] = "close"
+        response.force_close()
     if response.content_length == 0:
         response.headers.pop("content-type", None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Final
 
 from hetlb.app_listener import AppListener
 from hetlb.config.profile_file import Profile
@@ -24,6 +25,9 @@ from hetlb.sim.engine_model import EngineModel
 
 #: uvicorn's: how long an idle connection stays open, seconds.
 KEEP_ALIVE_S = 5.0
+
+#: Bytes of a header field, as vLLM's server takes them.
+_MOST_FIELD: Final = 64 << 10
 
 
 class EmulatedEngine(EngineGroup):
@@ -89,7 +93,11 @@ class EmulatedEngine(EngineGroup):
         reader = Reader(names, self.max_model_len, limits.block_size if prefix_caching else 0)
         self._api = Api(self, reader, limits.kv_cache_tokens, self.kv)
         self._listener = AppListener(
-            handler_cancellation=True, shutdown_timeout=0.1, keepalive_timeout=keep_alive_s
+            handler_cancellation=True,
+            shutdown_timeout=0.1,
+            keepalive_timeout=keep_alive_s,
+            max_field_size=_MOST_FIELD,
+            max_line_size=_MOST_FIELD,
         )
 
     @property
@@ -115,11 +123,11 @@ class EmulatedEngine(EngineGroup):
 
     async def close(self) -> None:
         """End at once, like a killed process: connections break, nothing is finished."""
-        for runner in self.runners:
-            runner.close()
         await self._listener.close(at_once=True)
         if self.kv is not None:
             await self.kv.close()
+        for runner in self.runners:  # last: what ends before may still wake one
+            runner.close()
 
     async def __aenter__(self) -> EmulatedEngine:
         await self.start()

@@ -247,6 +247,7 @@ class ClientConnection(PacedReader):
         else:
             self._hold_back()
             self._advance()
+            self._bound_reading()  # a request that was whole is being answered, and its client may leave
 
     def _bound_reading(self) -> None:
         """Read from the socket only while few requests wait behind the one being answered.

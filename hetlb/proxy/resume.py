@@ -86,6 +86,8 @@ class Seam:
                 return b""
             if not self.only_end:
                 progress.take(event, has_prompt=not self.generated)
+                if not progress.usable:
+                    return None  # another shape: what is said again could not be told from what is new
             if not self._go_on(choice, delta, fields, progress):
                 return None
             if self.only_end and not choice.get("finish_reason"):
