@@ -48,6 +48,8 @@ _OLD: Final = "old"
 _FIRST_ID: Final = -(1 << 41)
 #: Seconds between tries of a process that took over to have the name itself.
 _NAME_S: Final = 0.1
+#: Further looks for a name that is not there: from one process to the next it is free for a moment.
+_NAMELESS: Final = 3
 #: Seconds for which a new process accepts before the old one leaves.
 PROVEN_S: Final = 1.0
 #: Seconds that either side waits for the other's next step; engines are looked at meanwhile.
@@ -237,7 +239,7 @@ class Takeover:
     async def ask(cls, address: tuple[str, int]) -> Takeover | None:
         """The listeners of the process that serves an address, None without one. Raises `HetlbError`."""
         loop = asyncio.get_running_loop()
-        replaced = False
+        replaced, looks = False, 0
         try:
             async with asyncio.timeout(_STEP_S):
                 while True:
@@ -246,7 +248,8 @@ class Takeover:
                         await loop.sock_connect(end, name_of(address))
                     except OSError:
                         end.close()
-                        if not replaced:
+                        looks += 1
+                        if not replaced and looks > _NAMELESS:
                             return None
                         await asyncio.sleep(_NAME_S)
                         continue
