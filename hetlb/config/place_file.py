@@ -77,6 +77,11 @@ def _from_machines(path: Path, file: PlaceFile) -> PlaceCluster:
     needed = ("parameters", "kv_bytes_per_token", "layers", "hidden_size")
     model = read_model(file.model, path, "model", needed)
     for m, table in enumerate(file.machines):
+        if table.name in (SOURCE, SINK):
+            raise ConfigError(
+                f"{path}: machines[{m}].name: expected a name other than {SOURCE} and {SINK}, got "
+                f"{short(table.name)}"
+            )
         if "1" not in table.profiles:
             raise ConfigError(
                 f"{path}: machines[{m}].profiles.1: expected a latency profile of one GPU (a stage is one), "
@@ -85,14 +90,15 @@ def _from_machines(path: Path, file: PlaceFile) -> PlaceCluster:
     workload, nodes, homes = file.workload, [], []
     machines = read_machines(path, file.machines)
     kinds: dict[tuple[object, ...], MachineKind] = {}
-    for machine in machines:
+    tables = [m for m, table in enumerate(file.machines) for _ in range(table.count)]
+    for m, machine in zip(tables, machines, strict=True):
         kind = kinds.get(machine.kind_of_gpu)
         if kind is None:
             kind = machine_kind(machine, model, workload.input_tokens, workload.output_tokens)
             if not kind.holdings:
                 raise ConfigError(
-                    f"{path}: machines: {machine.name}: memory_bytes: expected room for one layer and its KV "
-                    "cache"
+                    f"{path}: machines[{m}].memory_bytes: expected room for one layer and its KV cache, got "
+                    f"{short(file.machines[m].memory_bytes)}"
                 )
             kinds[machine.kind_of_gpu] = kind
         for gpu in range(machine.gpus):
@@ -103,8 +109,9 @@ def _from_machines(path: Path, file: PlaceFile) -> PlaceCluster:
             )
             homes.append(machine)
     names = [node.name for node in nodes]
-    if len({SOURCE, SINK, *names}) < len(names) + 2:
-        raise ConfigError(f"{path}: machines: expected every name once, and not {SOURCE} or {SINK}")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{path}: machines: expected every name once, got {twice!r} again")
     shape = LayeredModel(model.name, model.layers, model.hidden_size * _ACTIVATION_VALUE_BYTES, _TOKEN_BYTES)
     links = _links(path, file.links or LinkTable(), names, homes)
     return PlaceCluster(

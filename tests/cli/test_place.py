@@ -233,7 +233,22 @@ def test_machines_with_profiles_are_a_cluster(machines: Path, capsys: pytest.Cap
         ("l40s.yaml}, site: a", "none.yaml}", "expected the path of a latency profile, got 'none.yaml'"),
         ("layers: 80, ", "", "model.layers: expected a value or model.config"),
         ("name: big", "name: l40s", "expected every name once"),
-        ("memory_bytes: 48000000000", "memory_bytes: 2000000", "expected room for one layer"),
+        (
+            "memory_bytes: 48000000000",
+            "memory_bytes: 2000000",
+            "machines[0].memory_bytes: expected room for one",
+        ),
+        (
+            "memory_bytes: 96000000000",
+            "memory_bytes: 2MB",
+            "machines[1].memory_bytes: expected room for one layer",
+        ),
+        (
+            "name: big",
+            "name: source",
+            "machines[1].name: expected a name other than source and sink, got 'source'",
+        ),
+        ("name: big", "name: l40s-0-gpu1", "machines: expected every name once, got 'l40s-0-gpu1' again"),
         ("between: 1e9, between_sites: 1e8", "matrix: [[1]]", "links.matrix: expected 3 rows and columns"),
         ("version: 1", "version: 1\nnodes: n.csv", "nodes: expected either nodes or machines, got both"),
     ],

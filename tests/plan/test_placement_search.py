@@ -1,4 +1,4 @@
-"""Searches and bounds against every placement of small clusters."""
+"""Searches, bounds and the integer program against every placement of small clusters."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from hetlb.plan.placement.failures import losses
 from hetlb.plan.placement.flow import Flow, max_flow
 from hetlb.plan.placement.flow_bounds import flow_bound
 from hetlb.plan.placement.heuristics import Intervals, chains, petals, separate_pipelines, swarm
+from hetlb.plan.placement.milp import solve
 from hetlb.plan.placement.place_cluster import PlaceCluster
 from hetlb.plan.placement.place_plan import PlacePlan, plan_placement
 from hetlb.plan.placement.place_search import PlacementSearch
@@ -56,6 +57,21 @@ def best_of_all(cluster: PlaceCluster) -> float:
 
 @settings(max_examples=8)
 @given(seed=st.integers(0, 10**6))
+def test_the_integer_program_finds_the_best_placement(seed: int) -> None:
+    rng = random.Random(seed)
+    kinds = [kind("x", [rng.uniform(50, 100), rng.uniform(20, 60)]), kind("y", [rng.uniform(10, 80)])]
+    cluster = small_cluster([rng.choice("xy") for _ in range(4)], kinds, 3)
+    best = best_of_all(cluster)
+    solved = solve(cluster, SolveLimits(gap=1e-6), flow_bound(cluster))
+    assert solved.optimal
+    assert solved.bound == pytest.approx(best, rel=1e-5, abs=1e-6)
+    if best > 0.0:
+        assert solved.placement is not None
+        assert max_flow(cluster, solved.placement).tokens_per_s == pytest.approx(best, rel=1e-5)
+
+
+@settings(max_examples=8)
+@given(seed=st.integers(0, 10**6))
 def test_a_search_finds_the_best_placement_and_bounds_hold(seed: int) -> None:
     rng = random.Random(seed)
     kinds = [kind("x", [rng.uniform(50, 100), rng.uniform(20, 60)]), kind("y", [rng.uniform(10, 80)])]
@@ -66,6 +82,8 @@ def test_a_search_finds_the_best_placement_and_bounds_hold(seed: int) -> None:
     found = PlacementSearch(cluster, Estimator(cluster, LENGTHS), None, bound=bound).run(steps(4000.0))
     if best > 0.0:
         assert found.highest_flow.flow.tokens_per_s == pytest.approx(best, rel=1e-5)
+        # The integer program proves it, whatever the bound was before.
+        assert found.bound <= best * (1.0 + 2e-4)
     else:
         assert not found.candidates
 

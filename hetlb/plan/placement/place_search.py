@@ -26,6 +26,7 @@ from hetlb.plan.placement.even_flow import balanced_flow
 from hetlb.plan.placement.flow import Dinic, Flow
 from hetlb.plan.placement.flow_bounds import compute_bound
 from hetlb.plan.placement.heuristics import Intervals, chains, petals, separate_pipelines, swarm
+from hetlb.plan.placement.milp import solve
 from hetlb.plan.placement.place_cluster import PlaceCluster, PlaceNode, subset
 
 #: Simulated output tokens/s of a placement under a flow, None where the limits ended it; the flag asks for
@@ -40,6 +41,8 @@ _ENDS_ALONE = (0.3, 1.0)
 _ISLANDS_JUDGED, _ISLANDS_ALONE = 2, 4
 #: Machines that a construction leaves over are tried in so many places each.
 _PLACES = 8
+#: Up to so many machines the integer program can prove the highest flow in seconds.
+_MOST_EXACT = 30
 #: Temperatures at the beginning and the end, as shares of the score at the beginning.
 _FLOW_HEAT = (0.06, 0.003)
 _ESTIMATE_HEAT = (0.02, 0.001)
@@ -241,6 +244,13 @@ class PlacementSearch:
         named["chains"] = chains(cluster, self._rng)
         yield from ((name, placement) for name, placement in named.items() if placement is not None)
         yield from self._block_chains(limits)
+        if len(cluster.nodes) <= _MOST_EXACT and not self._partial and not limits.over:
+            best = self._best()
+            start = None if best is None else best.placement
+            solved = solve(cluster, limits, min(self._bound, compute_bound(cluster)), start=start)
+            self._bound = min(self._bound, solved.bound)
+            if solved.placement is not None:
+                yield "solver", solved.placement
 
     def _block_chains(self, limits: SolveLimits) -> Iterator[tuple[str, Intervals]]:
         """One chain of blocks over everything, and one per region."""
