@@ -119,6 +119,21 @@ def test_a_degree_without_profile_is_listed(
     ("old", "new", "message"),
     [
         ("gpus: 8", "gpus: 8\n    colour: red", "machines[0].colour: unknown key"),
+        (
+            "gpus: 8",
+            "gpus: 8\n    roofline: {flops: 1e12}",
+            "machines[0].roofline: unknown key, expected one of",
+        ),
+        ("gpus: 8", "gpus: 8\n    site: a", "machines[0].site: unknown key, expected one of"),
+        ("  parameters:", "  layers: 80\n  parameters:", "model.layers: unknown key, expected one of name"),
+        ("  parameters:", "  hidden_size: 8192\n  parameters:", "model.hidden_size: unknown key, expected"),
+        ("  parameters:", "  attention_heads: 64\n  parameters:", "model.attention_heads: unknown key, exp"),
+        (
+            "    profiles:",
+            "    profiles: {}\n# ",
+            "machines[0].profiles: expected latency profiles by degree, got",
+        ),
+        ("  parameters:", "  # parameters:", "model.parameters: expected a value, got none"),
         ("gpus: 8", "gpus: none", "machines[0].gpus: expected a whole number, got 'none'"),
         (
             "  gpu_memory_utilization: 0.9",
