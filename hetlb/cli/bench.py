@@ -22,9 +22,9 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from hetlb.cli.flags import FINITE, SHARE, add_json, add_load, declare, real, whole
+from hetlb.cli.flags import FINITE, SHARE, add_json, add_load, declare, integer, real, whole
 from hetlb.cli.signals import cancel_on_signals
-from hetlb.config.fleet import load_fleet
+from hetlb.config.fleet import Fleet, load_fleet
 from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import HetlbError, InputError, TraceError
 from hetlb.extras import require
@@ -73,9 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ramp-up-end-rps", "requests/s at the end", "R", FINITE)
     add("--max-concurrency", "most requests in flight; with rate inf a closed loop", "N", whole(1))
     add("--num-warmups", "unmeasured requests before every run", "N", whole(0), 0)
-    add("--seed", "seed of lengths and arrivals (default 0)", "N", int, 0)
+    add("--seed", "seed of lengths and arrivals (default 0)", "N", integer(), 0)
     add("--admin", "admin address of the proxy at --url", "URL", partial(options.read_url, "--admin"))
-    policies = partial(options.read_names, "--compare", known=POLICIES)
+
+    def policies(text: str) -> list[str]:
+        return options.read_names("--compare", text, POLICIES) if text else []
+
     add("--compare", "policies to compare on the same load; the first is the baseline", "A,B,C", policies, ())
     add("--rounds", "rounds of a comparison; from 2 on with intervals", "N", whole(1), 1)
     switch("--sweep", action="store_true", help="with --goodput: search the highest rate that meets it")
@@ -130,10 +133,10 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print."""
     require(*(["jinja2"] if args.html else []), *(["scipy"] if args.rounds > 1 else []))
     started = datetime.now(UTC)
-    campaign = _campaign(args)
+    campaign, fleet = _campaign(args)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            outcome = runner.run(_measure(args, campaign))
+            outcome = runner.run(_measure(campaign, fleet))
     except asyncio.CancelledError:
         return 1  # told to stop; Ctrl-C comes as a KeyboardInterrupt
     document = _document(args, campaign.spec, outcome, started)
@@ -149,8 +152,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _campaign(args: argparse.Namespace) -> Campaign:
-    """Runs that the flags ask for; all are validated before a request is sent. Raises `InputError`."""
+def _campaign(args: argparse.Namespace) -> tuple[Campaign, Fleet | None]:
+    """Runs that the flags ask for, and the fleet of `--config`; all are validated before a request is sent.
+
+    Raises `InputError`.
+    """
     _check_flags(args)
     rates = _read_rates(args)
     slo_s = options.read_goodput(args.goodput)
@@ -182,7 +188,7 @@ def _campaign(args: argparse.Namespace) -> Campaign:
         tenant_header=args.tenant_header,
         waves=args.waves,
     )
-    return Campaign(
+    campaign = Campaign(
         spec,
         rates,
         Screen(quiet=args.disable_tqdm),
@@ -191,6 +197,7 @@ def _campaign(args: argparse.Namespace) -> Campaign:
         rounds=args.rounds,
         attainment=args.slo_attainment if args.sweep and slo_s else None,
     )
+    return campaign, None if args.config is None else load_fleet(args.config)
 
 
 def _check_flags(args: argparse.Namespace) -> None:
@@ -260,15 +267,13 @@ def _check_rows(args: argparse.Namespace, rows: list[Row], recorded: bool) -> No
             )
 
 
-async def _measure(args: argparse.Namespace, campaign: Campaign) -> CampaignResult:
+async def _measure(campaign: Campaign, fleet: Fleet | None) -> CampaignResult:
     """Run the campaign; without `--model` on the server's first model."""
     cancel_on_signals()
     spec = campaign.spec
     model = spec.model or await first_model(spec.url, spec.headers)
-    if args.config is not None:
-        spec = replace(
-            spec, classes=load_fleet(args.config).classes_of(model, (r.service for r in spec.rows))
-        )
+    if fleet is not None:
+        spec = replace(spec, classes=fleet.classes_of(model, (row.service for row in spec.rows)))
     campaign.spec = replace(spec, model=model)
     return await campaign.run()
 

@@ -21,7 +21,7 @@ import aiohttp
 import uvloop
 from rich.console import Console
 
-from hetlb.cli.flags import add_json, declare, whole
+from hetlb.cli.flags import add_json, declare, integer, whole
 from hetlb.cli.signals import cancel_on_signals
 from hetlb.errors import HetlbError
 from hetlb.loadtest.bodies import CompletionBodies
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb demo`."""
     add = declare(parser)
     add("--num-prompts", "requests of each run (default: all 800 of the trace)", "N", whole(1))
-    add("--seed", "seed of the prompts (default 0)", kind=int, default=0)
+    add("--seed", "seed of the prompts (default 0)", metavar="N", kind=integer(), default=0)
     add_json(parser)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from hetlb.config.mistakes import short
+
 
 def declare(parser: argparse._ActionsContainer) -> Callable[..., None]:
     """Short form of `add_argument` for a parser or a group.
@@ -66,6 +68,18 @@ def whole(least: int, most: float = math.inf, what: str = "a whole number") -> C
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(f"expected {what} from {least}{to}, got {text}")
         return value
+
+    return read
+
+
+def integer(hint: str = "") -> Callable[[str], int]:
+    """Flag type: any integer; `hint` ends its error."""
+
+    def read(text: str) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected a whole number, got {short(text)}{hint}") from None
 
     return read
 

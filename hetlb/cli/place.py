@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hetlb.cli.flags import add_json, declare, real
+from hetlb.cli.flags import add_json, declare, integer, real
 from hetlb.config.place_file import load_place
 from hetlb.core.paths.path_scheduler import PATH_POLICIES
 from hetlb.errors import ConfigError, InputError, PlanError
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lengths", "requests: input_tokens,output_tokens (default 750 and 240)", "L.csv", Path)
     add("--load", "as much as fits, or requests/s (default offline)", "offline|RATE", default="offline")
     add("--time-limit", "seconds for everything (default 60)", "S", seconds, 60.0)
-    add("--seed", "seed of search and simulation (default 0)", "N", int, 0)
+    add("--seed", "seed of search and simulation (default 0)", "N", integer(), 0)
     add("--model-folder", "folder of the model on the machines (default: its name)", "DIR")
     add("--write-fleet", "fleet file of the stages", "FLEET.yaml", Path)
     add_json(parser)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hetlb.cli.flags import add_json, declare, real, whole
+from hetlb.cli.flags import add_json, declare, integer, real, whole
 from hetlb.cli.rent_plot import write_sweep
 from hetlb.errors import ConfigError, InputError, PlanError
 from hetlb.plan.check import check_rent
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workloads", "types of request to find in the trace (default 9)", "N", whole(1, 1000), 9)
     add("--time-limit", "seconds for the solver (default 60)", "S", limit, 60.0)
     add("--gap", "relative gap at which the solver stops (default 1e-4)", "G", share, 1e-4)
-    add("--seed", "seed of types, solver and simulation", "S", int, 0)
+    add("--seed", "seed of types, solver and simulation", "S", integer(), 0)
     add_json(parser)
     add("--write-fleet", "fleet file of the plan", "FLEET.yaml", Path)
     switch("--no-simulate", action="store_true", help="skip the simulation of the whole fleet")

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hetlb.cli.flags import add_json, add_load, declare, whole
+from hetlb.cli.flags import add_json, add_load, declare, integer, whole
 from hetlb.config.fleet import load_fleet
 from hetlb.config.profile_file import load_profile
 from hetlb.core.eventlog import Replay
@@ -25,7 +25,7 @@ from hetlb.core.paths.path_log import dispatches, is_path_log
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS
 from hetlb.errors import InputError, PlanError, TraceError
-from hetlb.loadtest.options import read_names, read_rates
+from hetlb.loadtest.options import read_known, read_rates
 from hetlb.loadtest.report import percent, runs_table
 from hetlb.plan.placement.check_path import check_path
 from hetlb.sim.simulation_sweep import TRACE, Ran, Study, StudyCell, StudyLoad, run_sweep
@@ -54,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--queue-limit", "requests that may wait at the proxy (default: any number)", "N", whole(0))
     prefixes = "engines cache prefixes; the trace needs hash_ids or session_id"
     switch("--prefix-cache", action="store_true", help=prefixes)
-    add("--seed", "seed of arrivals and random choices (default 0)", "S", int, 0)
+    seed = integer(" (several: --seed 1 --seeds 3)")
+    add("--seed", "seed of arrivals and random choices (default 0)", "S", seed, 0)
     add("--seeds", "number of seeds, from --seed on", "N", whole(1), 1)
     add("--jobs", "processes (default: one per core)", "N", whole(1))
     add("--model", "model of the file (default: its first)")
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None or args.trace is None:
         raise InputError("expected --config and --trace, or --event-log, or --against")
     fleet = load_fleet(args.config)
-    policies = read_names("--policy", args.policy, POLICIES) if args.policy else [fleet.file.policy.name]
+    policies = read_known("--policy", args.policy, POLICIES) if args.policy else [fleet.file.policy.name]
     rates: dict[float | str, str] = {
         read_rates(text)[0]: text.strip() for text in args.request_rate.split(",")
     }

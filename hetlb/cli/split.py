@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hetlb.cli.flags import add_json, declare, real, whole
+from hetlb.cli.flags import add_json, declare, integer, real, whole
 from hetlb.errors import ConfigError, InputError
 from hetlb.plan.check import check_split
 from hetlb.plan.common.servers import write_servers
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     seconds = real("seconds greater than 0", lambda value: 0 < value < math.inf)
     add("--time-limit", "seconds for the search (default: 4 up to 24 GPUs, then more)", "S", seconds)
     add("--simulate", "plans that are simulated (default 4; 0: none)", "N", whole(0), 4)
-    add("--seed", "seed of search and simulation (default 0)", "N", int, 0)
+    add("--seed", "seed of search and simulation (default 0)", "N", integer(), 0)
     add("--write-fleet", "fleet file of the plan", "FLEET.yaml", Path)
     add_json(parser)
 

@@ -86,7 +86,7 @@ def _listen(client: AdminClient, tell: Callable[[dict[str, Any] | InputError], N
 
 @contextlib.contextmanager
 def _quit_key(leave: Callable[[], None]) -> Iterator[None]:
-    """Call `leave` on `q` or end of input; restores the terminal's settings afterwards."""
+    """Call `leave` on `q`, Ctrl-D, Esc or end of input; restores the terminal's settings afterwards."""
     if not sys.stdin.isatty():
         yield
         return
@@ -96,7 +96,7 @@ def _quit_key(leave: Callable[[], None]) -> Iterator[None]:
     fd = sys.stdin.fileno()
 
     def read() -> None:
-        while (keys := os.read(fd, 1024)) and b"q" not in keys.lower():
+        while (keys := os.read(fd, 1024)) and not quits(keys):
             pass
         leave()
 
@@ -107,6 +107,11 @@ def _quit_key(leave: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def quits(keys: bytes) -> bool:
+    """True for `q`, Ctrl-D and an Esc that begins no other key, such as an arrow."""
+    return b"q" in keys.lower() or b"\x04" in keys or keys.endswith(b"\x1b")
 
 
 # --- the picture ---

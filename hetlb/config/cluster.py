@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from hetlb.config.plan_tables import Machine, MachineTable, Model, PlanModelTable, read_machines, read_model
-from hetlb.config.yaml_file import PositiveInt, load_yaml
+from hetlb.config.plan_tables import Machine, MachineTable, Model, WholeModelTable, read_machines, read_model
+from hetlb.config.yaml_file import NonNegative, PositiveInt, load_yaml
 from hetlb.errors import ConfigError
 
 
@@ -24,13 +24,22 @@ class ClusterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return self.max_input_tokens + self.max_output_tokens
 
 
+class ClusterMachineTable(MachineTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One machine, or `count` alike. `profiles` maps a tensor-parallel degree to a latency profile.
+
+    A profile of a degree that does not divide `gpus` is for layouts of unequal instances.
+    """
+
+    price_per_gpu_hour: NonNegative | None = None
+
+
 class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A cluster file as written."""
 
     version: Literal[1]
-    model: PlanModelTable
+    model: WholeModelTable
     limits: ClusterLimits
-    machines: tuple[MachineTable, ...]
+    machines: tuple[ClusterMachineTable, ...]
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,5 +55,10 @@ def load_cluster(path: Path) -> Cluster:
     """Read a cluster file and every profile it names. Raises `ConfigError` or `ProfileError`."""
     file = load_yaml(path, ClusterFile, ConfigError)
     machines = read_machines(path, file.machines)
+    for m, table in enumerate(file.machines):
+        if not table.profiles:
+            raise ConfigError(
+                f"{path}: machines[{m}].profiles: expected latency profiles by degree, got none"
+            )
     model = read_model(file.model, path, "model", ("parameters", "kv_bytes_per_token"))
     return Cluster(path=path, model=model, limits=file.limits, machines=machines)

@@ -32,6 +32,14 @@ _TOKEN_BYTES = 4
 _ACTIVATION_VALUE_BYTES = 2
 
 
+class PlaceMachineTable(MachineTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One machine, or `count` alike; every GPU is a node. The latency profile of degree 1 is used, as a stage
+    is one GPU. Machines of one `site` are near each other.
+    """
+
+    site: str = ""
+
+
 class PlaceWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Mean lengths of requests, tokens."""
 
@@ -50,7 +58,7 @@ class PlaceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     links: str | LinkTable | None = None
     layer_times: str | None = None
     limits: str | None = None
-    machines: tuple[MachineTable, ...] = ()
+    machines: tuple[PlaceMachineTable, ...] = ()
     workload: PlaceWorkload = PlaceWorkload()
 
 

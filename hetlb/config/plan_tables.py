@@ -37,7 +37,7 @@ _THEIRS = {
 # --- the model ------------------------------------------------------------------------------------------
 
 
-class PlanModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WholeModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The model. `config` is its `config.json`, which gives layers, hidden size, heads and the KV size."""
 
     name: str
@@ -46,6 +46,11 @@ class PlanModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     kv_bytes_per_token: Quantity | None = None
     kv_bytes_per_value: Positive = 2.0
     config: str | None = None
+
+
+class PlanModelTable(WholeModelTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The model. `config` is its `config.json`, which gives layers, hidden size, heads and the KV size."""
+
     layers: PositiveInt | None = None
     hidden_size: PositiveInt | None = None
     attention_heads: PositiveInt | None = None
@@ -72,7 +77,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return self.parameters * self.bytes_per_parameter
 
 
-def read_model(table: PlanModelTable, path: Path, where: str, needed: Sequence[str] = ()) -> Model:
+def read_model(table: WholeModelTable, path: Path, where: str, needed: Sequence[str] = ()) -> Model:
     """Resolve the model of a table at `where`; `needed` keys must be known. Raises `ConfigError`."""
     parameters, kv_bytes = 0.0, 0
     if table.parameters is not None:
@@ -94,7 +99,7 @@ def read_model(table: PlanModelTable, path: Path, where: str, needed: Sequence[s
             kv_bytes = kv_bytes_per_token(shape, table.kv_bytes_per_value)
         except ConfigError as caught:
             raise ConfigError(f"{file}: {caught}") from caught
-    known = {key: getattr(table, key) or raw.get(theirs) for key, theirs in _THEIRS.items()}
+    known = {key: getattr(table, key, None) or raw.get(theirs) for key, theirs in _THEIRS.items()}
     model = Model(
         name=table.name,
         parameters=parameters,
@@ -105,6 +110,8 @@ def read_model(table: PlanModelTable, path: Path, where: str, needed: Sequence[s
     )
     for key in needed:
         if not getattr(model, key):
+            if key == "parameters" or table.config is not None:  # no config.json gives the parameters
+                raise ConfigError(f"{path}: {where}.{key}: expected a value, got none")
             raise ConfigError(f"{path}: {where}.{key}: expected a value or {where}.config, got neither")
     return model
 
@@ -136,9 +143,8 @@ class RooflineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class MachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One machine, or `count` alike. `profiles` maps a tensor-parallel degree to a latency profile of the
-    whole model; `roofline` is for `split` and the degrees without one. Machines of one `site` are near each
-    other.
+    """One machine, or `count` alike, with the keys that every planner has. `profiles` maps a tensor-parallel
+    degree to a latency profile of the whole model.
     """
 
     name: str
@@ -146,12 +152,9 @@ class MachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     gpus: PositiveInt
     memory_bytes: Quantity
     profiles: dict[str, str] = {}
-    roofline: RooflineTable | None = None
-    site: str = ""
     gpu_memory_utilization: Share = 0.9
     reserved_bytes_per_gpu: Quantity = 0
     count: PositiveInt = 1
-    price_per_gpu_hour: NonNegative | None = None
 
 
 @dataclass(frozen=True)
@@ -225,9 +228,9 @@ def read_machines(path: Path, tables: Sequence[MachineTable]) -> tuple[Machine, 
                 else 0,
                 profiles={degree: loaded[written] for degree, written in sorted(paths.items())},
                 profile_paths=paths,
-                roofline=table.roofline,
-                site=table.site,
-                price_per_gpu_hour=table.price_per_gpu_hour,
+                roofline=getattr(table, "roofline", None),
+                site=getattr(table, "site", ""),
+                price_per_gpu_hour=getattr(table, "price_per_gpu_hour", None),
             )
             for copy in range(table.count)
         ]

@@ -76,12 +76,18 @@ def read_entry(text: str) -> tuple[str, str]:
     return key, value
 
 
-def read_names(flag: str, text: str, known: Collection[str]) -> list[str]:
-    """Parse distinct comma-separated names out of `known`."""
+def read_known(flag: str, text: str, known: Collection[str]) -> list[str]:
+    """Parse comma-separated names out of `known`."""
     names = text.split(",")
     for name in names:
         if name not in known:
             raise InputError(f"{flag}: expected names out of {', '.join(known)}, got {name!r}")
+    return names
+
+
+def read_names(flag: str, text: str, known: Collection[str]) -> list[str]:
+    """Parse distinct comma-separated names out of `known`."""
+    names = read_known(flag, text, known)
     if len(set(names)) != len(names):
         raise InputError(f"{flag}: expected every name once, got {text!r}")
     return names

@@ -107,7 +107,7 @@ def _best_labels(points: NDArray[np.float64], count: int, seed: int) -> NDArray[
     for start in range(_STARTS):
         rng = np.random.default_rng((seed, start))
         with warnings.catch_warnings():  # of fewer clusters than were asked for
-            warnings.simplefilter("ignore")
+            warnings.filterwarnings("ignore", message=".*clusters is empty")
             centres, labels = kmeans2(points, count, iter=_STEPS, minit="++", seed=rng)
         spread = float(((points - centres[labels]) ** 2).sum())
         if spread < least:

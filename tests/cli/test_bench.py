@@ -349,6 +349,9 @@ WRONG = [
     (["--ramp-up-end-rps", "inf"], "--ramp-up-end-rps: expected a number above 0, got inf"),
     (["--compare", "rr,p2c"], "--admin: expected the proxy's admin address to compare policies"),
     (["--admin", "http://x:1", "--compare", "rr,best"], "--compare: expected names out of"),
+    (["--compare", "", "--rounds", "2"], "--rounds: expected --compare to repeat, got 2"),
+    (["--admin", "http://x:1", "--compare", "rr,rr"], "--compare: expected every name once, got 'rr,rr'"),
+    (["--seed", "x"], "--seed: expected a whole number, got 'x'"),
     (["--rounds", "2"], "--rounds: expected --compare to repeat, got 2"),
     (["--sweep"], "--sweep: expected several rates in --request-rate, or limits in --goodput"),
     (["--sweep", "--goodput", "ttft:1"], "--request-rate: expected rates to search from, got 'inf'"),
@@ -385,6 +388,7 @@ def test_wrong_flags_are_one_line(
         ),
         (["--dataset-name", "sharegpt", "--dataset-path", "/nowhere"], "/nowhere: expected a readable file"),
         (["--trace", "/nowhere"], "/nowhere: expected a readable file"),
+        (["--dataset-name", "random", "--config", "nosuch.yaml"], "nosuch.yaml: expected a readable file"),
     ],
 )
 def test_nothing_to_ask(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:

@@ -231,6 +231,17 @@ def test_machines_with_profiles_are_a_cluster(machines: Path, capsys: pytest.Cap
             "profiles.1: expected a latency profile",
         ),
         ("l40s.yaml}, site: a", "none.yaml}", "expected the path of a latency profile, got 'none.yaml'"),
+        (
+            "gpus: 2, count",
+            "gpus: 2, roofline: {}, count",
+            "machines[0].roofline: unknown key, expected one of",
+        ),
+        (
+            "gpus: 2, c",
+            "gpus: 2, price_per_gpu_hour: 1, c",
+            "machines[0].price_per_gpu_hour: unknown key, exp",
+        ),
+        ("parameters: 70.6e9, ", "", "model.parameters: expected a value, got none"),
         ("layers: 80, ", "", "model.layers: expected a value or model.config"),
         ("name: big", "name: l40s", "expected every name once"),
         (

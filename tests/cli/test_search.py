@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,16 @@ def test_a_degree_without_profile_is_listed(
     ("old", "new", "message"),
     [
         ("gpus: 8", "gpus: 8\n    colour: red", "machines[0].colour: unknown key"),
+        (
+            "gpus: 8",
+            "gpus: 8\n    roofline: {flops: 1e12}",
+            "machines[0].roofline: unknown key, expected one of",
+        ),
+        ("gpus: 8", "gpus: 8\n    site: a", "machines[0].site: unknown key, expected one of"),
+        ("  parameters:", "  layers: 80\n  parameters:", "model.layers: unknown key, expected one of name"),
+        ("  parameters:", "  hidden_size: 8192\n  parameters:", "model.hidden_size: unknown key, expected"),
+        ("  parameters:", "  attention_heads: 64\n  parameters:", "model.attention_heads: unknown key, exp"),
+        ("  parameters:", "  # parameters:", "model.parameters: expected a value, got none"),
         ("gpus: 8", "gpus: none", "machines[0].gpus: expected a whole number, got 'none'"),
         (
             "  gpu_memory_utilization: 0.9",
@@ -153,6 +164,18 @@ def test_mistakes_in_a_cluster(
     assert message in err
     assert path in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("profiles", ["", "profiles: {}"])
+def test_a_machine_without_profiles_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], trace: str, profiles: str
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    text = SIX.replace("CONFIG", str(CLUSTERS / "llama-3.1-70b.config.json"))
+    path.write_text(re.sub(r"profiles: \{.*\}", profiles, text))
+    assert main(["search", "--config", str(path), "--trace", trace]) == 2
+    told = "machines[0].profiles: expected latency profiles by degree, got none"
+    assert capsys.readouterr().err == f"hetlb search: {path}: {told}\n"
 
 
 def test_wrong_flags(capsys: pytest.CaptureFixture[str], trace: str) -> None:

@@ -171,6 +171,14 @@ def test_several_rates_policies_and_seeds_are_their_single_runs(
             assert run == many["runs"][keys.index((rate, run["policy"], int(seed)))]
 
 
+def test_a_policy_that_is_named_twice_runs_twice(
+    capsys: pytest.CaptureFixture[str], files: tuple[str, str]
+) -> None:
+    first, second = json.loads(simulate(capsys, files, "--policy", "rr,rr"))["runs"]
+    assert first["policy"] == "rr"
+    assert first == second
+
+
 def test_medians_are_over_seeds(capsys: pytest.CaptureFixture[str], files: tuple[str, str]) -> None:
     document = json.loads(
         simulate(
@@ -262,7 +270,7 @@ def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], files: tupl
         (["--model", "x"], "--model: expected one of m, got 'x'"),
         (["--queue-limit", "-1"], "--queue-limit: expected a whole number from 0"),
         (["--request-rate", "5,0"], "--request-rate: expected requests/s above 0, inf or trace"),
-        (["--seed", "1,x"], "--seed: invalid int value: '1,x'"),
+        (["--seed", "1,x"], "--seed: expected a whole number, got '1,x' (several: --seed 1 --seeds 3)"),
         (["--seeds", "0"], "--seeds: expected a whole number from 1, got 0"),
         (["--jobs", "0"], "--jobs: expected a whole number from 1, got 0"),
         (["--hash-block-size", "0"], "--hash-block-size: expected a whole number from 1, got 0"),

@@ -24,7 +24,7 @@ from proxy.services import Engine, document, serving
 from rich.console import Console
 
 from hetlb.cli.main import main
-from hetlb.cli.top import FleetScreen, seconds, shortened, sparkline
+from hetlb.cli.top import FleetScreen, quits, seconds, shortened, sparkline
 
 PROFILE = Path(__file__).parents[2] / "hetlb" / "demo" / "fast.yaml"
 ROOM = (24, 80)
@@ -377,6 +377,23 @@ def test_in_a_terminal_until_q_and_through_a_restart(tmp_path: Path, processes: 
         assert termios.tcgetattr(terminal.child) == terminal.before
     finally:
         terminal.close()
+
+
+@pytest.mark.parametrize("keys", [b"\x04", b"\x1b", b"Q"])
+def test_other_keys_that_end_it(keys: bytes) -> None:
+    terminal = Terminal("top", "--admin", "http://127.0.0.1:1")
+    try:
+        terminal.until("Connection refused; trying again")
+        terminal.press(keys)
+        assert terminal.ended() == 0
+        assert termios.tcgetattr(terminal.child) == terminal.before
+    finally:
+        terminal.close()
+
+
+@pytest.mark.parametrize("keys", [b"\x1b[B", b"\x1bOA", b"x"])
+def test_other_keys_do_not(keys: bytes) -> None:
+    assert not quits(keys)
 
 
 def test_ctrl_c_ends_it_and_leaves_the_terminal_whole() -> None:

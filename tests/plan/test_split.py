@@ -410,6 +410,12 @@ links: {inside: {H100: 300e9, default: 25e9}, between: 5e9}
             "",
             "workload: expected a workload, or --trace",
         ),
+        ("parameters: 8.03e9, ", "", "model.parameters: expected a value, got none"),
+        (
+            "gpus: 2",
+            "gpus: 2\n    price_per_gpu_hour: 1",
+            "machines[0].price_per_gpu_hour: unknown key, expected",
+        ),
         ("name: l\n", "name: h\n", "machines: expected every name once, got 'h' again"),
         ("H100: 300e9", "B200: 300e9", "links.inside: expected GPUs out of H100, L40 or default, got 'B200'"),
         (

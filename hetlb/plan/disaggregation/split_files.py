@@ -19,6 +19,7 @@ from hetlb.config.plan_tables import (
     Machine,
     MachineTable,
     PlanModelTable,
+    RooflineTable,
     read_machines,
     read_model,
 )
@@ -41,12 +42,21 @@ class MeanLimitsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     tpot_ms: Positive | None = None
 
 
+class SplitMachineTable(MachineTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One machine, or `count` alike. `profiles` maps a tensor-parallel degree to a latency profile of the
+    whole model; `roofline` is for the degrees without one. Machines of one `site` are near each other.
+    """
+
+    roofline: RooflineTable | None = None
+    site: str = ""
+
+
 class SplitFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """CLUSTER.yaml as written."""
 
     version: Literal[1] = 1
     model: PlanModelTable
-    machines: tuple[MachineTable, ...]
+    machines: tuple[SplitMachineTable, ...]
     workload: LengthsTable | None = None
     links: LinkTable = LinkTable()
     slo: MeanLimitsTable = MeanLimitsTable()
