@@ -173,36 +173,32 @@ class _Successor:
         self._journal = Journal(lambda: self._loop.call_soon(self._tell))
         self._channel: MessageChannel[WireChange | Step] | None = None
         #: Steps that came, None at the end.
-        self._steps: asyncio.Queue[Literal["begin", "told", "accepting"]] = asyncio.Queue(2)
-        self._gone = asyncio.Event()
+        self._steps: asyncio.Queue[str | None] = asyncio.Queue()
 
     async def open(self) -> None:
         """Speak with it from now on."""
-        self._channel = MessageChannel(DECODER, self._receive, self._gone.set, _MOST_STEPS)
+        self._channel = MessageChannel(
+            DECODER, self._receive, lambda: self._steps.put_nowait(None), _MOST_STEPS
+        )
         await self._channel.open(self.end)
 
     def _receive(self, messages: list[WireChange | Step]) -> None:
         for message in messages:
             if not isinstance(message, Step):
                 raise msgspec.DecodeError("expected a step")
-            if self._steps.full():
+            if self._steps.qsize() >= 2:
                 raise msgspec.DecodeError("expected two steps")
             self._steps.put_nowait(message.name)
 
     async def said(self, step: str) -> bool:
         """True if its next step is this one. Raises `TimeoutError`."""
-        next_step, gone = asyncio.ensure_future(self._steps.get()), asyncio.ensure_future(self._gone.wait())
-        try:
-            async with asyncio.timeout(_STEP_S):
-                await asyncio.wait((next_step, gone), return_when=asyncio.FIRST_COMPLETED)
-            return next_step.done() and next_step.result() == step
-        finally:
-            next_step.cancel()
-            gone.cancel()
+        async with asyncio.timeout(_STEP_S):
+            return await self._steps.get() == step
 
     async def gone(self) -> None:
         """Return when it has closed its end."""
-        await self._gone.wait()
+        while await self._steps.get() is not None:
+            pass
 
     def follow(self) -> None:
         """Tell it of all leases, and from now on of what becomes of them and which are still granted."""
