@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     solve_s = time.monotonic() - began
     for each in (*found.plans, *([] if found.colocated is None else [found.colocated])):
         check_split(cluster, each, cost.capacity)
-    # What a search alone would simulate, and the best of all.
+    # The plan that a search alone would simulate, and the best of all.
     count = args.simulate + args.exhaustive if args.simulate else 0
     with interrupt.catching():
         plan, simulated = choose(cluster, found, SolveLimits(seed=args.seed, interrupt=interrupt), count)

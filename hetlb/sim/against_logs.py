@@ -212,7 +212,7 @@ def _read_csv(hash_block_tokens: int, path: Path, _: str) -> Log:
                 times.get("queue_s"),
             )
         )
-    # What a conversation holds depends on what came before.
+    # The prompt of a conversation depends on the turns before.
     order = sorted(range(len(rows)), key=lambda index: requests[index].arrival_s)
     contents = contents_of([rows[index] for index in order], hash_block_tokens)
     for index, content in zip(order, contents, strict=True):
