@@ -42,9 +42,10 @@ from traffic import TRAFFIC, Spec, Traffic, rows_of, some_rows
 from hetlb.loadtest.runs import measure
 
 OUT = ROOT / "bench" / "results" / "head-to-head.json"
-#: hetlb's own: policy, and which profiles the fleet file names.
+#: hetlb's own: policy with its settings, and which profiles the fleet file names.
 HETLB = {
     "hetlb": ("hetlb", "the true profiles"),
+    "hetlb-first": ("hetlb, weights: {first_token_s: 100}", "the true profiles; first tokens weigh 100"),
     "hetlb-wrong": ("hetlb", "profiles 30 % too slow and 30 % too fast in turn"),
     "hetlb-none": ("hetlb", "no profiles: speeds are learnt from answers"),
     "hetlb-lmetric": ("lmetric", "the true profiles; policy lmetric"),

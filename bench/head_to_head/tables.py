@@ -26,6 +26,7 @@ _STEADY = ("mean_ttft_ms", "mean_e2el_ms", "p99_e2el_ms", "slo_attainment")
 _AT_ONCE = ("time_to_99_percent_s", "mean_ttft_ms", "mean_e2el_ms")
 TITLES = {
     "hetlb": "**hetlb**, true profiles",
+    "hetlb-first": "**hetlb**, `first_token_s: 100`",
     "hetlb-wrong": "**hetlb**, profiles 30 % wrong",
     "hetlb-none": "**hetlb**, no profiles",
     "hetlb-lmetric": "lmetric (policy of hetlb)",
@@ -44,7 +45,7 @@ TITLES = {
     "fast-alone": "the fastest engine alone, no router",
 }
 #: hetlb's own, as users run it.
-OWN = ("hetlb", "hetlb-wrong", "hetlb-none")
+OWN = ("hetlb", "hetlb-first", "hetlb-wrong", "hetlb-none")
 #: Have no version but this checkout's.
 _UNVERSIONED = (*OWN, "hetlb-lmetric", "lodestar")
 #: A figure this much worse than another router's is a loss.

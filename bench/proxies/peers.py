@@ -199,7 +199,10 @@ def _fleet_file(
 
 
 def hetlb(python: Path, policy: str, *flags: str, profiles: Sequence[Path | None] | None = None) -> Command:
-    """The command of `hetlb serve`; `profiles` are the engines' (None: no profile), by default the mock's."""
+    """The command of `hetlb serve`. `policy`: its name, more keys after a comma.
+
+    `profiles` are the engines' (None: no profile), by default the mock's.
+    """
 
     def command(port: int, admin_port: int, engines: Sequence[int], folder: Path) -> list[str]:
         fleet = _fleet_file(port, admin_port, policy, engines, folder, profiles)

@@ -3,13 +3,11 @@
 1. Filter: an instance has room if it has a free slot and its KV cache, as expected in use, holds the request;
    for a background request, if it also leaves room for requests with targets.
 2. Score: the sum of `TERMS`, each in seconds times its weight: what the request takes there, by how much it
-   delays those that run there (the externality), and what missed targets cost. The least wins, the first in
-   file order of equals.
-3. Hold: while requests come, a slower instance is passed over where the score of a faster one that is full is
-   better, the wait until all that waits is done included. Once no more come, where the faster ones would be
-   done with all that waits before it were done with one long answer and with what runs there: a slow-server
-   threshold (Lin, Kumar, Optimal control of a queueing system with two heterogeneous servers, 1984). None is
-   passed over for a worse one that ends a long answer no sooner. A request with targets waits for a full
+   delays those that run there (the externality), what missed targets cost, and once no more requests come by
+   how much all is done later. The least wins, the first in file order of equals.
+3. Hold: a slower instance is passed over where the score of a faster one that is full is better, the wait
+   until the faster ones are done with all that waits included: a slow-server threshold (Lin, Kumar, Optimal
+   control of a queueing system with two heterogeneous servers, 1984). A request with targets waits for a full
    instance that can meet them while those with room cannot.
 
 Scoring reads and changes nothing.
@@ -80,6 +78,7 @@ TERMS: Final = (
     Term("loss_s", 1.0, "lost by targets that are missed, its own and those of requests that run there"),
     Term("shared_s", 21.0, "less: of its prefill what others that share the beginning of its prompt pay"),
     Term("adapter_s", 21.0, "until its LoRA adapter has a slot"),
+    Term("finish_s", 60.0, "by which all that waits is done later, once no more requests come"),
 )
 
 
@@ -87,12 +86,13 @@ TERMS: Final = (
 class Rating(Forecast):
     """Forecast for the request on one instance, and its score.
 
-    `miss` is the probability that a target of its own is missed. `limit`: where it is passed over, what that
-    goes by (see `Evaluation`). `last`: to be taken only if no other can.
+    `miss` is the probability that a target of its own is missed. `limit`: the score above which it is passed
+    over. `last`: to be taken only if no other can.
     """
 
     __slots__ = (
         "adapter_s",
+        "finish_s",
         "index",
         "last",
         "limit",
@@ -110,6 +110,7 @@ class Rating(Forecast):
     score: float
     own_s: float
     adapter_s: float
+    finish_s: float
     shared_s: float
     loss_s: float
     miss: float
@@ -130,7 +131,7 @@ class Evaluation:
     """
 
     __slots__ = (
-        "_booked", "_ctx", "_ended", "_half_grown", "_kept", "_least", "_limits", "_output", "_prompt",
+        "_booked", "_ctx", "_done_s", "_half_grown", "_kept", "_least", "_limits", "_output", "_prompt",
         "_prompts", "_seen", "_states", "fleet", "instances", "weights",
     )  # fmt: skip
 
@@ -165,10 +166,9 @@ class Evaluation:
         self._seen: list[Occupancy] = []
         self._states: list[int] = []
         self._kept: list[Rating | None] = [None] * len(members)
-        #: No more requests come.
-        self._ended = False
-        #: Each is passed over above this: if no more requests come in seconds until the faster ones have done
-        #: all that waits, else in the score of a full one of these, the wait for it included.
+        #: Once no more requests come, for each the seconds until the faster ones are done with what waits.
+        self._done_s: list[float] | None = None
+        #: Each is passed over above this score: that of a faster one that is full, the wait for it included.
         self._limits: list[float] | None = None
         for each in members:
             seen = each.occupancy
@@ -177,9 +177,12 @@ class Evaluation:
         if ctx.availabilities is not None:
             self._heed(ctx.availabilities)
         self._least = self._least_scores()
+        holds = hold and len(members) > 1
+        if holds:
+            self._done_s = self._done_by_faster()
         if service.background or ctx.demand.protected.count > 0 or ctx.adapter_load_s > 0.0:
             self._rate_all()  # errors and slots, which these go by, may have changed by then
-        if hold and len(members) > 1:
+        if holds:
             if service.stated:
                 self._wait_for_targets()
             self._hold()
@@ -273,7 +276,7 @@ class Evaluation:
         each.index = index
         each.last = ctx.availabilities is not None and ctx.availabilities[index][0] == DEPRIORITISED
         each.own_s = each.first_token_s + self._output * each.with_s
-        each.limit = each.adapter_s = each.loss_s = each.miss = 0.0
+        each.limit = each.adapter_s = each.loss_s = each.miss = each.finish_s = 0.0
         credit = credit_at(ctx, instance)
         each.shared_s = self._first_token_s(each, cached + credit) - each.first_token_s if credit else 0.0
         adapters = instance.adapters
@@ -285,6 +288,8 @@ class Evaluation:
             each.loss_s = each.miss * self._stake_s(each)
         if instance.stated_sequences:
             each.loss_s += self._lost_by_others_s(each, instance)
+        if self._done_s is not None:
+            each.finish_s = max(0.0, self._busy_s(each) - self._done_s[index])
         each.score = (
             w[0] * each.first_token_s
             + w[1] * each.own_s
@@ -292,6 +297,7 @@ class Evaluation:
             + w[3] * each.loss_s
             + w[4] * each.shared_s
             + w[5] * each.adapter_s
+            + w[6] * each.finish_s
         )
         self._judge(each)
         return each
@@ -308,7 +314,7 @@ class Evaluation:
         each.state = self._states[each.index]
         if self._limits is not None:
             each.limit = self._limits[each.index]
-            if each.state == ROOM and each.limit < (self._busy_s(each) if self._ended else each.score):
+            if each.state == ROOM and each.limit < each.score:
                 each.state = HELD
 
     def _rate_all(self) -> None:
@@ -444,70 +450,55 @@ class Evaluation:
     # --- hold ---
 
     def _hold(self) -> None:
-        """Pass slower instances over where waiting for the faster ones is sooner, waiting included."""
-        ctx, fleet, states = self._ctx, self.fleet, self._states
-        availabilities = ctx.availabilities
-        fastest = self._rating(fleet.order[0])
-        self._ended = ended = ctx.demand.rate(fastest.own_s, ctx.now) <= 0.0
-        if not ended and NO_SLOT not in states and NO_MEMORY not in states:
+        """Pass slower instances over where waiting for a faster one that is full costs less."""
+        states = self._states
+        if NO_SLOT not in states and NO_MEMORY not in states:
             return
         self._limits = limits = [math.inf] * len(states)
-        todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
-        # Of the fastest a long answer; of a full one the score, its weight for each second of waiting.
-        after = self._long_answer_s(fastest) if ended else math.inf
-        wait_weight = 1.0 if ended else self.weights[0] + self.weights[1]
-        speed = 0.0
-        for i in fleet.order:
-            if states[i] == ROOM and speed > 0.0:
-                limits[i] = after + wait_weight * todo / speed
-                if limits[i] < (self._least_busy_s(i) if ended else self._least[i]):
+        wait_weight, full = self.weights[0] + self.weights[1], math.inf
+        for i, wait_s in self._waits():
+            if states[i] == ROOM:
+                limits[i] = full + wait_weight * wait_s
+                if limits[i] < self._least[i]:
                     states[i] = HELD
-            elif after == math.inf and states[i] in (NO_SLOT, NO_MEMORY):
-                after = self._rating(i).score
-            if availabilities is None or availabilities[i][0] == NORMAL:
-                speed += fleet.costs[i].speed
+            elif full == math.inf and states[i] in (NO_SLOT, NO_MEMORY):
+                full = self._rating(i).score
         for each in self._kept:
             if each is not None:
                 self._judge(each)
-        best = self.best()
-        if best is not None:
-            self._release(best)
 
-    def _release(self, best: Rating) -> None:
-        """Pass none over for one that is worse and ends a long answer no sooner: its busier equal."""
-        long_s = self._long_answer_s(best)
-        for i, least in enumerate(self._least):
-            if i != best.index and least < best.score:
-                each = self._rating(i)
-                if each.state == HELD and each.score < best.score and self._long_answer_s(each) <= long_s:
-                    each.state = self._states[i] = ROOM
+    def _waits(self) -> list[tuple[int, float]]:
+        """Instances, the fastest first, with the seconds that all faster ones take for all that waits."""
+        ctx, speed, waits = self._ctx, 0.0, []
+        todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
+        for i in self.fleet.order:
+            waits.append((i, todo / speed if speed > 0.0 else math.inf))
+            if ctx.availabilities is None or ctx.availabilities[i][0] == NORMAL:
+                speed += self.fleet.costs[i].speed
+        return waits
+
+    def _done_by_faster(self) -> list[float] | None:
+        """Seconds until the faster ones are done with all that waits, for each; None while requests come."""
+        fastest = self._rating(self.fleet.order[0])
+        if self._ctx.demand.rate(fastest.own_s, self._ctx.now) > 0.0:
+            return None
+        long_s, done_s = self._long_answer_s(fastest), [math.inf] * len(self.instances)
+        for i, wait_s in self._waits():
+            done_s[i] = long_s + wait_s
+        return done_s
+
+    def _busy_s(self, each: Rating) -> float:
+        """Seconds until an instance is done with one long answer, and with all that it has at full speed."""
+        ctx, mix = self._ctx, self._ctx.demand.mix
+        # What runs is half done in the mean.
+        size = size_of(ctx.request, ctx.predicted_output) + mix.size * each.seen.running / 2.0
+        return max(self._long_answer_s(each), size / self.fleet.costs[each.index].speed)
 
     def _long_answer_s(self, each: Rating) -> float:
         """Seconds that one long answer takes on an instance, at the steps of now."""
-        return each.first_token_s + self._long_decode_s(each.seen)
-
-    def _busy_s(self, each: Rating) -> float:
-        """Seconds until an instance is done with one long answer, and with all that it has."""
-        return max(self._long_answer_s(each), self._drain_s(each.index))
-
-    def _least_busy_s(self, index: int) -> float:
-        """Seconds that `_busy_s` is not below."""
-        seen = self._seen[index]
-        first_s = seen.joining_s + seen.load.prompt_token_s * (seen.unread + self._uncached(index))
-        return max((first_s + self._long_decode_s(seen)) * _ROUNDING, self._drain_s(index))
-
-    def _drain_s(self, index: int) -> float:
-        """Seconds that the request and what runs there, half done in the mean, take at full speed."""
-        ctx = self._ctx
-        size = (
-            size_of(ctx.request, ctx.predicted_output) + ctx.demand.mix.size * self._seen[index].running / 2.0
-        )
-        return size / self.fleet.costs[index].speed
-
-    def _long_decode_s(self, seen: Occupancy) -> float:
-        load, long = seen.load, self._ctx.long_output
+        seen, load, long = each.seen, each.load, self._ctx.long_output
         context = seen.context + self._prompt + long / 2.0
-        return long * (load.next_step_s + load.next_token_s * context)
+        return each.first_token_s + long * (load.next_step_s + load.next_token_s * context)
 
     # --- for people ---
 
@@ -544,12 +535,7 @@ class Evaluation:
         if state == MISSES:
             return f"{PASSED_OVER}: it would miss a target here with probability {each.miss:.2f}"
         if state == HELD:
-            if not self._ended:
-                return f"{PASSED_OVER}: a faster one that is full scores {each.limit:.3g}, the wait included"
-            return (
-                f"{PASSED_OVER}: a long answer and what runs here take {self._busy_s(each):.3g} s, "
-                f"the faster ones are done with all in {each.limit:.3g} s"
-            )
+            return f"{PASSED_OVER}: a faster one that is full scores {each.limit:.3g}, the wait included"
         return "" if availabilities is None else availabilities[each.index][1]
 
 
