@@ -53,7 +53,7 @@ class Fleet:
     loads: tuple[str, ...] = ("first", "80", "once", "95", "waves", "50")
     time_scale: float = 1.0
     slots: int = 64
-    #: Seconds of traffic of a run.
+    #: Seconds of traffic of a run, as the clock goes: so many that most answers end while more come.
     seconds: float = 30.0
 
     @property
@@ -96,6 +96,7 @@ FLEETS = {
             tuple((kind, _L8[kind]) for kind in ("h100_sxm", "a100_sxm", "l40s")),
             {"ttft": 1000.0, "tpot": 50.0},
             time_scale=4.0,
+            seconds=60.0,
         ),
         Fleet(
             "pair",
@@ -116,6 +117,7 @@ FLEETS = {
             {"ttft": 5000.0, "tpot": 75.0},
             ("80", "once"),
             time_scale=4.0,
+            seconds=60.0,
         ),
         Fleet(
             "tenfold",
