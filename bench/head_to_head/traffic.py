@@ -29,6 +29,8 @@ LENGTHS = {
 }
 #: Prompts of 128 tokens and answers of 64 on average, what small models on CPU can take.
 _SHORT = (128, 64)
+#: Requests before the first load but the fresh one, at half load, not measured: what is learnt is learnt.
+WARM_UP = 60
 #: One `max_tokens` for all, above every answer: of small models, of the others.
 _SHORT_LIMIT, _LIMIT = 256, 2048
 #: The id of the end of the text in the tokenizer of the tiny models of tests/vllm.

@@ -19,10 +19,11 @@ from hetlb.core.types import Request
 PROMPT_WEIGHT: Final = 0.15
 #: Arrivals within so many seconds count as one: a burst is no stream.
 _TICK_S: Final = 0.25
-#: Means over ticks with arrivals, and over requests with targets, follow the newest so many.
-_NEWEST: Final = 64.0
-#: Arrivals are a stream after so many ticks, and have stopped after so many mean gaps without one.
+#: So many ticks with arrivals are a stream, which has ended after so many of their mean gaps without one.
 _STREAM: Final = 4
+_ENDED: Final = 5.0
+#: Means over requests with targets follow the newest so many.
+_NEWEST: Final = 64.0
 
 
 def size_of(request: Request, predicted_output: float) -> float:
@@ -241,44 +242,31 @@ class Protected:
 
 
 class Demand:
-    """Demand for one model: the mean request, and the rate at which requests keep arriving."""
+    """Demand for one model: the mean request, and whether requests keep arriving."""
 
-    __slots__ = ("_gap_s", "_newest_tick", "_size", "_tick_size", "_ticks", "mix", "protected")
+    __slots__ = ("_ticks", "mix", "protected")
 
     def __init__(self) -> None:
-        #: Ticks with arrivals since arrivals had stopped, the last of them, and its size so far.
-        self._ticks = 0
-        self._newest_tick = 0
-        self._tick_size = 0.0
-        #: Means over the newest ticks: seconds between them, and their size.
-        self._gap_s = self._size = 0.0
+        #: Times of the newest ticks with arrivals, seconds.
+        self._ticks: list[float] = []
         self.mix = Mix()
         self.protected = Protected()
 
-    def arrived(self, size: float, now: float) -> None:
-        """A request of this size came in."""
-        tick = int(now / _TICK_S)
-        if self._ticks and tick <= self._newest_tick:
-            self._tick_size += size
-            return
-        if self._stopped(now):
-            self._ticks = 0
-        self._ticks = count = self._ticks + 1
-        if count > 1:
-            gain = 1.0 / (count - 1) if count <= _NEWEST else 1.0 / _NEWEST
-            self._size += gain * (self._tick_size - self._size)
-            self._gap_s += gain * ((tick - self._newest_tick) * _TICK_S - self._gap_s)
-        self._newest_tick, self._tick_size = tick, size
+    def arrived(self, now: float) -> None:
+        """A request came in."""
+        tick_s, ticks = int(now / _TICK_S) * _TICK_S, self._ticks
+        if not ticks or tick_s > ticks[-1]:
+            ticks.append(tick_s)
+            if len(ticks) > _STREAM:
+                del ticks[0]
 
-    def _stopped(self, now: float) -> bool:
-        """True if no request came for many times the mean gap between arrivals."""
-        return self._ticks > 1 and now - self._newest_tick * _TICK_S > (_STREAM + 1) * self._gap_s
-
-    def rate(self, horizon_s: float, now: float) -> float:
-        """Size that keeps arriving per second, 0 if nothing more is expected within `horizon_s`.
+    def goes_on(self, horizon_s: float, now: float) -> bool:
+        """True if another request is expected within `horizon_s`, by the gaps between the newest ticks.
 
         Requests that came at once are no stream: they wait, and are counted there.
         """
-        if self._ticks < _STREAM or self._gap_s > horizon_s or self._stopped(now):
-            return 0.0
-        return self._size / self._gap_s
+        ticks = self._ticks
+        if len(ticks) < _STREAM:
+            return False
+        gap_s = (ticks[-1] - ticks[0]) / (_STREAM - 1)
+        return gap_s <= horizon_s and now - ticks[-1] <= _ENDED * gap_s

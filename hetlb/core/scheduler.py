@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hetlb.core import rejections
 from hetlb.core.backlog import Backlog
-from hetlb.core.demand import size_of
 from hetlb.core.fleet_state import FleetState
 from hetlb.core.health import Verdict, verdict
 from hetlb.core.holds import Holds
@@ -163,7 +162,7 @@ class Scheduler:
         if demand is None:
             demand = placement.demand(request.model)
         predicted, long = self._predictor.outlook(request) if request.generates else (0.0, 0.0)
-        demand.arrived(size_of(request, predicted), now)
+        demand.arrived(now)
         demand.mix.add(request.prompt_tokens, predicted)
         if request.service.stated:
             demand.protected.arrived(request.service, request.prompt_tokens, predicted, now)
@@ -471,7 +470,7 @@ class Scheduler:
         lease.mark = lease.first_mark = None
         self._ledger.restored(lease, now, own)
         if arrived:
-            self.placement.demand(request.model).arrived(size_of(request, live.predicted_output), now)
+            self.placement.demand(request.model).arrived(now)
         return lease
 
     def assume(self, request: Request, now: float) -> Lease | None:

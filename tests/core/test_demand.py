@@ -1,4 +1,4 @@
-"""Sizes and rates: a steady stream is seen at its rate, a burst is not taken for one."""
+"""Sizes and streams: a steady stream is seen, a burst is not taken for one."""
 
 from __future__ import annotations
 
@@ -20,49 +20,61 @@ def test_a_prompt_token_weighs_less_than_an_output_token() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.2, 2.0, 30.0, 1000.0])
-def test_a_steady_stream_is_seen_at_its_rate(rate: float) -> None:
-    """Poisson arrivals, sparse ones too; hardly ever are they taken for ended."""
+def test_a_steady_stream_goes_on(rate: float) -> None:
+    """Poisson arrivals, sparse ones too: at no time but a few are they taken for ended."""
     demand, rng, now = Demand(), random.Random(1), 100.0
-    seen: list[float] = []
+    ended_s = 0.0
     for _ in range(max(2000, round(20 * rate))):
-        now += rng.expovariate(rate)
-        demand.arrived(10.0, now)
+        gap_s = rng.expovariate(rate)
         if now > 103.0 + 40.0 / rate:
-            seen.append(demand.rate(1e6, now))
-    assert sum(seen) / len(seen) == pytest.approx(10.0 * rate, rel=0.2)
-    assert seen.count(0.0) < 0.05 * len(seen)
+            assert demand.goes_on(1e6, now)
+            ended_s += (
+                sum(not demand.goes_on(1e6, now + gap_s * part / 20) for part in range(20)) * gap_s / 20
+            )
+        now += gap_s
+        demand.arrived(now)
+    assert ended_s < 0.1 * (now - 100.0)
 
 
 @given(st.integers(1, 1000), st.floats(0.0, 0.2), st.floats(0.0, 2.0))
 def test_a_burst_is_no_stream(count: int, spread_s: float, later_s: float) -> None:
     demand = Demand()
     for i in range(count):
-        demand.arrived(10.0, 100.0 + i * spread_s / count)
-    assert demand.rate(1e6, 100.0 + spread_s + later_s) == 0.0
+        demand.arrived(100.0 + i * spread_s / count)
+    assert not demand.goes_on(1e6, 100.0 + spread_s + later_s)
 
 
 def test_a_stream_ends_some_gaps_after_its_last_request_and_begins_anew() -> None:
     demand = Demand()
     for number in range(40):
-        demand.arrived(10.0, 100.0 + number)
-    assert demand.rate(16.0, 143.0) == pytest.approx(10.0)
-    assert demand.rate(16.0, 145.5) == 0.0
-    assert demand.rate(0.5, 143.0) == 0.0, "nothing is expected so soon"
-    demand.arrived(10.0, 200.0)
-    assert demand.rate(16.0, 200.0) == 0.0
+        demand.arrived(100.0 + number)
+    assert demand.goes_on(16.0, 143.0)
+    assert not demand.goes_on(16.0, 145.5)
+    assert not demand.goes_on(0.5, 143.0), "nothing is expected so soon"
+    demand.arrived(200.0)
+    assert not demand.goes_on(16.0, 200.0)
 
 
-@given(st.lists(st.tuples(st.floats(0, 1000), st.floats(1, 1e6)), max_size=60), st.floats(0.01, 1000))
-def test_a_rate_is_never_negative_and_asking_changes_nothing(
-    arrivals: list[tuple[float, float]], horizon: float
-) -> None:
+@pytest.mark.parametrize("before", [1, 40])
+def test_a_stream_is_seen_after_a_silence_as_soon_as_any_other(before: int) -> None:
+    demand = Demand()
+    for number in range(before):
+        demand.arrived(100.0 * number)
+    for number in range(4):
+        assert not demand.goes_on(2.0, 50_000.0 + number)
+        demand.arrived(50_000.0 + number)
+    assert demand.goes_on(2.0, 50_003.0)
+
+
+@given(st.lists(st.floats(0, 1000), max_size=60), st.floats(0.01, 1000))
+def test_asking_changes_nothing(gaps: list[float], horizon: float) -> None:
     asked, silent, now = Demand(), Demand(), 0.0
-    for gap, size in arrivals:
+    for gap in gaps:
         now += gap
         for each in (asked, silent):
-            each.arrived(size, now)
-        assert asked.rate(horizon, now + gap) >= 0.0
-    assert asked.rate(horizon, now) == silent.rate(horizon, now)
+            each.arrived(now)
+        asked.goes_on(horizon, now + gap)
+    assert asked.goes_on(horizon, now) is silent.goes_on(horizon, now)
 
 
 def test_requests_with_targets_fade_from_what_is_protected() -> None:

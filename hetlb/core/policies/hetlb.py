@@ -480,7 +480,7 @@ class Evaluation:
     def _done_by_faster(self) -> list[float] | None:
         """Seconds until the faster ones are done with all that waits, for each; None while requests come."""
         fastest = self._rating(self.fleet.order[0])
-        if self._ctx.demand.rate(fastest.own_s, self._ctx.now) > 0.0:
+        if self._ctx.demand.goes_on(fastest.own_s, self._ctx.now):
             return None
         long_s, done_s = self._long_answer_s(fastest), [math.inf] * len(self.instances)
         for i, wait_s in self._waits():

@@ -1,0 +1,96 @@
+"""What the simulator says of hetlb's rows: the same requests at the same times, by the same policy.
+
+A job's loads are simulated one after the other, as its router saw them, so that what has been learnt is the
+same; times are those of engines that are not slowed. Nothing of the run is used but its plan.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy
+from fleets import Fleet
+from traffic import TRAFFIC, WARM_UP, rows_of, some_rows
+
+from hetlb.core.policies.base import PolicyParams
+from hetlb.core.queue import QueueLimits
+from hetlb.core.setup import SchedulerSetup
+from hetlb.core.types import Health, InstanceSpec
+from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.fleet_engine import EngineSpec
+from hetlb.sim.fleet_simulation import FleetSimulation
+from hetlb.workload.arrivals import PlannedRequest, Waves, make_load
+from hetlb.workload.content import contents_of
+from hetlb.workload.records import RequestResult
+
+#: Policy by router: those whose scheduler is hetlb's and knows the true profiles.
+POLICIES = {"hetlb": "hetlb", "hetlb-lmetric": "lmetric"}
+#: Seconds between the last arrival of a load and the first of the next: all have ended by then.
+_PAUSE_S = 1000.0
+
+
+def simulated(fleet: Fleet, router: str, number: int) -> dict[str, dict[str, float]]:
+    """Figures (ms) of a round, by load."""
+    full_rps = fleet.requests_per_s(rows_of(fleet.lengths)) * fleet.time_scale
+    plan: list[PlannedRequest] = []
+    places: dict[str, slice] = {}
+    for label, count, rate, waves in _loads(fleet, full_rps):
+        rows = some_rows(fleet.lengths, count, random.Random(f"{fleet.name}/{label}/{number}"))
+        load = make_load(rows, len(rows), rate, random.Random(number), waves=waves)
+        begun, start_s = len(plan), plan[-1].scheduled_s + _PAUSE_S if plan else 0.0
+        for each, content in zip(load.plan, contents_of(load.rows), strict=True):
+            at_s = start_s + each.scheduled_s
+            plan.append(replace(each, index=len(plan), scheduled_s=at_s, content=content))
+        places[label] = slice(begun, len(plan))
+    names = [name for name, _ in fleet.engines]
+    limits = [EngineLimits.from_capacity(each.capacity) for each in fleet.profiles]
+    setup = SchedulerSetup(
+        specs=tuple(
+            InstanceSpec(name, "m", "", 1.0, each.latency, each.capacity)
+            for name, each in zip(names, fleet.profiles, strict=True)
+        ),
+        policy=POLICIES[router],
+        params=PolicyParams(),
+        limits=QueueLimits(max_requests=None, max_bytes=None, timeout_s=None),
+        predictor="online",
+        seed=number,
+        lengths=None,
+        initial_health=Health.UP,
+    )
+    engines = {
+        name: EngineSpec(each.latency, limit, prefix_cache=True)
+        for name, each, limit in zip(names, fleet.profiles, limits, strict=True)
+    }
+    records = FleetSimulation(setup, engines, plan, model="m").run().records
+    return {label: _figures(records[place]) for label, place in places.items()}
+
+
+def _loads(fleet: Fleet, full_rps: float) -> Iterator[tuple[str, int, float, Waves | None]]:
+    """Label, number of requests, rate and waves of every load of a job, in the time of the engines."""
+    warm = False
+    for traffic in TRAFFIC.values():
+        if traffic.name not in fleet.loads:
+            continue
+        if not traffic.fresh and not warm:
+            warm = True
+            yield "warm-up", WARM_UP, full_rps / 2.0, None
+        rate, count = traffic.rate_and_count(fleet, full_rps / fleet.time_scale)
+        waves = traffic.waves and Waves(
+            traffic.waves.on_s / fleet.time_scale, traffic.waves.off_s / fleet.time_scale
+        )
+        yield traffic.name, count, rate * fleet.time_scale, waves
+
+
+def _figures(records: Sequence[RequestResult]) -> dict[str, float]:
+    first = [1e3 * ((each.first_token_s or math.nan) - each.scheduled_s) for each in records]
+    whole = [1e3 * ((each.last_token_s or math.nan) - each.scheduled_s) for each in records]
+    return {
+        "mean_ttft_ms": statistics.fmean(first),
+        "p99_ttft_ms": float(numpy.percentile(first, 99)),
+        "mean_e2el_ms": statistics.fmean(whole),
+        "p99_e2el_ms": float(numpy.percentile(whole, 99)),
+    }
