@@ -45,7 +45,10 @@ OUT = ROOT / "bench" / "results" / "head-to-head.json"
 #: hetlb's own: policy with its settings, and which profiles the fleet file names.
 HETLB = {
     "hetlb": ("hetlb", "the true profiles"),
-    "hetlb-first": ("hetlb, weights: {first_token_s: 100}", "the true profiles; first tokens weigh 100"),
+    "hetlb-first": (
+        "hetlb, weights: {first_token_s: 100, finish_s: 0}",
+        "the true profiles; first tokens matter most",
+    ),
     "hetlb-wrong": ("hetlb", "profiles 30 % too slow and 30 % too fast in turn"),
     "hetlb-none": ("hetlb", "no profiles: speeds are learnt from answers"),
     "hetlb-lmetric": ("lmetric", "the true profiles; policy lmetric"),

@@ -26,7 +26,7 @@ _STEADY = ("mean_ttft_ms", "mean_e2el_ms", "p99_e2el_ms", "slo_attainment")
 _AT_ONCE = ("time_to_99_percent_s", "mean_ttft_ms", "mean_e2el_ms")
 TITLES = {
     "hetlb": "**hetlb**, true profiles",
-    "hetlb-first": "**hetlb**, `first_token_s: 100`",
+    "hetlb-first": "**hetlb**, `first_token_s: 100, finish_s: 0`",
     "hetlb-wrong": "**hetlb**, profiles 30 % wrong",
     "hetlb-none": "**hetlb**, no profiles",
     "hetlb-lmetric": "lmetric (policy of hetlb)",
