@@ -49,7 +49,7 @@ class Chosen(FleetSimulation):
     def _arrived(self, scheduler: Scheduler, request: Request) -> list[Command]:
         placement, parts = scheduler.placement, scheduler.fleet.ready[request.model].parts
         ctx = placement.context(request, scheduler.predictor.predict(request), 0, self._events.now, None)
-        policy, transfers = placement.policy, scheduler._holds.transfers
+        policy, transfers = placement.policy, scheduler.holds.transfers
         policy.choose(ctx, parts)  # finds what the mean request costs, for both
         began = time.perf_counter()
         policy.choose(ctx, parts)

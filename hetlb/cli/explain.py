@@ -111,8 +111,8 @@ def _explain_made_up(
     for name, value in _assignments("--load", args.load, names):
         names[name].assume(work_s=value)
     model = args.model or fleet.instances[0].model
-    if model not in scheduler.models:
-        raise ConfigError(f"--model: expected one of {', '.join(scheduler.models)}, got {model!r}")
+    if model not in scheduler.fleet.ready:
+        raise ConfigError(f"--model: expected one of {', '.join(scheduler.fleet.ready)}, got {model!r}")
     for instance in scheduler.instances:
         if instance.spec.model == model and not instance.profiled:
             print(f"{instance.name}: no profile; the default model of an unknown engine", file=sys.stderr)
@@ -131,7 +131,7 @@ def _explain_made_up(
             f"--input: expected at most {longest - request.generates:.0f} tokens, the most that an instance "
             f"of {model} holds, got {args.input}"
         )
-    return scheduler.explain(request, args.output, now=0.0)
+    return scheduler.placement.explain(request, args.output, now=0.0)
 
 
 def _assignments(flag: str, pairs: list[str], names: Collection[str]) -> Iterator[tuple[str, float]]:

@@ -224,10 +224,13 @@ class Protected:
 
     def arrived(self, service: ServiceClass, prompt: float, output: float, now: float) -> None:
         """A request with targets came in."""
+        gap_s = now - self.newest_s
+        if self.count > 1 and gap_s > _NEWEST * self.gap_s:
+            self.count, self.gap_s = 0, 0.0  # a silence longer than all that is remembered: a new stream
         self.count = count = self.count + 1
         gain = 1.0 / count if count < _NEWEST else 1.0 / _NEWEST
         if count > 1:
-            self.gap_s += gain * (now - self.newest_s - self.gap_s)
+            self.gap_s += (gap_s - self.gap_s) / min(count - 1.0, _NEWEST)
         self.newest_s = now
         self.prompt += gain * (prompt - self.prompt)
         self.output += gain * (output - self.output)

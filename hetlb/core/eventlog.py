@@ -311,7 +311,7 @@ def _feed_end(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: fl
 
 
 def _feed_hold_end(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: float) -> list[Command]:
-    held = [each for each in scheduler.holds if each.id == raw["hold"]]
+    held = [each for each in scheduler.holds.all() if each.id == raw["hold"]]
     return scheduler.on_hold_released(held[0], now) if held else []
 
 

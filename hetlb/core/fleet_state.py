@@ -52,6 +52,10 @@ class FleetState:
             self.add(spec, setup.now)
         self.reindex(setup.now)
 
+    def available(self, model: str) -> bool:
+        """True if some instance of a model takes requests."""
+        return model in self.ready and model not in self.down_since
+
     @property
     def ready(self) -> dict[str, ReadyInstances]:
         """Ready instances by every name that some instance answers to."""

@@ -235,10 +235,6 @@ class Instance:
 
     # --- limits ---
 
-    def own_batch(self, sequences: int) -> float:
-        """Sequences of one request on each engine that has some."""
-        return self.load.own_batch(sequences)
-
     @property
     def gives_ids(self) -> bool:
         """True if its engine takes token ids for a prompt and gives those of an answer."""
@@ -301,22 +297,6 @@ class Instance:
             prompt_tokens, prompt_tokens - 1.0, pending, load.batch, context, load.budget
         )
 
-    def expected_kv_tokens(self, now: float) -> float:
-        """Tokens of the KV cache in use: every answer half-grown, or what the engine said, if more."""
-        return self.occupancy.expected_kv_tokens(now)
-
-    def kv_used_tokens(self, now: float) -> float:
-        """Tokens in use: what we promised, or what the engine reports if that is more and fresh."""
-        sample = self.sample
-        if (
-            sample is not None
-            and sample.kv_usage is not None
-            and self.sample_at is not None
-            and now - self.sample_at <= SIGNAL_STALE_S
-        ):
-            return max(float(self.kv_tokens), sample.kv_usage * self.kv_cache_tokens)
-        return float(self.kv_tokens)
-
     def learn_capacity(self, newer: Capacity) -> None:
         """Take over what the engine says it can hold; figures it does not know stay."""
         capacity = self.capacity = self.capacity.updated(newer)
@@ -334,11 +314,6 @@ class Instance:
         self.kv_cache_tokens = capacity.kv_cache_tokens or DEFAULT_KV_CACHE_TOKENS * engines
         self.token_budget = capacity.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
         self._update_parameters()
-
-    @property
-    def learnt(self) -> bool:
-        """True if answers have shown its speed where no profile tells it."""
-        return self.speed.factor != 1.0 or self.speed.seen
 
     def update(self, spec: InstanceSpec, now: float) -> None:
         """Take over another profile, capacity or weight. What it is answering teaches nothing about speed."""
@@ -393,14 +368,6 @@ class Instance:
         slots.slots = self.capacity.max_loras or DEFAULT_SLOTS
         for lease in self.leases.values():
             slots.begin(lease.request.model)
-
-    def mark_busy(self, seconds: float, sequences: int, now: float) -> None:
-        """It turned a request of so many sequences away and asked to come again after `seconds`."""
-        self.throttle.mark_busy(seconds, self.sequences - sequences, now)
-
-    def availability(self, now: float, *, doubt: bool = True) -> tuple[int, str]:
-        """Availability now, and its reason; `doubt`: whether probation is heeded."""
-        return self.throttle.availability(self.sequences, self.max_num_seqs, now, doubt=doubt)
 
     # --- ledger ---
 
@@ -586,39 +553,6 @@ class Instance:
             self.promised_tokens = int(tokens)
             self._assumed_tokens = tokens - self.promised_tokens
             self.kv_tokens = self.kv_prompt_tokens = self.prompt_tokens = self.promised_tokens
-
-    def check_integrity(self) -> None:
-        """Assert that the ledger is the sum over the live leases."""
-        leases = self.leases.values()
-        used: dict[int, int] = {}
-        for lease in leases:
-            node = None if lease.shared is None else lease.shared.node
-            while node is not None:
-                used[id(node)] = node.own
-                node = node.parent
-        shared = sum(used.values()) + self.held_tokens
-        assert all(not hold.ended for hold in self.holds.values()), self.name
-        assert all(self.leases.get(each.id) is each and each.incoming for each in self.incoming.values())
-        assert self.work_ns == sum(lease.work_ns for lease in leases), self.name
-        assert self.kv_tokens == shared + sum(lease.kv_tokens for lease in leases), self.name
-        assert self.kv_prompt_tokens == shared + sum(lease.kv_prompt_tokens for lease in leases), self.name
-        assert self.promised_tokens == sum(lease.promised_tokens for lease in leases), self.name
-        assert self.prompt_tokens == sum(lease.prompt_tokens for lease in leases), self.name
-        unread = sum(lease.unread_tokens for lease in leases if lease.first_token_at is None)
-        assert self.pending_prompt_tokens == unread, self.name
-        assert self.in_flight == len(self.leases), self.name
-        assert self.sequences == sum(lease.request.sequences for lease in leases), self.name
-        stated = sum(lease.request.sequences for lease in leases if lease.request.service.stated)
-        assert self.stated_sequences == stated, self.name
-        groups = {lease.id: lease for lease in leases if lease.request.sequences > 1}
-        assert self.groups == groups, self.name
-        assert 0 <= self.finished_sequences <= sum(each.request.sequences - 1 for each in groups.values())
-        assert all(not lease.ended for lease in leases), self.name
-        assert self._occupancy is None or self._occupancy.same_as(Occupancy(self)), self.name
-        if self.adapters is not None:
-            names = [lease.request.model for lease in leases if lease.request.model in self.adapters.names]
-            assert self.adapters.count() == {name: names.count(name) for name in names}, self.name
-        self.tree.check_integrity()
 
     # --- evidence ---
 

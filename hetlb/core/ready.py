@@ -79,7 +79,9 @@ class ReadyInstances:
         if not self.throttled or not any(instance.throttle.active(now) for instance in chosen):
             return chosen, excluded, None
         doubt = not all(instance.health.probation.held(now) for instance in chosen)
-        availabilities = [instance.availability(now, doubt=doubt) for instance in chosen]
+        availabilities = [
+            each.throttle.availability(each.sequences, each.max_num_seqs, now, doubt=doubt) for each in chosen
+        ]
         if not holds_back:
             best_availability = min(availability for availability, _ in availabilities)
             excluded = dict(excluded)

@@ -19,7 +19,7 @@ from hetlb.core.fleet_state import FleetState
 from hetlb.core.health import Verdict, verdict
 from hetlb.core.holds import Holds
 from hetlb.core.instance import Instance
-from hetlb.core.journal import Booked, Journal, booked
+from hetlb.core.journal import Booked, Journal
 from hetlb.core.ledger import Ledger
 from hetlb.core.placement import Placement
 from hetlb.core.policies.registry import make_policy
@@ -31,7 +31,6 @@ from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import (
     HAND_OVER,
     AdminStateSet,
-    Candidate,
     CapacityLearned,
     Command,
     Dispatch,
@@ -79,74 +78,49 @@ class Scheduler:
         """
         self._rng = random.Random(setup.seed)
         self._params = setup.params
-        self._predictor = setup.make_predictor(self._rng, oracle) if predictor is None else predictor
+        #: Predicts output lengths. To be read, not written.
+        self.predictor = setup.make_predictor(self._rng, oracle) if predictor is None else predictor
         policy = make_policy(setup.policy, setup.params, self._rng)
         #: The requests no instance has been chosen for yet.
         self.queue = queue = Queue(setup.limits)
         #: The instances by model. To be read, not written.
         self.fleet = FleetState(setup, queue, self._rng)
-        self._ledger = Ledger(queue)
-        self._holds = Holds()
+        #: Leases that have not ended, and prompts that are kept. To be read, not written.
+        self.ledger = Ledger(queue)
+        self.holds = Holds()
         self._retries = Retries()
         #: Chooses and books. To be read, not written.
         self.placement = Placement(
-            policy, self._predictor, self.fleet, queue, self._ledger, self._holds, self._retries
+            policy, self.predictor, self.fleet, queue, self.ledger, self.holds, self._retries
         )
         self._backlog = Backlog(
-            queue, self.fleet, self.placement, self._ledger, self._retries, self._predictor, setup.now
+            queue, self.fleet, self.placement, self.ledger, self._retries, self.predictor, setup.now
         )
 
     # --- what drivers and pages may look at ---
-
-    @property
-    def policy_name(self) -> str:
-        """The policy in force."""
-        return self.placement.policy.name
 
     @property
     def instances(self) -> list[Instance]:
         """The instances of the fleet, in file order. To be read, not written."""
         return list(self.fleet.instances.values())
 
-    @property
-    def predictor(self) -> Predictor:
-        """The predictor of output lengths. To be read, not written."""
-        return self._predictor
-
     def restore_lengths(self, state: Mapping[str, Any]) -> None:
         """Take over what an earlier predictor has learnt. Raises `ValueError` where that is nothing."""
-        if isinstance(self._predictor, OnlinePredictor):
-            self._predictor.restore(state)
+        if isinstance(self.predictor, OnlinePredictor):
+            self.predictor.restore(state)
 
     @property
     def in_flight(self) -> int:
         """Leases that have not ended, also those of removed instances."""
-        return len(self._ledger.leased)
+        return len(self.ledger.leased)
 
     def subscribe(self, journal: Journal) -> None:
         """Tell a journal of every change from now on."""
-        self._ledger.journals += (journal,)
+        self.ledger.journals += (journal,)
 
     def unsubscribe(self, journal: Journal) -> None:
         """Tell it of nothing more; harmless if it was not told."""
-        self._ledger.journals = tuple([each for each in self._ledger.journals if each is not journal])
-
-    def live(self, now: float) -> list[Booked]:
-        """The own leases that have not ended, as another process must know them."""
-        return [booked(lease, now) for lease in self._ledger.leases() if lease.own]
-
-    def holder(self, lease: Lease) -> Instance:
-        """The incarnation that a live lease is booked on. To be read, not written."""
-        return self._ledger.leased[lease.id]
-
-    def available(self, model: str) -> bool:
-        """True if some instance of a model takes requests."""
-        return model in self.fleet.ready and model not in self.fleet.down_since
-
-    @property
-    def models(self) -> list[str]:
-        """Every name that some instance answers to."""
-        return list(self.fleet.ready)
+        self.ledger.journals = tuple([each for each in self.ledger.journals if each is not journal])
 
     # --- facts about requests ---
 
@@ -161,7 +135,7 @@ class Scheduler:
         demand = placement.demands.get(request.model)
         if demand is None:
             demand = placement.demand(request.model)
-        predicted, long = self._predictor.outlook(request) if request.generates else (0.0, 0.0)
+        predicted, long = self.predictor.outlook(request) if request.generates else (0.0, 0.0)
         demand.arrived(now)
         demand.mix.add(request.prompt_tokens, predicted)
         if request.service.stated:
@@ -178,7 +152,7 @@ class Scheduler:
         """
         request, decode = lease.request, lease.decode
         assert decode is not None, f"{lease!r} is no prefill leg"
-        leased = self._ledger.leased
+        leased = self.ledger.leased
         source, target = leased[lease.id], leased[decode.id]
         if decode.incoming and (target.removed or target.health.state is Health.EJECTED):
             return self.on_unsplit(lease, Outcome.OK, now)
@@ -196,9 +170,9 @@ class Scheduler:
 
         `decode` is the lease that fetches them; None where nothing will.
         """
-        self._ledger.leased[lease.id].first_token(lease, now)
+        self.ledger.leased[lease.id].first_token(lease, now)
         self._retries.leases.discard(lease.id)
-        source = self._ledger.drop(lease, now, _OK)
+        source = self.ledger.drop(lease, now, _OK)
         source.learn_prefill(lease, now)
         link = source.spec.kv_transfer
         planned = lease.decode
@@ -214,12 +188,12 @@ class Scheduler:
             planned.instance,
             tokens,
             tokens - held,
-            0.0 if decode is None else self._ledger.leased[decode.id].join_s(tokens),
+            0.0 if decode is None else self.ledger.leased[decode.id].join_s(tokens),
             now + link.lease_s,
         )
-        if not len(self.queue) and not self._holds.count:
+        if not len(self.queue) and not self.holds.count:
             self._backlog.ticked_at = now
-        self._holds.keep(source, hold)
+        self.holds.keep(source, hold)
         if decode is not None:
             decode.hold = hold
         return hold
@@ -259,32 +233,27 @@ class Scheduler:
         """Give back what a lease booked."""
         self._retries.leases.discard(lease.id)
         self.placement.adapter_load.expected.pop(lease.id, None)
-        return self._ledger.drop(lease, now)
+        return self.ledger.drop(lease, now)
 
     def on_hold_released(self, hold: Hold, now: float) -> list[Command]:
         """A prefill instance was told that a prompt will not be fetched."""
         if hold.ended:
             return []
-        self._holds.let_go(hold)
+        self.holds.let_go(hold)
         return self._backlog.flush(now)
-
-    @property
-    def holds(self) -> list[Hold]:
-        """Prompts that prefill instances keep for others. To be read, not written."""
-        return self._holds.all()
 
     def on_first_token(self, lease: Lease, now: float) -> list[Command]:
         """The first byte of the answer came; of an answer that says 4xx or 5xx this is not to be said."""
-        instance = self._ledger.leased[lease.key]
+        instance = self.ledger.leased[lease.key]
         if lease.incoming:  # both legs were sent at once, and the other one's answer is on its way
             instance.begin(lease, now)
         elif lease.hold is not None and not lease.hold.ended:
-            self._holds.fetched(lease.hold, lease, instance, now)
+            self.holds.fetched(lease.hold, lease, instance, now)
         instance.first_token(lease, now)
         if not instance.tried and lease.request.streamed and lease.decode is None:
             instance.learn_prefill(lease, now)
-        if self._ledger.journals:
-            self._ledger.begun(lease)
+        if self.ledger.journals:
+            self.ledger.begun(lease)
         adapter_load = self.placement.adapter_load
         if adapter_load.expected:
             adapter_load.first_token(lease.id, now - lease.dispatched_at)
@@ -318,7 +287,7 @@ class Scheduler:
             retries.leases.discard(lease.id)
         if adapter_load.expected:
             adapter_load.expected.pop(lease.id, None)
-        instance = self._ledger.drop(lease, now, outcome)
+        instance = self.ledger.drop(lease, now, outcome)
         lease.outcome, lease.ended_at = outcome, now
         if lease.decode is not None and not lease.decode.ended:
             self._drop(lease.decode, now)
@@ -327,7 +296,7 @@ class Scheduler:
         if outcome is _OK:
             instance.tried = True
             if request.generates and not request.generated:
-                self._predictor.observe(request, lease.output_tokens / request.sequences)
+                self.predictor.observe(request, lease.output_tokens / request.sequences)
                 instance.learn_speed(lease, now)
                 instance.errors.learn(lease, now)
                 if self.queue.held:
@@ -377,11 +346,11 @@ class Scheduler:
         hold a `PassOn`, and the lease goes on.
         """
         request, retries = lease.request, self._retries
-        instance = self._ledger.leased[lease.id]
+        instance = self.ledger.leased[lease.id]
         passed_on: list[Command] = [PassOn(request.id, lease)]
         if retry_after_s is None or retry_after_s <= 0.0:
             return passed_on
-        instance.mark_busy(retry_after_s, request.sequences, now)
+        instance.throttle.mark_busy(retry_after_s, instance.sequences - request.sequences, now)
         self.fleet.reindex(now)
         known = retries.attempts.get(request.id)
         ready = self.fleet.ready.get(request.model)
@@ -463,12 +432,12 @@ class Scheduler:
         if instance is None:
             return None
         dispatched_at = now - live.age_s
-        lease = self._ledger.grant(request, instance, live.predicted_output, live.work_ns, dispatched_at)
+        lease = self.ledger.grant(request, instance, live.predicted_output, live.work_ns, dispatched_at)
         instance.acquire(lease)
         if live.begun:
             instance.first_token(lease, now)
         lease.mark = lease.first_mark = None
-        self._ledger.restored(lease, now, own)
+        self.ledger.restored(lease, now, own)
         if arrived:
             self.placement.demand(request.model).arrived(now)
         return lease
@@ -476,8 +445,8 @@ class Scheduler:
     def assume(self, request: Request, now: float) -> Lease | None:
         """Book a request as if it had come, None where no instance would get it now: it waits nowhere."""
         ready = self.fleet.ready.get(request.model)
-        predicted = self._predictor.predict(request) if request.generates else 0.0
-        ledger = self._ledger
+        predicted = self.predictor.predict(request) if request.generates else 0.0
+        ledger = self.ledger
         journals, ledger.journals = ledger.journals, ()  # to be told to no other
         placed = None if ready is None else self.placement.place(request, ready, now, predicted)
         ledger.journals = journals
@@ -510,7 +479,7 @@ class Scheduler:
             for name in (change.name, *change.more):
                 if (leaving := fleet.instances.get(name)) is not None:
                     fleet.remove(leaving)
-                    self._holds.transfers.forget(leaving.incarnation)
+                    self.holds.transfers.forget(leaving.incarnation)
             fleet.reindex(now)
             return self._backlog.flush(now)
         instance = fleet.instances.get(change.name)
@@ -572,30 +541,24 @@ class Scheduler:
 
     def next_deadline(self) -> float | None:
         """Time at which `on_tick` is due, None while nothing waits for time to pass."""
-        waits = len(self.queue) or self._holds.count
+        waits = len(self.queue) or self.holds.count
         return self._backlog.ticked_at + TICK_S if waits else None
 
     def on_tick(self, now: float) -> list[Command]:
         """Time passed: expire what has waited too long."""
         self._backlog.ticked_at = now
-        self._holds.let_go_expired(now)
+        self.holds.let_go_expired(now)
         return self._backlog.flush(now) + self._backlog.expire(now)
 
     # --- integrity ---
 
     def check_integrity(self) -> None:
         """Assert that blocks, work and requests are all accounted for."""
-        ledger, queue = self._ledger, self.queue
+        ledger, queue = self.ledger, self.queue
         everyone = ledger.check_integrity(self.fleet.instances.values())
-        self._holds.check_integrity(everyone)
+        self.holds.check_integrity(everyone)
         leased = {lease.request.id for lease in ledger.leases()}
         waiting = {entry.request.id for entry in queue}
         assert not leased & waiting, f"requests {leased & waiting} wait and are leased"
         queue.check_integrity()
         self._retries.check_integrity(ledger.leased.keys(), leased | waiting)
-
-    # --- explaining ---
-
-    def explain(self, request: Request, predicted: float, now: float) -> tuple[list[Candidate], str | None]:
-        """See `Placement.explain`."""
-        return self.placement.explain(request, predicted, now)

@@ -85,7 +85,7 @@ class SharedView:
 
     def live(self, now: float) -> list[Change]:
         """All that a new peer must know: every live lease, and what waits."""
-        return [*self._scheduler.live(now), Waiting(self._scheduler.queue.waiting_sizes())]
+        return [*self._scheduler.ledger.live(now), Waiting(self._scheduler.queue.waiting_sizes())]
 
     # --- of peers ---
 

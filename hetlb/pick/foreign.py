@@ -55,7 +55,8 @@ class ForeignLoad:
             return self._give_back(name, len(booked) - foreign, now)
         new = foreign - len(booked)
         if new:
-            used = (sample.kv_usage or 0.0) * instance.kv_cache_tokens - instance.expected_kv_tokens(now)
+            used = (sample.kv_usage or 0.0) * instance.kv_cache_tokens
+            used -= instance.occupancy.expected_kv_tokens(now)
             prompt = max(1, int(used / new)) if used > 0 else _USUAL_PROMPT
             model = instance.served[0] if instance.served else instance.spec.model
             for _ in range(new):

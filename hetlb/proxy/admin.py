@@ -50,7 +50,7 @@ def fleet_document(
     for name, instances in by_model.items():
         speeds |= scheduler.placement.speeds(name, instances)
     return {
-        "policy": scheduler.policy_name,
+        "policy": scheduler.placement.policy_name,
         "models": [
             {
                 "name": name,

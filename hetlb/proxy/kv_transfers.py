@@ -389,7 +389,7 @@ class KvTransfers:
 
     def link(self, lease: Lease) -> KvLink:
         """Link for KV blocks of the instance of a lease."""
-        link = self._scheduler.holder(lease).spec.kv_transfer
+        link = self._scheduler.ledger.leased[lease.id].spec.kv_transfer
         assert link is not None, f"{lease.instance} takes part in no KV transfer"
         return link
 

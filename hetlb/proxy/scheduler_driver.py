@@ -114,13 +114,13 @@ class SchedulerDriver(SchedulerSide):
 
     @property
     def models(self) -> Collection[str]:
-        return self.scheduler.models
+        return self.scheduler.fleet.ready
 
     @property
     def only_model(self) -> str:
-        models = self.scheduler.models
+        models = self.scheduler.fleet.ready
         if models and len({instance.spec.model for instance in self.scheduler.instances}) == 1:
-            return models[0]
+            return next(iter(models))
         return ""
 
     @property
@@ -132,7 +132,7 @@ class SchedulerDriver(SchedulerSide):
         return len(self.scheduler.queue)
 
     def available(self, model: str) -> bool:
-        return self.scheduler.available(model)
+        return self.scheduler.fleet.available(model)
 
     def targets(self) -> list[Target]:
         return [
@@ -141,7 +141,7 @@ class SchedulerDriver(SchedulerSide):
         ]
 
     def serves(self, lease: Lease) -> bool:
-        served = self.scheduler.holder(lease).served
+        served = self.scheduler.ledger.leased[lease.id].served
         return served is None or lease.request.model in served
 
     # --- facts about requests ---
@@ -257,9 +257,9 @@ class SchedulerDriver(SchedulerSide):
                 if command.reason != HAND_OVER:  # decided with its prefill leg
                     carrier.counted.decisions += 1
                     self.decisions.append(command)
-                lease, holder = command.lease, self.scheduler.holder
+                lease, leased = command.lease, self.scheduler.ledger.leased
                 carrier.dispatch(
-                    command, holder(lease), None if lease.decode is None else holder(lease.decode)
+                    command, leased[lease.id], None if lease.decode is None else leased[lease.decode.id]
                 )
             elif isinstance(command, Reject):
                 again_s = _retry_after_s(command, self.drain_rate, self.waiting, carrier.now())

@@ -290,7 +290,7 @@ class FleetService(ABC):
             self.scheduling.set_policy(fleet.written.policy.name)
         self.roster.refresh()
         self._read_kv_events(fleet)
-        done += f", policy {self.scheduler.policy_name}"
+        done += f", policy {self.scheduler.placement.policy_name}"
         fixed = needs_restart(self._started, fleet.written)
         return f"{done}; only a restart changes {', '.join(fixed)}" if fixed else done
 

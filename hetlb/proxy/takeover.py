@@ -204,7 +204,7 @@ class _Successor:
         """Tell it of all leases, and from now on of what becomes of them and which are still granted."""
         assert self._channel is not None, "expected an open channel"
         self._scheduler.subscribe(self._journal)
-        for change in to_wire(self._scheduler.live(self._loop.time())):
+        for change in to_wire(self._scheduler.ledger.live(self._loop.time())):
             self._channel.send(change)
         self._channel.send(Step("told"))
 

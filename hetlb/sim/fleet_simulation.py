@@ -319,7 +319,7 @@ class FleetSimulation:
         assert lease is not None
         assert scheduler is not None
         flight.held = engine, run
-        link = scheduler.holder(lease).spec.kv_transfer
+        link = scheduler.ledger.leased[lease.id].spec.kv_transfer
         assert link is not None, f"{lease.instance} takes part in no KV transfer"
         self._events.push(now + link.lease_s, EXPIRED, flight)
         self._carry_out(scheduler, scheduler.on_prefilled(lease, now))

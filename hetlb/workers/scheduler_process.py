@@ -94,7 +94,7 @@ class SchedulerProcess(FleetService):
             self.roster.adopt(spec, address)
         for name, admin in state.admin.items():
             scheduling.change(AdminStateSet(name, AdminState(admin)))
-        if state.policy is not None and state.policy != self.scheduler.policy_name:
+        if state.policy is not None and state.policy != self.scheduler.placement.policy_name:
             scheduling.set_policy(state.policy)
         scraper.versions.update(state.versions)
         for name, entries in state.entries.items():
@@ -237,12 +237,12 @@ class SchedulerProcess(FleetService):
         scheduler = self.scheduler
         view = ViewMessage(
             self._addresses(),
-            scheduler.models,
+            list(scheduler.fleet.ready),
             self.scheduling.only_model,
             msgspec.json.encode(self.models()),
             self.routable(),
             scheduler.fleet.block_tokens,
-            [name for name in scheduler.models if not scheduler.available(name)],
+            [name for name in scheduler.fleet.ready if not scheduler.fleet.available(name)],
         )
         if view != self._view:
             self._view = view
@@ -270,7 +270,7 @@ class SchedulerProcess(FleetService):
             self._state,
             fleet=self.fleet if fleet is None else fleet,
             generation=self.driver.reload.generation,
-            policy=self.scheduler.policy_name,
+            policy=self.scheduler.placement.policy_name,
             registered=tuple(
                 (each.spec, self.roster.registered[each.name])
                 for each in self.scheduler.instances

@@ -88,3 +88,6 @@ def test_requests_with_targets_fade_from_what_is_protected() -> None:
     assert (protected.prompt, protected.output) == (400.0, 100.0)
     assert protected.rate(100.5) == pytest.approx(1.0, rel=0.02)
     assert protected.rate(200.0) == pytest.approx(0.01)
+    for number in range(3):
+        protected.arrived(quick, 400.0, 100.0, 9000.0 + number)
+    assert protected.rate(9002.5) == pytest.approx(1.0), "a silence says nothing about the stream after it"

@@ -41,10 +41,10 @@ def test_a_request_gets_the_slot_of_a_sequence_that_ended_before_its_request() -
 def test_kv_tokens_of_sequences_that_ended_are_free() -> None:
     scheduler, _ = loaded()
     [instance] = scheduler.instances
-    before = instance.expected_kv_tokens(1.0)
+    before = instance.occupancy.expected_kv_tokens(1.0)
     for now in (1.0, 2.0):
         scheduler.on_scrape("a", EngineSample(20, 0, 0.0), now)
-    assert instance.expected_kv_tokens(2.0) == pytest.approx(before / 4)
+    assert instance.occupancy.expected_kv_tokens(2.0) == pytest.approx(before / 4)
 
 
 def test_a_request_that_came_since_the_last_scrape_may_be_on_its_way() -> None:

@@ -33,7 +33,7 @@ def test_samples_of_a_prompt_are_read_once_where_prefixes_are_cached(caches: boo
     scheduler = make_scheduler([spec("a", capacity=stated)], "hetlb")
     [instance] = scheduler.instances
     asked = request(1, prompt=3000, sequences=8, samples=4)
-    [candidate], _ = scheduler.explain(asked, 100.0, 0.0)
+    [candidate], _ = scheduler.placement.explain(asked, 100.0, 0.0)
     read = 2 if caches else 8
     expected = instance.latency.first_token_s(3000, 0.0, 0.0, 0.0, 0.0, instance.token_budget, read)
     assert candidate.terms is not None
@@ -87,7 +87,7 @@ def test_others_that_share_a_prefix_pay_for_reading_it_at_a_second_instance() ->
     keys = (("system", 4000),)
     first = dispatched(scheduler.on_arrival(request(1, prompt=4100, prefix_keys=keys), 0.0))
     asked = request(2, prompt=4100, prefix_keys=keys)
-    for candidate in scheduler.explain(asked, 100.0, 0.0)[0]:
+    for candidate in scheduler.placement.explain(asked, 100.0, 0.0)[0]:
         assert candidate.terms is not None
         if candidate.instance == first.instance:
             assert candidate.terms["shared_s"] == 0.0
@@ -126,7 +126,7 @@ def test_the_first_token_on_an_idle_instance_is_the_latency_model_s(
         scheduler.on_first_token(earlier, 1.0)
         scheduler.on_lease_ended(earlier, Outcome.CLIENT_GONE, 1.0)
     asked = request(2, prompt=prompt, sequences=sequences, prefix_keys=keys)
-    [candidate], _ = scheduler.explain(asked, 100.0, 2.0)
+    [candidate], _ = scheduler.placement.explain(asked, 100.0, 2.0)
     held = min(cached, prompt - 1) if keys else 0
     expected = instance.latency.first_token_s(prompt, held, 0.0, 0.0, 0.0, instance.token_budget, sequences)
     assert candidate.terms is not None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hetlb.core.block_index import BlocksStored, KvEventBatch, block_digests
 from hetlb.core.instance import Instance
-from hetlb.core.ledger import Ledger
+from hetlb.core.ledger import Ledger, check_instance
 from hetlb.core.queue import Queue, QueueLimits
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
@@ -177,7 +177,7 @@ class Account:
             mark = instance.speed.mark()
             assert mark.sequence_s == pytest.approx(self.sequence_s, abs=1e-6)
             assert mark.token_s == pytest.approx(self.token_s, abs=1e-3)
-        instance.check_integrity()
+        check_instance(instance)
 
 
 STEP = st.tuples(
@@ -442,7 +442,7 @@ def not_incoming(scheduler: Scheduler, lease: Lease, decode: Lease) -> None:
 
 
 def another_incoming(scheduler: Scheduler, lease: Lease, decode: Lease) -> None:
-    d = scheduler.holder(decode)
+    d = scheduler.ledger.leased[decode.id]
     d.incoming[decode.id] = Lease(
         decode.id, decode.request, "d", d.incarnation, work_ns=0, kv_tokens=0, kv_prompt_tokens=0,
         promised_tokens=0, prompt_tokens=0, unread_tokens=0, predicted_output=1.0, dispatched_at=0.0,
@@ -453,12 +453,12 @@ def another_incoming(scheduler: Scheduler, lease: Lease, decode: Lease) -> None:
 
 
 def unknown_lease(scheduler: Scheduler, lease: Lease, decode: Lease) -> None:
-    leased = scheduler._ledger.leased
+    leased = scheduler.ledger.leased
     leased[99] = leased.pop(lease.id)
 
 
 def lease_of_none(scheduler: Scheduler, lease: Lease, decode: Lease) -> None:
-    del scheduler._ledger.leased[lease.id]
+    del scheduler.ledger.leased[lease.id]
 
 
 def ended_lease(scheduler: Scheduler, lease: Lease, decode: Lease) -> None:
@@ -466,7 +466,7 @@ def ended_lease(scheduler: Scheduler, lease: Lease, decode: Lease) -> None:
 
 
 def forgotten_group(scheduler: Scheduler, lease: Lease, decode: Lease) -> None:
-    scheduler.holder(lease).groups[lease.id] = lease
+    scheduler.ledger.leased[lease.id].groups[lease.id] = lease
 
 
 def waits_too(scheduler: Scheduler, lease: Lease, decode: Lease) -> None:
@@ -501,7 +501,7 @@ def test_books_that_do_not_add_up_are_noticed(
     breaks: Callable[[Scheduler, Lease, Lease], None], says: str | None
 ) -> None:
     scheduler, lease, decode = split()
-    assert set(scheduler._ledger.check_integrity(scheduler.instances)) == set(scheduler.instances)
+    assert set(scheduler.ledger.check_integrity(scheduler.instances)) == set(scheduler.instances)
     scheduler.check_integrity()
     breaks(scheduler, lease, decode)
     with pytest.raises(AssertionError, match=says):

@@ -31,7 +31,7 @@ def fleet(names: str = "ab", policy: str = "hetlb", **slower: float) -> Schedule
 
 
 def context(scheduler: Scheduler, asked: Request, waiting: int = 0, now: float = 0.0) -> SchedulingContext:
-    assert asked.model in scheduler.models
+    assert asked.model in scheduler.fleet.ready
     return scheduler.placement.context(asked, 50.0, waiting, now, None)
 
 
@@ -110,7 +110,7 @@ def test_what_caches_hold_of_a_prompt_is_told_and_exact_where_engines_tell() -> 
     held = context(scheduler, asked).held
     assert held is not None
     assert held.tokens == {
-        each.tree.cache_id: 1000 for each in {scheduler.holder(lease) for lease in running}
+        each.tree.cache_id: 1000 for each in {scheduler.ledger.leased[lease.id] for lease in running}
     }
     assert context(scheduler, request(9, prompt=1200)).held is None
     stored = BlocksStored((0,), None, digests[:1], 50)
@@ -168,7 +168,7 @@ def test_instances_that_are_kept_for_others_are_not_chosen() -> None:
 def test_availabilities_go_with_the_instances_that_are_left() -> None:
     scheduler = make_scheduler([spec("a", kv=1000), spec("b", kv=5000), spec("c", kv=1000)], "hetlb")
     c = scheduler.instances[2]
-    c.mark_busy(10.0, 0, 0.0)
+    c.throttle.mark_busy(10.0, c.sequences, 0.0)
     scheduler.fleet.reindex(0.0)
     ready = scheduler.fleet.ready["m"]
     found = scheduler.placement.choose(request(1), ready, 1.0, 50.0, ceiling=1)
@@ -205,7 +205,7 @@ def test_most_requests_go_to_all_without_a_look() -> None:
 
 def test_a_restraint_that_is_over_is_forgotten_at_the_next_request() -> None:
     scheduler = fleet()
-    scheduler.instances[0].mark_busy(10.0, 0, 0.0)
+    scheduler.instances[0].throttle.mark_busy(10.0, 0, 0.0)
     scheduler.fleet.reindex(0.0)
     assert sole(scheduler, request(1), 1.0).lease.instance == "b"
     assert scheduler.fleet.ready["m"].throttled
@@ -228,7 +228,7 @@ def test_a_dispatch_tells_the_policy_and_all_instances_in_their_places() -> None
     ]
     scheduler.set_policy("rr", 0.0)
     assert sole(scheduler, request(8)).reason == "rr"
-    assert scheduler.placement.policy_name == scheduler.policy_name == "rr"
+    assert scheduler.placement.policy_name == "rr"
 
 
 def test_what_a_request_took_of_a_cache_is_part_of_the_mean_request() -> None:
@@ -280,7 +280,7 @@ def test_an_explanation_books_nothing_and_fills_in_the_terms_of_the_paper() -> N
     scheduler = fleet("abc", "least-requests", c=2.0)
     scheduler.on_instance(AdminStateSet("a", AdminState.MAINT), 0.0)
     asked = request(1, prompt=400)
-    candidates, chosen = scheduler.explain(asked, 100.0, 0.0)
+    candidates, chosen = scheduler.placement.explain(asked, 100.0, 0.0)
     assert (chosen, scheduler.in_flight) == ("b", 0)
     assert [(each.instance, each.eligible, each.reason) for each in candidates] == [
         ("a", False, "in maintenance"),
@@ -297,10 +297,10 @@ def test_an_explanation_books_nothing_and_fills_in_the_terms_of_the_paper() -> N
 
 def test_of_a_model_that_is_not_there_nothing_is_explained() -> None:
     scheduler = fleet()
-    assert scheduler.explain(request(1, model="none"), 10.0, 0.0) == ([], None)
+    assert scheduler.placement.explain(request(1, model="none"), 10.0, 0.0) == ([], None)
     for name in "ab":
         scheduler.on_instance(AdminStateSet(name, AdminState.DRAIN), 0.0)
-    candidates, chosen = scheduler.explain(request(1), 10.0, 0.0)
+    candidates, chosen = scheduler.placement.explain(request(1), 10.0, 0.0)
     assert ([each.reason for each in candidates], chosen) == (["draining", "draining"], None)
 
 
@@ -311,5 +311,5 @@ def test_what_waits_is_part_of_an_explanation() -> None:
     for size, later in ((0, True), (10**6, False)):
         if size:
             scheduler.queue.push(request(9, pinned="a"), 0.0, size=size)
-        candidates, chosen = scheduler.explain(request(2), 50.0, 5.0)
+        candidates, chosen = scheduler.placement.explain(request(2), 50.0, 5.0)
         assert ((candidates[1].terms or {})["finish_s"] > 0.0, chosen) == (later, "a")

@@ -9,7 +9,7 @@ from helpers import FAST, dispatched, make_scheduler, request, spec
 from hetlb.core.demand import Demand
 from hetlb.core.peak_ewma import PeakEwma
 from hetlb.core.policies.base import COMBINE_FORMS, PlannedShares, PolicyParams, SchedulingContext
-from hetlb.core.policies.baselines import PrefixMatch
+from hetlb.core.policies.baselines import PrefixMatch, kv_used_tokens
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import make_predictor
 from hetlb.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome, Request
@@ -86,10 +86,10 @@ def test_a_stale_or_lower_report_never_undercuts_the_ledger() -> None:
     lease = dispatched(scheduler.on_arrival(request(1, prompt=4000), 0.0))
     instance = scheduler.instances[0]
     scheduler.on_scrape("a", EngineSample(kv_usage=0.0), 0.0)
-    assert instance.kv_used_tokens(0.0) == lease.kv_tokens
+    assert kv_used_tokens(instance, 0.0) == lease.kv_tokens
     scheduler.on_scrape("a", EngineSample(kv_usage=0.9), 0.0)
-    assert instance.kv_used_tokens(4.0) == pytest.approx(9000)
-    assert instance.kv_used_tokens(6.0) == lease.kv_tokens
+    assert kv_used_tokens(instance, 4.0) == pytest.approx(9000)
+    assert kv_used_tokens(instance, 6.0) == lease.kv_tokens
 
 
 def test_single_uses_one_and_fails_over() -> None:
@@ -288,7 +288,7 @@ def test_lmetric_multiplies_tokens_to_compute_by_the_batch() -> None:
         dispatched(scheduler.on_arrival(request(i, prompt=tokens), 0.0)) for i, tokens in ((1, 100), (2, 900))
     ]
     assert [each.instance for each in sent] == ["a", "b"]
-    first, second = (each.score for each in scheduler.explain(request(3, prompt=50), 10.0, 0.0)[0])
+    first, second = (each.score for each in scheduler.placement.explain(request(3, prompt=50), 10.0, 0.0)[0])
     assert (first, second) == ((100 + 50) * 2, (900 + 50) * 2)
     scheduler.on_first_token(sent[1], 1.0)
     assert dispatched(scheduler.on_arrival(request(4, prompt=50), 1.0)).instance == "b"

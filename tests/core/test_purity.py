@@ -136,7 +136,7 @@ def test_scoring_changes_nothing_and_an_instance_s_numbers_are_its_own(
                 if policy not in AMONG_OTHERS and each.eligible and other.eligible and finite:
                     assert _own_score(each) == pytest.approx(_own_score(other), rel=1e-9)
         if policy not in AMONG_OTHERS:
-            scheduler.explain(asked, 60.0, later)
+            scheduler.placement.explain(asked, 60.0, later)
 
     watched, left_alone = Run(policy, look), Run(policy, lambda scheduler, now: None)
     for event in events:

@@ -202,7 +202,7 @@ def test_one_token_of_output_is_the_least() -> None:
 
 def busy(scheduler: Scheduler, name: str, until: float) -> None:
     each = next(each for each in scheduler.instances if each.name == name)
-    each.mark_busy(until, 0, 0.0)
+    each.throttle.mark_busy(until, each.sequences, 0.0)
 
 
 def test_the_most_available_are_left_where_the_policy_does_not_hold_back() -> None:

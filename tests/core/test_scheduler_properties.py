@@ -247,10 +247,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(each.lease.decode is None for each in again if each.request_id == lease.request.id)
         self.carry_out(commands, lease.request.id)
 
-    @precondition(lambda self: hasattr(self, "scheduler") and self.scheduler.holds)
+    @precondition(lambda self: hasattr(self, "scheduler") and self.scheduler.holds.all())
     @rule(data=st.data())
     def release_hold(self, data: st.DataObject) -> None:
-        holds = {hold.id: hold for hold in self.scheduler.holds}
+        holds = {hold.id: hold for hold in self.scheduler.holds.all()}
         hold = holds[data.draw(st.sampled_from(sorted(holds)))]
         self.carry_out(self.scheduler.on_hold_released(hold, self.now))
         assert hold.ended
@@ -271,7 +271,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         """Another scheduler begins: it hears of the live leases, then of the requests that wait."""
         old = self.scheduler
-        self.scheduler = self.make([each.spec for each in old.instances], old.policy_name)
+        self.scheduler = self.make([each.spec for each in old.instances], old.placement.policy_name)
         leases, self.leases = self.leases, {}
         for lease in leases.values():
             live = booked(lease, self.now)

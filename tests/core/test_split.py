@@ -270,7 +270,7 @@ def test_prompts_go_from_faster_readers_to_slower_ones_unless_roles_say_otherwis
     ctx = scheduler.placement.context(asked, 100.0, 0, 0.0, None, None)
     mixed = roles == (Role.BOTH, Role.BOTH)
     evaluation = Evaluation(ctx, instances, tuple(term.weight for term in TERMS), hold=False)
-    found = _Pairs(ctx, evaluation, scheduler._holds.transfers, mixed).best_pair(math.inf)
+    found = _Pairs(ctx, evaluation, scheduler.holds.transfers, mixed).best_pair(math.inf)
     assert (found and (instances[found.source].name, instances[found.target].name)) == expected
 
 
@@ -315,7 +315,7 @@ def test_an_answer_pays_for_the_prompts_to_come_where_it_decodes() -> None:
     def cost_s(now: float) -> float:
         ctx = scheduler.placement.context(split_request(1000), 100.0, 0, now, None, None)
         evaluation = Evaluation(ctx, [d], tuple(term.weight for term in TERMS), hold=False)
-        pairs = _Pairs(ctx, evaluation, scheduler._holds.transfers, mixed=False)
+        pairs = _Pairs(ctx, evaluation, scheduler.holds.transfers, mixed=False)
         return pairs._delay_to_come_s(evaluation.ratings[0], 1.0)
 
     assert cost_s(0.0) == 0.0
@@ -346,7 +346,7 @@ def test_a_slow_pair_is_learnt_from_what_was_seen() -> None:
     specs = [part("p", Role.PREFILL), part("near", Role.DECODE), part("far", Role.DECODE)]
     scheduler = make_scheduler(specs, "hetlb")
     p, now = named(scheduler, "p"), 0.0
-    before = scheduler._holds.transfers.estimate_s(p, named(scheduler, "far"), 2000, 0.0)
+    before = scheduler.holds.transfers.estimate_s(p, named(scheduler, "far"), 2000, 0.0)
     for number in range(1, 12):
         now += 10.0
         lease = placed(scheduler.on_arrival(split_request(number), now))
@@ -356,7 +356,7 @@ def test_a_slow_pair_is_learnt_from_what_was_seen() -> None:
         scheduler.on_first_token(decode, now + 1.0 + took)
         decode.output_tokens = 2
         scheduler.on_lease_ended(decode, Outcome.OK, now + 1.1 + took)
-    assert scheduler._holds.transfers.estimate_s(p, named(scheduler, "near"), 2000, now) < 0.1
+    assert scheduler.holds.transfers.estimate_s(p, named(scheduler, "near"), 2000, now) < 0.1
     assert before < 0.1
     lease = placed(scheduler.on_arrival(split_request(100), now + 20))
     assert lease.decode is not None
@@ -366,7 +366,7 @@ def test_a_slow_pair_is_learnt_from_what_was_seen() -> None:
 def test_a_pair_that_was_slow_is_tried_again_after_a_while() -> None:
     scheduler = pair()
     p, d = scheduler.instances
-    times = scheduler._holds.transfers
+    times = scheduler.holds.transfers
     nominal = times.estimate_s(p, d, 1000, 0.0)
     for _ in range(3):
         times.observe(p, d, LINK, 1000, 2.0, 10.0)

@@ -533,7 +533,7 @@ async def test_bodies_that_are_wrong(
             assert reply.status == status
             assert reply.json["error"]["code"] == status
             assert len(reply.message) < 200
-            assert (running.names, running.scheduler.policy_name) == (["i0"], "rr")
+            assert (running.names, running.scheduler.placement.policy_name) == (["i0"], "rr")
 
 
 async def test_an_engine_that_is_gone_leaves_the_admin_listener_alone(tmp_path: Path) -> None:

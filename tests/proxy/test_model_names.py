@@ -76,7 +76,7 @@ async def test_the_right_to_an_alias(tmp_path: Path) -> None:
         large.served, small.served = "large", "small"
         tables = fleet(large, small, proxy={"api_keys_file": "keys.yaml"})
         async with serving(tmp_path, tables) as running:
-            await turns_until(lambda: len(running.scheduler.models) == 2)
+            await turns_until(lambda: len(running.scheduler.fleet.ready) == 2)
             statuses = {(key, model): (await ask(running, model, key))[0]
                         for key in "abc" for model in ("gpt-4o", "large", "small")}  # fmt: skip
     assert {pair for pair, status in statuses.items() if status == 200} == {

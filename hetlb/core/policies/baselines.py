@@ -13,6 +13,7 @@ from hashlib import blake2b
 from typing import ClassVar, Final
 
 from hetlb.core.instance import Instance
+from hetlb.core.occupancy import SIGNAL_STALE_S
 from hetlb.core.policies.base import (
     Policy,
     PolicyParams,
@@ -113,6 +114,14 @@ class PowerOfTwoChoices(Policy):
         ]
 
 
+def kv_used_tokens(instance: Instance, now: float) -> float:
+    """Tokens in use: what is promised, or what the engine reports if that is more and fresh."""
+    sample, at, promised = instance.sample, instance.sample_at, float(instance.kv_tokens)
+    if sample is None or sample.kv_usage is None or at is None or now - at > SIGNAL_STALE_S:
+        return promised
+    return max(promised, sample.kv_usage * instance.kv_cache_tokens)
+
+
 class LeastKv(Policy):
     """`least-kv`: most free KV tokens, absolute (a percentage hides how large the cache is)."""
 
@@ -122,7 +131,7 @@ class LeastKv(Policy):
         return [
             Candidate(
                 instance.name,
-                instance.kv_used_tokens(ctx.now) - instance.kv_cache_tokens,
+                kv_used_tokens(instance, ctx.now) - instance.kv_cache_tokens,
                 kv_utilization=instance.kv_utilization,
             )
             for instance in instances

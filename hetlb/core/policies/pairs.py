@@ -163,7 +163,8 @@ class _Pairs:
         decode_s = self.decode_s(each)
         first_s = self._first * JOINING_STEPS * each.with_s
         joining_s = each.joining_s(self._ctx.predicted_output)
-        return first_s + decode_s + joining_s + self._delay_to_come_s(each, decode_s)
+        finish = self._evaluation.weights[6] * each.finish_s
+        return first_s + decode_s + joining_s + finish + self._delay_to_come_s(each, decode_s)
 
     @staticmethod
     def decode_s(each: Rating) -> float:

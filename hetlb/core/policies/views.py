@@ -111,7 +111,7 @@ class View:
     @property
     def kv_tokens(self) -> float:
         """Tokens of its KV cache expected in use."""
-        return self._instance.expected_kv_tokens(self._ctx.now)
+        return self._instance.occupancy.expected_kv_tokens(self._ctx.now)
 
     @property
     def kv_cache_tokens(self) -> int:

@@ -118,7 +118,7 @@ def documents(
         speed = scheduler.placement.speeds(model, instances)
         each = parts(instances, shares, speed)
         requests = sum(shares[one.name].ended for one in instances if one.name in shares)
-        balanced, text = sentence(each, waiting.get(model, 0), scheduler.policy_name, requests)
+        balanced, text = sentence(each, waiting.get(model, 0), scheduler.placement.policy_name, requests)
         named = [
             {
                 "name": part.name,

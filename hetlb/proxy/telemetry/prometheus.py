@@ -93,7 +93,7 @@ class _Moment:
 
     def build(self) -> Things:
         """This build."""
-        policy, is_compiled = self.scheduler.policy_name, str(compiled()).lower()
+        policy, is_compiled = self.scheduler.placement.policy_name, str(compiled()).lower()
         return [(_pairs(version=hetlb.__version__, policy=policy, compiled=is_compiled), 1)]
 
     def times(self, what: str) -> Things:
@@ -116,7 +116,7 @@ class _Moment:
     def loads(self) -> Things:
         """The load of every model that is served or waited for. `saturation` above 1: requests wait."""
         queued, loads = self.scheduler.queue.by_model(), []
-        for model in dict.fromkeys([*self.scheduler.models, *queued]):
+        for model in dict.fromkeys([*self.scheduler.fleet.ready, *queued]):
             able = [each for _, each in self.instances if each.routable and each.serves(model)]
             places, waiting = sum(each.max_num_seqs for each in able), queued.get(model, 0)
             running = sum(each.sequences for each in able)
