@@ -49,6 +49,10 @@ _LOADS_KEPT: Final = 1024
 #: answer. A burst that is bound before a speed is known keeps the pace of the slowest instance.
 _UNTRIED_SEQUENCES: Final = 2
 _UNTRIED_S: Final = 10.0
+#: What waits longer than so many iterations full of prompts waits for a slot.
+_ITERATIONS: Final = 2.0
+#: Nothing waits at the engine, whatever runs.
+_NONE_WAITS: Final = (0, 0)
 #: Shorter answers say nothing about speed.
 _LEAST_STEPS: Final = 4.0
 #: A first byte this late in an answer, as a share of its time, came with the whole of it: not a stream.
@@ -229,7 +233,8 @@ class Instance:
         self.finished_kv_tokens = 0.0
         #: By how much the engine's own count of used KV tokens was above what is expected from the leases.
         self.kv_excess_tokens = 0.0
-        self._waiting_seen = 0
+        #: How many sequences ran at the last scrape, and what waited first.
+        self._waiting_seen = _NONE_WAITS
         #: Time at which its metrics showed how many sequences it runs at once, None if they have not.
         self.slots_learnt_at: float | None = None
 
@@ -561,8 +566,8 @@ class Instance:
 
         An engine that lets requests wait while its KV cache has room runs all it can, unless prompts take
         all tokens of its iterations. One scrape may have caught a request between arriving and running: two
-        in a row that say the same are believed. A scrape that lacks a figure (or has an absurd one) is no
-        news while the last one that had it is fresh.
+        in a row are believed if they say the same of the same request. A scrape that lacks a figure (or has
+        an absurd one) is no news while the last one that had it is fresh.
         """
         last, last_at = self.sample, self.sample_at
         if last is not None and last_at is not None and now - last_at <= SIGNAL_STALE_S:
@@ -595,27 +600,30 @@ class Instance:
         running = sample.running or 0
         fullest = sample.kv_usage if sample.kv_usage_max is None else sample.kv_usage_max
         room = fullest is not None and fullest < KV_ROOM
-        full = running if sample.waiting and room and not self._fills_iterations(running) else 0
-        if running > self.max_num_seqs or (full and full == self._waiting_seen):
+        full = (running, self._waits_for_slot(running, now)) if sample.waiting and room else _NONE_WAITS
+        if running > self.max_num_seqs or (full[1] and full == self._waiting_seen):
             self.max_num_seqs, self.slots_learnt_at = running, now
             self._update_parameters()
         self._waiting_seen = full
 
-    def _fills_iterations(self, running: int) -> bool:
-        """True if the prompts of so many sequences, its oldest, take all tokens of an iteration.
+    def _waits_for_slot(self, running: int, now: float) -> LeaseId:
+        """The lease that waits first where so many sequences, the oldest, run; 0 where it lacks no slot.
 
-        Then others wait for tokens, not for a place. An answer that is no stream does not show when its
-        prompt has been read: only prefill legs and streams are looked at.
+        It may have come in the running iteration or one before, or lack tokens: prompts take all of an
+        iteration. An answer that is no stream does not show when its prompt has been read: only prefill legs
+        and streams are looked at. -1: none of ours waits.
         """
-        unread, left = 0, running
+        unread, left, waits = 0, running, -1
         for lease in self.leases.values():
-            if left <= 0:
-                break
             if not lease.incoming:
+                if left <= 0:
+                    full_s = self.load.prompt_token_s * self.token_budget
+                    waits = lease.id if now - lease.dispatched_at > _ITERATIONS * full_s else 0
+                    break
                 left -= lease.request.sequences
                 if lease.first_token_at is None and (lease.request.streamed or lease.decode is not None):
                     unread += lease.unread_tokens
-        return unread + running >= self.token_budget * self.engines
+        return 0 if unread + running >= self.token_budget * self.engines else waits
 
     def _take_finished(self, sequences: int) -> None:
         """Return how many sequences of live requests have ended, at most all but one of each."""

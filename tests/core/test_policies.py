@@ -261,6 +261,21 @@ def test_an_engine_that_reads_long_prompts_lets_others_wait_for_tokens_not_for_p
     assert instance.max_num_seqs == 1, "it decodes, has memory, and lets another one wait"
 
 
+def test_what_came_in_a_long_iteration_waits_for_its_end_not_for_a_slot() -> None:
+    scheduler = make_scheduler([spec("a", capacity=Capacity(kv_cache_tokens=100_000))])
+    (instance,) = scheduler.instances
+    iteration_s = instance.load.prompt_token_s * instance.token_budget
+    waits = EngineSample(running=1, waiting=1, kv_usage=0.1)
+    for i in range(2):
+        scheduler.on_arrival(request(i, prompt=50, streamed=True), 0.0)
+    for share in (0.5, 1.0, 1.5):
+        scheduler.on_scrape("a", waits, share * iteration_s)
+    assert instance.max_num_seqs == 256
+    for share in (2.5, 3.0):
+        scheduler.on_scrape("a", waits, share * iteration_s)
+    assert instance.max_num_seqs == 1, "the same one still waits"
+
+
 def test_the_memory_baseline_ignores_speed() -> None:
     chosen = shares("paper-memory", 40, spec("a", slower=50.0), spec("b"))
     assert chosen.count("a") == chosen.count("b") == 20

@@ -91,18 +91,9 @@ class Rating(Forecast):
     """
 
     __slots__ = (
-        "adapter_s",
-        "finish_s",
-        "index",
-        "last",
-        "limit",
-        "loss_s",
-        "miss",
-        "own_s",
-        "score",
-        "shared_s",
+        "adapter_s", "finish_s", "index", "last", "limit", "loss_s", "miss", "own_s", "score", "shared_s",
         "state",
-    )
+    )  # fmt: skip
 
     index: int
     state: int
