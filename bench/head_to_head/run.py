@@ -37,7 +37,7 @@ from fleets import FLEETS, OUTPUT_TOKENS, PREEMPTIONS, VLLM, Fleet, Serving, ser
 from peers import INSTALLED, PEERS, ROOT, RUN, Peer, Running, hetlb
 from rig import cores, free_ports, one_at_a_time
 from tables import show, write_pages
-from traffic import TRAFFIC, Spec, Traffic, rows_of, some_rows
+from traffic import TRAFFIC, WARM_UP, Spec, Traffic, rows_of, some_rows
 
 from hetlb.loadtest.runs import measure
 
@@ -59,8 +59,6 @@ ROUTERS = (
     *HETLB, "smg-cache", "smg-least", "smg-p2c", "dynamo", "lodestar", "vllm-router-p2c", "sglang-router",
     "envoy", "haproxy", "nginx", "litellm", ALONE,
 )  # fmt: skip
-#: Requests before the first load but the fresh one, at half load, not measured: what is learnt is learnt.
-WARM_UP = 60
 #: A router that used more of a core than this may have been the limit.
 MOST_CPU = 0.5
 _KEPT = (

@@ -10,6 +10,7 @@ from typing import Any
 from document import number_text, replace_sections, table
 from fleets import FLEETS, VLLM, Fleet
 from peers import ROOT
+from simulated import POLICIES, simulated
 from traffic import TRAFFIC, Traffic
 
 PAGE, README = ROOT / "docs" / "head-to-head.md", ROOT / "README.md"
@@ -190,6 +191,29 @@ def _ratios(record: Record) -> Iterator[tuple[str, Fleet, Traffic, str, float, s
                         yield own, fleet, traffic, figure, ratio, TITLES.get(best[0], best[0])
 
 
+def simulation(document: dict[str, Any]) -> str:
+    """Simulated figures over measured ones, round by round: medians, with least and most."""
+    record, rows = Record(document), []
+    figures = ("mean_ttft_ms", "p99_ttft_ms", "mean_e2el_ms", "p99_e2el_ms")
+    for fleet in record.fleets:
+        for router in POLICIES if not fleet.real else ():
+            rounds = sorted({run["round"] for run in document["runs"] if run["fleet"] == fleet.name})
+            said = {number: simulated(fleet, router, number) for number in rounds}
+            for traffic in record.loads(fleet):
+                runs = record.runs(fleet, traffic, router)
+                cells = []
+                for figure in figures if runs and traffic.load is not None and traffic.waves is None else ():
+                    ratios = [said[run["round"]][traffic.name][figure] / run[figure] for run in runs]
+                    ends = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+                    cells.append(f"{statistics.median(ratios):.2f}{ends}")
+                if cells:
+                    rows.append([f"`{fleet.name}`", f"`{POLICIES[router]}`", traffic.title, *cells])
+    return (
+        table(["fleet", "policy", "load", *(FIGURES[each][0].partition(" (")[0] for each in figures)], rows)
+        + "\n"
+    )
+
+
 def summary(document: dict[str, Any]) -> str:
     """The tables of the README: three kinds of engines, and two real servers beside the fast one alone."""
     record = Record(document)
@@ -230,6 +254,6 @@ def setup(document: dict[str, Any]) -> str:
 
 def write_pages(document: dict[str, Any]) -> None:
     """Renew docs/head-to-head.md and the section of the README."""
-    sections = {"setup": setup, "behind": behind, "means": means, "tables": show}
+    sections = {"setup": setup, "behind": behind, "means": means, "tables": show, "simulated": simulation}
     replace_sections(PAGE, {name: make(document) for name, make in sections.items()})
     replace_sections(README, {"head-to-head": summary(document)})
