@@ -51,8 +51,6 @@ _UNTRIED_SEQUENCES: Final = 2
 _UNTRIED_S: Final = 10.0
 #: What waits longer than so many iterations full of prompts waits for a slot.
 _ITERATIONS: Final = 2.0
-#: Nothing waits at the engine, whatever runs.
-_NONE_WAITS: Final = (0, 0)
 #: Shorter answers say nothing about speed.
 _LEAST_STEPS: Final = 4.0
 #: A first byte this late in an answer, as a share of its time, came with the whole of it: not a stream.
@@ -233,8 +231,7 @@ class Instance:
         self.finished_kv_tokens = 0.0
         #: By how much the engine's own count of used KV tokens was above what is expected from the leases.
         self.kv_excess_tokens = 0.0
-        #: How many sequences ran at the last scrape, and what waited first.
-        self._waiting_seen = _NONE_WAITS
+        self._waiting_seen = 0
         #: Time at which its metrics showed how many sequences it runs at once, None if they have not.
         self.slots_learnt_at: float | None = None
 
@@ -565,9 +562,8 @@ class Instance:
         """Take over what a scrape says.
 
         An engine that lets requests wait while its KV cache has room runs all it can, unless prompts take
-        all tokens of its iterations. One scrape may have caught a request between arriving and running: two
-        in a row are believed if they say the same of the same request. A scrape that lacks a figure (or has
-        an absurd one) is no news while the last one that had it is fresh.
+        all tokens of its iterations. Two scrapes in a row that say the same are believed. A scrape that lacks
+        a figure (or has an absurd one) is no news while the last one that had it is fresh.
         """
         last, last_at = self.sample, self.sample_at
         if last is not None and last_at is not None and now - last_at <= SIGNAL_STALE_S:
@@ -600,30 +596,31 @@ class Instance:
         running = sample.running or 0
         fullest = sample.kv_usage if sample.kv_usage_max is None else sample.kv_usage_max
         room = fullest is not None and fullest < KV_ROOM
-        full = (running, self._waits_for_slot(running, now)) if sample.waiting and room else _NONE_WAITS
-        if running > self.max_num_seqs or (full[1] and full == self._waiting_seen):
+        full = running if sample.waiting and room and self._waits_for_slot(running, now) else 0
+        if running > self.max_num_seqs or (full and full == self._waiting_seen):
             self.max_num_seqs, self.slots_learnt_at = running, now
             self._update_parameters()
         self._waiting_seen = full
 
-    def _waits_for_slot(self, running: int, now: float) -> LeaseId:
-        """The lease that waits first where so many sequences, the oldest, run; 0 where it lacks no slot.
+    def _waits_for_slot(self, running: int, now: float) -> bool:
+        """True if where so many sequences, its oldest, run, what waits first lacks a slot.
 
         It may have come in the running iteration or one before, or lack tokens: prompts take all of an
         iteration. An answer that is no stream does not show when its prompt has been read: only prefill legs
-        and streams are looked at. -1: none of ours waits.
+        and streams are looked at.
         """
-        unread, left, waits = 0, running, -1
+        unread, left = 0, running
         for lease in self.leases.values():
             if not lease.incoming:
                 if left <= 0:
                     full_s = self.load.prompt_token_s * self.token_budget
-                    waits = lease.id if now - lease.dispatched_at > _ITERATIONS * full_s else 0
+                    if now - lease.dispatched_at <= _ITERATIONS * full_s:
+                        return False
                     break
                 left -= lease.request.sequences
                 if lease.first_token_at is None and (lease.request.streamed or lease.decode is not None):
                     unread += lease.unread_tokens
-        return 0 if unread + running >= self.token_budget * self.engines else waits
+        return unread + running < self.token_budget * self.engines
 
     def _take_finished(self, sequences: int) -> None:
         """Return how many sequences of live requests have ended, at most all but one of each."""

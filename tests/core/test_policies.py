@@ -273,7 +273,7 @@ def test_what_came_in_a_long_iteration_waits_for_its_end_not_for_a_slot() -> Non
     assert instance.max_num_seqs == 256
     for share in (2.5, 3.0):
         scheduler.on_scrape("a", waits, share * iteration_s)
-    assert instance.max_num_seqs == 1, "the same one still waits"
+    assert instance.max_num_seqs == 1, "it still waits"
 
 
 def test_the_memory_baseline_ignores_speed() -> None:
