@@ -49,7 +49,7 @@ _LOADS_KEPT: Final = 1024
 #: answer. A burst that is bound before a speed is known keeps the pace of the slowest instance.
 _UNTRIED_SEQUENCES: Final = 2
 _UNTRIED_S: Final = 10.0
-#: What waits longer than so many iterations full of prompts waits for a slot.
+#: Iterations full of prompts after which what still waits lacks a slot.
 _ITERATIONS: Final = 2.0
 #: Shorter answers say nothing about speed.
 _LEAST_STEPS: Final = 4.0
