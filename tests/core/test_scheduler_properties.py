@@ -275,7 +275,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         leases, self.leases = self.leases, {}
         for lease in leases.values():
             live = booked(lease, self.now)
-            if old.holder(lease).removed:  # its end means nothing to the other scheduler
+            if old.ledger.leased[lease.id].removed:  # its end means nothing to the other scheduler
                 self.answered.add(lease.request.id)
                 continue
             restored = self.scheduler.restore(live, self.now)
