@@ -1,4 +1,4 @@
-"""What the simulator says of hetlb's rows: the same requests at the same times, by the same policy.
+"""Simulation of hetlb's rows: the same requests at the same times, by the same policy.
 
 A job's loads are simulated one after the other, as its router saw them, so that what has been learnt is the
 same; times are those of engines that are not slowed. Nothing of the run is used but its plan.
@@ -6,13 +6,11 @@ same; times are those of engines that are not slowed. Nothing of the run is used
 
 from __future__ import annotations
 
-import math
 import random
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
-import numpy
 from fleets import Fleet
 from traffic import TRAFFIC, WARM_UP, rows_of, some_rows
 
@@ -25,7 +23,7 @@ from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest, Waves, make_load
 from hetlb.workload.content import contents_of
-from hetlb.workload.records import RequestResult
+from hetlb.workload.records import summarize
 
 #: Policy by router: those whose scheduler is hetlb's and knows the true profiles.
 POLICIES = {"hetlb": "hetlb", "hetlb-lmetric": "lmetric"}
@@ -33,8 +31,8 @@ POLICIES = {"hetlb": "hetlb", "hetlb-lmetric": "lmetric"}
 _PAUSE_S = 1000.0
 
 
-def simulated(fleet: Fleet, router: str, number: int) -> dict[str, dict[str, float]]:
-    """Figures (ms) of a round, by load."""
+def simulated(fleet: Fleet, router: str, number: int) -> dict[str, dict[str, Any]]:
+    """Figures of a round by load, as `summarize` names them."""
     full_rps = fleet.requests_per_s(rows_of(fleet.lengths)) * fleet.time_scale
     plan: list[PlannedRequest] = []
     places: dict[str, slice] = {}
@@ -66,7 +64,7 @@ def simulated(fleet: Fleet, router: str, number: int) -> dict[str, dict[str, flo
         for name, each, limit in zip(names, fleet.profiles, limits, strict=True)
     }
     records = FleetSimulation(setup, engines, plan, model="m").run().records
-    return {label: _figures(records[place]) for label, place in places.items()}
+    return {label: summarize(records[place]) for label, place in places.items()}
 
 
 def _loads(fleet: Fleet, full_rps: float) -> Iterator[tuple[str, int, float, Waves | None]]:
@@ -83,14 +81,3 @@ def _loads(fleet: Fleet, full_rps: float) -> Iterator[tuple[str, int, float, Wav
             traffic.waves.on_s / fleet.time_scale, traffic.waves.off_s / fleet.time_scale
         )
         yield traffic.name, count, rate * fleet.time_scale, waves
-
-
-def _figures(records: Sequence[RequestResult]) -> dict[str, float]:
-    first = [1e3 * ((each.first_token_s or math.nan) - each.scheduled_s) for each in records]
-    whole = [1e3 * ((each.last_token_s or math.nan) - each.scheduled_s) for each in records]
-    return {
-        "mean_ttft_ms": statistics.fmean(first),
-        "p99_ttft_ms": float(numpy.percentile(first, 99)),
-        "mean_e2el_ms": statistics.fmean(whole),
-        "p99_e2el_ms": float(numpy.percentile(whole, 99)),
-    }

@@ -201,13 +201,14 @@ def simulation(document: dict[str, Any]) -> str:
             said = {number: simulated(fleet, router, number) for number in rounds}
             for traffic in record.loads(fleet):
                 runs = record.runs(fleet, traffic, router)
+                if not runs or traffic.load is None or traffic.waves is not None:
+                    continue
                 cells = []
-                for figure in figures if runs and traffic.load is not None and traffic.waves is None else ():
+                for figure in figures:
                     ratios = [said[run["round"]][traffic.name][figure] / run[figure] for run in runs]
                     ends = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
                     cells.append(f"{statistics.median(ratios):.2f}{ends}")
-                if cells:
-                    rows.append([f"`{fleet.name}`", f"`{POLICIES[router]}`", traffic.title, *cells])
+                rows.append([f"`{fleet.name}`", f"`{POLICIES[router]}`", traffic.title, *cells])
     return (
         table(["fleet", "policy", "load", *(FIGURES[each][0].partition(" (")[0] for each in figures)], rows)
         + "\n"

@@ -481,7 +481,7 @@ class Evaluation:
     def _busy_s(self, each: Rating) -> float:
         """Seconds until an instance is done with one long answer, and with all that it has at full speed."""
         ctx, mix = self._ctx, self._ctx.demand.mix
-        # What runs is half done in the mean.
+        # Half of all that runs is done in the mean.
         size = size_of(ctx.request, ctx.predicted_output) + mix.size * each.seen.running / 2.0
         return max(self._long_answer_s(each), size / self.fleet.costs[each.index].speed)
 
