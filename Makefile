@@ -25,13 +25,16 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-# Tests wait for sockets and processes half of their time: one process more than there are cores.
-JOBS ?= $(shell expr $$(nproc) + 1)
+# Tests wait for sockets and processes half of their time: two processes more than there are cores, each with
+# tests of its own that have fixtures in common, until it is done and takes some of another.
+JOBS ?= $(shell expr $$(nproc) + 2)
+SPREAD := -n $(JOBS) --dist worksteal
 # Folders of which `make test-slow` runs the tests; all of them.
 SLOW ?=
-# Tests of what is compiled. The rest runs interpreted in either build: dashboard, sources of instances.
+# Tests of what is compiled. The rest runs interpreted in either build: dashboard, sources of instances, logs.
 COMPILED_TESTS := tests/core tests/proxy tests/workers tests/pick tests/faults tests/test_parity.py tests/cli/test_explain.py \
-  tests/sim tests/emulator tests/fuzz/test_growth.py --ignore=tests/proxy/dashboard --ignore=tests/proxy/discovery
+  tests/sim tests/emulator tests/fuzz/test_growth.py --ignore=tests/proxy/dashboard --ignore=tests/proxy/discovery \
+  --ignore=tests/sim/test_against.py
 # More options of `make bench-head-to-head`, as `--minutes 30`. It goes on with its record; without that it begins.
 HEAD_TO_HEAD ?=
 # Seconds for each fuzz target; that for cost takes a minute at least.
@@ -67,15 +70,15 @@ demo-scaleout: .venv/.dev
 	@$(BIN)/python bench/scale/demo.py
 
 test: .venv/.dev
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest $(SPREAD)
 
 # PYTHONSAFEPATH: the tests and what they start take the installed hetlb, not the one in this folder.
 test-compiled: .venv-compiled/.done
-	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest -n $(JOBS) -m 'not vllm' $(COMPILED_TESTS)
+	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest $(SPREAD) -m 'not vllm and not light' $(COMPILED_TESTS)
 	PYTHONSAFEPATH=1 .venv-compiled/bin/python tests/fuzz/run.py --seconds 5 --mutants 1000 --short
 
 test-slow: .venv/.dev
-	$(BIN)/python -m pytest -n $(JOBS) -m 'slow and not vllm' $(SLOW)
+	$(BIN)/python -m pytest $(SPREAD) -m 'slow and not vllm' $(SLOW)
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .
@@ -158,7 +161,7 @@ fuzz: .venv/.dev .venv/.fuzz
 	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
 
 properties: .venv/.dev
-	$(BIN)/python -m pytest -n $(JOBS) -m 'hypothesis and not vllm' --hypothesis-profile=search
+	$(BIN)/python -m pytest $(SPREAD) -m 'hypothesis and not vllm' --hypothesis-profile=search
 
 soak: .venv/.dev
 	$(BIN)/python bench/faults/soak.py --minutes $(or $(MINUTES),10)

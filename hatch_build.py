@@ -31,7 +31,7 @@ COMPILED = (
             "client_response", "connection", "connection_states", "driver", "ends",
             "engine_pools", "continuation", "engine_answer", "engine_request", "exchange",
             "exchange_states", "limits", "message_channel", "paced_reading", "prefix_keys", "progress",
-            "realtime", "router", "scheduler_driver", "scheduler_side", "scheduling", "server",
+            "realtime", "router", "scheduler_driver", "scheduler_side", "server",
             "streamed_answer", "token_estimator", "upstream",
         )
     ),
@@ -39,20 +39,20 @@ COMPILED = (
         f"proxy/http/{name}.py"
         for name in (
             "error_responses", "forward_headers", "http1", "multipart", "openai_body", "request_reader",
-            "retry_after", "sse",
+            "sse",
         )
     ),
     *(
         f"proxy/telemetry/{name}.py"
-        for name in ("access_log", "counters", "histograms", "recent", "request_record", "trace_context")
+        for name in ("access_log", "counters", "histograms", "recent", "request_record")
     ),
     *(f"pick/{name}.py" for name in ("pick_driver", "stream")),
     *(
         f"sim/{name}.py"
         for name in (
-            "adapter_slots", "block_pool", "decode_batch", "delayed_view", "engine_limits", "engine_model",
+            "adapter_slots", "block_pool", "decode_batch", "engine_limits", "engine_model",
             "engine_sequence", "event_queue", "fleet_engine", "fleet_simulation", "flights", "iterations",
-            "kv_blocks", "kv_fetches", "prefix",
+            "kv_blocks",
         )
     ),
     "workers/relay_driver.py",

@@ -32,7 +32,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "request": (
         "proxy/driver", "proxy/router", "proxy/ends", "proxy/http/error_responses", "proxy/http/retry_after",
         "proxy/http/multipart", "proxy/prefix_keys", "proxy/token_estimator",
-        "proxy/scheduling", "proxy/telemetry/access_log", "proxy/telemetry/counters",
+        "proxy/telemetry/access_log", "proxy/telemetry/counters",
         "proxy/telemetry/histograms", "proxy/telemetry/history",
     ),
     # With `core`.

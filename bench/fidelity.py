@@ -40,7 +40,7 @@ import pair as real
 from engines import REPO_ROOT, SERVED_MODEL_NAME, TINY_FAST, TINY_SLOW
 
 from hetlb.config.profile_file import Profile, load_profile
-from hetlb.core.eventlog import Replay, decode_setup, read_request
+from hetlb.core.eventlog import Replay, decode_setup, read_value
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health, Request
@@ -233,7 +233,7 @@ async def overhead_s(endpoint: Endpoint, profile: Profile) -> float:
     A profile leaves out what the server does before its engine has the request; users wait for it.
     """
     prompts = random.Random(7).choices(range(*PROMPT_TOKENS), k=LONE)
-    plan = [PlannedRequest(i, LONE_GAP_S * i, prompt, 1) for i, prompt in enumerate(prompts)]
+    plan = [PlannedRequest(i, LONE_GAP_S * i, Row(None, prompt, 1)) for i, prompt in enumerate(prompts)]
     result = await real.load(endpoint.url, plan, f"lone {time.time_ns()}", stream=False)
     if result.errors:
         raise SystemExit(f"{endpoint.name} does not serve: {result.examples}")
@@ -319,7 +319,7 @@ def read_log(lines: Sequence[str]) -> tuple[SchedulerSetup, list[Observed]]:
         fact = json.loads(line)
         now, kind = fact["t"], fact["kind"]
         if kind == "arrival":
-            request = read_request(fact["request"])
+            request = read_value(Request, fact["request"])
             requests[request.id] = Observed(number, request, now)
         elif kind == "first_token":
             leases[fact["lease"]].first_token_s = now
@@ -362,7 +362,9 @@ def simulate_placed(
     records: dict[int, RequestResult] = {}
     for spec in setup.specs:
         plan = [
-            PlannedRequest(i, each.arrived_s + each.held_s, each.request.prompt_tokens, each.output_tokens)
+            PlannedRequest(
+                i, each.arrived_s + each.held_s, Row(None, each.request.prompt_tokens, each.output_tokens)
+            )
             for i, each in enumerate(seen)
             if each.instance == spec.name
         ]
@@ -383,7 +385,7 @@ def simulate_free(
     for step in replay:
         assert step.same, f"line {step.line}: the log replays with another decision"
     plan = [
-        PlannedRequest(i, each.arrived_s, each.request.prompt_tokens, each.output_tokens)
+        PlannedRequest(i, each.arrived_s, Row(None, each.request.prompt_tokens, each.output_tokens))
         for i, each in enumerate(seen)
     ]
     model, start_s = replay.setup.specs[0].model, seen[0].arrived_s

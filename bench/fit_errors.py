@@ -22,7 +22,7 @@ from hetlb.profiler.fit import (
     PrefillForm,
     StepKind,
     errors_on,
-    fit_phase,
+    fit_form,
     held_out_errors,
 )
 
@@ -46,8 +46,8 @@ def main() -> None:
             train = [p for p in of_phase if (p.batch, p.length) in grid]
             test = [p for p in of_phase if (p.batch, p.length) not in grid]
             forms = tuple(PrefillForm) if phase is StepKind.PREFILL else tuple(DecodeForm)
-            unseen = {form: errors_on(fit_phase(train, form), test).mean for form in forms}
-            best = min(forms, key=lambda form, train=train: held_out_errors(train, form).median)
+            unseen = {form: float(errors_on(fit_form(train, form), test).mean()) for form in forms}
+            best = min(forms, key=lambda form, train=train: median(held_out_errors(train, form)))
             for form in forms:
                 errors[f"{phase} {form}"].append(unseen[form])
             errors[f"{phase} best"].append(unseen[best])

@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 import uvloop
 
-from hetlb.loadtest.bodies import CompletionBodies
+from hetlb.loadtest.bodies import RequestBodies
 from hetlb.loadtest.fleet_admin import FleetAdmin
 from hetlb.loadtest.generator import allow_open_files, run_load
 from hetlb.loadtest.processes import Helpers, helper_processes
@@ -64,7 +64,7 @@ async def measure(data: Path, helpers: Helpers) -> dict[str, Any]:
             await fleet.set_policy(policy)
             seen: list[list[float]] = []
             watching = asyncio.create_task(watch(session, admin, seen))
-            bodies = CompletionBodies("m", plan, random.Random(policy), eos_max_tokens=256)
+            bodies = RequestBodies("m", plan, policy, eos_max_tokens=256)
             result = await run_load(plan, bodies, url)
             watching.cancel()
             figures = result.summary(instances=list(ENGINES))

@@ -156,11 +156,12 @@ def fleet(count: int) -> FleetService:
     source: Any = SimpleNamespace(
         scheduler=scheduler,
         totals=totals,
-        watch=SimpleNamespace(scraper=SimpleNamespace(invalid_samples={})),
+        watch=SimpleNamespace(invalid_samples={}),
         lost_lines=0,
         workers=(),
         stages={},
-        shared=None,
+        sharing=None,
+        leader=None,
         now=lambda: 12.5,
     )
     return cast(FleetService, source)

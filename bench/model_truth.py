@@ -38,7 +38,7 @@ from contexts import longest_contexts
 from hetlb.cli.main import main as hetlb
 from hetlb.config.profile_file import Profile, load_profile
 from hetlb.core.latency import LatencyModel
-from hetlb.core.step_times import MixedTerm
+from hetlb.core.step_times import MixedTerm, scaled
 from hetlb.errors import HetlbError
 from hetlb.profiler.sources import assumed_host
 from hetlb.sim.against import errors, fit_corrections, reach, replay
@@ -321,8 +321,8 @@ def drawn(start: LatencyModel, rng: random.Random) -> LatencyModel:
     token_s = start.better_decode.token_s
     return replace(
         start,
-        better_prefill=start.better_prefill.scaled(rng.uniform(0.9, 1.15)),
-        better_decode=start.better_decode.scaled(rng.uniform(0.92, 1.12)),
+        better_prefill=scaled(start.better_prefill, rng.uniform(0.9, 1.15)),
+        better_decode=scaled(start.better_decode, rng.uniform(0.92, 1.12)),
         mixed=MixedTerm(
             rng.uniform(0, 6e-5),
             rng.uniform(0, 6e-8),
@@ -344,8 +344,7 @@ def log_of(server: LatencyModel, rate: float, seed: int, count: int = 400) -> li
         asked.append(
             LoggedRequest(at_s, prompt, min(1200, max(2, int(rng.lognormvariate(5.2, 0.7)))), 0.0, 0.0)
         )
-    said = replay(asked, EngineSpec(server, LIMITS)).requests
-    return [replace(a, ttft_s=s.ttft_s, e2e_s=s.e2e_s) for a, s in zip(asked, said, strict=True)]
+    return replay(asked, EngineSpec(server, LIMITS)).requests
 
 
 def corrections() -> str:

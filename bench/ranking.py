@@ -21,12 +21,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
+
 from hetlb.config.profile_file import EngineInfo, ProfileSource
 from hetlb.core.latency import LatencyModel
-from hetlb.plan.cluster_layouts import Throughputs
-from hetlb.plan.tp_search import static_estimate
-from hetlb.profiler.fit import DEFAULT_DECODE_GRID, DEFAULT_PREFILL_GRID, Point, StepKind, fit, fit_linear
-from hetlb.profiler.sources import make_profile
+from hetlb.plan.trace_throughput import Throughputs, static_estimate
+from hetlb.profiler.fit import DEFAULT_DECODE_GRID, DEFAULT_PREFILL_GRID, Point, StepKind, fit
+from hetlb.profiler.sources import Measurements, make_profile
 from hetlb.workload.traces import read_trace
 
 RESULT = Path(__file__).parent / "results" / "ranking.json"
@@ -71,18 +72,15 @@ def estimates(kv: int, points: list[Point], rows: list[tuple[int, int]]) -> tupl
     """Tokens/s of one instance: static, simulated, plain least squares (static on a fit without bounds)."""
     result = fit(points)
     static = static_estimate(result.latency, rows, kv, MAX_NUM_SEQS)
-    profile = make_profile(
-        "p",
-        tuple(points),
-        result,
-        source=ProfileSource(kind="csv"),
-        engine=EngineInfo(max_num_seqs=MAX_NUM_SEQS),
-    )
-    simulated = Throughputs(rows, "simulate").of(profile, kv)
+    engine = EngineInfo(kv_cache_tokens=kv, max_num_seqs=MAX_NUM_SEQS)
+    found = Measurements(points=tuple(points), source=ProfileSource(kind="csv"), engine=engine)
+    profile = make_profile("p", found, result)
+    simulated = Throughputs(rows, "simulate").of(profile)
     constants = []
-    for phase in StepKind:
+    for phase in (StepKind.PREFILL, StepKind.DECODE):
         of_phase = [p for p in points if p.phase is phase]
-        constants += fit_linear(of_phase, relative=False, bounded=False)
+        terms = [(p.batch * p.length, p.batch, p.length, 1.0) for p in of_phase]
+        constants += np.linalg.lstsq(terms, [p.seconds for p in of_phase])[0].tolist()
     plain = static_estimate(LatencyModel(*constants), rows, kv, MAX_NUM_SEQS)
     return static, simulated, plain
 

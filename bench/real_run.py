@@ -28,8 +28,7 @@ from typing import Any, cast
 
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.profiler.fit import Point, StepKind, fit
-from hetlb.profiler.measurements import ASSUMED_TILE
-from hetlb.profiler.sources import HostTime, complete
+from hetlb.profiler.sources import ASSUMED_TILE, HostTime, complete
 from hetlb.sim.against import MetricError, compare, errors, replay
 from hetlb.sim.against_logs import read_log
 from hetlb.sim.engine_limits import EngineLimits
@@ -261,7 +260,7 @@ def main() -> int:
         ("profile", points),
         ("assumed mixed steps", [p for p in points if p.phase is not StepKind.MIXED]),
     ):
-        result, _ = complete(fit(used, tile=ASSUMED_TILE), used, host)
+        result, _ = complete(fit(used, usual_tile=ASSUMED_TILE), used, host)
         latency = replace(result.latency, host_s=host_s, request_s=request_s)
         document["mixed_steps"][name] = mixed_errors(tables, latency, limits)
         engine = EngineSpec(latency, limits)

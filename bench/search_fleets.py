@@ -17,10 +17,11 @@ from typing import Any
 from hetlb.config.cluster import Cluster, ClusterLimits
 from hetlb.config.plan_tables import Machine, Model
 from hetlb.config.profile_file import load_profile
-from hetlb.plan.cluster_layouts import RowSample, Throughputs, lay_out
+from hetlb.plan.cluster_layouts import lay_out
 from hetlb.plan.layouts import LayoutFleet, LayoutTarget, layout_name
 from hetlb.plan.throughput import SloLimits
-from hetlb.plan.tp_search import search
+from hetlb.plan.tp_search import search, whole_tok_s
+from hetlb.plan.trace_throughput import RowSample, Throughputs
 from hetlb.workload.traces import read_trace
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,32 +68,31 @@ def evaluate(name: str, words: str, load: float) -> dict[str, Any]:
     machines = [machine(index, *each) for index, each in enumerate(FLEETS[name])]
     cluster = Cluster(path=ROOT, model=MODEL, limits=LIMITS, machines=tuple(machines))
     throughputs = Throughputs(rows, "simulate")
-    plans = search(cluster, throughputs.of)
-    most_tok_s = sum(plan.best.throughput_tok_s for plan in plans if plan.best)
+    rankings = search(cluster, throughputs.of)
+    most_tok_s = sum(whole_tok_s(each, rankings[each.kind][0]) for each in machines)
     rate = load * most_tok_s / mean(i + o for i, o in rows)
     target = LayoutTarget(rate, SloLimits(*SLOS[words]) if words else SloLimits())
-    found = lay_out(cluster, RowSample(rows, len(rows), len(rows)), target, plans, throughputs, None)
+    found = lay_out(cluster, RowSample(rows, len(rows), len(rows)), target, rankings, throughputs, None)
     choice = found.choice
     held = [
         [
             LayoutFleet(machines, found.instances, rows, target, seed).simulate(layouts, rate).figure
-            for layouts in (choice.layouts, choice.one_by_one)
+            for layouts in (choice.layouts, found.one_by_one.layouts)
         ]
         for seed in HELD_OUT
     ]
     assert choice.worth is not None
-    assert choice.one_by_one_worth is not None
+    assert found.one_by_one.worth is not None
     return {
         "fleet": name,
         "slo": words,
         "load": None if math.isinf(load) else load,
         "request_rate": None if math.isinf(rate) else rate,
         "together": {m: layout_name(each) for m, each in choice.layouts.items()},
-        "one_by_one": {m: layout_name(each) for m, each in choice.one_by_one.items()},
-        "ratio": choice.worth.figure / choice.one_by_one_worth.figure,
+        "one_by_one": {m: layout_name(each) for m, each in found.one_by_one.layouts.items()},
+        "ratio": choice.worth.figure / found.one_by_one.worth.figure,
         "held_out_ratio": mean(a for a, _ in held) / mean(b for _, b in held),
         "attainment": choice.worth.slo_attainment,
-        "simulations": choice.simulations,
     }
 
 

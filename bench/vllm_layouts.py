@@ -40,8 +40,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm")) 
 import pair as real
 from engines import REPO_ROOT, SERVED_MODEL_NAME, TINY_SLOW, Server, vllm_servers
 
+from hetlb.loadtest.load_result import LoadResult
 from hetlb.loadtest.processes import helper_processes
-from hetlb.loadtest.verdict import LoadResult
 from hetlb.workload.arrivals import PlannedRequest, make_plan
 from hetlb.workload.traces import Row
 

@@ -42,9 +42,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm")) 
 import pair as real
 from engines import REPO_ROOT, SERVED_MODEL_NAME, VENV_PYTHON, Server, command_line
 
-from hetlb.loadtest.bodies import CompletionBodies
+from hetlb.loadtest.bodies import RequestBodies
 from hetlb.loadtest.generator import run_load
-from hetlb.loadtest.verdict import LoadResult
+from hetlb.loadtest.load_result import LoadResult
 from hetlb.workload.arrivals import PlannedRequest, make_plan
 from hetlb.workload.traces import Row
 
@@ -131,7 +131,7 @@ def describe(plan: Sequence[PlannedRequest], args: argparse.Namespace) -> dict[s
     }
 
 
-class HiddenLengths(CompletionBodies):
+class HiddenLengths(RequestBodies):
     """The same requests behind one `max_tokens`: a router sees nothing of how long each answer will be.
 
     The end of the text is forbidden before the planned length (`min_tokens`, which no router reads) and all
@@ -139,7 +139,7 @@ class HiddenLengths(CompletionBodies):
     """
 
     def __init__(self, plan: Sequence[PlannedRequest], seed: str, cap: int, *, stream: bool) -> None:
-        super().__init__(SERVED_MODEL_NAME, plan, random.Random(seed), stream=stream)
+        super().__init__(SERVED_MODEL_NAME, plan, seed, stream=stream)
         self._cap = cap
 
     def body(self, planned: PlannedRequest) -> bytes:
@@ -166,16 +166,11 @@ async def run_mixed(url: str, plan: Sequence[PlannedRequest], seed: str, cap: in
         return await run_load(half, HiddenLengths(half, own, cap, stream=stream), url)
 
     halves = await asyncio.gather(run(plan[::2], True), run(plan[1::2], False))
-    errors: dict[str, int] = {}
-    for half in halves:
-        for kind, count in half.errors.items():
-            errors[kind] = errors.get(kind, 0) + count
     return LoadResult(
         [planned for half in halves for planned in half.plan],
         [record for half in halves for record in half.records],
         max(half.cpu_share for half in halves),
         [lag for half in halves for lag in half.loop_lag_s],
-        errors,
         {kind: text for half in halves for kind, text in half.examples.items()},
     )
 

@@ -127,7 +127,7 @@ def _two_processes(setup: SchedulerSetup, outstanding: int) -> tuple[float, ...]
 async def _schedule(setup: SchedulerSetup, end: socket.socket) -> float:
     """Be the scheduler process until the relay is gone; the CPU it took (s)."""
     loop = asyncio.get_running_loop()
-    host = RelayHost(Scheduler(setup), loop, lambda at_once: None, lambda link, report: None)
+    host = RelayHost(Scheduler(setup), loop, lambda at_once: None)
     link, gone = RelayLink(_LIFE, 0), asyncio.Event()
     receive: Callable[[list[FromRelay]], None] = lambda messages: host.receive(link, messages)  # noqa: E731
     link.channel = MessageChannel(FROM_RELAY, receive, gone.set)

@@ -68,15 +68,12 @@ class PlanError(HetlbError):
     """No plan satisfies the constraints, or a plan failed its check."""
 
 
-def connect_reason(error: OSError) -> str:
-    """Text of a connection error, such as `Connection refused`."""
-    if error.errno is not None and error.errno > 0:
-        return os.strerror(error.errno)
-    return error.strerror or str(error)  # a name without an address has a negative number
-
-
 def reason_of(error: BaseException) -> str:
-    """Short text of a request's error; for aiohttp's errors that of the socket."""
-    if isinstance(os_error := getattr(error, "os_error", None), OSError):
-        return connect_reason(os_error)
-    return "timeout" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+    """Short text of a request's error; of the system's those of the socket, such as `Connection refused`."""
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    text = str(error)
+    if isinstance(of_socket := getattr(error, "os_error", error), OSError):
+        number = of_socket.errno or 0  # negative for a name without an address
+        text = os.strerror(number) if number > 0 else of_socket.strerror or str(of_socket)
+    return text or type(error).__name__

@@ -1,20 +1,22 @@
-"""Optional packages and the extras that install them.
+"""Packages that only some commands need, and the extras that install them.
 
-`serve`, `top`, `explain`, `engine` and `simulate` need none. Other commands import theirs directly;
-`hetlb.cli.main` turns a failed import into one line.
+Commands import theirs directly; `hetlb.cli.main` turns a failed import into one line.
 """
 
 from __future__ import annotations
 
-import re
 import sys
-from importlib.metadata import requires
 from importlib.util import find_spec
 
-from hetlb.errors import InputError
+from hetlb.errors import ConfigError, InputError
 
-#: Import name -> extra. Features with a key in the fleet file report missing packages themselves.
-EXTRAS = {"highspy": "tools", "jinja2": "tools", "matplotlib": "tools", "numpy": "tools", "scipy": "tools"}
+#: Import name -> extra. Features with a key in the fleet file name the key (`check_extra`).
+EXTRAS = {
+    "aiconfigurator_core": "aic",
+    **dict.fromkeys(("highspy", "jinja2", "matplotlib", "numpy", "scipy"), "tools"),
+    "grpc": "pick",
+    "torch": "stage",
+}
 
 
 def missing_extra(error: ModuleNotFoundError) -> InputError | None:
@@ -22,15 +24,8 @@ def missing_extra(error: ModuleNotFoundError) -> InputError | None:
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS:
         return None
-    install = " ".join(packages_of(EXTRAS[package]))
-    return InputError(f"expected the package {package} to be installed: pip install {install}")
-
-
-def packages_of(extra: str) -> list[str]:
-    """Packages of an extra, by hetlb's metadata."""
-    marked = f'extra == "{extra}"'
-    found = [each for each in requires("hetlb") or () if each.replace("'", '"').endswith(marked)]
-    return [re.split(r"[^\w.-]", each)[0] for each in found] or list(EXTRAS)
+    install = f"pip install 'hetlb[{EXTRAS[package]}]'"
+    return InputError(f"expected the package {package} to be installed: {install}")
 
 
 def require(*packages: str) -> None:
@@ -38,3 +33,13 @@ def require(*packages: str) -> None:
     for package in packages:
         if package not in sys.modules and find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+
+def check_extra(key: str, module: str, extra: str) -> None:
+    """Raise `ConfigError` naming `key` unless a module of an extra is installed."""
+    try:
+        found = find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        raise ConfigError(f"{key}: expected the extra {extra} to be installed: pip install 'hetlb[{extra}]'")

@@ -1,7 +1,4 @@
-"""Helpers for matplotlib plots.
-
-matplotlib is imported on demand.
-"""
+"""Helpers for matplotlib plots; matplotlib is imported on demand."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +11,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 
-def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Create a table; columns whose name begins with `>` are right-aligned."""
-    found = Table(title=title, title_justify="left")
+def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]], **look: Any) -> Table:
+    """Create a table; columns whose name begins with `>` are right-aligned. `look`: options of `Table`."""
+    found = Table(title=title, title_justify="left", **look)
     for column in columns:
         found.add_column(
             column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold"

@@ -11,6 +11,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
+from hypothesis import settings
+
 from hetlb.core.health import HealthParams
 from hetlb.core.latency import LatencyModel
 from hetlb.core.policies.base import PolicyParams
@@ -85,16 +87,20 @@ def dispatched(commands: Iterable[object]) -> Lease:
 
 def waiting(queue: Queue, key: QueueKey, fit: int = 0) -> list[Queued]:
     """The requests of one line and fit from which the next is taken, oldest first."""
-    for head in queue.heads(key):
-        if head.entry.fit == fit:
-            flow = queue.held[head.entry.request.id][2]
-            return list(flow.by_fit[fit].values())
+    for entry in queue.heads(key):
+        if entry.flow.name.fit == fit:
+            return next(each for each in queue.flows() if each[0] is entry)
     return []
 
 
 def head(queue: Queue) -> Queued:
     """The next request to be served where every instance takes every request."""
     return waiting(queue, queue.keys[0])[0]
+
+
+def examples(few: int) -> int:
+    """So many examples of a property that takes long to try, and those of any other in `make properties`."""
+    return few if settings.get_current_profile_name() == "hetlb" else max(few, settings().max_examples)
 
 
 #: Seconds after which what is waited for will not come: it ends a test that has failed.

@@ -15,10 +15,13 @@ from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.shared_view import SharedView
 from hetlb.core.types import Command, Request
-from hetlb.sim.fleet_engine import SHARED, EngineSpec
+from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.sim.flights import Flight
 from hetlb.workload.arrivals import PlannedRequest
+
+#: Kind of the events that carry news, before scrapes at the same instant.
+SHARED = 7
 
 
 class SharedSimulation(FleetSimulation):
@@ -57,10 +60,12 @@ class SharedSimulation(FleetSimulation):
                     if peer is not scheduler:
                         view.receive(self._names[peer], (), 0.0)
         self._telling: set[Scheduler] = set()
+        self._handlers[SHARED] = self._on_shared
 
-    def _next_scheduler(self) -> Scheduler:
+    def _on_arrival(self, index: int) -> None:
         self._turn += 1
-        return self.schedulers[self._turn % len(self.schedulers)]
+        self.scheduler = self.schedulers[self._turn % len(self.schedulers)]
+        super()._on_arrival(index)
 
     def _arrived(self, scheduler: Scheduler, request: Request) -> list[Command]:
         return self._views[scheduler].on_arrival(request, self._events.now)
@@ -74,9 +79,7 @@ class SharedSimulation(FleetSimulation):
 
     def _answered(self, flight: Flight) -> None:
         super()._answered(flight)
-        assert flight.lease is not None
-        assert flight.scheduler is not None
-        self._tell(flight.scheduler)
+        self._tell(flight.leased[0])
 
     def _tell(self, scheduler: Scheduler) -> None:
         """Send changes to the other schedulers after the delay, batched per instant."""

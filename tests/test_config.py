@@ -82,13 +82,6 @@ def test_a_profile_without_hardware_model_or_capacity_is_good(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        *(
-            ("    instances:", f"    image_tokens: {stated}\n    instances:", message)
-            for stated, message in (
-                ("qwen", "models[0].image_tokens: expected one of qwen2-vl, qwen2.5-vl, qwen3-vl, "),
-                ("3", "models[0].image_tokens: expected"),
-            )
-        ),
         ("weight: 4", "weight: two", "models[0].instances[1].weight: expected a number, got 'two'"),
         ("weight: 4", "weight: 0", "models[0].instances[1].weight: expected a number > 0"),
         ("weight: 4", "weigth: 4", "weigth: unknown key, expected one of name, url, profile, weight"),
@@ -224,19 +217,6 @@ def test_health_and_tenants_that_make_no_sense_are_refused(tmp_path: Path, more:
 
 
 @pytest.mark.parametrize(
-    ("stated", "tokens"),
-    [
-        ("qwen2.5-vl", 393),
-        ("internvl", 3330),
-        ("llava-1.5", 576),
-    ],
-)
-def test_a_rule_for_images(tmp_path: Path, stated: str, tokens: int) -> None:
-    fleet = load(tmp_path, FLEET.replace("    instances:", f"    image_tokens: {stated}\n    instances:"))
-    assert fleet.image_rules["llama-3-8b"].tokens(640, 480) == tokens
-
-
-@pytest.mark.parametrize(
     ("model", "error"),
     [
         (
@@ -278,7 +258,7 @@ def test_a_connector_has_the_lease_and_the_bootstrap_port_of_vllm(tmp_path: Path
     first, second = fleet.instances
     assert first.kv_transfer is not None
     assert (first.role, second.role, first.kv_transfer.lease_s) == ("prefill", "both", 480.0)
-    assert fleet.engines["a:1"].kv_bootstrap == "http://a:8998"
+    assert fleet.listed["a:1"].table.kv_bootstrap == "http://a:8998"
 
 
 def test_several_processes_split_no_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 from hetlb.cli.main import COMMANDS, build_parser
-from hetlb.config.api_keys import ApiKeyTable
+from hetlb.config.api_keys import Tenant
 from hetlb.core.policies.base import COMBINE_FORMS
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS
@@ -49,7 +49,7 @@ def test_the_reference_is_what_the_code_says() -> None:
 
 def test_a_key_without_words_and_words_without_a_key_are_found() -> None:
     made = reference()
-    keys = list(made.keys_of(ApiKeyTable))
+    keys = list(made.keys_of(Tenant))
     words = made.meanings()["keys of clients"]
     with pytest.raises(ValueError, match="spare: not a key"):
         made._key_rows(keys, {**words, "spare": "words"})

@@ -15,7 +15,7 @@ from importlib import resources
 import aiohttp
 from common import MODEL, Promise, report
 
-from hetlb.loadtest.bodies import CompletionBodies
+from hetlb.loadtest.bodies import RequestBodies
 from hetlb.loadtest.generator import run_load
 from hetlb.loadtest.processes import helper_processes
 from hetlb.workload.arrivals import make_plan
@@ -43,7 +43,7 @@ async def run(args: argparse.Namespace) -> int:
         rng = random.Random(0)
         plan = make_plan(read_trace(data / "trace.csv"), round(args.rate * END_S), args.rate, rng)
         switching = asyncio.create_task(switch(admin))
-        result = await run_load(plan, CompletionBodies(MODEL, plan, rng, eos_max_tokens=256), url)
+        result = await run_load(plan, RequestBodies(MODEL, plan, "0", eos_max_tokens=256), url)
         await switching
     records = [each for each in result.records if each.ok]
 

@@ -46,8 +46,8 @@ from pick.gateway import PROCESS, Gateway
 from proxy.kv_publisher import removed, stored
 
 from hetlb.loadtest.results import platform_document
-from hetlb.websocket import accept_of
-from hetlb.websocket import frame as websocket_frame
+from hetlb.proxy.http.websocket import accept_of
+from hetlb.proxy.http.websocket import frame as websocket_frame
 
 MOST_ADDED_MS = 50.0
 ALIAS = "alias"

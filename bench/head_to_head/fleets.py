@@ -26,7 +26,7 @@ from hetlb.sim.alone import full_tokens_per_s
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.workload.arrivals import make_plan
-from hetlb.workload.content import contents_of
+from hetlb.workload.content import HASH_BLOCK_TOKENS
 from hetlb.workload.traces import Row
 
 #: Columns of an engine, by the series of vLLM's metrics page.
@@ -74,7 +74,7 @@ class Fleet:
     def requests_per_s(self, rows: Sequence[Row]) -> float:
         """Requests per second of the slowed engines while all of them are full, by the engine model."""
         mean = sum(row.input_tokens + row.output_tokens for row in rows) / len(rows)
-        plan = make_plan(rows, 2000, math.inf, random.Random(0), contents=contents_of(rows))
+        plan = make_plan(rows, 2000, math.inf, random.Random(0), hash_block_tokens=HASH_BLOCK_TOKENS)
         specs = [
             EngineSpec(each.latency, EngineLimits.from_capacity(each.capacity), prefix_cache=True)
             for each in self.profiles

@@ -17,12 +17,14 @@ import json
 import math
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.synchronize
 import os
 import random
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ from tables import show, write_pages
 from traffic import TRAFFIC, WARM_UP, Spec, Traffic, rows_of, some_rows
 
 from hetlb.loadtest.runs import measure
+from hetlb.workload.arrivals import Load
 
 OUT = ROOT / "bench" / "results" / "head-to-head.json"
 #: hetlb's own: policy with its settings, and which profiles the fleet file names.
@@ -59,6 +62,8 @@ ROUTERS = (
     *HETLB, "smg-cache", "smg-least", "smg-p2c", "dynamo", "lodestar", "vllm-router-p2c", "sglang-router",
     "envoy", "haproxy", "nginx", "litellm", ALONE,
 )  # fmt: skip
+#: Seconds in which all requests of a burst are sent.
+_BURST_S = 2.0
 #: A router that used more of a core than this may have been the limit.
 MOST_CPU = 0.5
 _KEPT = (
@@ -191,6 +196,7 @@ def _of_use(name: str, traffic: Traffic) -> bool:
 def _carried_out(jobs: Sequence[Job], at_once: int, deadline: float) -> Iterator[dict[str, Any]]:
     """The rows of all jobs as they come; a job on real servers has the machine for itself."""
     context = multiprocessing.get_context("spawn")
+    turn = context.Lock()
     running: dict[multiprocessing.connection.Connection, Job] = {}
     waiting = list(jobs)
     while waiting or running:
@@ -200,7 +206,7 @@ def _carried_out(jobs: Sequence[Job], at_once: int, deadline: float) -> Iterator
                 break
             job = waiting.pop(0)
             receiver, sender = context.Pipe(duplex=False)
-            context.Process(target=_work, args=(job, sender), daemon=True).start()
+            context.Process(target=_work, args=(job, sender, turn), daemon=True).start()
             sender.close()
             running[receiver] = job
         if not running:
@@ -213,8 +219,10 @@ def _carried_out(jobs: Sequence[Job], at_once: int, deadline: float) -> Iterator
                 del running[receiver]
 
 
-def _work(job: Job, sender: multiprocessing.connection.Connection) -> None:
-    """Carry out one job; rows go to `sender`."""
+def _work(
+    job: Job, sender: multiprocessing.connection.Connection, turn: multiprocessing.synchronize.Lock
+) -> None:
+    """Carry out one job; rows go to `sender`. Jobs start in `turn`: a start takes all cores for seconds."""
     os.setsid()
     cpu.become_measured(os.getppid(), job.cores)
     cpu.prefer(os.getpid())
@@ -222,13 +230,32 @@ def _work(job: Job, sender: multiprocessing.connection.Connection) -> None:
     with (
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         tempfile.TemporaryDirectory(prefix=f"head-{job.fleet.name}-", dir=RUN) as scratch,
+        _taking(turn) as pass_on,
         serving(job.fleet, Path(scratch), job.cores) as engines,
     ):
         for name, loads in job.routers:
             with _placed(name, engines, job.cores, Path(scratch)) as (url, pids):
                 work = _Work(job, name, engines, url, pids, runner)
                 for each in loads:
+                    pass_on()
                     sender.send(work.one(each))
+
+
+@contextlib.contextmanager
+def _taking(turn: multiprocessing.synchronize.Lock) -> Iterator[Callable[[], None]]:
+    """Take the turn; what it gives passes it on `_BURST_S` later, so that a burst is sent undisturbed."""
+    turn.acquire()
+    passed: list[threading.Timer] = []
+
+    def pass_on() -> None:
+        if not passed:
+            passed.append(threading.Timer(_BURST_S, turn.release))
+            passed[0].start()
+
+    try:
+        yield pass_on
+    finally:
+        pass_on()
 
 
 @contextlib.contextmanager
@@ -300,9 +327,8 @@ class _Work:
         fleet, number = self._job.fleet, self._job.number
         rows = some_rows(fleet.lengths, count, random.Random(f"{fleet.name}/{label}/{number}"))
         spec = Spec(
-            url=self._url, model="tiny", rows=rows, num_prompts=len(rows), seed=number, text=True,
-            salt=f"{time.time_ns()}/{self._name}/{label}", real=fleet.real,
-            waves=None if traffic is None else traffic.waves,
+            url=self._url, model="tiny", load=Load(rows, waves=None if traffic is None else traffic.waves),
+            seed=number, text=True, salt=f"{time.time_ns()}/{self._name}/{label}", real=fleet.real,
             slo_s={each: ms * fleet.time_scale / 1e3 for each, ms in fleet.slo_ms.items()},
         )  # fmt: skip
         return self._runner.run(measure(spec, rate)).run

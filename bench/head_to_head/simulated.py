@@ -21,8 +21,8 @@ from hetlb.core.types import Health, InstanceSpec
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.workload.arrivals import PlannedRequest, Waves, make_load
-from hetlb.workload.content import contents_of
+from hetlb.workload.arrivals import PlannedRequest, Waves, make_plan
+from hetlb.workload.content import HASH_BLOCK_TOKENS
 from hetlb.workload.records import summarize
 
 #: Policy by router: those whose scheduler is hetlb's and knows the true profiles.
@@ -38,11 +38,12 @@ def simulated(fleet: Fleet, router: str, number: int) -> dict[str, dict[str, Any
     places: dict[str, slice] = {}
     for label, count, rate, waves in _loads(fleet, full_rps):
         rows = some_rows(fleet.lengths, count, random.Random(f"{fleet.name}/{label}/{number}"))
-        load = make_load(rows, len(rows), rate, random.Random(number), waves=waves)
+        rng, blocks = random.Random(number), HASH_BLOCK_TOKENS
+        load = make_plan(rows, len(rows), rate, rng, waves=waves, hash_block_tokens=blocks)
         begun, start_s = len(plan), plan[-1].scheduled_s + _PAUSE_S if plan else 0.0
-        for each, content in zip(load.plan, contents_of(load.rows), strict=True):
-            at_s = start_s + each.scheduled_s
-            plan.append(replace(each, index=len(plan), scheduled_s=at_s, content=content))
+        plan += [
+            replace(each, index=begun + each.index, scheduled_s=start_s + each.scheduled_s) for each in load
+        ]
         places[label] = slice(begun, len(plan))
     names = [name for name, _ in fleet.engines]
     limits = [EngineLimits.from_capacity(each.capacity) for each in fleet.profiles]

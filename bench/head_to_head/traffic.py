@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from fleets import Fleet
 from peers import MODEL, ROOT
 
-from hetlb.loadtest.bodies import COMPLETIONS, MadePrompts, Prompt
+from hetlb.loadtest.bodies import RequestBodies
 from hetlb.loadtest.runs import LoadSpec
-from hetlb.workload.arrivals import Load, PlannedRequest, Waves
+from hetlb.workload.arrivals import PlannedRequest, Waves
 from hetlb.workload.traces import Row, read_trace
 
 #: Traces by name: the file in bench/data.
@@ -92,26 +92,15 @@ TRAFFIC = {
 }
 
 
-class HiddenLengths:
+class HiddenLengths(RequestBodies):
     """`POST /v1/completions`, streamed, behind one `max_tokens`: no router reads how long an answer will be.
 
     An emulated engine is told in `vllm_xargs`; a real one by `min_tokens` and a bias towards the end.
     """
 
-    def __init__(self, prompt: Prompt, limit: int, *, real: bool) -> None:
-        self._prompt, self._limit, self._real = prompt, limit, real
-
-    def path(self, planned: PlannedRequest) -> str:
-        """`/v1/completions`."""
-        return COMPLETIONS
-
-    def streams(self, planned: PlannedRequest) -> bool:
-        """True: every answer."""
-        return True
-
-    def headers(self, planned: PlannedRequest) -> Mapping[str, str]:
-        """None."""
-        return {}
+    def __init__(self, plan: Sequence[PlannedRequest], salt: str, *, real: bool) -> None:
+        super().__init__(MODEL, plan, salt, text=True)
+        self._limit, self._real = _SHORT_LIMIT if real else _LIMIT, real
 
     def body(self, planned: PlannedRequest) -> bytes:
         """The JSON of one request."""
@@ -127,7 +116,7 @@ class HiddenLengths:
             document |= {"min_tokens": max(0, output - 1), "logit_bias": {str(_END_OF_TEXT): 100}}
         else:
             document["vllm_xargs"] = {"output_tokens": output}
-        return b'%b,"prompt":%b}' % (json.dumps(document).encode()[:-1], self._prompt(planned))
+        return b'%b,"prompt":%b}' % (json.dumps(document).encode()[:-1], self.prompt(planned))
 
 
 @dataclass(frozen=True)
@@ -136,7 +125,6 @@ class Spec(LoadSpec):
 
     real: bool = False
 
-    def bodies(self, load: Load, label: str) -> HiddenLengths:  # type: ignore[override]
+    def bodies(self, plan: Sequence[PlannedRequest], label: str) -> HiddenLengths:
         """The requests of one run; `label` is its own."""
-        made = MadePrompts(load.rows, f"{self.salt}/{label}", text=True)
-        return HiddenLengths(made, _SHORT_LIMIT if self.real else _LIMIT, real=self.real)
+        return HiddenLengths(plan, f"{self.salt}/{label}", real=self.real)

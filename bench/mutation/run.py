@@ -94,7 +94,7 @@ MODULES = {
         ),
         LEDGER_TESTS,
     ),
-    "health": Module(("hetlb/core/health.py", "hetlb/core/probation.py"), (), HEALTH_TESTS),
+    "health": Module(("hetlb/core/health.py", "hetlb/core/throttle.py"), (), HEALTH_TESTS),
     "admission": Module(("hetlb/core/queue.py",), (), ADMISSION_TESTS),
     "placement": Module(
         (
@@ -102,7 +102,7 @@ MODULES = {
             "hetlb/core/ready.py",
             "hetlb/core/backlog.py",
             "hetlb/core/throttle.py",
-            "hetlb/core/holds.py",
+            "hetlb/core/transfer.py",
         ),
         (),
         PLACEMENT_TESTS,

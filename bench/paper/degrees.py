@@ -15,7 +15,7 @@ from typing import Any
 from fleets import MAX_NUM_SEQS, Layout, make_study, measured, sample, sharegpt, v100
 from report import IMAGES, table
 
-from hetlb.plan.tp_search import static_estimate
+from hetlb.plan.trace_throughput import static_estimate
 from hetlb.plots import new_figure, save_figure
 from hetlb.sim.simulation_sweep import StudyCell, run_sweep
 

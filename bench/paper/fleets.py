@@ -29,12 +29,13 @@ from hetlb.core.predictor import LengthDistribution
 from hetlb.core.queue import QueueLimits
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Capacity, Health, InstanceSpec
-from hetlb.plan.tp_search import memory
+from hetlb.plan.tp_search import Part, memory
 from hetlb.profiler.fit import fit
 from hetlb.profiler.sources import Roofline
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.sim.simulation_sweep import Study, StudyLoad
+from hetlb.sim.simulation_sweep import Study
+from hetlb.workload.arrivals import Load
 from hetlb.workload.traces import Row, read_trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +97,7 @@ def v100(tp: int, slowness: float = 1.0, model: Model = LLAMA_8B) -> Layout:
     return Layout(
         f"V100 TP {tp}",
         latency.scaled(slowness),
-        memory(_alone(model), V100_BOX, tp).kv_cache_tokens,
+        memory(_alone(model), V100_BOX, Part(tp)).kv_cache_tokens,
         f"roofline of the data sheet, {slowness:g} times as slow, unmeasured",
     )
 
@@ -114,7 +115,7 @@ def measured(system: str, tp: int) -> Layout:
 def a800_14b() -> Layout:
     """One A800 with the 14B model."""
     profile = load_profile(ROOT / "profiling/a100_sxm-qwen3-14b-tp1.yaml")
-    tokens = memory(_alone(QWEN_14B), A800_BOX, 1).kv_cache_tokens
+    tokens = memory(_alone(QWEN_14B), A800_BOX, Part(1)).kv_cache_tokens
     return Layout("A800 TP 1", profile.latency, tokens, f"{_MEASURED}: A100, Qwen3-14B")
 
 
@@ -183,4 +184,4 @@ def make_study(
         spec.name: EngineSpec(layout.latency, EngineLimits.from_capacity(layout.capacity))
         for spec, layout in zip(specs, layouts, strict=True)
     }
-    return Study(setup, engines, MODEL, IterationRule.TOKEN, StudyLoad(rows))
+    return Study(setup, engines, MODEL, IterationRule.TOKEN, Load(rows))

@@ -6,12 +6,12 @@ import random
 from dataclasses import replace
 
 from hetlb.core.paths.stages import SINK, SOURCE, LinkSpec
-from hetlb.plan.placement.flow import max_flow
-from hetlb.plan.placement.heuristics import Intervals, chains, separate_pipelines, swarm
-from hetlb.plan.placement.place_cluster import PlaceCluster, PlaceNode
+from hetlb.plan.placement.flow import PlacementFlows
+from hetlb.plan.placement.heuristics import chains, separate_pipelines, swarm
+from hetlb.plan.placement.place_cluster import PlaceCluster, Placement, PlaceNode
 
 
-def generated(base: PlaceCluster, seed: int) -> tuple[PlaceCluster, Intervals]:
+def generated(base: PlaceCluster, seed: int) -> tuple[PlaceCluster, Placement]:
     """A cluster of 16 to 28 machines in one to three regions, and the reference placement for it.
 
     The reference is the placement of the highest flow among 2,000 random chains and the heuristics.
@@ -21,7 +21,8 @@ def generated(base: PlaceCluster, seed: int) -> tuple[PlaceCluster, Intervals]:
     cluster = regional(base, count, rng.randint(1, 3), rng)
     candidates = [chains(cluster, rng) for _ in range(2000)]
     candidates += [found for found in (swarm(cluster), separate_pipelines(cluster)) if found is not None]
-    return cluster, max(candidates, key=lambda each: max_flow(cluster, each).tokens_per_s)
+    flows = PlacementFlows(cluster)
+    return cluster, max(candidates, key=lambda each: flows.value(flows.held(each)))
 
 
 def regional(base: PlaceCluster, count: int, regions: int, rng: random.Random) -> PlaceCluster:

@@ -16,6 +16,7 @@ import random
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,15 @@ from clusters import generated, many, regional
 
 from hetlb.core.paths.path_scheduler import PathScheduler
 from hetlb.core.paths.stages import Edge
-from hetlb.core.predictor import LengthDistribution, MeanPredictor
-from hetlb.plan.check import check_placement
+from hetlb.core.predictor import LengthDistribution, SamplePredictor
+from hetlb.plan.check import check_path, check_placement
 from hetlb.plan.highs import SolveLimits
-from hetlb.plan.placement.check_path import check_path
 from hetlb.plan.placement.estimate import Estimator
-from hetlb.plan.placement.even_flow import balanced_flow
-from hetlb.plan.placement.flow import Flow, max_flow
+from hetlb.plan.placement.flow import Flow, PlacementFlows, max_flow
 from hetlb.plan.placement.flow_bounds import compute_bound, flow_bound
-from hetlb.plan.placement.heuristics import Intervals, swarm
+from hetlb.plan.placement.heuristics import swarm
 from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
-from hetlb.plan.placement.place_files import ClusterFiles, load_cluster, load_lengths, load_placement
+from hetlb.plan.placement.place_files import load_cluster, load_lengths, load_placement
 from hetlb.plan.placement.place_search import PlacementCandidate, PlacementSearch
 from hetlb.sim.pipelines import OfflineLoad, PipelineResult, PipelineSimulation
 from hetlb.workload.arrivals import gaps_s
@@ -46,6 +45,12 @@ OFFLINE = OfflineLoad()
 WARM_UP_S, MEASURED_S, SHORT_S = 60.0, 600.0, 240.0
 
 
+FILES = {
+    "nodes": "nodes.csv", "links": "links.csv", "layer_times": "layer_time.csv", "limits": "by_layers.csv",
+    "model": "model.json",
+}  # fmt: skip
+
+
 class Data:
     """Helix's files."""
 
@@ -55,16 +60,7 @@ class Data:
 
     def cluster(self, name: str, *, pruned: bool = False) -> PlaceCluster:
         folder = self.folder / name
-        return load_cluster(
-            ClusterFiles(
-                nodes=folder / "nodes.csv",
-                links=folder / "links.csv",
-                layer_times=folder / "layer_time.csv",
-                limits=folder / "by_layers.csv",
-                model=folder / "model.json",
-            ),
-            pruned=pruned,
-        )
+        return load_cluster({key: folder / file for key, file in FILES.items()}, pruned=pruned)
 
     def expected(self, name: str) -> dict[str, Any]:
         document: dict[str, Any] = json.loads((self.folder / name / "expected.json").read_text())
@@ -86,7 +82,6 @@ def simulate(
     flows: Mapping[Edge, float],
     policy: str,
     *,
-    partial: bool = False,
     load: OfflineLoad | float = OFFLINE,
     drop: bool = False,
     measured_s: float = MEASURED_S,
@@ -95,11 +90,11 @@ def simulate(
     """One run; `load` is offline or requests/s, `drop` turns away what finds no path (Helix) instead of
     queueing.
     """
-    network = cluster.network(placement, partial_inference=partial, flows=flows)
+    network = cluster.network(placement, flows)
     offline = isinstance(load, OfflineLoad)
     scheduler = PathScheduler(
         network,
-        MeanPredictor(LengthDistribution([EXPECTED_OUTPUT])),
+        SamplePredictor(LengthDistribution([EXPECTED_OUTPUT]), capped=False),
         policy=policy,
         high_water=OFFLINE_HIGH_WATER if offline else ONLINE_HIGH_WATER,
         queue_limit=0 if drop else None,
@@ -109,7 +104,7 @@ def simulate(
         network,
         scheduler,
         data.draw(seed),
-        watch=lambda dispatch, now: check_path(network, dispatch.lease.hops),
+        watch=lambda lease: check_path(network, lease.hops),
     )
     if isinstance(load, OfflineLoad):
         result = run.run_offline(load, warm_up_s=WARM_UP_S, measured_s=measured_s)
@@ -131,9 +126,8 @@ def flows(data: Data, name: str) -> dict[str, Any]:
     for placement_name, entry in data.expected(name)["placements"].items():
         placement = data.placement(name, cluster, placement_name)
         for kind, expected in entry["max_flow_tokens_per_s"].items():
-            flow = max_flow(
-                pruned if "pruned" in kind else cluster, placement, partial_inference=kind == "partial_on"
-            ).tokens_per_s
+            of = pruned if "pruned" in kind else cluster
+            flow = max_flow(replace(of, partial_inference=kind == "partial_on"), placement).tokens_per_s
             error = abs(flow - expected)
             rows.append(
                 {
@@ -178,21 +172,20 @@ def published(
     """
     # Helix planned its own placements of dist24 on the links that it kept.
     pruned = name == "dist24" and placement_name in ("helix", "helix_scheduling_study")
-    cluster = data.cluster(name, pruned=pruned)
+    cluster = replace(data.cluster(name, pruned=pruned), partial_inference=partial)
     placement = data.placement(name, cluster, placement_name)
     tried = []
     for seed in range(4):
         # The first maximum flow that is found depends on the order of the nodes.
         nodes = list(cluster.nodes)
         random.Random(seed).shuffle(nodes)
-        shuffled = PlaceCluster(cluster.model, tuple(nodes), cluster.kinds, cluster.links)
-        flow = max_flow(shuffled, placement, partial_inference=partial)
-        result = simulate(data, cluster, placement, flow.links, policy, partial=partial, load=load, drop=True)
+        flow = max_flow(replace(cluster, nodes=tuple(nodes)), placement)
+        result = simulate(data, cluster, placement, flow.links, policy, load=load, drop=True)
         tried.append(result.decode_tokens_per_s)
         if policy == "swarm":
             break
-    balanced = balanced_flow(cluster, placement, partial_inference=partial)
-    result = simulate(data, cluster, placement, balanced.links, policy, partial=partial, load=load, drop=True)
+    balanced = PlacementFlows(cluster).balanced(placement)
+    result = simulate(data, cluster, placement, balanced.links, policy, load=load, drop=True)
     return {
         "cluster": name, "placement": placement_name, "policy": policy, "source": source, "published":
         figure, "any_flow": tried, "balanced": result.decode_tokens_per_s,
@@ -205,7 +198,7 @@ def plan(
 ) -> tuple[PlacementCandidate, float, float]:
     """A search with simulations as its judge: the best placement, the CPU seconds, the highest flow met."""
 
-    def judge(placement: Intervals, flow: Flow, whole: bool, limits: SolveLimits) -> float:
+    def judge(placement: Placement, flow: Flow, whole: bool, limits: SolveLimits) -> float:
         measured = MEASURED_S if whole else SHORT_S
         result = simulate(data, cluster, placement, flow.links, policy, measured_s=measured)
         return result.decode_tokens_per_s
@@ -215,7 +208,7 @@ def plan(
     limits = SolveLimits(deadline=began + seconds, seed=seed, clock=time.process_time)
     found = PlacementSearch(cluster, Estimator(cluster, data.lengths), judge, bound=bound).run(limits)
     best = found.best
-    check_placement(cluster, best.placement, best.flow, bound, partial_inference=False)
+    check_placement(cluster, best.placement, best.flow, bound)
     return best, time.process_time() - began, found.highest_flow.flow.tokens_per_s
 
 
@@ -230,7 +223,7 @@ def reference_of(data: Data, name: str) -> tuple[PlaceCluster, Placement]:
 def plans(data: Data, name: str, seed: int, seconds: float) -> dict[str, Any]:
     """Our placement against the reference, under the same policy, load and simulator."""
     cluster, reference = reference_of(data, name)
-    reference_flow = balanced_flow(cluster, reference)
+    reference_flow = PlacementFlows(cluster).balanced(reference)
     best, cpu_s, highest = plan(data, cluster, seconds, "hetlb", seed)
     row: dict[str, Any] = {
         "cluster": name, "seed": seed, "seconds": seconds, "cpu_s": cpu_s, "flow":
@@ -276,7 +269,6 @@ def large(data: Data, made: dict[str, int] | tuple[int, int, int], seconds: floa
         "bound": bound,
         "over_bound": flow / bound,
         "swarm": 0.0 if placed is None else max_flow(cluster, placed).tokens_per_s,
-        "by": found.highest_flow.origin,
     }
 
 
@@ -290,11 +282,11 @@ PATHS = (
 def paths(data: Data, name: str, load: str, policy: str, weights: str) -> dict[str, Any]:
     """A path policy on Helix's placement, offline or at 75 % of the offline throughput of `iwrr`."""
     cluster, placement = reference_of(data, name)
-    flow = (balanced_flow if weights == "balanced" else max_flow)(cluster, placement).links
+    even = PlacementFlows(cluster)
+    flow = (even.balanced(placement) if weights == "balanced" else even.flow(placement)).links
     rate: OfflineLoad | float = OFFLINE
     if load == "online":
-        even = balanced_flow(cluster, placement).links
-        most = simulate(data, cluster, placement, even, "iwrr").decode_tokens_per_s
+        most = simulate(data, cluster, placement, even.balanced(placement).links, "iwrr").decode_tokens_per_s
         rate = 0.75 * most / (sum(output for _, output in data.lengths) / len(data.lengths))
     result = simulate(data, cluster, placement, flow, policy, load=rate)
     return {
@@ -311,7 +303,7 @@ HELD_OUT, REQUEST_SEEDS = (11, 12, 13), (1, 2, 3)
 def held_out(data: Data, number: int, seed: int) -> dict[str, Any]:
     """`hetlb` against `iwrr` with the most even flow, offline, on a cluster that was kept back."""
     cluster, placement = generated(data.cluster("single24"), number)
-    links = balanced_flow(cluster, placement).links
+    links = PlacementFlows(cluster).balanced(placement).links
     row: dict[str, Any] = {"cluster": number, "seed": seed}
     for policy in ("iwrr", "hetlb"):
         row[policy] = simulate(data, cluster, placement, links, policy, seed=seed).decode_tokens_per_s
@@ -322,7 +314,7 @@ def speed(data: Data, measured_s: float) -> dict[str, Any]:
     """CPU seconds and memory of a load on 24 nodes, after a minute of warming up."""
     cluster = data.cluster("single24")
     placement = data.placement("single24", cluster, "helix")
-    links = balanced_flow(cluster, placement).links
+    links = PlacementFlows(cluster).balanced(placement).links
     began = time.process_time()
     result = simulate(data, cluster, placement, links, "hetlb", measured_s=measured_s)
     return {

@@ -23,9 +23,9 @@ from rent.run import AVAILABLE, BUDGETS, KEYS, TRACES, Bench, exact
 from hetlb.errors import PlanError
 from hetlb.plan.highs import INFINITY, SolveLimits
 from hetlb.plan.market import load_market
-from hetlb.plan.planning import Table, make_plan, make_table, simulate_plan
+from hetlb.plan.planning import Table, make_plan, make_table
 from hetlb.plan.rent_program import Problem, RentPlan
-from hetlb.plan.rent_simulation import SimulatedFleet
+from hetlb.plan.rent_simulation import SimulatedFleet, simulate_plan
 
 #: Arrivals over the rate of the best rent of one kind of GPU.
 BUSY = 0.8
@@ -58,7 +58,6 @@ def latency(bench: Bench) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"case": (key, trace, budget), "rate": BUSY * one.throughput}
         for name, plan in (("plan", planned.plan), ("one kind", one)):
             found = simulate_plan(table, plan, load=row["rate"] / plan.throughput)
-            assert found is not None
             row[name] = seconds(found)
         row["mean"] = row["plan"]["mean"] / row["one kind"]["mean"] - 1.0
         row["p90"] = row["plan"]["p90"] / row["one kind"]["p90"] - 1.0
@@ -91,7 +90,7 @@ def two_models(bench: Bench) -> list[dict[str, Any]]:
         plan = exact(table.problem, 1e-3)
         spent = {
             model: sum(
-                n * c.price_per_hour
+                n * table.problem.price(c)
                 for c in table.problem.configurations
                 if c.model == model and (n := plan.counts.get(c.name, 0))
             )
@@ -124,12 +123,8 @@ def prices(bench: Bench) -> list[dict[str, Any]]:
     for key, trace, budget, factor in itertools.product(KEYS, TRACES, BUDGETS, PRICES):
         problem = bench.table(key, trace, budget, "avail1").problem
         offer = bench.cost["gpus"]["H100"]["price_per_h"]
-        configurations = tuple(
-            replace(c, price_per_hour=c.price_per_hour + (factor - 1.0) * offer * c.gpus.get("H100", 0))
-            for c in problem.configurations
-        )
-        rows.append({"case": (key, trace, budget), "h100": factor,
-                     **gains(replace(problem, configurations=configurations))})  # fmt: skip
+        priced = replace(problem, prices={**problem.prices, "H100": factor * offer})
+        rows.append({"case": (key, trace, budget), "h100": factor, **gains(priced)})
     for key, factor in itertools.product(KEYS, PRICES):
         own = [row for row in rows if row["case"][0] == key and row["h100"] == factor]
         print(key, f"H100 at {factor:g} of its price:", {
@@ -165,7 +160,7 @@ def degrees(bench: Bench) -> list[dict[str, Any]]:
 
 
 def _degree(table: Table, name: str) -> int:
-    return table.candidates[name].stages[0].tensor_parallel_size
+    return table.problem.by_name[name].stages[0].tensor_parallel_size
 
 
 def budgets(bench: Bench) -> list[dict[str, Any]]:

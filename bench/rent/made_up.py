@@ -7,8 +7,10 @@ structure of real tables (which GPU suits which type, what more parallelism cost
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
-from hetlb.plan.rent_program import Configuration, Problem, WorkloadType
+from hetlb.plan.rent_program import Configuration, Problem
+from hetlb.plan.workloads import RequestType
 
 #: GPU: (FLOP/s, bytes/s, bytes of memory, price per hour, GPUs of a machine, share of TP that is not lost).
 GPUS = {
@@ -20,11 +22,7 @@ GPUS = {
     "4090": (83e12, 1008e9, 24e9, 0.53, 8, 0.75),
 }
 LENGTHS = [(i, o) for o in (18, 253, 510) for i in (2455, 824, 496)]
-SHARES = (
-    (33, 7, 8, 7, 27, 6, 6, 3, 3),
-    (22, 5, 5, 21, 5, 5, 19, 6, 12),
-    (4, 1, 4, 3, 20, 27, 1, 25, 15),
-)
+SHARES = ((33, 7, 8, 7, 27, 6, 6, 3, 3), (22, 5, 5, 21, 5, 5, 19, 6, 12), (4, 1, 4, 3, 20, 27, 1, 25, 15))
 
 
 def fluid_rate(gpu: str, tp: int, pp: int, parameters: float, prompt: int, output: int) -> float:
@@ -48,7 +46,7 @@ def configurations(
 ) -> list[Configuration]:
     """All TP x PP of one kind of GPU that hold the model."""
     found = []
-    for gpu, (_, _, _, price, machine, _) in GPUS.items():
+    for gpu, (_, _, _, _, machine, _) in GPUS.items():
         luck = rng.uniform(0.8, 1.2)
         for tp in (1, 2, 4, 8):
             for pp in (1, 2, 3, 4):
@@ -59,10 +57,7 @@ def configurations(
                     for name, (i, o) in zip(names, LENGTHS, strict=True)
                 }
                 if all(rate > 0 for rate in rates.values()):
-                    count = tp * pp
-                    found.append(
-                        Configuration(f"{model}-{gpu}-{tp}x{pp}", model, {gpu: count}, price * count, rates)
-                    )
+                    found.append(Configuration(f"{model}-{gpu}-{tp}x{pp}", model, {gpu: tp * pp}, rates))
     return found
 
 
@@ -72,7 +67,7 @@ def problem(models: int, gpus: int, seed: int = 0, budget_share: float = 0.7) ->
     weights = {gpu: rng.uniform(0.5, 1.5) for gpu in GPUS}
     available = {gpu: round(gpus * weight / sum(weights.values())) for gpu, weight in weights.items()}
     demand = [rng.uniform(0.2, 1.0) for _ in range(models)]
-    workloads: list[WorkloadType] = []
+    workloads: list[RequestType] = []
     found: list[Configuration] = []
     for index in range(models):
         model = f"m{index}"
@@ -82,13 +77,12 @@ def problem(models: int, gpus: int, seed: int = 0, budget_share: float = 0.7) ->
         # The larger a model, the fewer ask for it: the GPUs spread over all of them.
         weight = demand[index] / parameters
         workloads += [
-            WorkloadType(name, model, weight * share / 100, i, o)
+            RequestType(name, model, weight * share / 100, ((i, o),))
             for name, share, (i, o) in zip(names, shares, LENGTHS, strict=True)
         ]
         found += configurations(model, parameters, rng, names)
     total = sum(workload.share for workload in workloads)
-    scaled = [
-        WorkloadType(w.name, w.model, w.share / total, w.input_tokens, w.output_tokens) for w in workloads
-    ]
-    price = sum(count * GPUS[gpu][3] for gpu, count in available.items())
-    return Problem(tuple(scaled), tuple(found), available, budget_share * price)
+    scaled = [replace(w, share=w.share / total) for w in workloads]
+    prices = {gpu: figures[3] for gpu, figures in GPUS.items()}
+    price = sum(count * prices[gpu] for gpu, count in available.items())
+    return Problem(tuple(scaled), tuple(found), available, prices, budget_share * price)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,8 @@ def make_profiles(hw: Path, folder: Path) -> None:
                     continue
                 chosen = read_csv(hw / "aic_vllm.csv", system=system, model=model["name"], tp=tp)
                 tokens = capacity.get((system, model["name"], str(tp)))
-                profile = make_profile(
-                    path.stem,
-                    chosen.points,
-                    fit(chosen.points),
+                chosen = replace(
+                    chosen,
                     source=ProfileSource(kind="csv", measured=True, name="aic_vllm.csv", system=system),
                     hardware=Hardware(gpu=system, gpus=tp),
                     model=ModelInfo(name=model["name"], kv_bytes_per_token=model["kv_bytes_per_token"]),
@@ -69,6 +68,7 @@ def make_profiles(hw: Path, folder: Path) -> None:
                         kv_cache_tokens=int(tokens) if tokens else None,
                     ),
                 )
+                profile = make_profile(path.stem, chosen, fit(chosen.points))
                 path.write_text(profile_text(profile))
 
 

@@ -26,7 +26,7 @@ from hetlb.errors import PlanError
 from hetlb.plan import decompose
 from hetlb.plan.check import check_rent
 from hetlb.plan.common.capacity import divide_layers
-from hetlb.plan.configurations import ConfigurationStage, capacity_of, compose, speed_of
+from hetlb.plan.configurations import capacity_of, compose, profile_on, speed_of
 from hetlb.plan.highs import INFINITY, SolveLimits
 from hetlb.plan.market import load_market
 from hetlb.plan.planning import (
@@ -36,22 +36,22 @@ from hetlb.plan.planning import (
     make_plan,
     make_table,
     proportional_rate,
-    pruned_size,
     round_robin_rate,
-    simulate_plan,
 )
 from hetlb.plan.rent_program import (
     Configuration,
+    ConfigurationStage,
     Formulation,
     Problem,
     RentPlan,
-    WorkloadType,
     assign,
     prune,
     relaxation,
 )
+from hetlb.plan.rent_simulation import simulate_plan
 from hetlb.plan.replan import MoveCost, moves_between, replan
 from hetlb.plan.throughput import Measured
+from hetlb.plan.workloads import RequestType
 
 TRACES = ("trace1_swiss_ai", "trace2_azure", "trace3_wildgpt")
 BUDGETS = (15.0, 30.0, 60.0)
@@ -102,7 +102,6 @@ class Bench:
             self._tables[key,] = make_table(market, self.measured)
         table = self._tables[key,]
         ratios = self.cost["trace_ratios_percent"]["traces"][trace]
-        types = tuple(replace(k, share=r / 100) for k, r in zip(table.types, ratios, strict=True))
         workloads = tuple(
             replace(w, share=r / 100) for w, r in zip(table.problem.workloads, ratios, strict=True)
         )
@@ -112,7 +111,7 @@ class Bench:
             available={gpu: float(count) for gpu, count in snapshot.items()},
             budget_per_hour=budget,
         )
-        return replace(table, types=types, problem=problem)
+        return replace(table, problem=problem)
 
     def cases(self) -> list[tuple[str, str, float, str]]:
         """All 72 of them."""
@@ -133,18 +132,10 @@ def toy_problem(toy: dict[str, Any]) -> Problem:
     """The paper's worked example."""
     total = sum(toy["requests"].values())
     return Problem(
-        tuple(WorkloadType(name, "m", count / total) for name, count in toy["requests"].items()),
-        tuple(
-            Configuration(
-                c["name"],
-                "m",
-                c["gpus"],
-                sum(toy["price_per_h"][gpu] * n for gpu, n in c["gpus"].items()),
-                c["rps"],
-            )
-            for c in toy["configs"]
-        ),
+        tuple(RequestType(name, "m", count / total) for name, count in toy["requests"].items()),
+        tuple(Configuration(c["name"], "m", c["gpus"], c["rps"]) for c in toy["configs"]),
         toy["availability"],
+        toy["price_per_h"],
         toy["budget_per_h"],
     )
 
@@ -199,7 +190,7 @@ def random_problem(rng: random.Random) -> Problem:
     price = {gpu: rng.choice((0.5, 1.0, 1.7, 2.0, 3.1)) for gpu in gpus}
     models = ["m", "n"][: rng.randint(1, 2)]
     workloads = [
-        WorkloadType(f"{model}{w}", model, rng.uniform(0.1, 1.0))
+        RequestType(f"{model}{w}", model, rng.uniform(0.1, 1.0))
         for model in models
         for w in range(rng.randint(1, 3))
     ]
@@ -213,12 +204,12 @@ def random_problem(rng: random.Random) -> Problem:
             for w in workloads
             if w.model == model
         }
-        cost = sum(price[gpu] * n for gpu, n in used.items())
-        configurations.append(Configuration(f"c{index}", model, used, cost, rates))
+        configurations.append(Configuration(f"c{index}", model, used, rates))
     return Problem(
         tuple(replace(w, share=w.share / total) for w in workloads),
         tuple(configurations),
         {gpu: float(rng.randint(1, 4)) for gpu in gpus},
+        price,
         rng.choice((1.0, 5.0, 9.0)),
     )
 
@@ -228,7 +219,7 @@ def enumerate_best(problem: Problem) -> float:
     best = 0.0
     ranges = [range(int(problem.most(c)) + 1) for c in problem.configurations]
     for counts in itertools.product(*ranges):
-        cost = sum(n * c.price_per_hour for n, c in zip(counts, problem.configurations, strict=True))
+        cost = sum(n * problem.price(c) for n, c in zip(counts, problem.configurations, strict=True))
         used: dict[str, int] = {}
         for n, c in zip(counts, problem.configurations, strict=True):
             for gpu, each in c.gpus.items():
@@ -305,7 +296,7 @@ def solver(bench: Bench) -> dict[str, Any]:
             "gap": plan.gap(problem),
             "rate": plan.throughput,
             "configurations": len(problem.configurations),
-            "pruned": pruned_size(problem),
+            "pruned": len(prune(problem).configurations),
         }
         if len(rows) % SEARCHED == 0:
             began = time.process_time()
@@ -343,14 +334,14 @@ def tables(bench: Bench) -> dict[str, Any]:
             plan = exact(table.problem)
         except PlanError:
             continue
-        found = baselines(table, SolvedPlan(table.problem, plan), SolveLimits(1e-3, time.monotonic() + 300))
+        found = baselines(SolvedPlan(table.problem, plan), SolveLimits(1e-3, time.monotonic() + 300))
         gains = {
             name.split(" (")[0] + (", any number" if "any number" in name else ""): (
-                plan.throughput / each.throughput - 1,
+                plan.throughput / each["throughput_req_s"] - 1,
                 name,
             )
             for name, each in found.items()
-            if each.throughput > 0
+            if each["throughput_req_s"] > 0
         }
         rows.append({"case": case, "rate": plan.throughput, "gains": gains})
     for key in KEYS:
@@ -429,11 +420,9 @@ def truth(bench: Bench) -> dict[str, Any]:
             ("rr", "empirical"),
         ):
             found = simulate_plan(table, plan, policy=policy, predictor=predictor)
-            assert found is not None
             row[f"{policy}/{predictor}"] = found.request_throughput / plan.throughput
             row[f"{policy}/{predictor} to the end"] = len(found.records) / found.makespan_s / plan.throughput
         arriving = simulate_plan(table, plan, predictor="oracle", load=OVERLOAD)
-        assert arriving is not None
         row["hetlb/oracle arriving"] = arriving.request_throughput / plan.throughput
         row["rr planned"] = round_robin_rate(planned.problem, plan.counts) / plan.throughput
         rows.append(row)
@@ -473,24 +462,16 @@ def estimator(bench: Bench) -> dict[str, Any]:
     for row in bench.cost["estimator_examples"]["rows"]:
         kinds = row["gpus"].split("+")
         gpus = [kinds[s * len(kinds) // row["pp"]] for s in range(row["pp"])]
-        whole = [
-            compose(table.market, model, (ConfigurationStage(g, row["tp"], Fraction(1)),), across=False)[0]
-            for g in gpus
-        ]
+        found = [profile_on(table.market, model, table.market.offers[g], row["tp"]) for g in gpus]
+        whole = [each for each in found if each is not None]
         layers = divide_layers([speed_of(each) for each in whole], model.layers)
         stages = tuple(ConfigurationStage(g, row["tp"], share) for g, share in zip(gpus, layers, strict=True))
-        profile, own = compose(table.market, model, stages, across=row["span"] != "one machine")
-        kind = next(k for k in table.types if k.input_tokens == 2455 and k.output_tokens == 18)
+        tokens, across = capacity_of(table.market, model, stages), row["span"] != "one machine"
+        profile, own = compose(table.market, model, "composed", stages, whole, tokens, across=across)
+        kind = next(k for k in table.problem.workloads if k.input_tokens == 2455 and k.output_tokens == 18)
         rate = bench.measured.alone(profile, kind, own)
         price = sum(prices[stage.gpu] * stage.tensor_parallel_size for stage in stages)
-        rows.append(
-            {
-                **row,
-                "requests_s": rate,
-                "per_price": rate / price,
-                "kv": capacity_of(table.market, model, stages),
-            }
-        )
+        rows.append({**row, "requests_s": rate, "per_price": rate / price, "kv": tokens})
     for row in rows:
         error = row["per_price"] / row["real_rps"] - 1
         print(

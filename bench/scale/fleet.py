@@ -56,6 +56,6 @@ def load(lengths: list[Row], count: int, rate: float, seed: int = 0) -> list[Pla
     now, plan = 0.0, []
     for n in range(count):
         row = lengths[rng.randrange(len(lengths))]
-        plan.append(PlannedRequest(n, now, row.input_tokens, row.output_tokens))
+        plan.append(PlannedRequest(n, now, Row(None, row.input_tokens, row.output_tokens)))
         now += rng.expovariate(rate) if rate else 0.0
     return plan

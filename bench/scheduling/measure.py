@@ -114,6 +114,7 @@ _INGREDIENTS: dict[str, tuple[Any, str, Any] | None] = {
     "speed correction": (speed, "TRUST", math.inf),
     "first_token_s": None,
     "others_s": None,
+    "finish_s": None,
 }
 
 
@@ -459,12 +460,14 @@ def mishaps(runs: Runs, full: dict[tuple[str, str], float]) -> list[Any]:
 
 #: Ingredients left out, by the name of the row: first from zero, one by one, then each alone.
 ABLATIONS = {
-    "from zero: `own_s`, bound on arrival": "hold,first_token_s,others_s,room",
-    "+ room (late binding)": "hold,first_token_s,others_s",
-    "+ `others_s`": "hold,first_token_s",
-    "+ `first_token_s`": "hold",
-    "+ hold: all": "",
+    "from zero: `own_s`, bound on arrival": "hold,finish_s,first_token_s,others_s,room",
+    "+ room (late binding)": "hold,finish_s,first_token_s,others_s",
+    "+ `others_s`": "hold,finish_s,first_token_s",
+    "+ `first_token_s`": "hold,finish_s",
+    "+ hold": "finish_s",
+    "+ `finish_s`: all": "",
     "all without room": "room",
+    "all without hold": "hold",
     "all without `others_s`": "others_s",
     "all without `first_token_s`": "first_token_s",
     "all without speed correction": "speed correction",

@@ -61,7 +61,7 @@ class Prioritised(FleetSimulation):
     def make_request(self, planned: PlannedRequest) -> Request:
         """The interactive go first."""
         request = super().make_request(planned)
-        request.priority = int(planned.service == "background")
+        request.priority = int(planned.row.service == "background")
         return request
 
 
@@ -82,10 +82,10 @@ def run(case: Mixed) -> dict[str, Any]:
     plan = []
     for planned in _lab.plan("sharegpt", _per_instance * len(specs), case.rate, 7):
         if rng.random() < SHARE:
-            plan.append(replace(planned, service="interactive"))
+            plan.append(replace(planned, row=replace(planned.row, service="interactive")))
             continue
         prompt = planned.prompt_tokens if case.prompts == "own" else rng.randint(2000, 6000)
-        plan.append(replace(planned, service="background", prompt_tokens=prompt))
+        plan.append(replace(planned, row=replace(planned.row, service="background", input_tokens=prompt)))
     if case.limit:
         specs = tuple(
             replace(each, capacity=replace(each.capacity, max_num_seqs=case.limit)) for each in specs

@@ -100,8 +100,14 @@ def verdicts(document: dict[str, Any]) -> list[tuple[str, str]]:
             "; ".join(parts),
         )
     )
-    wrong = [min(row["wrong_up"], row["wrong_down"]) for row in document["mishaps"]]
-    said.append(("profiles wrong by 30 %: at least 0.95 of true ones", f"least {min(wrong):.3f}"))
+    wrong = [row[way] for row in document["mishaps"] for way in ("wrong_up", "wrong_down")]
+    kept = sum(share >= 0.95 for share in wrong)
+    said.append(
+        (
+            "profiles wrong by 30 %: at least 0.95 of true ones",
+            f"{kept} of {len(wrong)}; least {min(wrong):.3f}",
+        )
+    )
     return said
 
 

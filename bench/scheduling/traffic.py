@@ -35,7 +35,7 @@ from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest, Waves, make_plan
-from hetlb.workload.content import contents_of
+from hetlb.workload.content import HASH_BLOCK_TOKENS
 from hetlb.workload.records import percentile
 from hetlb.workload.traces import Row, read_trace
 
@@ -341,7 +341,7 @@ class Bench:
         """The requests/s of all engines together; `case` without what does not matter for it."""
         specs, engines = self.fleet(case)
         rows = TRAFFIC[case.traffic](self, _SAMPLE, random.Random(f"bound/{case.traffic}"))
-        plan = make_plan(rows, None, math.inf, random.Random(0), contents=contents_of(rows))
+        plan = make_plan(rows, None, math.inf, random.Random(0), hash_block_tokens=HASH_BLOCK_TOKENS)
         alone: dict[EngineSpec, float] = {}
         for spec in specs:
             engine = engines[spec.name]
@@ -366,7 +366,7 @@ class Bench:
         rows = TRAFFIC[case.traffic](self, count, random.Random(f"{seed}/{case.traffic}"))
         return make_plan(
             rows, count, rate, random.Random(seed), case.burstiness, waves=case.waves,
-            contents=contents_of(rows),
+            hash_block_tokens=HASH_BLOCK_TOKENS,
         )  # fmt: skip
 
     def run(self, case: Case, policy: str, seed: int) -> dict[str, float]:
@@ -381,7 +381,7 @@ class Bench:
         history: list[PlannedRequest] = []
         if case.warm:
             rows = TRAFFIC[case.traffic](self, _HISTORY, random.Random(f"history/{seed}/{case.traffic}"))
-            history = make_plan(rows, None, math.inf, random.Random(0), contents=contents_of(rows))
+            history = make_plan(rows, None, math.inf, random.Random(0), hash_block_tokens=HASH_BLOCK_TOKENS)
         put_back = without(lacking)
         try:
             result = FleetSimulation(
@@ -393,14 +393,16 @@ class Bench:
         summary = result.summary()
         groups = [r for r, p in zip(result.records, plan, strict=True) if p.sequences > 1]
         found = {key: float(summary[key]) for key in FIGURES if key in summary}
-        found["preemptions"] = float(sum(result.preemptions.values()))
+        counted = result.counted.values()
+        found["preemptions"] = float(sum(each["preemptions"] for each in counted))
         found["slowest_group_s"] = max(((r.end_s or 0.0) - r.scheduled_s for r in groups), default=0.0)
         found["completed"] = float(summary["completed"])
         found["duration"] = summary["duration"]
         found["median_ttft_ms"] = summary["median_ttft_ms"]
-        hits = result.prefix_hits
-        if hits is not None:
-            hit, computed = (sum(each[i] for each in hits.values()) for i in (0, 1))
+        if case.prefix_cache:
+            hit, computed = (
+                sum(each[key] for each in counted) for key in ("prefix_hit_tokens", "prefilled_tokens")
+            )
             found["prefix_hit_share"] = hit / (hit + computed)
         return found
 

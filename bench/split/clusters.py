@@ -135,7 +135,7 @@ def small(count: int = 24, seed: int = 0) -> list[SplitCluster]:
             between=rng.choice((0.1e9, 0.625e9, 5e9, 50e9)),
         )
         memory = sum(m.gpus * m.usable_bytes for m in machines)
-        if memory > 1.15 * made.weight_bytes:
+        if memory > 1.15 * made.model.weight_bytes:
             found.append(made)
     return found
 

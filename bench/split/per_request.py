@@ -39,6 +39,7 @@ from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_result import FleetResult
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest
+from hetlb.workload.traces import Row
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "m"
@@ -108,7 +109,7 @@ def plan(of: Sequence[tuple[int, int]], rate: float, rng: random.Random) -> list
     """Poisson arrivals, or all at once."""
     now, planned = 0.0, []
     for index, (prompt, answer) in enumerate(of):
-        planned.append(PlannedRequest(index, now, prompt, answer))
+        planned.append(PlannedRequest(index, now, Row(None, prompt, answer)))
         now += 0.0 if math.isinf(rate) else rng.expovariate(rate)
     return planned
 

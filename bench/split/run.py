@@ -1,4 +1,4 @@
-"""Evidence for `hetlb split`: search against exhaustive search, time, random swaps, the paper's settings.
+"""Evidence for `hetlb split`: search against exhaustive search, time, the paper's settings.
 
     python bench/split/run.py PART [PART ...] [--out bench/results/split.json] [--fresh]
 
@@ -103,20 +103,6 @@ def scale(gpus: int, seconds: float) -> Any:
         "colocated_req_s": colocated,
         "simulated_requests": served.requests,
         "simulated_over_planned": served.request_throughput / best(found),
-    }
-
-
-def swaps(name: str, workload: str) -> Any:
-    """The search against the paper's truncated variant (random swaps from the partition), equal time."""
-    of = clusters.setting(name, workload)
-    guided, _ = search(of, ProfileCost(of), 4.0, roles=SPLIT_ROLES)
-    random, _ = search(of, ProfileCost(of), 4.0, roles=SPLIT_ROLES, guided=False)
-    return {
-        "setting": name,
-        "workload": workload,
-        "guided_req_s": best(guided),
-        "random_req_s": best(random),
-        "ratio": best(guided) / best(random) if best(random) else None,
     }
 
 
@@ -262,7 +248,6 @@ PARTS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "twenty": (against, [(name, 20.0) for name in HETEROGENEOUS]),
     "sixty": (against, [(name, 60.0) for name in ("het1", "het3", "het5")]),
     "scale": (scale, [(64, 20.0), (320, 60.0)]),
-    "swaps": (swaps, [(name, w) for name in clusters.SETTINGS for w in ("HPLD", "LPHD", "online")]),
     "paper": (paper, [(w, name) for w in clusters.WORKLOADS for name in ("homogeneous", "het1", "het5")]),
     "latency": (latency, [(w,) for w in clusters.WORKLOADS]),
     "four": (four, [(w,) for w in clusters.WORKLOADS]),

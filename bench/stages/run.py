@@ -33,7 +33,7 @@ import stages as real  # noqa: E402
 from hetlb.core.paths.path_log import dispatches  # noqa: E402
 from hetlb.core.paths.path_scheduler import PathScheduler  # noqa: E402
 from hetlb.core.paths.stages import StageNetwork  # noqa: E402
-from hetlb.core.predictor import EmpiricalPredictor, LengthDistribution  # noqa: E402
+from hetlb.core.predictor import LengthDistribution, SamplePredictor  # noqa: E402
 from hetlb.sim.pipelines import FEED_DELAY_S, OfflineLoad, PipelineSimulation  # noqa: E402
 
 WARM_UP_S = 10.0
@@ -90,7 +90,7 @@ async def load(url: str, concurrency: int, seconds: float) -> dict[str, Any]:
 def simulate(network: StageNetwork, scheduler: str, concurrency: int, seconds: float) -> dict[str, Any]:
     """The same load on the same profiles in virtual time."""
     outputs = LengthDistribution(output for _, output in itertools.islice(lengths(), 1000))
-    paths = PathScheduler(network, EmpiricalPredictor(outputs), policy=scheduler)
+    paths = PathScheduler(network, SamplePredictor(outputs, capped=True), policy=scheduler)
     run = PipelineSimulation(network, paths, lengths(), frames=True)
     result = run.run_offline(
         OfflineLoad(initial=concurrency, constant=True), warm_up_s=WARM_UP_S, measured_s=seconds

@@ -18,7 +18,7 @@ import msgspec
 import yaml
 
 from hetlb.cli.main import COMMANDS, build_parser
-from hetlb.config.api_keys import ApiKeyTable
+from hetlb.config.api_keys import Tenant
 from hetlb.config.cluster import ClusterFile
 from hetlb.config.fleet_tables import FleetFile
 from hetlb.config.profile_file import Profile
@@ -26,6 +26,7 @@ from hetlb.core.engine_metrics import MOST_SERIES
 from hetlb.core.health import transitions_table
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
+from hetlb.core.transition import Transition
 from hetlb.core.types import CAUSES, InstanceSpec, Outcome
 from hetlb.pick import stream_states
 from hetlb.proxy import connection, ends, exchange_states, scrape, upstream
@@ -40,7 +41,7 @@ from hetlb.proxy.http import (
 )
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event
-from hetlb.proxy.telemetry.prometheus import MetricsPage, SharedFigures
+from hetlb.proxy.telemetry.prometheus import MetricsPage
 from hetlb.workers import protocol
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +49,7 @@ FOLDER = ROOT / "docs" / "reference"
 #: Files of which every key is listed: title, kind in meanings.yaml, table.
 FILES = (
     ("Fleet file", "fleet", FleetFile),
-    ("Keys of clients", "keys of clients", ApiKeyTable),
+    ("Keys of clients", "keys of clients", Tenant),
     ("Cluster file", "cluster", ClusterFile),
     ("Latency profile", "profile", Profile),
 )
@@ -246,10 +247,12 @@ class _Everything:
         spec = InstanceSpec(name="server", model="model", url="http://server:8000")
         self.scheduler = Scheduler(SchedulerSetup(specs=(spec,), policy="rr"))
         self.totals = Totals()
-        self.watch = SimpleNamespace(scraper=SimpleNamespace(invalid_samples={}))
+        self.watch = SimpleNamespace(invalid_samples={})
         self.lost_lines = 0
         self.workers = ()
-        self.shared = SharedFigures(True, 0, 0, 0.0, 0, 0, True)
+        view = SimpleNamespace(peer_leases=0, delay_s=0.0)
+        self.sharing = SimpleNamespace(connected=True, peers=0, view=view, sent=0, received=0, rejected=0)
+        self.leader = SimpleNamespace(leads=True)
         self.stages = {"server": list}
 
     def now(self) -> float:
@@ -407,10 +410,30 @@ def limits_page() -> str:
         "keys) or a new one. Beside these the engine gets its own `Host` and, where configured, its own key.",
         "## Of one turn of the event loop",
         f"A connection reads at most 256 KiB in a turn, {_kib(request_reader.TURN_BYTES)} of a chunked body, "
-        f"{_kib(upstream.TURN_BYTES)} of an answer in chunks or events. JSON is decoded in one turn "
+        f"{_kib(upstream.TURN_BYTES)} of an answer in chunks, events or frames, "
+        f"{_kib(connection._RELAYED_BYTES)} of a client's frames. JSON is decoded in one turn "
         "(about 3 ns a byte).",
     )
     return "\n\n".join(parts) + "\n"
+
+
+def _diagram(
+    table: Sequence[Transition[Any]], begin: str, inner: tuple[str, Sequence[Transition[Any]]] | None = None
+) -> str:
+    """A state machine's table as a Mermaid diagram, with that of a second state of the same thing."""
+
+    def edges(rows: Sequence[Transition[Any]]) -> list[str]:
+        return [f"{state.name} --> {row.after.name}: {row.event}" for row in rows for state in row.before]
+
+    first, *_, last = type(table[0].after)
+    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {first.name}: {begin}"]
+    lines += [f"    {each}" for each in edges(table)] + [f"    {last.name} --> [*]"]
+    if inner is not None:
+        name, rows = inner
+        first, *_ = type(rows[0].after)
+        lines += [f"    state {name} {{", f"        [*] --> {first.name}"]
+        lines += [*(f"        {each}" for each in edges(rows)), "    }"]
+    return "\n".join([*lines, "```"])
 
 
 def states_page() -> str:
@@ -424,10 +447,12 @@ def states_page() -> str:
         "Made by `make reference`, of the tables that the code obeys.",
         "## A request",
         "One state towards the engine and one towards the client:",
-        exchange_states.diagram(),
+        _diagram(
+            exchange_states.TRANSITIONS, "a whole request", ("response", exchange_states.RESPONSE_TRANSITIONS)
+        ),
         "## A gateway's stream to `hetlb pick`",
         "What comes in a state that does not wait for it changes nothing:",
-        stream_states.diagram(),
+        _diagram(stream_states.TRANSITIONS, "a stream"),
         "## Health of an instance",
         transitions_table(),
         "## Outcomes",
@@ -438,7 +463,12 @@ def states_page() -> str:
         "Reasons for which the scheduler refuses a request, as the event log has them:",
         "\n".join(_table(("reason", "outcome", "status"), refused)),
         "## Ends of a request",
-        ends.table(),
+        "\n".join(
+            _table(
+                ("the lease ends because", "outcome of the request", "counts"),
+                [(end.happened, f"`{end.outcome.value}`", end.counts_as.value) for end in ends.ENDS],
+            )
+        ),
     )
     return "\n\n".join(parts) + "\n"
 

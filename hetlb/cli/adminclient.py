@@ -1,8 +1,4 @@
-"""Client of a running proxy's admin listener: documents and the event stream.
-
-The token comes from an environment variable, is never printed and goes to that address alone. A wrong
-address or answer is an `InputError` of one line.
-"""
+"""Client of a running proxy's admin listener: documents and the event stream."""
 
 from __future__ import annotations
 
@@ -14,8 +10,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
+from hetlb.cli.flags import declare, secret
+from hetlb.config.urls import check_base
 from hetlb.errors import InputError
 
 #: Default address of `hetlb serve`'s admin listener.
@@ -37,59 +34,33 @@ class NoAnswerError(InputError):
 
 def add_admin_arguments(parser: Any, tokens: argparse.ArgumentParser) -> None:
     """Flags for the proxy's address (`--url` is the former name) and its token."""
-    parser.add_argument(
-        "--admin", "--url", metavar="URL", help=f"admin address of the proxy (default {DEFAULT_URL})"
-    )
-    tokens.add_argument(
-        "--token-env",
-        metavar="NAME",
-        help=f"environment variable with the admin token (default {TOKEN_VARIABLE}, which may be unset)",
-    )
+    address = f"admin address of the proxy (default {DEFAULT_URL})"
+    parser.add_argument("--admin", "--url", metavar="URL", help=address)
+    token = f"environment variable with the admin token (default {TOKEN_VARIABLE}, which may be unset)"
+    declare(tokens)("--token-env", token, "NAME")
 
 
 class AdminClient:
-    """Admin listener of one proxy.
+    """Admin listener of one proxy; its token is never printed and goes to that address alone."""
 
-    `text` is its address, None for the default; `variable` names the environment variable with the token,
-    None for the default one, which may be unset. Errors name the flags. Raises `InputError` for a malformed
-    address and for a named variable that is not set.
-    """
-
-    def __init__(
-        self, text: str | None, variable: str | None, flag: str = "--admin", token_flag: str = "--token-env"
-    ) -> None:
-        text = text or DEFAULT_URL
-        try:
-            parts = urlsplit(text)
-            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            good = False
-        if not good or parts.username is not None or parts.query or parts.fragment:
-            raise InputError(f"{flag}: expected an admin address like {DEFAULT_URL}, got {text!r}")
-        self.url = text.rstrip("/")
-        self._flag, self._token_flag = flag, token_flag
-        name = variable or TOKEN_VARIABLE
-        self._token = os.environ.get(name, "").strip()
-        if not self._token and variable is not None:
-            raise InputError(
-                f"{token_flag}: expected a variable with the admin token, but {name!r} is not set"
-            )
+    def __init__(self, text: str | None, variable: str | None) -> None:
+        """`text` and `variable` are the values of the flags. Raises `InputError`."""
+        self.url = check_base(text or DEFAULT_URL, "--admin", DEFAULT_URL)
+        stated = os.environ.get(TOKEN_VARIABLE, "").strip()
+        self._token = stated if variable is None else secret("--token-env", variable)
         if not self._token.isascii() or not self._token.isprintable():
+            name = variable or TOKEN_VARIABLE
             raise InputError(f"{name}: expected an admin token of printable ASCII, got something else")
-
-    def get(self, path: str) -> bytes:
-        """Body of the response to a GET. Raises `InputError`."""
-        with self._open(path, TIMEOUT_S) as reply:
-            try:
-                body: bytes = reply.read()
-            except (OSError, ValueError, http.client.HTTPException) as error:
-                raise self._no_answer(error) from error
-        return body
 
     def document(self, path: str, *keys: str) -> dict[str, Any]:
         """JSON object at a path, with at least these keys. Raises `InputError`."""
+        with self._open(path, TIMEOUT_S) as reply:
+            try:
+                body = reply.read()
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                raise self._no_answer(error) from error
         try:
-            found = json.loads(self.get(path))
+            found = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise InputError(self._no_proxy("it does not answer in JSON")) from error
         if not isinstance(found, dict) or not found.keys() >= set(keys):
@@ -97,9 +68,7 @@ class AdminClient:
         return found
 
     def snapshots(self) -> Iterator[dict[str, Any]]:
-        """Snapshots from the event stream. Raises `NoAnswerError` at its end, `InputError` if a retry is
-        pointless.
-        """
+        """Snapshots from the event stream. Raises `NoAnswerError` at its end, else `InputError`."""
         with self._open("/v1/events", SILENCE_S) as reply:
             if reply.headers.get_content_type() != "text/event-stream":
                 raise InputError(self._no_proxy("it has no event stream"))
@@ -122,10 +91,9 @@ class AdminClient:
             told = f"status {error.code} {error.reason or ''}".rstrip()
             if error.code == 401:
                 told = (
-                    f"401 Unauthorized: expected the admin token in {TOKEN_VARIABLE}, "
-                    f"or where {self._token_flag} says"
+                    f"401 Unauthorized: expected the admin token in {TOKEN_VARIABLE} or that of --token-env"
                 )
-            raise InputError(f"{self._flag}: {self.url}: {told}") from error
+            raise InputError(f"--admin: {self.url}: {told}") from error
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise self._no_answer(error) from error
         return reply
@@ -136,4 +104,4 @@ class AdminClient:
         return NoAnswerError(self._no_proxy(why), why)
 
     def _no_proxy(self, why: object) -> str:
-        return f"{self._flag}: expected the admin address of a running proxy, got {self.url!r}: {why}"
+        return f"--admin: expected the admin address of a running proxy, got {self.url!r}: {why}"

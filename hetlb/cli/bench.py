@@ -1,13 +1,8 @@
-"""`hetlb bench`: load against any OpenAI-compatible server, measured by a client that judges itself.
-
-The load is open-loop and planned from the seed before the run; latency counts from the scheduled send
-time; each run says whether its client kept up. Ctrl-C ends it at once.
-"""
+"""`hetlb bench`: load against any OpenAI-compatible server, measured by a client that judges itself."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import math
 import os
 import random
@@ -19,38 +14,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import uvloop
 from rich.console import Console
 
-from hetlb.cli.flags import FINITE, SHARE, add_json, add_load, declare, integer, real, whole
-from hetlb.cli.signals import cancel_on_signals
+from hetlb.cli.flags import COUNT, FINITE, FRACTION, INTEGER, SHARE, add_json, add_load, declare, whole
+from hetlb.cli.signals import run_until_signal
 from hetlb.config.fleet import Fleet, load_fleet
 from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import HetlbError, InputError, TraceError
 from hetlb.extras import require
 from hetlb.files import write_text
-from hetlb.loadtest import options
+from hetlb.loadtest import options, report
 from hetlb.loadtest.bodies import CHAT, COMPLETIONS
-from hetlb.loadtest.campaign import Campaign, CampaignResult
-from hetlb.loadtest.metrics import details
-from hetlb.loadtest.report import (
-    classes_table,
-    comparison_table,
-    instances_table,
-    latency_table,
-    search_table,
-    throughput_table,
-)
-from hetlb.loadtest.results import (
-    check_writable,
-    csv_text,
-    default_filename,
-    json_text,
-    platform_document,
-)
+from hetlb.loadtest.campaign import Campaign
+from hetlb.loadtest.results import check_writable, csv_text, default_filename, json_text, platform_document
 from hetlb.loadtest.runs import LoadSpec, first_model
 from hetlb.loadtest.screen import Screen
-from hetlb.workload.arrivals import Ramp, Rate
+from hetlb.workload.arrivals import Load, Ramp, Rate
 from hetlb.workload.datasets import custom_rows, random_rows, sharegpt_rows
 from hetlb.workload.traces import Row, read_trace
 
@@ -63,27 +42,27 @@ _HEADER_VALUE = re.compile(r"[\x21-\x7e]{1,256}")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb bench`, named as those of `vllm bench serve` where it has them."""
-    add, switch = declare(parser), parser.add_argument
+    add = declare(parser)
     url = partial(options.read_url, "--url")
     add("--url", "server, http://HOST:PORT", "URL", url, required=True)
     add_load(parser)
     _add_requests(parser)
-    switch("--ramp-up-strategy", choices=("linear", "exponential"), help="growth of the rate during a run")
+    add("--ramp-up-strategy", "growth of the rate during a run", choices=("linear", "exponential"))
     add("--ramp-up-start-rps", "requests/s at the start", "R", FINITE)
     add("--ramp-up-end-rps", "requests/s at the end", "R", FINITE)
-    add("--max-concurrency", "most requests in flight; with rate inf a closed loop", "N", whole(1))
+    add("--max-concurrency", "most requests in flight; with rate inf a closed loop", "N", COUNT)
     add("--num-warmups", "unmeasured requests before every run", "N", whole(0), 0)
-    add("--seed", "seed of lengths and arrivals (default 0)", "N", integer(), 0)
+    add("--seed", "seed of lengths and arrivals (default 0)", "N", INTEGER, 0)
     add("--admin", "admin address of the proxy at --url", "URL", partial(options.read_url, "--admin"))
 
     def policies(text: str) -> list[str]:
         return options.read_names("--compare", text, POLICIES) if text else []
 
     add("--compare", "policies to compare on the same load; the first is the baseline", "A,B,C", policies, ())
-    add("--rounds", "rounds of a comparison; from 2 on with intervals", "N", whole(1), 1)
-    switch("--sweep", action="store_true", help="with --goodput: search the highest rate that meets it")
+    add("--rounds", "rounds of a comparison; from 2 on with intervals", "N", COUNT, 1)
+    add("--sweep", "with --goodput: search the highest rate that meets it", action="store_true")
     add("--slo-attainment", "share of requests that must meet the limits (default 0.95)", "S", SHARE, 0.95)
-    switch("--goodput", nargs="+", default=(), metavar="NAME:MS", help="latency limits: ttft, tpot, e2el")
+    add("--goodput", "latency limits: ttft, tpot, e2el", "NAME:MS", default=(), nargs="+")
     names = "latencies in the table"
     add("--percentile-metrics", names, "A,B", options.read_metrics, "ttft,tpot,itl,e2el")
     add("--metric-percentiles", "percentiles of the latencies", "P,Q", options.read_percentiles, "90,99")
@@ -91,24 +70,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:
-    add, switch = declare(parser), parser.add_argument
+    add = declare(parser)
     add("--model", "model to ask for (default: the first of /v1/models)")
     path = f"path of the requests (default {COMPLETIONS})"
-    switch("--endpoint", choices=(COMPLETIONS, CHAT), default=COMPLETIONS, help=path)
-    switch("--dataset-name", choices=_DATASETS, help="source of requests, instead of a trace")
+    add("--endpoint", path, default=COMPLETIONS, choices=(COMPLETIONS, CHAT))
+    add("--dataset-name", "source of requests, instead of a trace", choices=_DATASETS)
     add("--config", "fleet file with the classes that the trace names", "FLEET.yaml", Path)
     add("--dataset-path", "file of sharegpt (JSON) or custom (text or .jsonl)", "FILE", Path)
-    add("--random-input-len", "prompt tokens of random (default 1024)", "N", whole(1), 1024)
-    add("--random-output-len", "output tokens of random (default 128)", "N", whole(1), 128)
-    spread = real("0 to 1", lambda value: 0 <= value <= 1)
-    add("--random-range-ratio", "spread of random lengths, +-R (0 to 1)", "R", spread, 0.0)
-    add("--sharegpt-output-len", "output tokens of sharegpt (default: as recorded)", "N", whole(1))
-    add("--custom-output-len", "output tokens of custom (default 256)", "N", whole(1), 256)
+    add("--random-input-len", "prompt tokens of random (default 1024)", "N", COUNT, 1024)
+    add("--random-output-len", "output tokens of random (default 128)", "N", COUNT, 128)
+    add("--random-range-ratio", "spread of random lengths, +-R (0 to 1)", "R", FRACTION, 0.0)
+    add("--sharegpt-output-len", "output tokens of sharegpt (default: as recorded)", "N", COUNT)
+    add("--custom-output-len", "output tokens of custom (default 256)", "N", COUNT, 256)
     formats = "prompts as token ids or text (default: ids of a trace or random lengths)"
-    switch("--prompt-format", choices=("ids", "text"), help=formats)
-    add("--num-prompts", "requests (default: every row; random, sharegpt: 1000)", "N", whole(1))
+    add("--prompt-format", formats, choices=("ids", "text"))
+    add("--num-prompts", "requests (default: every row; random, sharegpt: 1000)", "N", COUNT)
     eos = "answers of exactly the planned length (default)"
-    switch("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help=eos)
+    add("--ignore-eos", eos, default=True, action=argparse.BooleanOptionalAction)
     add("--prompt-salt", "seed of the prompts (default: new ones, in no cache)", "TEXT")
     session = "header that names a conversation (default x-session-id)"
     add("--session-header", session, "NAME", default="x-session-id")
@@ -116,47 +94,39 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
-    add, switch = declare(parser), parser.add_argument
+    add = declare(parser)
     entries = "entries of the result's metadata"
     add("--metadata", entries, "KEY=VALUE", options.read_entry, (), nargs="+")
-    switch("--save-result", action="store_true", help="write the JSON document to a file")
+    add("--save-result", "write the JSON document to a file", action="store_true")
     add("--result-dir", "folder of the result (default: the working directory)", "DIR", Path, Path())
     add("--result-filename", "name of the result (default: RATEqps-MODEL-DATE.json)", "NAME")
-    switch("--save-detailed", action="store_true", help="add times and lengths of every request")
+    add("--save-detailed", "add times and lengths of every request", action="store_true")
     add("--csv", "CSV file, a line per run", "FILE", Path)
     add("--html", "report with charts, in one file", "FILE", Path)
     add_json(parser)
-    switch("--disable-tqdm", action="store_true", help="no progress bar")
+    add("--disable-tqdm", "no progress bar", action="store_true")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print."""
     require(*(["jinja2"] if args.html else []), *(["scipy"] if args.rounds > 1 else []))
     started = datetime.now(UTC)
     campaign, fleet = _campaign(args)
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            outcome = runner.run(_measure(campaign, fleet))
-    except asyncio.CancelledError:
-        return 1  # told to stop; Ctrl-C comes as a KeyboardInterrupt
-    document = _document(args, campaign.spec, outcome, started)
-    _write(args, document, outcome, started)
+    run_until_signal(_measure(campaign, fleet))
+    document = _document(args, campaign, started)
+    _write(args, document, campaign, started)
     if args.json:
         print(json_text(document))
     else:
         _show(args, document)
-    for each in outcome.measured:
+    for each in campaign.measured:
         if not each.run["completed"]:
-            kind, example = next(iter(each.result.examples.items()))
+            kind, example = next(iter(each.examples.items()))
             raise HetlbError(f"{args.url}: every request failed, the first with {kind}: {example}")
     return 0
 
 
 def _campaign(args: argparse.Namespace) -> tuple[Campaign, Fleet | None]:
-    """Runs that the flags ask for, and the fleet of `--config`; all are validated before a request is sent.
-
-    Raises `InputError`.
-    """
+    """Runs that the flags ask for, all validated, and the fleet of `--config`. Raises `InputError`."""
     _check_flags(args)
     rates = _read_rates(args)
     slo_s = options.read_goodput(args.goodput)
@@ -164,21 +134,20 @@ def _campaign(args: argparse.Namespace) -> tuple[Campaign, Fleet | None]:
         raise InputError(f"--request-rate: expected rates to search from, got {args.request_rate!r}")
     if args.sweep and not slo_s and len(rates) < 2:
         raise InputError("--sweep: expected several rates in --request-rate, or limits in --goodput")
-    rows = _read_rows(args, recorded="trace" in rates)
     key = os.environ.get("OPENAI_API_KEY")
     spec = LoadSpec(
         url=args.url,
         model=args.model or "",
-        rows=rows,
-        num_prompts=args.num_prompts or len(rows),
+        load=Load(
+            _read_rows(args, recorded="trace" in rates), args.num_prompts, args.burstiness, waves=args.waves
+        ),
         seed=args.seed,
         salt=secrets.token_hex(4) if args.prompt_salt is None else args.prompt_salt,
-        path=args.endpoint,
+        endpoint=args.endpoint,
         text=args.prompt_format == "text"
         or (args.prompt_format is None and args.dataset_name in ("sharegpt", "custom")),
         hash_block_tokens=args.hash_block_size,
         ignore_eos=args.ignore_eos,
-        burstiness=args.burstiness,
         max_concurrency=args.max_concurrency,
         num_warmups=args.num_warmups,
         slo_s=slo_s or None,
@@ -186,7 +155,6 @@ def _campaign(args: argparse.Namespace) -> tuple[Campaign, Fleet | None]:
         headers={"authorization": f"Bearer {key}"} if key else {},
         session_header=args.session_header,
         tenant_header=args.tenant_header,
-        waves=args.waves,
     )
     campaign = Campaign(
         spec,
@@ -267,51 +235,46 @@ def _check_rows(args: argparse.Namespace, rows: list[Row], recorded: bool) -> No
             )
 
 
-async def _measure(campaign: Campaign, fleet: Fleet | None) -> CampaignResult:
+async def _measure(campaign: Campaign, fleet: Fleet | None) -> None:
     """Run the campaign; without `--model` on the server's first model."""
-    cancel_on_signals()
     spec = campaign.spec
     model = spec.model or await first_model(spec.url, spec.headers)
     if fleet is not None:
-        spec = replace(spec, classes=fleet.classes_of(model, (row.service for row in spec.rows)))
+        spec = replace(spec, classes=fleet.classes_of(model, (row.service for row in spec.load.rows)))
     campaign.spec = replace(spec, model=model)
-    return await campaign.run()
+    await campaign.run()
 
 
-def _document(
-    args: argparse.Namespace, spec: LoadSpec, outcome: CampaignResult, started: datetime
-) -> dict[str, Any]:
+def _document(args: argparse.Namespace, campaign: Campaign, started: datetime) -> dict[str, Any]:
     """The document that `--json` prints and `--save-result` keeps."""
-    more = (details(each.result, each.rows) if args.save_detailed else {} for each in outcome.measured)
+    more = (each.details() if args.save_detailed else {} for each in campaign.measured)
     return {
-        "runs": [{**each.run, **its} for each, its in zip(outcome.measured, more, strict=True)],
-        "comparison": outcome.comparison,
-        "search": outcome.search,
+        "runs": [{**each.run, **its} for each, its in zip(campaign.measured, more, strict=True)],
+        "comparison": campaign.comparison,
+        "search": campaign.search,
         "metadata": {
             "date": started.isoformat(timespec="seconds"),
             "command": args.command_line,
             "url": args.url,
-            "model_id": spec.model,
+            "model_id": campaign.spec.model,
             "endpoint": args.endpoint,
             "dataset": args.dataset_name or str(args.trace),
-            "prompt_salt": spec.salt,
-            "goodput_slo_ms": {name: 1e3 * limit for name, limit in (spec.slo_s or {}).items()},
+            "prompt_salt": campaign.spec.salt,
+            "goodput_slo_ms": {name: 1e3 * limit for name, limit in (campaign.spec.slo_s or {}).items()},
             **platform_document(),
             **dict(args.metadata),
         },
     }
 
 
-def _write(
-    args: argparse.Namespace, document: dict[str, Any], outcome: CampaignResult, started: datetime
-) -> None:
+def _write(args: argparse.Namespace, document: dict[str, Any], campaign: Campaign, started: datetime) -> None:
     """Write the requested result files."""
     if args.csv is not None:
         write_text(args.csv, csv_text(document["runs"]))
     if args.html is not None:
-        from hetlb.loadtest.htmlreport import report
+        from hetlb.loadtest import htmlreport
 
-        write_text(args.html, report(document, outcome.measured))
+        write_text(args.html, htmlreport.report(document, campaign.measured))
     if args.save_result:
         model = document["metadata"]["model_id"]
         name = args.result_filename or default_filename(model, args.request_rate, started)
@@ -324,13 +287,13 @@ def _show(args: argparse.Namespace, document: dict[str, Any]) -> None:
     if not console.is_terminal:
         console.width = _PLAIN_WIDTH
     runs = document["runs"]
-    console.print(throughput_table(runs))
-    console.print(latency_table(runs, args.percentile_metrics, args.metric_percentiles))
+    console.print(report.throughput_table(runs))
+    console.print(report.latency_table(runs, args.percentile_metrics, args.metric_percentiles))
     if len(runs) == 1 and runs[0]["instances"]:
-        console.print(instances_table(runs[0]))
+        console.print(report.instances_table(runs[0]))
     if len(runs) == 1 and runs[0].get("classes"):
-        console.print(classes_table(runs[0]))
+        console.print(report.classes_table(runs[0]))
     for comparison in document["comparison"]:
-        console.print(comparison_table(comparison))
+        console.print(report.comparison_table(comparison))
     if document["search"]:
-        console.print(search_table(document["search"]))
+        console.print(report.search_table(document["search"]))

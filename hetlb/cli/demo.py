@@ -1,14 +1,9 @@
-"""`hetlb demo`: the whole loop on this machine with no GPU, from unequal engines to a comparison of policies.
-
-Every figure is measured in this run over real sockets between real processes (emulated engines,
-the proxy, a load generator); it ends in well under 90 s and leaves no process behind, however it ends.
-"""
+"""`hetlb demo`: the whole loop on this machine without a GPU, from unequal engines to a comparison."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import random
 import time
@@ -18,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import uvloop
 from rich.console import Console
 
-from hetlb.cli.flags import add_json, declare, integer, whole
-from hetlb.cli.signals import cancel_on_signals
+from hetlb.cli.flags import COUNT, INTEGER, add_json, declare, print_document
+from hetlb.cli.signals import run_until_signal
 from hetlb.errors import HetlbError
-from hetlb.loadtest.bodies import CompletionBodies
+from hetlb.loadtest.bodies import RequestBodies
 from hetlb.loadtest.fleet_admin import FleetAdmin
 from hetlb.loadtest.generator import LoadProgress, allow_open_files, run_load
 from hetlb.loadtest.processes import Helpers, helper_processes
@@ -43,31 +37,19 @@ _PLAIN_WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hetlb demo`."""
     add = declare(parser)
-    add("--num-prompts", "requests of each run (default: all 800 of the trace)", "N", whole(1))
-    add("--seed", "seed of the prompts (default 0)", metavar="N", kind=integer(), default=0)
+    add("--num-prompts", "requests of each run (default: all 800 of the trace)", "N", COUNT)
+    add("--seed", "seed of the prompts (default 0)", "N", INTEGER, 0)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo and print what came out."""
     started = time.monotonic()
-    try:
-        # The processes outlast the event loop, so that nothing the loop does can keep them from being killed.
-        with (
-            resources.as_file(resources.files("hetlb.demo")) as data,
-            helper_processes() as helpers,
-            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-        ):
-            result = runner.run(_Demo(data, helpers, args.num_prompts, args.seed).run())
-    except asyncio.CancelledError:
-        return 1  # told to stop; Ctrl-C comes as a KeyboardInterrupt
+    # The processes outlast the event loop, so that nothing the loop does can keep them from being killed.
+    with resources.as_file(resources.files("hetlb.demo")) as data, helper_processes() as helpers:
+        result = run_until_signal(_Demo(data, helpers, args.num_prompts, args.seed).run())
     result["elapsed_s"] = time.monotonic() - started
-    if args.json:
-        print(json.dumps(result, allow_nan=False))
-    else:
-        _print(result)
+    print_document(args, result, lambda: _print(result))
     failed = sum(each["failed"] for each in (*result["standalone"]["instances"], *result["runs"]))
     if failed:
         raise HetlbError(f"{failed} requests failed, so the figures mean little")
@@ -77,13 +59,7 @@ def run(args: argparse.Namespace) -> int:
 class _Demo:
     """One demo: the engines, each alone, the proxy, and the same load under each policy."""
 
-    def __init__(
-        self,
-        data: Path,
-        helpers: Helpers,
-        num_prompts: int | None,
-        seed: int,
-    ) -> None:
+    def __init__(self, data: Path, helpers: Helpers, num_prompts: int | None, seed: int) -> None:
         self._profiles = {name: data / f"{name}.yaml" for name in ENGINES}
         self._plan = make_plan(read_trace(data / "trace.csv"), num_prompts, math.inf, random.Random(seed))
         self._helpers = helpers
@@ -97,7 +73,6 @@ class _Demo:
 
     async def run(self) -> dict[str, Any]:
         """The document that `--json` prints."""
-        cancel_on_signals()
         # Inherited by the processes: the proxy holds two connections for each request.
         allow_open_files(3 * len(self._plan))
         say = self._say
@@ -136,8 +111,7 @@ class _Demo:
         plan: list[PlannedRequest] = self._plan
         progress = LoadProgress()
         # Prompts of its own for every run: no engine may know them from the run before.
-        rng = random.Random(f"{self._seed}/{label}")
-        bodies = CompletionBodies(MODEL, plan, rng, eos_max_tokens=MAX_TOKENS)
+        bodies = RequestBodies(MODEL, plan, f"{self._seed}/{label}", eos_max_tokens=MAX_TOKENS)
         async with self._screen.bar(label, progress, len(plan)):
             result = await run_load(plan, bodies, url, progress=progress)
         self._helpers.check()

@@ -1,10 +1,9 @@
-"""`hetlb doctor`: checks a fleet for common mistakes, one line each, with advice."""
+"""`hetlb doctor` and `hetlb serve --check`: look for common mistakes in a fleet and at its servers."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import re
 import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,15 +12,16 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from rich.console import Console
 
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
-from hetlb.cli.flags import add_json, declare
+from hetlb.cli.flags import add_json, declare, print_document
 from hetlb.config.fleet import Fleet, fleet_from_urls, load_fleet
 from hetlb.core.engine_tables import VLLM
 from hetlb.core.types import InstanceSpec
-from hetlb.errors import InputError
+from hetlb.errors import ConfigError, ConfigErrors, InputError
 from hetlb.proxy.service import require_urls
 
 #: Older vLLM has other metrics and flags; its answers pass, its figures may not.
@@ -29,6 +29,8 @@ OLDEST: Final = (0, 8)
 #: Clocks further apart than this make logs and certificates misleading.
 MOST_SKEW_S: Final = 5.0
 _DEFAULT_FILE: Final = Path("fleet.yaml")
+#: Domain of placeholder hosts in generated plans.
+_PLACEHOLDER: Final = ".invalid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,9 @@ class Seen:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hetlb doctor`."""
-    declare(parser)("--config", "fleet file (default fleet.yaml)", "FLEET.yaml", Path)
-    servers = "server, instead of a file (repeatable)"
-    parser.add_argument("--instance", action="append", default=[], metavar="URL", help=servers)
+    add = declare(parser)
+    add("--config", "fleet file (default fleet.yaml)", "FLEET.yaml", Path)
+    add("--instance", "server, instead of a file (repeatable)", "URL", default=[], action="append")
     add_json(parser)
 
 
@@ -63,10 +64,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("expected either --config FLEET.yaml or --instance URL (repeatable)")
     fleet = fleet_from_urls(args.instance) if args.instance else load_fleet(args.config or _DEFAULT_FILE)
     found = asyncio.run(examine(fleet))
-    if args.json:
-        print(json.dumps({"checks": [asdict(each) for each in found]}))
-    else:
-        _print(found)
+    print_document(args, {"checks": [asdict(each) for each in found]}, lambda: _print(found))
     return 0 if all(each.ok for each in found) else 1
 
 
@@ -209,3 +207,48 @@ def _print(found: Sequence[Check]) -> None:
         console.print(f"{each.name:<{width}}  {each.found}{advice}")
     wrong = sum(not each.ok for each in found)
     console.print(f"\n{len(found)} checks, {wrong or 'none'} of them wrong")
+
+
+# --- what `hetlb serve --check` looks at ---
+
+
+def _servers(fleet: Fleet) -> dict[str, str]:
+    """URLs of all instances and workers of stages, by what errors call them."""
+    found = {f"instance {each.name}": each.url for each in fleet.instances if each.name not in fleet.stages}
+    for name, group in fleet.stages.items():
+        found |= {f"stages {name}: worker {worker}": url for worker, url in group.workers.items()}
+    return found
+
+
+def check_filled_in(fleet: Fleet) -> None:
+    """Raise `ConfigErrors`, one line per placeholder and per missing file of stages."""
+    hosts = {what: urlsplit(url).hostname or "" for what, url in _servers(fleet).items()}
+    found = [
+        f"{what}: url: expected the host in place of {host}"
+        for what, host in hosts.items()
+        if host.endswith(_PLACEHOLDER)
+    ]
+    for name, group in fleet.stages.items():
+        where = f"stages {name}"
+        if not (group.folder / "config.json").is_file():
+            found.append(f"{where}: folder: expected the model's config.json in it, got {group.folder}")
+        if group.key_file is not None and not group.key_file.is_file():
+            found.append(f"{where}: key_file: expected the key that the workers have, got {group.key_file}")
+    if found:
+        raise ConfigErrors([ConfigError(fleet.where + each) for each in found])
+
+
+def check_connected(fleet: Fleet) -> list[str]:
+    """Probe every server and stage; returns one line per unreachable one."""
+    servers = _servers(fleet)
+    facts = asyncio.run(ask_engines({url: {} for url in servers.values()}))
+    # Any response below 500 counts: keys and paths are not checked here.
+    answers = {
+        url: each.trouble or (f"status {each.health}" if each.health >= 500 else "")
+        for url, each in facts.items()
+    }
+    return [
+        f"{fleet.where}{what}: expected an answer from {url}/health, got {answers[url]}"
+        for what, url in servers.items()
+        if answers[url]
+    ]

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
 from hetlb.core.engine_metrics import parse
 from hetlb.core.engine_tables import OTHER_PAGE, EngineTable, table_of
 from hetlb.core.types import EngineSample
-from hetlb.errors import connect_reason
+from hetlb.errors import reason_of
 from hetlb.served_models import longest_context, read_model_list, read_version
 
 _TIMEOUT_S = 5.0
@@ -55,6 +54,15 @@ class EngineFacts:
         return longest_context(self.entries)
 
 
+class _Page(NamedTuple):
+    """Answer of a server; without one the status is 0 and `trouble` says why."""
+
+    status: int = 0
+    body: bytes = b""
+    headers: Mapping[str, str] = {}
+    trouble: str = ""
+
+
 async def ask_engines(urls: Mapping[str, Mapping[str, str]]) -> dict[str, EngineFacts]:
     """Read the facts of the servers at these URLs, each with its own request headers."""
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
@@ -65,47 +73,36 @@ async def ask_engines(urls: Mapping[str, Mapping[str, str]]) -> dict[str, Engine
 
 async def _ask(session: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> EngineFacts:
     facts = EngineFacts(url)
-    try:
-        facts.health, _, answered = await _get(session, url, "/health", headers)
-    except TimeoutError:
-        facts.trouble = f"no answer within {_TIMEOUT_S:g} s"
-        return facts
-    except aiohttp.ClientConnectorError as error:
-        facts.trouble = connect_reason(error.os_error).lower()
-        return facts
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        facts.trouble = (str(error) or type(error).__name__).splitlines()[0]
-        return facts
-    _read_head(facts, answered)
-    for _ in range(2):
+
+    async def page(path: str) -> _Page:
         try:
-            facts.metrics_status, body, _ = await _get(session, url, "/metrics", headers)
-            if body[:1] == b"[":
-                facts.metrics_status, body, _ = await _get(session, url, OTHER_PAGE, headers)
-        except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
-            break
-        if facts.metrics_status == 200:
-            text = body.decode("utf-8", "replace")
+            async with session.get(url + path, headers=dict(headers), allow_redirects=False) as reply:
+                return _Page(reply.status, await reply.content.read(_MOST_BYTES), reply.headers)
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+            return _Page(trouble=reason_of(error).lower().splitlines()[0])
+
+    health = await page("/health")
+    facts.health, facts.trouble = health.status, health.trouble
+    if facts.trouble:
+        return facts
+    _read_head(facts, health.headers)
+    for _ in range(2):
+        metrics = await page("/metrics")
+        if metrics.body[:1] == b"[":
+            metrics = await page(OTHER_PAGE)
+        facts.metrics_status = metrics.status
+        if metrics.status == 200:
+            text = metrics.body.decode("utf-8", "replace")
             facts.table = table_of(text)
             facts.old_names = "vllm:gpu_cache_usage_perc" in text and "vllm:kv_cache_usage_perc" not in text
             facts.sample = parse(text)
             if facts.sample.began is not None:
                 facts.began.add(facts.sample.began)
-    try:
-        facts.models_status, body, _ = await _get(session, url, "/v1/models", headers)
-        facts.entries = read_model_list(body) if facts.models_status == 200 else []
-        _, body, _ = await _get(session, url, "/version", headers)
-        facts.version = read_version(body)
-    except (TimeoutError, aiohttp.ClientError, OSError, ValueError, json.JSONDecodeError):
-        pass
+    models = await page("/v1/models")
+    facts.models_status = models.status
+    facts.entries = read_model_list(models.body) if models.status == 200 else []
+    facts.version = read_version((await page("/version")).body)
     return facts
-
-
-async def _get(
-    session: aiohttp.ClientSession, url: str, path: str, headers: Mapping[str, str]
-) -> tuple[int, bytes, Mapping[str, str]]:
-    async with session.get(url + path, headers=dict(headers), allow_redirects=False) as reply:
-        return reply.status, await reply.content.read(_MOST_BYTES), reply.headers
 
 
 def _read_head(facts: EngineFacts, headers: Mapping[str, str]) -> None:

@@ -1,12 +1,8 @@
-"""`hetlb explain`: the numbers of a decision, on a fleet file, of a running proxy or from an event log.
-
-The figures are the scheduler's own, unrounded in JSON; nothing is sent to an engine.
-"""
+"""`hetlb explain`: the numbers of a decision, on a fleet file, of a running proxy or from an event log."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Collection, Iterator
@@ -21,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hetlb.cli.adminclient import AdminClient, add_admin_arguments
-from hetlb.cli.flags import FINITE, add_json, declare, real, whole
+from hetlb.cli.flags import COUNT, FINITE, add_json, declare, event_log, number, print_document, real, whole
 from hetlb.config.fleet import Fleet, load_fleet
 from hetlb.core.eventlog import Replay
 from hetlb.core.policies.base import COMBINE_FORMS
@@ -30,39 +26,34 @@ from hetlb.core.ready import least_tokens
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import HAND_OVER, Candidate, Dispatch, Health, Request
-from hetlb.errors import ConfigError, InputError, TraceError
+from hetlb.errors import ConfigError, InputError
 from hetlb.proxy.dashboard.decisions import decision_summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hetlb explain`."""
     source = parser.add_mutually_exclusive_group()
     declare(source)("--config", "fleet file: explain a request on it", "FLEET.yaml", Path)
     add_admin_arguments(source, parser)
     log = "a recorded event log: the decisions about --request"
     declare(source)("--event-log", log, "FILE", Path)
-    add, switch = declare(parser), parser.add_argument
+    add = declare(parser)
     add("--request", "one request of a running proxy or a log: number or x-request-id", "ID")
-    last = whole(1, 1000, "a number")
-    add("--last", "decisions of a running proxy, up to 1000 (default 10)", "N", last)
-    policy = "scheduling policy (default: the file's)"
-    switch("--policy", choices=POLICIES, metavar="NAME", help=policy)
+    add("--last", "decisions of a running proxy, up to 1000 (default 10)", "N", whole(1, 1000))
+    add("--policy", "scheduling policy (default: the file's)", "NAME", choices=POLICIES)
     add("--model", "model of the file (default: its first)")
-    add("--input", "prompt tokens (default 512)", "TOKENS", whole(1), 512)
+    add("--input", "prompt tokens (default 512)", "TOKENS", COUNT, 512)
     output = real("a number of tokens from 0", lambda value: 0 <= value < math.inf)
     add("--output", "predicted output tokens (default 128)", "TOKENS", output, 128.0)
-    switch("--combine", choices=tuple(COMBINE_FORMS), help="form of the workload formula")
+    add("--combine", "form of the workload formula", choices=tuple(COMBINE_FORMS))
     add("--theta", "constant of the workload formula", "X", FINITE)
-    for flag, value, text in (
-        ("--kv-used", "FRACTION", "reserved fraction of an instance's KV cache (repeatable)"),
-        ("--load", "SECONDS", "work already assigned to an instance (repeatable)"),
-    ):
-        switch(flag, action="append", default=[], metavar=f"NAME={value}", help=text)
+    used = "reserved fraction of an instance's KV cache (repeatable)"
+    add("--kv-used", used, "NAME=FRACTION", default=[], action="append")
+    work = "work already assigned to an instance (repeatable)"
+    add("--load", work, "NAME=SECONDS", default=[], action="append")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Explain and print."""
     if args.event_log is not None:
         return _explain_log(args.event_log, args)
     if args.config is None:
@@ -76,15 +67,13 @@ def run(args: argparse.Namespace) -> int:
     policy = args.policy or fleet.file.policy.name
     found, chosen = _explain_made_up(fleet, policy, args)
     candidates = [each.document() for each in found]
-    if args.json:
-        print(json.dumps({"candidates": candidates, "chosen": chosen}, allow_nan=False))
-    else:
-        console = Console()
-        title = f"{args.input} prompt tokens, {args.output:g} output tokens predicted; policy {policy}"
-        console.print(_candidates(title, candidates, chosen))
-        if chosen is None:
-            console.print("None now: the request waits at the proxy until one of them can take it.")
-    return 0
+    title = f"{args.input} prompt tokens, {args.output:g} output tokens predicted; policy {policy}"
+    waits = "None now: the request waits at the proxy until one of them can take it."
+
+    def show() -> None:
+        Console().print(_candidates(title, candidates, chosen), *([waits] if chosen is None else []))
+
+    return print_document(args, {"candidates": candidates, "chosen": chosen}, show)
 
 
 def _explain_made_up(
@@ -136,12 +125,9 @@ def _explain_made_up(
 
 def _assignments(flag: str, pairs: list[str], names: Collection[str]) -> Iterator[tuple[str, float]]:
     for pair in pairs:
-        name, equals, text = pair.rpartition("=")
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not equals or not name or not math.isfinite(value) or value < 0:
+        name, _, text = pair.rpartition("=")
+        value = number(text)
+        if not name or not 0 <= value < math.inf:
             raise InputError(f"{flag}: expected NAME=NUMBER with a number from 0, got {pair!r}")
         if name not in names:
             raise ConfigError(f"{flag}: expected one of {', '.join(names)}, got {name!r}")
@@ -158,21 +144,16 @@ def _explain_log(path: Path, args: argparse.Namespace) -> int:
     """Replay an event log and show the decisions about one request."""
     if args.request is None:
         raise InputError("--event-log: expected --request ID with it")
-    number, now, newest = _number(args.request), 0.0, 0
+    request_id, now, newest = _number(args.request), 0.0, 0
     found: list[tuple[Dispatch, list[dict[str, Any]]]] = []
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for step in Replay(lines):
-                now = step.raw["t"]
-                for command in step.commands:
-                    if isinstance(command, Dispatch):
-                        newest = max(newest, command.request_id)
-                        if command.request_id == number and command.reason != HAND_OVER:
-                            found.append((command, [each.document() for each in command.candidates]))
-    except OSError as error:
-        raise TraceError(f"{path}: expected a readable file: {error.strerror}") from error
-    except ValueError as error:
-        raise TraceError(f"{path}: expected an event log of hetlb: {error}") from error
+    with event_log(path) as lines:
+        for step in Replay(lines):
+            now = step.raw["t"]
+            for command in step.commands:
+                if isinstance(command, Dispatch):
+                    newest = max(newest, command.request_id)
+                    if command.request_id == request_id and command.reason != HAND_OVER:
+                        found.append((command, [each.document() for each in command.candidates]))
     if not found:
         raise InputError(
             f"--request: expected one of the requests up to {newest} in {path}, got {args.request}"
@@ -196,15 +177,9 @@ def _number(request: str) -> int:
 
 
 def _show(document: dict[str, Any], args: argparse.Namespace) -> int:
-    if args.json:
-        print(json.dumps(document))
-        return 0
-    console = Console()
-    for decision in document["decisions"]:
-        console.print(_decision(decision, document["clock_s"]))
-    if not document["decisions"]:
-        console.print("no decisions yet" if args.request is None else "no decision about it is kept")
-    return 0
+    shown = Group(*(_decision(each, document["clock_s"]) for each in document["decisions"]))
+    none = "no decisions yet" if args.request is None else "no decision about it is kept"
+    return print_document(args, document, lambda: Console().print(shown if document["decisions"] else none))
 
 
 def _decision(decision: dict[str, Any], clock_s: float) -> Group:

@@ -1,16 +1,19 @@
-"""Helpers for declaring flags, with validated ranges of numbers."""
+"""Flags with validated values, and the one way in which a command prints its result."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
-from hetlb.config.mistakes import short
+from hetlb.errors import InputError, TraceError
 
 
 def declare(parser: argparse._ActionsContainer) -> Callable[..., None]:
@@ -37,8 +40,17 @@ def changed(table: Any, **values: Any) -> Any:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """`--json`."""
+    """`--json`, which `print_document` obeys."""
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
+
+def print_document(args: argparse.Namespace, document: object, show: Callable[[], object]) -> int:
+    """Print the document with `--json`, else what `show` prints; the exit status is 0."""
+    if args.json:
+        print(json.dumps(document, allow_nan=False))
+    else:
+        show()
+    return 0
 
 
 def add_load(parser: argparse.ArgumentParser) -> None:
@@ -56,42 +68,55 @@ def add_load(parser: argparse.ArgumentParser) -> None:
     add("--hash-block-size", blocks, "N", whole(1), HASH_BLOCK_TOKENS)
 
 
-def whole(least: int, most: float = math.inf, what: str = "a whole number") -> Callable[[str], int]:
+@contextlib.contextmanager
+def event_log(path: Path) -> Iterator[TextIO]:
+    """Lines of an event log. Raises `TraceError` where it cannot be read or followed."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            yield lines
+    except OSError as error:
+        raise TraceError(f"{path}: expected a readable file: {error.strerror}") from error
+    except ValueError as error:
+        raise TraceError(f"{path}: expected an event log of hetlb: {error}") from error
+
+
+def secret(flag: str, variable: str) -> str:
+    """Value of the environment variable that a flag names. Raises `InputError` if it is not set."""
+    value = os.environ.get(variable, "").strip()
+    if not value:
+        raise InputError(f"{flag}: expected a variable with a key, but {variable!r} is not set")
+    return value
+
+
+def number(text: str) -> float:
+    """A number, NaN where the text is none: no comparison with it is true."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def whole(least: float, most: float = math.inf, what: str = "a whole number") -> Callable[[str], int]:
     """Flag type: integer from `least` to `most`."""
-    to = "" if most == math.inf else f" to {most}"
+    bounds = ("" if least == -math.inf else f" from {least}") + ("" if most == math.inf else f" to {most}")
 
     def read(text: str) -> int:
         try:
-            value = int(text)
+            value: float = int(text)
         except ValueError:
-            value = least - 1
+            value = math.nan
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"expected {what} from {least}{to}, got {text}")
-        return value
-
-    return read
-
-
-def integer(hint: str = "") -> Callable[[str], int]:
-    """Flag type: any integer; `hint` ends its error."""
-
-    def read(text: str) -> int:
-        try:
-            return int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"expected a whole number, got {short(text)}{hint}") from None
+            raise argparse.ArgumentTypeError(f"expected {what}{bounds}, got {text}")
+        return int(value)
 
     return read
 
 
 def real(words: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """Flag type: number for which `fits` is true; `words` describe it in errors. NaN fits no comparison."""
+    """Flag type: number for which `fits` is true; `words` describe it in errors."""
 
     def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
+        value = number(text)
         if not fits(value):
             raise argparse.ArgumentTypeError(f"expected {words}, got {text}")
         return value
@@ -99,7 +124,10 @@ def real(words: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
     return read
 
 
+COUNT = whole(1)
+INTEGER = whole(-math.inf)
 PORT = whole(0, 65535, "a port")
 POSITIVE = real("a number above 0", lambda value: value > 0)
 FINITE = real("a number above 0", lambda value: 0 < value < math.inf)
+FRACTION = real("0 to 1", lambda value: 0 <= value <= 1)
 SHARE = real("a share above 0 up to 1", lambda value: 0 < value <= 1)

@@ -5,22 +5,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import re
 import sys
 from urllib.parse import urlsplit
 
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
-from hetlb.cli.flags import declare
+from hetlb.cli.flags import declare, secret
 from hetlb.config.fleet import fleet_from_urls
-from hetlb.errors import HetlbError, InputError
+from hetlb.errors import HetlbError
 
 #: Name of the schema file that editors look for next to the fleet file.
 SCHEMA = "fleet.schema.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hetlb init`."""
     add = declare(parser)
     add("urls", "address of a vLLM server, without /v1", "URL", nargs="+")
     add("--api-key-env", "environment variable with the servers' API key", "NAME")
@@ -29,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the file; warnings go to stderr."""
     urls = [each.url for each in fleet_from_urls([url.removesuffix("/v1") for url in args.urls]).instances]
-    found = asyncio.run(ask_engines(dict.fromkeys(urls, _bearer(args.api_key_env))))
+    key = args.api_key_env and secret("--api-key-env", args.api_key_env)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    found = asyncio.run(ask_engines(dict.fromkeys(urls, headers)))
     for url, facts in found.items():
         if not facts.entries:
             print(f"hetlb init: {url}: {why_unknown(facts)}", file=sys.stderr)
@@ -37,16 +37,6 @@ def run(args: argparse.Namespace) -> int:
         raise HetlbError("no server told what it serves: nothing to write")
     print(fleet_text(list(found.values()), args.api_key_env), end="")
     return 0
-
-
-def _bearer(variable: str | None) -> dict[str, str]:
-    """Authorization header with the key in a variable. Raises `InputError` if it is unset."""
-    if variable is None:
-        return {}
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise InputError(f"--api-key-env: expected a variable with an API key, but {variable!r} is not set")
-    return {"Authorization": f"Bearer {key}"}
 
 
 def why_unknown(facts: EngineFacts) -> str:

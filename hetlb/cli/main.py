@@ -27,7 +27,8 @@ class Command(NamedTuple):
     example: str
 
 
-#: Modules are imported on demand: `hetlb engine` must not load what `hetlb demo` needs.
+#: Each has a module with `add_arguments`, which declares its flags, and `run`, which returns the exit status.
+#: They are imported on demand: `hetlb engine` must not load what `hetlb demo` needs.
 COMMANDS = {
     "demo": Command("a comparison of policies on this machine, without a GPU", "hetlb demo"),
     "serve": Command("the reverse proxy in front of a fleet", "hetlb serve --config fleet.yaml"),
@@ -97,18 +98,19 @@ class _Parser(argparse.ArgumentParser):
             close = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1)
             message += f"; did you mean {close[0]}?" if close else ""
         elif wrong := re.match(r"unrecognized arguments: (--[\w-]+)", message):
-            close = difflib.get_close_matches(wrong[1], sorted(set(_options(self))), n=1)
+            flags = {flag for action in actions(self) for flag in action.option_strings}
+            close = difflib.get_close_matches(wrong[1], sorted(flags), n=1)
             message += f"; did you mean {close[0]}?" if close else ""
         raise InputError(f"{message.removeprefix('argument ')} (see {self.prog} --help)")
 
 
-def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Flags of a parser and of its subparsers."""
+def actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Arguments of a parser and of its subparsers."""
     for action in parser._actions:
-        yield from action.option_strings
+        yield action
         if isinstance(action, argparse._SubParsersAction):
             for each in action.choices.values():
-                yield from _options(each)
+                yield from actions(each)
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:

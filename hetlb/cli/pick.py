@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import signal
 
 import uvloop
 
 from hetlb.cli.flags import PORT, changed, declare
-from hetlb.cli.serve import add_fleet_arguments, allow_many_connections, fleet_of, run_service
-from hetlb.errors import InputError
+from hetlb.cli.serve import add_fleet_arguments, all_is_well, fleet_of, prepare_process, run_service
 from hetlb.proxy.service import require_urls
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 
@@ -19,27 +17,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_fleet_arguments(parser)
     parser.set_defaults(host=None, port=None, workers=None)
     add = declare(parser)
-    add("--grpc-host", "address that gateways connect to (default 127.0.0.1)", "HOST")
     add("--grpc-port", "port that gateways connect to (default 9002; 0 picks a free one)", "PORT", PORT)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Pick until stopped."""
-    try:
-        from hetlb.pick.pick_service import PickService, check_pick
-    except ImportError as error:
-        raise InputError(
-            f"expected the packages of hetlb[pick]: pip install 'hetlb[pick]' ({error})"
-        ) from error
+    from hetlb.pick.pick_service import PickService, check_pick
+
     fleet = fleet_of(args)
-    fleet = fleet.with_tables(pick=changed(fleet.file.pick, host=args.grpc_host, port=args.grpc_port))
+    fleet = fleet.with_tables(pick=changed(fleet.file.pick, port=args.grpc_port))
     require_urls(fleet)
     check_pick(fleet)
     if args.check:
-        print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
-        return 0
-    allow_many_connections()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # rotators of logs send it; its default is to end us
+        return all_is_well(fleet)
+    prepare_process()
 
     async def pick() -> None:
         await run_service(PickService(fleet, args.event_log))

@@ -1,13 +1,8 @@
-"""`hetlb profile`: creates latency profiles, shows, compares and lists them.
-
-The file is written atomically, after the fit succeeded; a held-out error above 10 % in the mean or 30 % at
-most gives a warning on stderr.
-"""
+"""`hetlb profile`: creates latency profiles, shows, compares and lists them."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from dataclasses import replace
@@ -18,26 +13,17 @@ import msgspec
 from rich.console import Console
 
 from hetlb.cli import profile_live
-from hetlb.cli.flags import FINITE, add_json, changed, declare, real, whole
+from hetlb.cli.flags import COUNT, FINITE, add_json, changed, declare, print_document, real
 from hetlb.cli.profile_corrected import write_corrected
 from hetlb.config.profile_file import load_profile
 from hetlb.errors import InputError
+from hetlb.profiler import shown
 from hetlb.profiler.aiconfigurator import Layout, query
 from hetlb.profiler.fit import PrefillForm
-from hetlb.profiler.measurements import Measurements
 from hetlb.profiler.plot import write_plot
-from hetlb.profiler.shown import (
-    comparison,
-    differences,
-    errors_table,
-    listing,
-    listing_table,
-    print_comparison,
-    print_profile,
-)
-from hetlb.profiler.sources import Roofline, profile_of, read_csv, write_profile
+from hetlb.profiler.sources import Measurements, Roofline, profile_of, read_csv, write_profile
 
-_SOURCES = "csv:FILE, log:FILE, proxy:URL, aiconfigurator or roofline"
+_SOURCES = "csv:FILE, log:FILE, aiconfigurator or roofline"
 #: Upper bound of tokens per decode step with speculative decoding.
 _MOST_TOKENS_PER_STEP = 32
 
@@ -47,41 +33,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "hetlb profile --url URL --out P.yaml [flags]\n"
         "       hetlb profile --from csv:FILE|aiconfigurator|roofline --out P.yaml [flags]\n"
-        "       hetlb profile --from log:FILE|proxy:URL --start P.yaml --out P.yaml [flags]\n"
+        "       hetlb profile --from log:FILE --start P.yaml --out P.yaml [flags]\n"
         "       hetlb profile show P.yaml | compare A.yaml B.yaml | list FOLDER"
     )
-    add, switch = declare(parser), parser.add_argument
-    switch("verb", nargs="?", choices=("show", "compare", "list"), help="action on existing profiles")
-    files = "files to show or compare, folder to list"
-    switch("files", nargs="*", type=Path, metavar="P.yaml", help=files)
-    switch("--from", dest="source", metavar="SOURCE", help=_SOURCES)
+    add = declare(parser)
+    add("verb", "action on existing profiles", nargs="?", choices=("show", "compare", "list"))
+    add("files", "files to show or compare, folder to list", "P.yaml", Path, nargs="*")
+    add("--from", _SOURCES, "SOURCE", dest="source")
     add("--out", "profile to write", "P.yaml", Path)
     add("--name", "name of the profile (default: system, model and degree)")
     add("--system", "GPU; selects the rows of a CSV")
     add("--model", "model; selects the rows of a CSV, or one of several served")
     add("--tp", "tensor-parallel degree (aiconfigurator: several, 1,2,4,8)", "N")
-    forms = "form of prefill (default: the least held-out error)"
-    switch("--form", choices=tuple(PrefillForm), help=forms)
+    add("--form", "form of prefill (default: the least held-out error)", choices=tuple(PrefillForm))
     add("--plot", "picture of measured and fitted times", "P.png", Path)
     add("--licence", "licence of the data")
-    add("--kv-cache-tokens", "tokens that the KV cache holds", "N", whole(1))
-    add("--max-num-seqs", "most sequences of a batch", "N", whole(1))
-    add("--kv-bytes-per-token", "KV cache per token, over all GPUs", "N", whole(1))
-    add("--memory-bytes", "memory of one GPU", "N", whole(1))
-    add("--block-size", "tokens of a KV block", "N", whole(1))
-    add(
-        "--tile", "tokens of a tile of dense kernels (default: what the points show, else 128)", "N", whole(1)
-    )
+    add("--kv-cache-tokens", "tokens that the KV cache holds", "N", COUNT)
+    add("--max-num-seqs", "most sequences of a batch", "N", COUNT)
+    add("--kv-bytes-per-token", "KV cache per token, over all GPUs", "N", COUNT)
+    add("--memory-bytes", "memory of one GPU", "N", COUNT)
+    add("--block-size", "tokens of a KV block", "N", COUNT)
+    add("--tile", "tokens of a tile of dense kernels (default: what the points show, else 128)", "N", COUNT)
     drafts = "tokens of a decode step with speculative decoding (default: by the server's metrics, else 1)"
     span = real(f"a number from 1 to {_MOST_TOKENS_PER_STEP}", lambda x: 1 <= x <= _MOST_TOKENS_PER_STEP)
     add("--tokens-per-step", drafts, "X", span)
     scheduling = "asynchronous scheduling (default: as vLLM of that version)"
-    switch("--async-scheduling", action=argparse.BooleanOptionalAction, help=scheduling)
+    add("--async-scheduling", scheduling, action=argparse.BooleanOptionalAction)
     profile_live.add_arguments(parser)
-    add = declare(parser.add_argument_group("from a log or a running proxy"))
-    add("--server", "instance of the proxy (--from proxy:URL)", "NAME")
-    add("--start", "profile to correct (--from log:, proxy:)", "P.yaml", Path)
-    add("--hash-block-size", "tokens of a block of the log's hash_ids (default 512)", "N", whole(1), 512)
+    add = declare(parser.add_argument_group("from a log"))
+    add("--start", "profile to correct", "P.yaml", Path)
+    add("--hash-block-size", "tokens of a block of the log's hash_ids (default 512)", "N", COUNT, 512)
     _add_estimates(parser)
     add_json(parser)
 
@@ -91,19 +72,16 @@ def _add_estimates(parser: argparse.ArgumentParser) -> None:
     add("--peak-flops", "FLOP/s of one GPU at this precision", "F", FINITE)
     add("--bandwidth", "memory bytes/s of one GPU", "B", FINITE)
     add("--parameters", "parameters of the model", "P", FINITE)
-    group = parser.add_argument_group("without a server")
-    add = declare(group)
+    add = declare(parser.add_argument_group("without a server"))
     host = "host time of every iteration; 0 where the points hold it (default: roofline 2, else assumed)"
     add("--overhead-ms", host, "MS", real("milliseconds from 0", lambda value: 0 <= value < math.inf))
     ranks = "data-parallel ranks of a server; the profile is of one (aiconfigurator)"
-    add("--data-parallel", ranks, "N", whole(1), 1)
-    experts = "whole experts on each GPU (aiconfigurator)"
-    group.add_argument("--expert-parallel", action="store_true", help=experts)
+    add("--data-parallel", ranks, "N", COUNT, 1)
+    add("--expert-parallel", "whole experts on each GPU (aiconfigurator)", action="store_true")
     add("--scale", "factor on all times (aiconfigurator)", "X", FINITE, 1.0)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make, show, compare or list."""
     if args.verb is not None:
         return _about_files(args)
     if (args.source is None) == (args.url is None) or args.out is None:
@@ -111,10 +89,14 @@ def run(args: argparse.Namespace) -> int:
     if (args.data_parallel > 1 or args.expert_parallel) and args.source != "aiconfigurator":
         raise InputError("--data-parallel, --expert-parallel: expected --from aiconfigurator")
     degrees = _degrees(args)
-    _make_folder(args.out)
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)  # before the measurement
+    except OSError as error:
+        where = f"{error.filename}: {error.strerror}"
+        raise InputError(f"--out: expected a folder that can be written: {where}") from error
     kind, _, file = (args.source or "").partition(":")
-    if kind in ("log", "proxy") and file:
-        return write_corrected(args, kind, file)
+    if kind == "log" and file:
+        return write_corrected(args, Path(file))
     if args.url is not None:
         found, samples = profile_live.measure(args, degrees[0])
         written = [_finish(args, args.out, found)]
@@ -131,9 +113,7 @@ def run(args: argparse.Namespace) -> int:
         written = [_finish(args, out, _from_aiconfigurator(args, degree or 1)) for out, degree in pairs]
     else:
         raise InputError(f"--from: expected {_SOURCES}, got {args.source!r}")
-    if args.json:
-        print(json.dumps(written[0] if len(written) == 1 else written))
-    return 0
+    return print_document(args, written[0] if len(written) == 1 else written, lambda: None)
 
 
 def _about_files(args: argparse.Namespace) -> int:
@@ -142,36 +122,16 @@ def _about_files(args: argparse.Namespace) -> int:
         what = "folders or profile files" if args.verb == "list" else f"{needed} profile file(s)"
         raise InputError(f"{args.verb}: expected {what} and no --url, --from or --out")
     if args.verb == "list":
-        rows = listing(args.files)
-        if args.json:
-            print(json.dumps({"profiles": rows}))
-        else:
-            Console().print(listing_table(rows))
-        return 0
+        rows = shown.listing(args.files)
+        return print_document(args, {"profiles": rows}, lambda: Console().print(shown.listing_table(rows)))
     profiles = [load_profile(path) for path in args.files]
     if args.verb == "show":
-        if args.json:
-            print(msgspec.json.encode(profiles[0]).decode())
-        else:
-            print_profile(profiles[0])
-        return 0
-    for difference in differences(*profiles):
+        document = msgspec.to_builtins(profiles[0])
+        return print_document(args, document, lambda: shown.print_profile(profiles[0]))
+    for difference in shown.differences(*profiles):
         print(f"warning: different {difference}", file=sys.stderr)
-    document = comparison(*profiles)
-    if args.json:
-        print(json.dumps(document))
-    else:
-        print_comparison(document)
-    return 0
-
-
-def _make_folder(out: Path) -> None:
-    """Create the output folder before the measurement."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        where = f"{error.filename}: {error.strerror}"
-        raise InputError(f"--out: expected a folder that can be written: {where}") from error
+    compared = shown.comparison(*profiles)
+    return print_document(args, compared, lambda: shown.print_comparison(compared))
 
 
 def _degrees(args: argparse.Namespace) -> list[int | None]:
@@ -204,7 +164,7 @@ def _finish(args: argparse.Namespace, out: Path, source: Measurements) -> dict[s
     write_profile(out, profile)
     if not args.json:
         console = Console()
-        console.print(errors_table(profile))
+        console.print(shown.errors_table(profile))
         for line in profile.assumed:
             console.print(f"assumed {line}", markup=False, highlight=False)
         console.print(f"written to {out}", highlight=False)

@@ -1,15 +1,10 @@
-"""`hetlb profile --url`: a sweep over a live server that can be resumed.
-
-Each sample is written to disk before the next; running the same command again resumes an interrupted sweep;
-the samples are removed once the profile is written.
-"""
+"""`hetlb profile --url`: a sweep over a live server that can be resumed."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
-import os
 import random
 import re
 import sys
@@ -21,20 +16,19 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from hetlb.cli.flags import declare, whole
+from hetlb.cli.flags import COUNT, declare, secret
 from hetlb.config.profile_file import EngineInfo, Hardware, HostTime, ModelInfo, ProfileSource
 from hetlb.config.yaml_file import PositiveInt, load_yaml
 from hetlb.core.types import Capacity
 from hetlb.errors import HetlbError, InputError, ProfileError
 from hetlb.profiler.client import EngineClient, ServerFacts
-from hetlb.profiler.fit import Point, StepKind
+from hetlb.profiler.fit import StepKind
 from hetlb.profiler.grid import DEFAULT_GRID, Size, clip
-from hetlb.profiler.measurements import Measurements
 from hetlb.profiler.sample_file import Identity, SampleFile
-from hetlb.profiler.sweep import REPEATS, BusyError, Sweep, SweepProgress, learn_max_num_seqs, settled
+from hetlb.profiler.sources import Measurements
+from hetlb.profiler.sweep import REPEATS, BusyError, Sweep, learn_max_num_seqs, settled
 from hetlb.tables import bar
 
-_DEFAULT_BUDGET = "5m"
 #: Seconds of the budget reserved for the fit and the plot.
 _FINISH_S = 5.0
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -50,33 +44,24 @@ class _GridFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of a live sweep."""
-    live = parser.add_argument_group("a live server")
-    add = declare(live)
+    add = declare(parser.add_argument_group("a live server"))
     add("--url", "vLLM server to measure, without other load", "URL")
-    add("--budget", "time for the measurement (default 5m)", "TIME", default=_DEFAULT_BUDGET)
+    add("--budget", "time for the measurement (default 5m)", "TIME", parse_duration, 300.0)
     add("--grid", "YAML file of points: rows of [batch, length] per phase", "FILE", Path)
-    add("--repeats", "samples of a point (default 3)", "N", whole(1), REPEATS)
+    add("--repeats", "samples of a point (default 3)", "N", COUNT, REPEATS)
     add("--api-key-env", "environment variable with the server's API key", "VARIABLE")
-    live.add_argument("--force", action="store_true", help="measure a server that has other load")
-    live.add_argument("--fresh", action="store_true", help="discard the samples of an interrupted sweep")
-    add("--max-num-batched-tokens", "token budget of an iteration (default: learnt)", "N", whole(1))
+    add("--force", "measure a server that has other load", action="store_true")
+    add("--fresh", "discard the samples of an interrupted sweep", action="store_true")
+    add("--max-num-batched-tokens", "token budget of an iteration (default: learnt)", "N", COUNT)
 
 
 def measure(args: argparse.Namespace, degree: int | None) -> tuple[Measurements, SampleFile]:
-    """Run or resume the sweep; returns its measurements and the file of its samples.
-
-    Raises `InputError`, `HetlbError`.
-    """
-    budget_s = parse_duration(args.budget)
+    """Run or resume the sweep; returns its measurements and the file of its samples."""
     if not re.match(r"https?://[^/]", args.url):
         raise InputError(f"--url: expected http://HOST:PORT or https://HOST:PORT, got {args.url!r}")
-    key = None
-    if args.api_key_env is not None:
-        key = os.environ.get(args.api_key_env)
-        if not key:
-            raise InputError(f"--api-key-env: expected a variable that is set, got {args.api_key_env}")
+    key = args.api_key_env and secret("--api-key-env", args.api_key_env)
     grid = DEFAULT_GRID if args.grid is None else read_grid(args.grid)
-    return asyncio.run(_measure(args, degree, budget_s, key, grid))
+    return asyncio.run(_measure(args, degree, key, grid))
 
 
 def parse_duration(text: str) -> float:
@@ -98,9 +83,9 @@ def read_grid(path: Path) -> tuple[Size, ...]:
 
 
 async def _measure(
-    args: argparse.Namespace, degree: int | None, budget_s: float, key: str | None, grid: tuple[Size, ...]
+    args: argparse.Namespace, degree: int | None, key: str | None, grid: tuple[Size, ...]
 ) -> tuple[Measurements, SampleFile]:
-    started = time.monotonic()
+    started, budget_s = time.monotonic(), args.budget
     rng = random.Random()  # prompts that no earlier sweep left in a prefix cache
     console = Console(stderr=True)
     async with EngineClient(args.url, key) as client:
@@ -117,13 +102,6 @@ async def _measure(
         if file.samples:
             console.print(f"{file.path}: going on after {len(file.samples)} samples", highlight=False)
         with bar("warming up") as draw:
-
-            def show(progress: SweepProgress) -> None:
-                note = f"{progress.done}/{progress.planned}, about {progress.left_s:.0f} s left"
-                draw(
-                    description=str(progress.now), completed=progress.done, total=progress.planned, note=note
-                )
-
             sweep = Sweep(
                 client,
                 facts,
@@ -134,7 +112,7 @@ async def _measure(
                 force=args.force,
                 max_num_batched_tokens=args.max_num_batched_tokens,
                 rng=rng,
-                on_progress=show,
+                on_progress=draw,
             )
             before = await client.counters() if facts.counts else None
             with _kept(file):
@@ -151,7 +129,11 @@ async def _measure(
             "--tokens-per-step states that of your traffic",
         )
     found = Measurements(
-        points=tuple(_step(point, tokens or 1.0) for point in measured.points),
+        points=tuple(
+            # Seconds of a step, not of a token.
+            replace(each, seconds=(tokens or 1.0) * each.seconds) if each.phase is StepKind.DECODE else each
+            for each in measured.points
+        ),
         source=ProfileSource(kind="live", name=args.url),
         engine=EngineInfo(
             version=facts.version,
@@ -205,8 +187,3 @@ def _kept(file: SampleFile) -> Iterator[None]:
             print(f"hetlb profile: interrupted; {kept}", file=sys.stderr)
             raise
         raise type(stopped)(f"{stopped}; {kept}") from stopped
-
-
-def _step(point: Point, tokens: float) -> Point:
-    """Convert a decode point from seconds per token to seconds per step of `tokens` tokens."""
-    return replace(point, seconds=tokens * point.seconds) if point.phase is StepKind.DECODE else point

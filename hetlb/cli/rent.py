@@ -1,13 +1,8 @@
-"""`hetlb rent`: which GPUs to rent for a budget, how to divide them into instances, which requests go where.
-
-Every plan passed `plan/check.py` before it is printed, and says how far it may be from the best, how
-its throughputs came about, and what the whole fleet serves in simulation. Ctrl-C prints the best plan so far.
-"""
+"""`hetlb rent`: which GPUs to rent for a budget, their division into instances, which requests go where."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from dataclasses import replace
@@ -15,63 +10,50 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hetlb.cli.flags import add_json, declare, integer, real, whole
+from hetlb.cli.flags import FRACTION, INTEGER, add_json, declare, number, print_document, real, whole
 from hetlb.cli.rent_plot import write_sweep
+from hetlb.config.yaml_file import read_object
 from hetlb.errors import ConfigError, InputError, PlanError
+from hetlb.plan import rent_report
 from hetlb.plan.check import check_rent
 from hetlb.plan.highs import INFINITY, Interrupt, SolveLimits
-from hetlb.plan.hours import read_hours, schedule
 from hetlb.plan.market import Market, load_market
-from hetlb.plan.planning import SolvedPlan, Table, make_plan, make_table
-from hetlb.plan.rent_report import (
-    baselines_document,
-    budgets_document,
-    budgets_grid,
-    document_of,
-    hours_document,
-    hours_grid,
-    print_plan,
-    replanning_document,
-    simulated_document,
-)
+from hetlb.plan.planning import SolvedPlan, Table, baselines, make_plan, make_table
 from hetlb.plan.rent_servers import servers_of, write_fleet
-from hetlb.plan.replan import MoveCost, Replanned, replan, require_known
+from hetlb.plan.replan import MoveCost, Replanned, read_hours, replan, require_known, schedule
 from hetlb.plan.throughput import Measured, SloLimits, default_cache
 from hetlb.plan.workloads import trace_rows
 from hetlb.tables import bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hetlb rent`."""
-    add, switch = declare(parser), parser.add_argument
+    add = declare(parser)
     limit = real("a number from 0", lambda value: value >= 0)
-    share = real("0 to 1", lambda value: 0 <= value <= 1)
     horizon = real("a number from 1", lambda value: value >= 1)
-    switch("--config", type=Path, required=True, metavar="MARKET.yaml", help="market file: offers and budget")
+    add("--config", "market file: offers and budget", "MARKET.yaml", Path, required=True)
     add("--trace", "requests, in place of the file's workloads", "T.csv", Path)
     add("--workloads", "types of request to find in the trace (default 9)", "N", whole(1, 1000), 9)
     add("--time-limit", "seconds for the solver (default 60)", "S", limit, 60.0)
-    add("--gap", "relative gap at which the solver stops (default 1e-4)", "G", share, 1e-4)
-    add("--seed", "seed of types, solver and simulation", "S", integer(), 0)
+    add("--gap", "relative gap at which the solver stops (default 1e-4)", "G", FRACTION, 1e-4)
+    add("--seed", "seed of types, solver and simulation", "S", INTEGER, 0)
     add_json(parser)
     add("--write-fleet", "fleet file of the plan", "FLEET.yaml", Path)
-    switch("--no-simulate", action="store_true", help="skip the simulation of the whole fleet")
-    switch("--no-baselines", action="store_true", help="skip the baselines")
+    add("--no-simulate", "skip the simulation of the whole fleet", action="store_true")
+    add("--no-baselines", "skip the baselines", action="store_true")
     add("--cache", "file of known throughputs (default: under ~/.cache)", "FILE", Path)
-    switch("--no-cache", action="store_true", help="simulate all throughputs again")
+    add("--no-cache", "simulate all throughputs again", action="store_true")
     add = declare(parser.add_argument_group("sweeps"))
-    add("--budgets", "budgets per hour, a plan for each", "B,B,...")
+    add("--budgets", "budgets per hour, a plan for each", "B,B,...", read_budgets)
     add("--hours", "hours, a plan for each: hour,request_rate", "H.csv", Path)
-    add("--plot", "picture of budgets or hours", "P.png", Path)
+    add("--plot", "picture of the budgets", "P.png", Path)
     add = declare(parser.add_argument_group("replanning"))
     add("--replan", "running plan (its --json)", "PLAN.json", Path)
     add("--load-time", "seconds to load a model (default 300)", "S", limit, 300.0)
     add("--horizon", "seconds until the next change (default 3600)", "S", horizon, 3600.0)
-    add("--keep", "share of a plan from scratch that must be reached (default 0.95)", "SHARE", share, 0.95)
+    add("--keep", "share of a plan from scratch that must be reached (default 0.95)", "SHARE", FRACTION, 0.95)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and print."""
     if sum(flag is not None for flag in (args.budgets, args.hours, args.replan)) > 1:
         raise InputError("--budgets, --hours, --replan: expected one of them")
     market = load_market(args.config)
@@ -94,17 +76,11 @@ def run(args: argparse.Namespace) -> int:
 def read_table(args: argparse.Namespace, market: Market) -> tuple[Table, Measured]:
     """The throughput table, with a bar while it is simulated."""
     rows = None if args.trace is None else trace_rows(args.trace)
-    slo = market.file.slo
-    measured = Measured(
-        None if args.no_cache else args.cache or default_cache(),
-        None
-        if slo is None
-        else SloLimits(
-            INFINITY if slo.ttft_ms is None else slo.ttft_ms / 1e3,
-            INFINITY if slo.tpot_ms is None else slo.tpot_ms / 1e3,
-            slo.attainment,
-        ),
-    )
+    limits = None
+    if (slo := market.file.slo) is not None:
+        ttft_ms, tpot_ms = slo.ttft_ms or INFINITY, slo.tpot_ms or INFINITY
+        limits = SloLimits(ttft_ms / 1e3, tpot_ms / 1e3, slo.attainment)
+    measured = Measured(None if args.no_cache else args.cache or default_cache(), limits)
     with bar("throughputs of configurations") as show:
         table = make_table(
             market,
@@ -115,9 +91,6 @@ def read_table(args: argparse.Namespace, market: Market) -> tuple[Table, Measure
             on_progress=lambda done, total: show(completed=done, total=total),
         )
     return table, measured
-
-
-# --- one plan -------------------------------------------------------------------------------------------
 
 
 def plan_once(
@@ -141,49 +114,36 @@ def plan_once(
             planned = SolvedPlan(table.problem, replanned.plan)
     solve_s = time.monotonic() - began
     stopped = interrupt.requested
-    document = document_of(table, planned, solve_s)
+    document = rent_report.document_of(table, planned, solve_s)
     if not args.no_baselines and not stopped:
         quick = replace(limits, gap=max(limits.gap, 1e-3), deadline=time.monotonic() + args.time_limit)
-        document["baselines"] = baselines_document(table, planned, quick)
+        document["baselines"] = baselines(planned, quick)
     if not args.no_simulate and not stopped:
-        document["simulated"] = simulated_document(table, planned.plan, args.seed)
+        document["simulated"] = rent_report.simulated_document(table, planned.plan, args.seed)
     if replanned is not None:
-        document["replanning"] = replanning_document(replanned)
+        document["replanning"] = rent_report.replanning_document(replanned)
     document["interrupted"] = stopped
     servers = servers_of(table, planned.plan)
     document["commands"] = [server.command() for server in servers] if table.market.file.models else []
     if args.write_fleet is not None:
         policy = (document["simulated"] or {"policy": "hetlb"})["policy"]
         write_fleet(args.write_fleet, table, planned.plan, servers, policy)
-    if args.json:
-        print(json.dumps(document, allow_nan=False))
-    else:
-        print_plan(table, planned, document)
-    return 0
+    return print_document(args, document, lambda: rent_report.print_plan(table, planned, document))
 
 
 def read_counts(path: Path) -> dict[str, int]:
     """Instances by configuration of a plan that `--json` printed. Raises `ConfigError`."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        return {str(each["configuration"]): int(each["count"]) for each in document["instances"]}
-    except OSError as error:
-        raise ConfigError(f"{path}: expected a readable file: {error.strerror}") from error
+        return {str(each["configuration"]): int(each["count"]) for each in read_object(path)["instances"]}
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path}: instances: expected the JSON of `hetlb rent`: {type(error).__name__}"
         ) from error
 
 
-# --- sweeps ---------------------------------------------------------------------------------------------
-
-
 def read_budgets(text: str) -> list[float]:
     """`--budgets`: each once, ascending. Raises `InputError`."""
-    try:
-        budgets = sorted({float(part) for part in text.split(",")})
-    except ValueError:
-        budgets = [math.nan]
+    budgets = sorted({number(part) for part in text.split(",")})
     if not all(0.0 < budget < math.inf for budget in budgets):
         raise InputError(f"--budgets: expected numbers above 0 separated by commas, got {text!r}")
     return budgets
@@ -191,17 +151,14 @@ def read_budgets(text: str) -> list[float]:
 
 def sweep_budgets(args: argparse.Namespace, table: Table, measured: Measured, limits: SolveLimits) -> int:
     """A plan for every budget; those that another one beats in both cost and throughput are marked."""
-    budgets = read_budgets(args.budgets)
     if table.problem.request_rate is not None:
         raise InputError("--budgets: expected a market with budget_per_hour, got one with target")
-    points = budgets_document(table, measured, budgets, limits, args.time_limit)
+    points = rent_report.budgets_document(table, measured, args.budgets, limits, args.time_limit)
     if args.plot is not None:
         write_sweep(args.plot, points)
-    if args.json:
-        print(json.dumps({"budgets": points}, allow_nan=False))
-        return 0
-    Console().print(budgets_grid(points))
-    return 0
+    return print_document(
+        args, {"budgets": points}, lambda: Console().print(rent_report.budgets_grid(points))
+    )
 
 
 def plan_hours(args: argparse.Namespace, table: Table, limits: SolveLimits) -> int:
@@ -209,15 +166,11 @@ def plan_hours(args: argparse.Namespace, table: Table, limits: SolveLimits) -> i
     hours = read_hours(args.hours, table.problem)
     cost = MoveCost(args.load_time, 3600.0, args.keep)
     found = schedule(table.problem, hours, cost, limits)
-    document = hours_document(hours, found)
-    if args.json:
-        print(json.dumps(document, allow_nan=False))
-        return 0
-    console = Console()
-    console.print(hours_grid(document))
-    console.print(
+    document = rent_report.hours_document(hours, found)
+    in_all = (
         f"{document['cost']:.2f} in all; the dearest hour's fleet all day would cost "
-        f"{document['cost_of_the_peak_all_day']:.2f}",
-        highlight=False,
+        f"{document['cost_of_the_peak_all_day']:.2f}"
     )
-    return 0
+    return print_document(
+        args, document, lambda: Console(highlight=False).print(rent_report.hours_grid(document), in_all)
+    )

@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 from pkgutil import resolve_name
+from typing import Any
 
-from hetlb.config.json_schema import json_schema
+import msgspec
 
-#: Tables that a kind of file is read as. `cluster` is what `search` reads, and what `split` does.
+#: Tables that a kind of file is read as.
 KINDS = {
-    "fleet": ("config.fleet_tables:FleetFile",),
-    "profile": ("config.profile_file:Profile",),
-    "market": ("plan.market:MarketFile",),
-    "cluster": ("config.cluster:ClusterFile", "plan.disaggregation.split_files:SplitFile"),
-    "place": ("config.place_file:PlaceFile",),
+    "fleet": "config.fleet_tables:FleetFile",
+    "profile": "config.profile_file:Profile",
+    "market": "plan.market:MarketFile",
+    "cluster": "config.cluster:ClusterFile",
+    "place": "config.place_file:PlaceFile",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hetlb schema`."""
     parser.add_argument("kind", choices=tuple(KINDS), help="kind of file")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the schema."""
-    print(json.dumps(json_schema(*tables(args.kind)), indent=2, ensure_ascii=False))
+    print(json.dumps(json_schema(args.kind), indent=2, ensure_ascii=False))
     return 0
 
 
-def tables(kind: str) -> tuple[type, ...]:
-    """Tables that a kind of file is read as."""
-    return tuple(resolve_name(f"hetlb.{each}") for each in KINDS[kind])
+def json_schema(kind: str) -> dict[str, Any]:
+    """Schema (draft 2020-12) of a kind of file."""
+    kinds = [resolve_name(f"hetlb.{KINDS[kind]}")]
+    (top,), tables = msgspec.json.schema_components(kinds, ref_template="#/$defs/{name}")
+    for table in tables.values():
+        if "description" in table:
+            table["description"] = inspect.cleandoc(table["description"])
+    whole = {"$schema": "https://json-schema.org/draft/2020-12/schema", **top, "$defs": tables}
+    # Python caches `ge=0` and `ge=0.0` as one type; which one depends on the order of imports.
+    schema: dict[str, Any] = json.loads(json.dumps(whole), parse_float=_number)
+    return schema
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    return int(value) if value.is_integer() else value

@@ -11,23 +11,23 @@ import resource
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 
-from hetlb.build import version_line
 from hetlb.cli.flags import PORT, changed, declare, whole
 from hetlb.config.fleet import Fleet, check_policy, fleet_from_urls, load_fleet
 from hetlb.config.fleet_tables import MOST_WORKERS
 from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import InputError
 from hetlb.proxy import systemd
-from hetlb.proxy.service import Service, require_urls, tune_gc
+from hetlb.proxy.service import Service, announce, require_urls, tune_gc
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
-from hetlb.proxy.takeover import Takeover
-from hetlb.proxy.telemetry.events import Event, plain_line, tell
+from hetlb.proxy.telemetry.events import plain_line
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 
-logger = logging.getLogger("hetlb.serve")
+if TYPE_CHECKING:
+    from hetlb.proxy.takeover import Takeover
 
 #: Hosts that stand for every address of the machine.
 _EVERY = {"0.0.0.0", "::", ""}
@@ -52,13 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", "address to listen on (default 127.0.0.1)")
     add("--port", "port to listen on (default 8080; 0 picks a free one)", "PORT", PORT)
     workers = "processes that share the port (default 1)"
-    add("--workers", workers, "N", whole(1, MOST_WORKERS, "a number"))
+    add("--workers", workers, "N", whole(1, MOST_WORKERS))
     add("--connect", "with --check: ask every server whether it is there", action="store_true")
     add("--replace", "take over from the process that serves this address", action="store_true")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until stopped."""
     fleet = fleet_of(args)
     if args.connect and not args.check:
         raise InputError("--connect: expected --check with it")
@@ -75,16 +74,14 @@ def run(args: argparse.Namespace) -> int:
     _check_alone(fleet, replace=args.replace)
     _warn_of_descriptors(fleet)
     if args.check:
-        from hetlb.cli.serve_check import check_connected, check_filled_in
+        from hetlb.cli.doctor import check_connected, check_filled_in
 
         check_filled_in(fleet)
         if args.connect and (absent := check_connected(fleet)):
             print("\n".join(absent), file=sys.stderr)
             return 1
-        print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
-        return 0
-    allow_many_connections()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # rotators of logs send it; its default is to end us
+        return all_is_well(fleet)
+    prepare_process()
     if fleet.file.proxy.workers > 1:
         from hetlb.workers.supervisor import Supervisor
 
@@ -113,11 +110,18 @@ def _check_alone(fleet: Fleet, *, replace: bool) -> None:
         raise InputError("--replace: expected a fleet without shared:, whose other proxies serve meanwhile")
 
 
-def allow_many_connections() -> None:
-    """Use as many file descriptors as this process may: the usual soft limit of 1024 is for select(2)."""
+def all_is_well(fleet: Fleet) -> int:
+    """Exit status of `--check` where nothing is wrong, which is said."""
+    print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
+    return 0
+
+
+def prepare_process() -> None:
+    """Use as many file descriptors as this process may, and survive SIGUSR1."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # the usual soft limit is for select(2)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # rotators of logs send it; its default is to end us
 
 
 def _warn_of_descriptors(fleet: Fleet) -> None:
@@ -135,6 +139,8 @@ def _warn_of_descriptors(fleet: Fleet) -> None:
 
 async def _ask(fleet: Fleet, event_log: Path | None) -> Takeover | None:
     """Ask the process that serves the fleet's address for its listeners."""
+    from hetlb.proxy.takeover import Takeover
+
     takeover = await Takeover.ask((fleet.file.listen.host, fleet.file.listen.port))
     if takeover is not None and event_log is not None:
         with contextlib.suppress(FileNotFoundError):  # the old process still writes to it
@@ -170,18 +176,12 @@ async def run_service(
     try:
         await service.start(listeners, takeover)
         tune_gc()
-        await service.run(lambda: _announce(service))
+        style = service.fleet.file.proxy.request_log_format
+        await service.run(lambda: announce(service.ready_line, style))
     except asyncio.CancelledError:
         pass  # Ctrl-C before the service had its own handlers
     finally:
         await service.close()
-
-
-def _announce(service: Service) -> None:
-    style = service.fleet.file.proxy.request_log_format
-    print(plain_line(service.ready_line, style, Event.STARTED.event), flush=True)
-    systemd.notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS={service.ready_line}")
-    tell(logger, Event.STARTED, "%s", version_line())
 
 
 def fleet_of(args: argparse.Namespace) -> Fleet:

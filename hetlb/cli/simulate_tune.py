@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 
+from hetlb.cli.flags import print_document
 from hetlb.config.fleet import Fleet
 from hetlb.core.policies.hetlb import TERMS
 from hetlb.errors import InputError
 from hetlb.files import write_text
 from hetlb.sim.simulation_sweep import Study
-from hetlb.sim.tune import FIGURES, Tuned, loss, search
+from hetlb.sim.tune import FIGURES, loss, search
 
 #: Number of held-out seeds on which the gain is measured.
 _HELD_BACK = 6
@@ -45,23 +45,17 @@ def run_tune(
     written = found.certain and args.write is not None
     if written:
         write_text(args.write, f"policy:\n  weights:\n{lines}")
-    if args.json:
-        print(json.dumps(_document(args.tune, start, found, written)))
-        return 0
-    print(
-        f"{args.tune}: {found.gain:+.1%} better on {_HELD_BACK} seeds that the search did not see "
-        f"(95 % interval {found.low:+.1%} to {found.high:+.1%}; {found.runs} runs)"
-    )
-    if found.certain:
-        print(f"policy:\n  weights:\n{lines}", end="")
-    else:
-        print("The interval holds zero: the weights stay as they are, and nothing is written.")
-    return 0
-
-
-def _document(figure: str, start: dict[str, float], found: Tuned, written: bool) -> dict[str, object]:
-    return {
-        "figure": figure, "start": start, "weights": found.weights if found.certain else start,
+    document = {
+        "figure": args.tune, "start": start, "weights": found.weights if found.certain else start,
         "gain": found.gain, "interval": [found.low, found.high], "certain": found.certain,
         "runs": found.runs, "written": written,
     }  # fmt: skip
+    told = (
+        f"{args.tune}: {found.gain:+.1%} better on {_HELD_BACK} seeds that the search did not see "
+        f"(95 % interval {found.low:+.1%} to {found.high:+.1%}; {found.runs} runs)\n"
+    )
+    if found.certain:
+        told += f"policy:\n  weights:\n{lines}"
+    else:
+        told += "The interval holds zero: the weights stay as they are, and nothing is written.\n"
+    return print_document(args, document, lambda: print(told, end=""))

@@ -1,28 +1,20 @@
-"""`hetlb split`: groups of GPUs for prefill and for decode, their parallelism, and the KV flows between them.
-
-The plan passed `plan/check.py`. It is beside the best plan whose groups all do both, and says so
-where that one is better. Ctrl-C prints the best plan so far. Exit status 2 and one line where no group holds
-the model.
-"""
+"""`hetlb split`: groups of GPUs for prefill and for decode, their parallelism, the KV flows between them."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from pathlib import Path
 
-from rich.console import Console
-
-from hetlb.cli.flags import add_json, declare, integer, real, whole
+from hetlb.cli.flags import FINITE, INTEGER, add_json, declare, print_document, whole
+from hetlb.config.cluster import load_split
 from hetlb.errors import ConfigError, InputError
 from hetlb.plan.check import check_split
 from hetlb.plan.common.servers import write_servers
 from hetlb.plan.disaggregation.cost import CostModel, GroupTable, PaperCost, ProfileCost
 from hetlb.plan.disaggregation.exhaustive import SEARCH_S, find_exhaustively
 from hetlb.plan.disaggregation.split_cluster import SplitCluster
-from hetlb.plan.disaggregation.split_files import load_split
 from hetlb.plan.disaggregation.split_report import document_of, print_plan
 from hetlb.plan.disaggregation.split_search import SplitSearch
 from hetlb.plan.disaggregation.split_servers import servers_of
@@ -38,25 +30,21 @@ _SMALL_GPUS, _GPU_S, _MOST_S = 24, 0.75, 240.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hetlb split`."""
-    add, switch = declare(parser), parser.add_argument
+    add = declare(parser)
     files = "cluster file: machines, links, model, workload"
-    switch("--config", type=Path, required=True, metavar="CLUSTER.yaml", help=files)
+    add("--config", files, "CLUSTER.yaml", Path, required=True)
     add("--trace", "requests, in place of the file's workload", "T.csv", Path)
     models = "latency profiles (default), or HexGen-2's appendix A"
-    switch("--cost-model", choices=("profiles", "paper"), help=models)
-    every = f"try every plan (up to {_MOST_EXHAUSTIVE} GPUs)"
-    switch("--exhaustive", action="store_true", help=every)
-    seconds = real("seconds greater than 0", lambda value: 0 < value < math.inf)
-    add("--time-limit", "seconds for the search (default: 4 up to 24 GPUs, then more)", "S", seconds)
+    add("--cost-model", models, default="profiles", choices=("profiles", "paper"))
+    add("--exhaustive", f"try every plan (up to {_MOST_EXHAUSTIVE} GPUs)", action="store_true")
+    add("--time-limit", "seconds for the search (default: 4 up to 24 GPUs, then more)", "S", FINITE)
     add("--simulate", "plans that are simulated (default 4; 0: none)", "N", whole(0), 4)
-    add("--seed", "seed of search and simulation (default 0)", "N", integer(), 0)
+    add("--seed", "seed of search and simulation (default 0)", "N", INTEGER, 0)
     add("--write-fleet", "fleet file of the plan", "FLEET.yaml", Path)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and print."""
     cluster = load_split(args.config, None if args.trace is None else trace_rows(args.trace))
     cost = _cost_model(args, cluster)
     if args.exhaustive and cluster.gpus > _MOST_EXHAUSTIVE:
@@ -88,15 +76,11 @@ def run(args: argparse.Namespace) -> int:
         plan, simulated = choose(cluster, found, SolveLimits(seed=args.seed, interrupt=interrupt), count)
     servers = servers_of(cluster, plan)
     document = document_of(cluster, plan, found, servers, solve_s) | simulated
-    document |= {"cost_model": args.cost_model or "profiles", "interrupted": interrupt.requested}
+    document |= {"cost_model": args.cost_model, "interrupted": interrupt.requested}
     if args.write_fleet is not None:
         heading = f"Written by `hetlb split` from {args.config.name}."
         write_servers(args.write_fleet, heading, servers, {"name": "hetlb"})
-    if args.json:
-        print(json.dumps(document, allow_nan=False))
-    else:
-        print_plan(cluster, document, Console())
-    return 0
+    return print_document(args, document, lambda: print_plan(document))
 
 
 def _cost_model(args: argparse.Namespace, cluster: SplitCluster) -> CostModel:

@@ -1,12 +1,8 @@
-"""`hetlb stage`: a worker that holds some layers of a model, for `hetlb serve` with `stages:`.
-
-One line on stdout once it accepts connections; Ctrl-C or SIGTERM ends it at once with status 0.
-"""
+"""`hetlb stage`: a worker that holds some layers of a model, for `hetlb serve` with `stages:`."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import re
 import ssl
@@ -14,11 +10,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import uvloop
-
 from hetlb.addresses import is_loopback
-from hetlb.cli.flags import PORT, SHARE, declare, whole
-from hetlb.cli.signals import stop_event
+from hetlb.cli.flags import COUNT, PORT, SHARE, declare
+from hetlb.cli.signals import run_listener, stop_event
+from hetlb.config.urls import bracketed
 from hetlb.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -29,7 +24,6 @@ if TYPE_CHECKING:
 
 #: KV cache on CPU where nothing is said.
 _CPU_KV_BYTES = 1 << 30
-_COUNT = whole(1, what="a number")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,14 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = ("auto", "bfloat16", "float16", "float32")
     dtype = "type of weights, KV cache and activations (auto: as in config.json)"
     add("--dtype", dtype, default="auto", choices=kinds)
-    add("--device", "cpu, cuda, cuda:1, ... (auto: a GPU when there is one)", default="auto")
-    add("--kv-cache-memory-bytes", "bytes of the KV cache (default 1 GiB on CPU)", "BYTES", _COUNT)
+    add("--kv-cache-memory-bytes", "bytes of the KV cache (default 1 GiB on CPU)", "BYTES", COUNT)
     memory = "share of the GPU's memory for weights and KV cache (default 0.9)"
     add("--gpu-memory-utilization", memory, "SHARE", SHARE, 0.9)
-    add("--block-size", "tokens of a KV block (default 16)", "TOKENS", _COUNT, 16)
-    add("--max-num-batched-tokens", "most tokens of a batch (default 2048)", "N", _COUNT, 2048)
-    add("--max-num-seqs", "most requests of a batch (default 256)", "N", _COUNT, 256)
-    add("--threads", "CPU threads of torch", "N", _COUNT)
+    add("--block-size", "tokens of a KV block (default 16)", "TOKENS", COUNT, 16)
+    add("--max-num-batched-tokens", "most tokens of a batch (default 2048)", "N", COUNT, 2048)
+    add("--max-num-seqs", "most requests of a batch (default 256)", "N", COUNT, 256)
+    add("--threads", "CPU threads of torch", "N", COUNT)
     add("--key-file", "file of the shared key; needed beyond loopback", "FILE", Path)
     add("--ssl-certfile", "certificate; turns plain connections off", "FILE", Path)
     add("--ssl-keyfile", "key of the certificate", "FILE", Path)
@@ -60,16 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, measure, serve until a signal comes."""
     first, end = _check(args)
     worker = _make_worker(args, first, end)
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            status = runner.run(_serve(worker, args))
-    except OSError as error:
-        reason = error.strerror or str(error)
-        print(f"hetlb stage: cannot listen on {args.host}:{args.port}: {reason}", file=sys.stderr)
-        return 1
+    status = run_listener(_serve(worker, args), args.host, args.port)
     if worker.hung:
         print("hetlb stage: a batch did not end in time", file=sys.stderr, flush=True)
         os._exit(status)  # its thread would keep the process
@@ -92,17 +78,12 @@ def _check(args: argparse.Namespace) -> tuple[int, int]:
 
 def _make_worker(args: argparse.Namespace, first: int, end: int) -> StageWorker:
     """Load the layers, make the KV cache, measure. Raises `InputError`."""
-    try:
-        import torch
+    import torch
 
-        from hetlb.stage.model import DTYPES, TorchRunner
-    except ImportError as error:
-        raise InputError(
-            f"expected the packages of hetlb[stage]: pip install 'hetlb[stage]' ({error})"
-        ) from error
     from hetlb.stage.auth import read_key
     from hetlb.stage.checkpoint import load_config
     from hetlb.stage.kv import StageBlocks
+    from hetlb.stage.model import DTYPES, TorchRunner
     from hetlb.stage.self_profile import measure
     from hetlb.stage.stage_messages import Welcome
     from hetlb.stage.worker import StageWorker
@@ -115,9 +96,7 @@ def _make_worker(args: argparse.Namespace, first: int, end: int) -> StageWorker:
         )
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    device = args.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = config.dtype if args.dtype == "auto" else args.dtype
     if dtype not in DTYPES:
         raise InputError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r} from {args.model}")
@@ -198,7 +177,6 @@ async def _serve(worker: StageWorker, args: argparse.Namespace) -> int:
 
     def ready(port: int) -> None:
         scheme = "http" if args.ssl_certfile is None else "https"
-        host = f"[{args.host}]" if ":" in args.host else args.host
-        print(f"hetlb stage ready on {scheme}://{host}:{port}", flush=True)
+        print(f"hetlb stage ready on {scheme}://{bracketed(args.host)}:{port}", flush=True)
 
     return 0 if await serve(worker, args.host, args.port, stop, ready) else 1

@@ -1,8 +1,4 @@
-"""`hetlb top`: live view of a fleet in a terminal, from the event stream of the dashboard.
-
-Lines fit terminals from 80 columns. If the proxy goes away, its last state stays on the screen and top
-reconnects. The terminal's settings are restored at the end.
-"""
+"""`hetlb top`: live view of a fleet in a terminal, from the event stream of the dashboard."""
 
 from __future__ import annotations
 
@@ -37,7 +33,6 @@ _STATE_STYLES = {"well": "green", "busy": "yellow", "degraded": "red", "down": "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hetlb top`."""
     add_admin_arguments(parser, parser)
     add = declare(parser)
     add("--once", "print one frame and exit", action="store_true")
@@ -45,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the fleet until told to stop."""
     client = AdminClient(args.admin, args.token_env)
     view, console = FleetScreen(client.url), Console()
     if args.json or args.once or not sys.stdout.isatty():

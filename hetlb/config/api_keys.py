@@ -22,10 +22,10 @@ class LimitsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     in_flight: PositiveInt | None = None
 
 
-class ApiKeyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One key of a client: `name` for the log, SHA-256 of the key in hex, its models, limits and classes.
 
-    Keys of one name share their limits.
+    Keys of one name share their limits. Without `models` or `classes` it may use all of them.
     """
 
     name: str
@@ -34,14 +34,18 @@ class ApiKeyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     limits: LimitsTable | None = None
     classes: tuple[str, ...] | None = None
 
+    def may_use(self, model: str) -> bool:
+        """True if requests with this key may name a model."""
+        return self.models is None or model in self.models
 
-def load_api_keys(path: Path) -> tuple[ApiKeyTable, ...]:
+
+def load_api_keys(path: Path) -> tuple[Tenant, ...]:
     """Read the client key file. Raises `ConfigError`, which never shows a value."""
     raw = parse_yaml(path, ConfigError)
     if not isinstance(raw, list) or not raw or not all(isinstance(entry, dict) for entry in raw):
         raise ConfigError(f"{path}: the file: expected a list of {{name, sha256, models}}, at least one")
     try:
-        keys = convert(raw, tuple[ApiKeyTable, ...])
+        keys = convert(raw, tuple[Tenant, ...])
     except ConfigError as caught:
         raise ConfigError(f"{path}: {caught}") from caught
     seen: set[str] = set()
@@ -52,7 +56,7 @@ def load_api_keys(path: Path) -> tuple[ApiKeyTable, ...]:
     return keys
 
 
-def _wrong(key: ApiKeyTable, seen: Collection[str]) -> str:
+def _wrong(key: Tenant, seen: Collection[str]) -> str:
     """Error of a key, given the hashes `seen` before it; "" if it is valid."""
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", key.name):
         return f"name: expected letters, digits and . _ - (64 at most), got {short(key.name)}"

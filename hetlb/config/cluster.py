@@ -1,15 +1,26 @@
-"""Cluster files of `search`."""
+"""CLUSTER.yaml of `search` and `split`: a model and the machines that are to serve it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from hetlb.config.plan_tables import Machine, MachineTable, Model, WholeModelTable, read_machines, read_model
-from hetlb.config.yaml_file import NonNegative, PositiveInt, load_yaml
+from hetlb.config.plan_tables import (
+    LinkTable,
+    Machine,
+    MachineTable,
+    Model,
+    PlanModelTable,
+    read_machines,
+    read_model,
+)
+from hetlb.config.yaml_file import Positive, PositiveInt, load_yaml
 from hetlb.errors import ConfigError
+from hetlb.plan.disaggregation.split_cluster import Links, RequestLengths, Slo, SplitCluster
 
 
 class ClusterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -24,26 +35,34 @@ class ClusterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return self.max_input_tokens + self.max_output_tokens
 
 
-class ClusterMachineTable(MachineTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One machine, or `count` alike. `profiles` maps a tensor-parallel degree to a latency profile.
+class LengthsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Tokens of every request."""
 
-    A profile of a degree that does not divide `gpus` is for layouts of unequal instances.
-    """
+    input_tokens: PositiveInt
+    output_tokens: PositiveInt
 
-    price_per_gpu_hour: NonNegative | None = None
+
+class MeanLimitsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Limits on the mean latencies."""
+
+    ttft_ms: Positive | None = None
+    tpot_ms: Positive | None = None
 
 
 class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A cluster file as written."""
+    """CLUSTER.yaml as written. `search` reads `limits`; `split` reads `workload`, `links` and `slo`."""
 
-    version: Literal[1]
-    model: WholeModelTable
-    limits: ClusterLimits
-    machines: tuple[ClusterMachineTable, ...]
+    version: Literal[1] = 1
+    model: PlanModelTable
+    machines: tuple[MachineTable, ...]
+    limits: ClusterLimits | None = None
+    workload: LengthsTable | None = None
+    links: LinkTable = LinkTable()
+    slo: MeanLimitsTable = MeanLimitsTable()
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """A cluster file resolved."""
+    """A cluster file resolved for `search`."""
 
     path: Path
     model: Model
@@ -52,8 +71,10 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_cluster(path: Path) -> Cluster:
-    """Read a cluster file and every profile it names. Raises `ConfigError` or `ProfileError`."""
+    """Read a cluster file for `search` and every profile it names. Raises `ConfigError` or `ProfileError`."""
     file = load_yaml(path, ClusterFile, ConfigError)
+    if file.limits is None:
+        raise ConfigError(f"{path}: limits: expected a value, but the key is missing")
     machines = read_machines(path, file.machines)
     for m, table in enumerate(file.machines):
         if not table.profiles:
@@ -62,3 +83,23 @@ def load_cluster(path: Path) -> Cluster:
             )
     model = read_model(file.model, path, "model", ("parameters", "kv_bytes_per_token"))
     return Cluster(path=path, model=model, limits=file.limits, machines=machines)
+
+
+def load_split(path: Path, rows: Sequence[tuple[int, int]] | None = None) -> SplitCluster:
+    """Read a cluster file for `split`; `rows` of a trace replace its workload.
+
+    Raises `ConfigError` or `ProfileError`.
+    """
+    file = load_yaml(path, ClusterFile, ConfigError)
+    if rows is None:
+        if file.workload is None:
+            raise ConfigError(f"{path}: workload: expected a workload, or --trace, got neither")
+        rows = [(file.workload.input_tokens, file.workload.output_tokens)]
+    machines = read_machines(path, file.machines)
+    for m, table in enumerate(file.machines):
+        if not table.profiles and table.roofline is None:
+            raise ConfigError(f"{path}: machines[{m}].profiles: expected profiles or a roofline, got neither")
+    model = read_model(file.model, path, "model", ("parameters", "kv_bytes_per_token", "layers"))
+    slo = Slo(*(math.inf if each is None else each / 1e3 for each in (file.slo.ttft_ms, file.slo.tpot_ms)))
+    links = Links(file.links.rates(path, machines), file.links.latency_s)
+    return SplitCluster(path, model, machines, links, RequestLengths(tuple(rows)), slo)

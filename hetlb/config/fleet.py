@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +27,7 @@ from hetlb.config.fleet_tables import (
 )
 from hetlb.config.mistakes import Mistakes, did_you_mean, listed, one_of, short
 from hetlb.config.stage_group import StageGroup, StagesTable, resolve_stages
-from hetlb.config.urls import Origin, bracketed, check_collector, check_publisher, check_url, origin
+from hetlb.config.urls import Origin, bracketed, check_base, check_publisher, check_url, origin
 from hetlb.config.yaml_file import load_yaml, with_lines
 from hetlb.core.health import HealthParams
 from hetlb.core.objective import ServiceClass
@@ -40,41 +40,30 @@ from hetlb.errors import ConfigError
 
 if TYPE_CHECKING:
     from hetlb.config.profile_file import Profile
-    from hetlb.image_tokens import ImageRule
 
 #: vLLM's own defaults: `VLLM_MOONCAKE_BOOTSTRAP_PORT`, `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`.
 MOONCAKE_BOOTSTRAP_PORT: Final = 8998
 MOONCAKE_LEASE_S: Final = 480.0
 
 
-class SecretSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Location of a secret: a file or an environment variable. `key` names it in errors."""
+class Listed(msgspec.Struct, frozen=True):
+    """An instance of the file, its addresses checked and normalised. `key` names it in errors."""
 
     key: str
-    file: Path | None = None
-    env: str | None = None
+    table: InstanceTable
 
-
-class EngineSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Locations of the key and the authorities of one instance. `key` names the instance in errors.
-
-    `kv_events` is its publisher of KV events, None without one; `kv_bootstrap` the URL of its Mooncake
-    bootstrap server.
-    """
-
-    key: str
-    api_key: SecretSource | None = None
-    ca_file: Path | None = None
-    kv_events: KvEventsTable | None = None
-    kv_bootstrap: str | None = None
+    @property
+    def kv_events(self) -> KvEventsTable | None:
+        """Its publisher of KV events, None without one."""
+        stated = self.table.kv_events
+        return KvEventsTable(endpoint=stated) if isinstance(stated, str) else stated
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     """Resolved fleet file: instances with their profiles, in file order.
 
-    `file` is in force, flags applied; `written` is the file before flags. Secrets and certificates are
-    located, not read: only serving needs them. `engines` has an entry per instance, `model_keys` per model
-    with a key, `stages` per instance made of stages.
+    `file` is in force, flags applied; `written` is the file before flags. Secrets and certificates are not
+    read: only serving needs them. `listed` has an entry per instance, `stages` per instance made of stages.
     """
 
     path: Path | None
@@ -83,10 +72,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     instances: tuple[InstanceSpec, ...]
     profiles: dict[str, Profile] = {}
     tokenizers: dict[str, Path] = {}
-    image_rules: dict[str, ImageRule] = {}
     stages: dict[str, StageGroup] = {}
-    engines: dict[str, EngineSource] = {}
-    model_keys: dict[str, SecretSource] = {}
+    listed: dict[str, Listed] = {}
 
     def with_tables(self, **tables: Any) -> Fleet:
         """Copy of the fleet with other tables in force, by their keys in the file."""
@@ -173,11 +160,13 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _service_class(name: str, table: ClassTable) -> ServiceClass:
+    targets_ms = (table.ttft_ms, table.tpot_ms, table.e2e_ms)
+    ttft_s, tpot_s, e2e_s = (math.inf if target is None else target / 1e3 for target in targets_ms)
     return ServiceClass(
         name,
-        _seconds(table.ttft_ms),
-        _seconds(table.tpot_ms),
-        _seconds(table.e2e_ms),
+        ttft_s,
+        tpot_s,
+        e2e_s,
         attainment=table.attainment,
         background=table.background,
         first_token_weight=table.first_token_weight,
@@ -185,43 +174,33 @@ def _service_class(name: str, table: ClassTable) -> ServiceClass:
     )
 
 
-def _seconds(target_ms: float | None) -> float:
-    return math.inf if target_ms is None else target_ms / 1e3
-
-
-def _check_classes(classes: dict[str, ClassTable], key: str) -> None:
-    """Raise `ConfigError` unless names are valid header values and no class contradicts itself."""
+def _class_mistakes(classes: dict[str, ClassTable], key: str) -> Iterator[str]:
+    """Names that are no header values, and classes that contradict themselves."""
     for name, table in classes.items():
         stated = any(ms is not None for ms in (table.ttft_ms, table.tpot_ms, table.e2e_ms))
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
-            raise ConfigError(
-                f"{key}: expected names of letters, digits and . _ - (64 at most), got {short(name)}"
-            )
+            yield f"{key}: expected names of letters, digits and . _ - (64 at most), got {short(name)}"
         if stated and table.background:
-            raise ConfigError(f"{key}.{name}.background: expected either targets or background, got both")
+            yield f"{key}.{name}.background: expected either targets or background, got both"
         if stated and table.first_token_weight is not None:
-            raise ConfigError(
-                f"{key}.{name}.first_token_weight: expected either targets or a weight, got both"
-            )
+            yield f"{key}.{name}.first_token_weight: expected either targets or a weight, got both"
         if table.refuse_hopeless and not stated:
-            raise ConfigError(f"{key}.{name}.refuse_hopeless: expected a target beside it, got none")
+            yield f"{key}.{name}.refuse_hopeless: expected a target beside it, got none"
 
 
 #: Placeholder address of an instance made of stages, until its coordinator listens.
 STAGES_URL = "http://stages.invalid"
 
 
-def secret_source(file: str | None, env: str | None, key: str, base: Path) -> SecretSource | None:
-    """Location stated by `{key}_file` or `{key}_env`, None without either. Raises `ConfigError` for both."""
+def _check_secret(file: str | None, env: str | None, key: str) -> None:
+    """Raise `ConfigError` where both `{key}_file` and `{key}_env` are stated."""
     if file is not None and env is not None:
         name = key.rpartition(".")[2]
         raise ConfigError(f"{key}_file: expected either {name}_file or {name}_env, got both")
-    if file is None and env is None:
-        return None
-    return SecretSource(key=key, file=None if file is None else base / file, env=env)
 
 
-def _engine_source(instance: InstanceTable, url: str, key: str, base: Path) -> EngineSource:
+def _checked(instance: InstanceTable, url: str, key: str) -> InstanceTable:
+    """Check the addresses of an instance at `url`, and how its key is stated. Raises `ConfigError`."""
     bootstrap = instance.kv_bootstrap
     if bootstrap is not None:
         bootstrap = check_url(bootstrap, f"{key}.kv_bootstrap")
@@ -231,24 +210,12 @@ def _engine_source(instance: InstanceTable, url: str, key: str, base: Path) -> E
         raise ConfigError(
             f"{key}.ca_file: expected one only where the url begins with https://, got {short(url)}"
         )
-    return EngineSource(
-        key=key,
-        api_key=secret_source(instance.api_key_file, instance.api_key_env, f"{key}.api_key", base),
-        ca_file=None if instance.ca_file is None else base / instance.ca_file,
-        kv_events=_kv_events(instance.kv_events, f"{key}.kv_events"),
-        kv_bootstrap=bootstrap,
-    )
-
-
-def _kv_events(stated: str | KvEventsTable | None, key: str) -> KvEventsTable | None:
-    """Checked table of a publisher of KV events. Raises `ConfigError` for malformed addresses."""
-    if stated is None:
-        return None
-    table = KvEventsTable(endpoint=stated) if isinstance(stated, str) else stated
-    check_publisher(table.endpoint, key)
-    if table.replay is not None:
-        check_publisher(table.replay, f"{key}.replay")
-    return table
+    _check_secret(instance.api_key_file, instance.api_key_env, f"{key}.api_key")
+    if (events := Listed(key, instance).kv_events) is not None:
+        check_publisher(events.endpoint, f"{key}.kv_events")
+        if events.replay is not None:
+            check_publisher(events.replay, f"{key}.kv_events.replay")
+    return msgspec.structs.replace(instance, kv_bootstrap=bootstrap)
 
 
 def _kv_link(stated: str | KvTransferTable | None, profile: Profile | None) -> KvLink | None:
@@ -267,18 +234,15 @@ def _kv_link(stated: str | KvTransferTable | None, profile: Profile | None) -> K
     return KvLink(connector, **{key: float(value) for key, value in figures.items() if value is not None})
 
 
-def _check_roles(model: ModelTable, key: str) -> None:
-    """Raise `ConfigError` unless the roles of a model's instances can serve requests."""
+def _role_mistakes(model: ModelTable, key: str) -> Iterator[str]:
+    """Roles with which the instances of a model cannot serve requests."""
     roles = [instance.role for instance in model.instances]
     if model.kv_transfer is None:
         for i, role in enumerate(roles):
             if role != "both":
-                raise ConfigError(
-                    f"{key}.instances[{i}].role: expected both where there is no kv_transfer, got {role!r}"
-                )
-        return
-    if all(role == "prefill" for role in roles):
-        raise ConfigError(f"{key}.instances: expected one with the role decode or both, got none")
+                yield f"{key}.instances[{i}].role: expected both where there is no kv_transfer, got {role!r}"
+    elif all(role == "prefill" for role in roles):
+        yield f"{key}.instances: expected one with the role decode or both, got none"
 
 
 def check_policy(table: PolicyTable, where: str) -> None:
@@ -349,61 +313,58 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
         check_policy(file.policy, where)
     with mistakes.here():
         if file.tracing is not None:
-            check_collector(file.tracing.otlp_endpoint, f"{where}tracing.otlp_endpoint")
+            check_base(file.tracing.otlp_endpoint, f"{where}tracing.otlp_endpoint", "http://collector:4318")
     with mistakes.here():
-        secret_source(file.admin.token_file, file.admin.token_env, f"{where}admin.token", base)
-    for h, header in enumerate(file.proxy.forward_headers):
-        with mistakes.here():
-            if header.lower() in OWN_HEADERS or header.lower().startswith("proxy-"):
-                raise ConfigError(
-                    f"{where}proxy.forward_headers[{h}]: expected one that neither frames, addresses nor "
-                    f"authorises a message, got {short(header)}"
-                )
-    with mistakes.here():
-        if not file.models and file.discovery is None:
-            raise ConfigError(f"{where}models: expected at least one model, got none")
-    for text, profile in file.profiles.items():
+        _check_secret(file.admin.token_file, file.admin.token_env, f"{where}admin.token")
+    for text in file.profiles:
         with mistakes.here():
             parse_selector(text, f"{where}profiles")
-            if not (base / profile).is_file():
-                raise ConfigError(
-                    f"{where}profiles.{text}: expected the path of a latency profile, got {profile!r}: "
-                    "no such file"
-                )
+    mistakes.add(ConfigError(where + each) for each in _mistakes_across(file, base))
     fleet = Fleet(path=path, file=file, written=file, instances=())
     resolved = _Resolved(fleet, mistakes)
     for m, model in enumerate(file.models):
         resolved.add_model(model, f"{where}models[{m}]")
-    with mistakes.here():
-        _check_names(file, where)
     for s, shares in enumerate(file.policy.shares):
-        for name in shares.instances:
-            with mistakes.here():
-                if name not in fleet.engines:
-                    raise ConfigError(f"{where}policy.shares[{s}].instances: {one_of(name, fleet.engines)}")
+        unknown = [name for name in shares.instances if name not in fleet.listed]
+        keys = f"{where}policy.shares[{s}].instances"
+        mistakes.add(ConfigError(f"{keys}: {one_of(name, fleet.listed)}") for name in unknown)
     if mistakes.found:
         raise with_lines(path, mistakes.found) if path else mistakes.found[0]
     return msgspec.structs.replace(fleet, instances=tuple(resolved.specs))
 
 
-def _check_names(file: FleetFile, where: str) -> None:
-    """Raise `ConfigError` unless aliases are unique and fallbacks name other models."""
-    names = {model.name for model in file.models}
-    seen: set[str] = set()
-    for m, model in enumerate(file.models):
-        for alias in model.aliases:
-            if alias in names or alias in seen:
-                raise ConfigError(
-                    f"{where}models[{m}].aliases: expected names used once, got {alias!r} again"
-                )
-            seen.add(alias)
-        if model.fallback is not None and (model.fallback == model.name or model.fallback not in names):
-            others = sorted(names - {model.name})
-            among = f", one of {listed(others)}" if others else ""
-            raise ConfigError(
-                f"{where}models[{m}].fallback: expected another model of this file{among}, "
-                f"got {short(model.fallback)}{did_you_mean(model.fallback, others)}"
+def _mistakes_across(file: FleetFile, base: Path) -> Iterator[str]:
+    """Mistakes in the tables that need no instance resolved, without the name of the file."""
+    for h, header in enumerate(file.proxy.forward_headers):
+        if header.lower() in OWN_HEADERS or header.lower().startswith("proxy-"):
+            yield (
+                f"proxy.forward_headers[{h}]: expected one that neither frames, addresses nor authorises a "
+                f"message, got {short(header)}"
             )
+    if not file.models and file.discovery is None:
+        yield "models: expected at least one model, got none"
+    for text, profile in file.profiles.items():
+        if not (base / profile).is_file():
+            yield f"profiles.{text}: expected the path of a latency profile, got {profile!r}: no such file"
+    names = [model.name for model in file.models]
+    seen = set(names)
+    for m, model in enumerate(file.models):
+        key = f"models[{m}]"
+        if model.name in names[:m]:
+            yield f"{key}.name: expected a name used once, got {model.name!r} again"
+        if not model.instances and model.stages is None and file.discovery is None:
+            yield f"{key}.instances: expected at least one instance, got none"
+        yield from _role_mistakes(model, key)
+        yield from _class_mistakes(model.classes, f"{key}.classes")
+        for alias in model.aliases:
+            if alias in seen:
+                yield f"{key}.aliases: expected names used once, got {alias!r} again"
+            seen.add(alias)
+        others = sorted({*names} - {model.name})
+        if model.fallback is not None and model.fallback not in others:
+            among = f", one of {listed(others)}" if others else ""
+            got = f"{short(model.fallback)}{did_you_mean(model.fallback, others)}"
+            yield f"{key}.fallback: expected another model of this file{among}, got {got}"
 
 
 class _Resolved:
@@ -412,7 +373,6 @@ class _Resolved:
     def __init__(self, fleet: Fleet, mistakes: Mistakes) -> None:
         self._fleet = fleet
         self._mistakes = mistakes
-        self._models: set[str] = set()
         #: Names of the instances at each address.
         self._origins: dict[Origin, str] = {}
         self._cache: dict[Path, Profile] = {}
@@ -421,28 +381,10 @@ class _Resolved:
     def add_model(self, model: ModelTable, key: str) -> None:
         """Resolve one model and its instances; `key` names it in errors."""
         mistakes, fleet, base = self._mistakes, self._fleet, self._fleet.base
-        with mistakes.here():
-            if model.name in self._models:
-                raise ConfigError(f"{key}.name: expected a name used once, got {model.name!r} again")
-            self._models.add(model.name)
-            if not model.instances and model.stages is None and fleet.file.discovery is None:
-                raise ConfigError(f"{key}.instances: expected at least one instance, got none")
         if model.tokenizer is not None:
             fleet.tokenizers[model.name] = base / model.tokenizer
         with mistakes.here():
-            if model.image_tokens is not None:
-                from hetlb.image_tokens import NAMED_RULES
-
-                if model.image_tokens not in NAMED_RULES:
-                    raise ConfigError(f"{key}.image_tokens: {one_of(model.image_tokens, NAMED_RULES)}")
-                fleet.image_rules[model.name] = NAMED_RULES[model.image_tokens]
-        with mistakes.here():
-            if model_key := secret_source(model.api_key_file, model.api_key_env, f"{key}.api_key", base):
-                fleet.model_keys[model.name] = model_key
-        with mistakes.here():
-            _check_roles(model, key)
-        with mistakes.here():
-            _check_classes(model.classes, f"{key}.classes")
+            _check_secret(model.api_key_file, model.api_key_env, f"{key}.api_key")
         for i, instance in enumerate(model.instances):
             with mistakes.here():
                 self._add_instance(instance, model, f"{key}.instances[{i}]")
@@ -454,7 +396,7 @@ class _Resolved:
         group = resolve_stages(table, model, key, self._fleet.base)
         instance = InstanceTable(name=table.name, url=STAGES_URL)
         spec, _ = resolve_instance(instance, model, f"{key}.", self._fleet.base, self._cache)
-        self._add(spec, EngineSource(key=key), key)
+        self._add(spec, instance, key)
         self._fleet.stages[spec.name] = group
 
     def _add_instance(self, instance: InstanceTable, model: ModelTable, key: str) -> None:
@@ -464,23 +406,22 @@ class _Resolved:
         )
         link = _kv_link(model.kv_transfer, profile)
         spec = replace(spec, role=Role(instance.role), kv_transfer=link)
-        self._add(spec, _engine_source(instance, spec.url, key, fleet.base), key)
+        self._add(spec, _checked(instance, spec.url, key), key)
         if profile is not None:
             fleet.profiles[spec.name] = profile
 
-    def _add(self, spec: InstanceSpec, source: EngineSource, key: str) -> None:
-        engines = self._fleet.engines
-        if spec.name in engines:
+    def _add(self, spec: InstanceSpec, table: InstanceTable, key: str) -> None:
+        known = self._fleet.listed
+        if spec.name in known:
             raise ConfigError(f"{key}.name: expected a name used once in the fleet, got {spec.name!r} again")
-        if (
-            spec.url not in ("", STAGES_URL)
-            and (taken := self._origins.setdefault(origin(spec.url), spec.name)) != spec.name
-        ):
-            raise ConfigError(
-                f"{key}.url: expected an address used once in the fleet, got that of {taken} again"
-            )
+        if spec.url not in ("", STAGES_URL):
+            taken = self._origins.setdefault(origin(spec.url), spec.name)
+            if taken != spec.name:
+                raise ConfigError(
+                    f"{key}.url: expected an address used once in the fleet, got that of {taken} again"
+                )
         self.specs.append(spec)
-        engines[spec.name] = source
+        known[spec.name] = Listed(key, table)
 
 
 def load_fleet(path: Path) -> Fleet:
@@ -490,20 +431,13 @@ def load_fleet(path: Path) -> Fleet:
 
 def fleet_from_urls(urls: list[str]) -> Fleet:
     """Fleet of URLs without a file; models and speeds are learnt from the engines."""
-    instances = []
-    seen: set[str] = set()
+    specs: dict[str, InstanceSpec] = {}
     for url in urls:
         clean = check_url(url, "--instance")
         name = urlsplit(clean).netloc
-        if name in seen:
+        if name in specs:
             raise ConfigError(f"--instance: expected every URL once, got {url!r} again")
-        seen.add(name)
-        instances.append(InstanceSpec(name=name, model="", url=clean))
+        specs[name] = InstanceSpec(name=name, model="", url=clean)
     defaults = FleetFile(version=1, models=())
-    return Fleet(
-        path=None,
-        file=defaults,
-        written=defaults,
-        instances=tuple(instances),
-        engines={spec.name: EngineSource(key=f"--instance {spec.url}") for spec in instances},
-    )
+    known = {name: Listed(f"--instance {spec.url}", InstanceTable()) for name, spec in specs.items()}
+    return Fleet(path=None, file=defaults, written=defaults, instances=tuple(specs.values()), listed=known)

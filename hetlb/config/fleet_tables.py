@@ -284,8 +284,7 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     `stages` are workers of `hetlb stage` that together are one more instance.
     `kv_transfer` lets one instance prefill a prompt and another decode the answer.
     `aliases` are further names for clients. `fallback` is the model that answers while no instance of this
-    one takes requests. `image_tokens` names the rule of its image processor. `classes` are those of its
-    requests by name, the default first.
+    one takes requests. `classes` are those of its requests by name, the default first.
     """
 
     name: str
@@ -294,7 +293,6 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     aliases: tuple[str, ...] = ()
     fallback: str | None = None
     tokenizer: str | None = None
-    image_tokens: str | None = None
     api_key_file: str | None = None
     api_key_env: str | None = None
     kv_transfer: ConnectorName | KvTransferTable | None = None

@@ -51,8 +51,11 @@ class Mistakes:
         try:
             yield
         except InputError as caught:
-            if len(self.found) < _LISTED:
-                self.found.append(caught)
+            self.add([caught])
+
+    def add(self, errors: Iterable[InputError]) -> None:
+        """Collect errors; more than twenty are not listed."""
+        self.found += islice(errors, _LISTED - len(self.found))
 
 
 def mistakes_in(raw: Any, kind: Any) -> list[str]:

@@ -1,12 +1,9 @@
-"""PLACE.yaml: the file that `hetlb place` reads, with CSV files of a cluster or with machines and profiles.
-
-A file that loads names a whole cluster; anything else is one `ConfigError` line.
-"""
+"""PLACE.yaml, the file that `hetlb place` reads: CSV files of a cluster, or machines with profiles."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -24,20 +21,17 @@ from hetlb.config.plan_tables import (
 from hetlb.config.yaml_file import Positive, load_yaml
 from hetlb.core.paths.stages import SINK, SOURCE, Edge, LinkSpec
 from hetlb.errors import ConfigError
-from hetlb.plan.placement.machine_kinds import machine_kind
-from hetlb.plan.placement.place_cluster import LayeredModel, MachineKind, PlaceCluster, PlaceNode
-from hetlb.plan.placement.place_files import ClusterFiles, load_cluster
+from hetlb.plan.placement.place_cluster import (
+    LayeredModel,
+    MachineKind,
+    PlaceCluster,
+    PlaceNode,
+    machine_kind,
+)
+from hetlb.plan.placement.place_files import load_cluster
 
 _TOKEN_BYTES = 4
 _ACTIVATION_VALUE_BYTES = 2
-
-
-class PlaceMachineTable(MachineTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One machine, or `count` alike; every GPU is a node. The latency profile of degree 1 is used, as a stage
-    is one GPU. Machines of one `site` are near each other.
-    """
-
-    site: str = ""
 
 
 class PlaceWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -58,7 +52,7 @@ class PlaceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     links: str | LinkTable | None = None
     layer_times: str | None = None
     limits: str | None = None
-    machines: tuple[PlaceMachineTable, ...] = ()
+    machines: tuple[MachineTable, ...] = ()
     workload: PlaceWorkload = PlaceWorkload()
 
 
@@ -72,7 +66,7 @@ def load_place(path: Path) -> PlaceCluster:
     for key, value in named.items():
         if not isinstance(value, str):
             raise ConfigError(f"{path}: {key}: expected the path of a file (or machines), got {short(value)}")
-    return load_cluster(ClusterFiles(**{key: base / value for key, value in named.items()}))
+    return load_cluster({key: base / value for key, value in named.items()})
 
 
 def _from_machines(path: Path, file: PlaceFile) -> PlaceCluster:
@@ -90,16 +84,20 @@ def _from_machines(path: Path, file: PlaceFile) -> PlaceCluster:
                 f"{path}: machines[{m}].name: expected a name other than {SOURCE} and {SINK}, got "
                 f"{short(table.name)}"
             )
+        for key in ("roofline", "price_per_gpu_hour"):
+            if getattr(table, key) is not None:
+                raise ConfigError(f"{path}: machines[{m}].{key}: unknown key, `place` does not read it")
         if "1" not in table.profiles:
             raise ConfigError(
                 f"{path}: machines[{m}].profiles.1: expected a latency profile of one GPU (a stage is one), "
                 "got none"
             )
-    workload, nodes, homes = file.workload, [], []
+    workload, nodes = file.workload, []
     machines = read_machines(path, file.machines)
     kinds: dict[tuple[object, ...], MachineKind] = {}
+    homes: dict[str, int] = {}
     tables = [m for m, table in enumerate(file.machines) for _ in range(table.count)]
-    for m, machine in zip(tables, machines, strict=True):
+    for home, (m, machine) in enumerate(zip(tables, machines, strict=True)):
         kind = kinds.get(machine.kind_of_gpu)
         if kind is None:
             kind = machine_kind(machine, model, workload.input_tokens, workload.output_tokens)
@@ -115,40 +113,30 @@ def _from_machines(path: Path, file: PlaceFile) -> PlaceCluster:
             nodes.append(
                 PlaceNode(name, kind.name, machine.site, most, math.inf, math.inf, machine.name, gpu)
             )
-            homes.append(machine)
-    names = [node.name for node in nodes]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"{path}: machines: expected every name once, got {twice!r} again")
+            if name in homes:
+                raise ConfigError(f"{path}: machines: expected every name once, got {name!r} again")
+            homes[name] = home
     shape = LayeredModel(model.name, model.layers, model.hidden_size * _ACTIVATION_VALUE_BYTES, _TOKEN_BYTES)
-    links = _links(path, file.links or LinkTable(), names, homes)
+    links = _links(path, file.links or LinkTable(), machines, homes)
     return PlaceCluster(
         model=shape, nodes=tuple(nodes), kinds={kind.name: kind for kind in kinds.values()}, links=links
     )
 
 
 def _links(
-    path: Path, table: LinkTable, names: Sequence[str], homes: Sequence[Machine]
+    path: Path, table: LinkTable, machines: Sequence[Machine], homes: Mapping[str, int]
 ) -> dict[Edge, LinkSpec]:
-    """Build the links between nodes and to the coordinator, which runs on the first machine."""
-    matrix, index = table.matrix, {name: m for m, name in enumerate(dict.fromkeys(h.name for h in homes))}
-    if matrix is not None and any(len(rows) != len(index) for rows in (matrix, *matrix)):
-        raise ConfigError(f"{path}: links.matrix: expected {len(index)} rows and columns, one per machine")
-    apart = table.apart
-    table.check(path)
+    """Build the links between nodes and to the coordinator, which runs on the first machine.
 
-    def rate(one: Machine, other: Machine) -> float:
-        if matrix is not None:
-            return matrix[index[one.name]][index[other.name]]
-        if one is other:
-            return table.rate_inside(one.gpu)
-        return table.between if one.site == other.site else apart
-
+    `homes` is the machine of each node, by its place among `machines`.
+    """
+    rates = table.rates(path, machines)
     links: dict[Edge, LinkSpec] = {}
-    for sender, home in zip(names, homes, strict=True):
-        for receiver, other in zip(names, homes, strict=True):
-            if sender != receiver and (bytes_per_s := rate(home, other)) > 0.0:
-                links[sender, receiver] = LinkSpec(bytes_per_s, table.latency_s)
-        own = LinkSpec(table.between if home.site == homes[0].site else apart, table.latency_s)
+    for sender, home in homes.items():
+        for receiver, other in homes.items():
+            if sender != receiver and rates[home][other] > 0.0:
+                links[sender, receiver] = LinkSpec(rates[home][other], table.latency_s)
+        near = machines[home].site == machines[0].site
+        own = LinkSpec(table.between if near else table.apart, table.latency_s)
         links[SOURCE, sender] = links[sender, SINK] = own
     return links

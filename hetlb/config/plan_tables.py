@@ -1,7 +1,4 @@
-"""Tables that the files of all planners share: the model, machines, peak figures of a GPU, links.
-
-Whatever is wrong comes out as one `ConfigError` line that names file, key, value and what was expected.
-"""
+"""Tables that the files of all planners share: the model, machines, peak figures of a GPU, links."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ _THEIRS = {
 # --- the model ------------------------------------------------------------------------------------------
 
 
-class WholeModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PlanModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The model. `config` is its `config.json`, which gives layers, hidden size, heads and the KV size."""
 
     name: str
@@ -46,11 +43,6 @@ class WholeModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     kv_bytes_per_token: Quantity | None = None
     kv_bytes_per_value: Positive = 2.0
     config: str | None = None
-
-
-class PlanModelTable(WholeModelTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The model. `config` is its `config.json`, which gives layers, hidden size, heads and the KV size."""
-
     layers: PositiveInt | None = None
     hidden_size: PositiveInt | None = None
     attention_heads: PositiveInt | None = None
@@ -77,7 +69,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return self.parameters * self.bytes_per_parameter
 
 
-def read_model(table: WholeModelTable, path: Path, where: str, needed: Sequence[str] = ()) -> Model:
+def read_model(table: PlanModelTable, path: Path, where: str, needed: Sequence[str] = ()) -> Model:
     """Resolve the model of a table at `where`; `needed` keys must be known. Raises `ConfigError`."""
     parameters, kv_bytes = 0.0, 0
     if table.parameters is not None:
@@ -99,7 +91,7 @@ def read_model(table: WholeModelTable, path: Path, where: str, needed: Sequence[
             kv_bytes = kv_bytes_per_token(shape, table.kv_bytes_per_value)
         except ConfigError as caught:
             raise ConfigError(f"{file}: {caught}") from caught
-    known = {key: getattr(table, key, None) or raw.get(theirs) for key, theirs in _THEIRS.items()}
+    known = {key: getattr(table, key) or raw.get(theirs) for key, theirs in _THEIRS.items()}
     model = Model(
         name=table.name,
         parameters=parameters,
@@ -143,8 +135,11 @@ class RooflineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class MachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One machine, or `count` alike, with the keys that every planner has. `profiles` maps a tensor-parallel
-    degree to a latency profile of the whole model.
+    """One machine, or `count` alike. Machines of one `site` are near each other.
+
+    `profiles` maps a tensor-parallel degree to a latency profile of the whole model; one of a degree that
+    does not divide `gpus` is for layouts of unequal instances. `place` reads that of degree 1, as a stage is
+    one GPU; `roofline` is what `split` takes for degrees without one.
     """
 
     name: str
@@ -152,8 +147,11 @@ class MachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     gpus: PositiveInt
     memory_bytes: Quantity
     profiles: dict[str, str] = {}
+    roofline: RooflineTable | None = None
     gpu_memory_utilization: Share = 0.9
     reserved_bytes_per_gpu: Quantity = 0
+    price_per_gpu_hour: NonNegative | None = None
+    site: str = ""
     count: PositiveInt = 1
 
 
@@ -228,9 +226,9 @@ def read_machines(path: Path, tables: Sequence[MachineTable]) -> tuple[Machine, 
                 else 0,
                 profiles={degree: loaded[written] for degree, written in sorted(paths.items())},
                 profile_paths=paths,
-                roofline=getattr(table, "roofline", None),
-                site=getattr(table, "site", ""),
-                price_per_gpu_hour=getattr(table, "price_per_gpu_hour", None),
+                roofline=table.roofline,
+                site=table.site,
+                price_per_gpu_hour=table.price_per_gpu_hour,
             )
             for copy in range(table.count)
         ]
@@ -284,7 +282,7 @@ class LinkRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class LinkTable(LinkRates, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Link rates with sites, or a matrix of all.
 
-    A matrix has a row per machine (`split`: or per GPU), in file order; its diagonal is the rate inside.
+    A matrix has a row per machine or per GPU, in file order; its diagonal is the rate inside.
     """
 
     between_sites: Positive | None = None
@@ -295,6 +293,28 @@ class LinkTable(LinkRates, frozen=True, forbid_unknown_fields=True, kw_only=True
         """Bytes/s between machines of two sites."""
         return self.between if self.between_sites is None else self.between_sites
 
+    def rates(self, path: Path, machines: Sequence[Machine]) -> tuple[tuple[float, ...], ...]:
+        """Bytes/s from each machine to each. Raises `ConfigError`."""
+        self.check(path)
+        gpus = {machine.gpu for machine in machines}
+        for gpu in self.inside:
+            if gpu != "default" and gpu not in gpus:
+                raise ConfigError(
+                    f"{path}: links.inside: expected GPUs out of {', '.join(sorted(gpus))} or default, "
+                    f"got {gpu!r}"
+                )
+        if self.matrix is not None:
+            if self.inside:
+                raise ConfigError(f"{path}: links.inside: expected either inside or matrix, got both")
+            return _rates_of_matrix(path, self.matrix, machines)
+        return tuple(
+            tuple(
+                self.rate_inside(a.gpu) if a is b else self.between if a.site == b.site else self.apart
+                for b in machines
+            )
+            for a in machines
+        )
+
     def check(self, path: Path) -> None:
         """Raise `ConfigError` for a rate that lost its unit."""
         super().check(path)
@@ -302,3 +322,34 @@ class LinkTable(LinkRates, frozen=True, forbid_unknown_fields=True, kw_only=True
         for i, row in enumerate(self.matrix or ()):
             for j, rate in enumerate(row):
                 read_rate(rate, f"{path}: links.matrix[{i}][{j}]")
+
+
+def _rates_of_matrix(
+    path: Path, matrix: tuple[tuple[float, ...], ...], machines: Sequence[Machine]
+) -> tuple[tuple[float, ...], ...]:
+    """A rate per pair of machines. Of a matrix of GPUs, all pairs of two machines must have the same."""
+    key, size = f"{path}: links.matrix", len(matrix)
+    gpus = sum(machine.gpus for machine in machines)
+    if size not in (len(machines), gpus):
+        raise ConfigError(f"{key}: expected {len(machines)} rows (machines) or {gpus} (GPUs), got {size}")
+    for row, rates in enumerate(matrix):
+        if len(rates) != size:
+            raise ConfigError(f"{key}[{row}]: expected {size} columns, got {len(rates)}")
+    if size == len(machines):
+        for i, machine in enumerate(machines):
+            if machine.gpus > 1 and not matrix[i][i] > 0:
+                raise ConfigError(f"{key}[{i}][{i}]: expected the rate inside {machine.name}, got 0")
+        return matrix
+    owner = [i for i, machine in enumerate(machines) for _ in range(machine.gpus)]
+    rates_of: dict[tuple[int, int], float] = {}
+    for row, i in enumerate(owner):
+        for column, j in enumerate(owner):
+            rate = matrix[row][column]
+            if row != column and rates_of.setdefault((i, j), rate) != rate:
+                raise ConfigError(
+                    f"{key}[{row}][{column}]: expected {rates_of[i, j]:g} as between the other GPUs of "
+                    f"{machines[i].name} and {machines[j].name}, got {rate:g}: list GPUs that are connected "
+                    "differently as machines of their own"
+                )
+    count = len(machines)
+    return tuple(tuple(rates_of.get((i, j), INSIDE) for j in range(count)) for i in range(count))

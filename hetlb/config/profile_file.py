@@ -194,7 +194,6 @@ _BASES = {
     "aiconfigurator": "composed",
     "roofline": "roofline",
     "log": "corrected by a log",
-    "proxy": "corrected by a proxy",
 }
 
 

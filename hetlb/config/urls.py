@@ -25,10 +25,11 @@ def check_url(url: str, where: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-def check_collector(url: str, where: str) -> None:
-    """Raise `ConfigError` unless `url` is an http(s) URL, possibly with a path."""
+def check_base(url: str, where: str, example: str) -> str:
+    """Normalise an http(s) URL that may have a path: no trailing slash. Raises `ConfigError`."""
     if _split(url) is None or "?" in url:
-        raise ConfigError(f"{where}: expected a URL like http://collector:4318, got {_shown(url)}")
+        raise ConfigError(f"{where}: expected a URL like {example}, got {_shown(url)}")
+    return url.rstrip("/")
 
 
 def check_stage_url(url: str, where: str) -> str:

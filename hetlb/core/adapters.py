@@ -27,8 +27,6 @@ _LEAST_S: Final = 1e-3
 class AdapterSlots:
     """The adapters that one engine lists, and those that it is believed to have in its slots."""
 
-    __slots__ = ("_running", "_used", "names", "slots")
-
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names
         self.slots = DEFAULT_SLOTS
@@ -58,25 +56,21 @@ class AdapterSlots:
                 self._trim()
 
     def told(self, running: Iterable[str]) -> None:
-        """The engine says which adapters run."""
+        """Take over which adapters the engine says that it runs."""
         for name in running:
             if name in self.names:
                 self._use(name)
 
     def loads(self, name: str) -> bool | None:
-        """True if an adapter is loaded for the next request of it, False if it has a slot; None: not known.
-
-        Where every slot has requests, the time until one is free would be seen too.
-        """
+        """True if an adapter is to be loaded for its next request, False if it has a slot, or None."""
         if name in self._used:
             return False
         return True if name in self.names and len(self._running) < self.slots else None
 
     def cost_s(self, name: str, load_s: float, wait_s: float) -> float:
-        """Seconds that a request for an adapter costs beyond one whose adapter is in a slot.
+        """Seconds that a request costs beyond one whose adapter is in a slot.
 
-        `load_s` to load it, and as much for the adapter that leaves and is to come back; `wait_s` until a
-        request ends, where every slot has some.
+        `load_s` also for the adapter that leaves; `wait_s` if all slots have requests.
         """
         if name not in self.names or name in self._used:
             return 0.0
@@ -107,11 +101,9 @@ class AdapterSlots:
 class AdapterLoadTime:
     """Seconds in which engines load an adapter: stated at first, then as first tokens show.
 
-    A first token is later than expected for many reasons. By how much later it is (at the median) where an
-    adapter was loaded than where it had a slot is the time to load it.
+    By how much later than expected a first token is (at the median) where an adapter was loaded than where it
+    had a slot is the time to load it.
     """
-
-    __slots__ = ("_loaded", "_others", "expected", "seconds")
 
     def __init__(self, stated_s: float) -> None:
         self.seconds = stated_s
@@ -123,8 +115,7 @@ class AdapterLoadTime:
 
     def first_token(self, lease: LeaseId, took_s: float) -> None:
         """The first token of a lease came so long after its dispatch."""
-        expected = self.expected.pop(lease, None)
-        if expected is not None:
+        if (expected := self.expected.pop(lease, None)) is not None:
             self.observe(took_s - expected[0], expected[1])
 
     def observe(self, late_s: float, loaded: bool) -> None:

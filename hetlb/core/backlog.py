@@ -6,13 +6,9 @@ from typing import Final
 
 from hetlb.core import rejections
 from hetlb.core.demand import size_of
-from hetlb.core.fleet_state import FleetState
-from hetlb.core.ledger import Ledger
 from hetlb.core.placement import Placement
-from hetlb.core.predictor import Predictor
-from hetlb.core.queue import Head, Queue, Queued, QueueKey
+from hetlb.core.queue import Queued, QueueKey
 from hetlb.core.ready import ReadyInstances, least_tokens
-from hetlb.core.retries import Retries
 from hetlb.core.types import Command, Reject, Request, RequestId
 
 #: So many of those that wait are given a new predicted length whenever an answer has taught one.
@@ -22,26 +18,10 @@ _REPREDICTED: Final = 8
 class Backlog:
     """The queue, and what becomes of its requests as instances get room and time passes."""
 
-    __slots__ = (
-        "_fleet", "_ledger", "_placement", "_predictor", "_retries", "_stale", "queue", "ticked_at",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        queue: Queue,
-        fleet: FleetState,
-        placement: Placement,
-        ledger: Ledger,
-        retries: Retries,
-        predictor: Predictor,
-        now: float,
-    ) -> None:
-        self.queue = queue
-        self._fleet = fleet
+    def __init__(self, placement: Placement, now: float) -> None:
         self._placement = placement
-        self._ledger = ledger
-        self._retries = retries
-        self._predictor = predictor
+        self.queue, self._fleet = placement.queue, placement.fleet
+        self._ledger, self._retries = placement.ledger, placement.retries
         #: Waiting requests whose predicted length is older than what was learnt since.
         self._stale: list[RequestId] = []
         #: Time from which the next tick counts: the last one, or when the first began to wait.
@@ -64,7 +44,7 @@ class Backlog:
             self.ticked_at = now
         size = round(size_of(request, predicted))
         due = self._placement.due(request, now, predicted)
-        queue.push(request, now, predicted, size, again, fleet.fit_of(request), due)
+        queue.push(request, now, size, again, fleet.fit_of(request), due)
         return commands + self.flush(now) if fleet.end_slow_starts(request.model) else commands
 
     def forget(self, request_id: RequestId) -> None:
@@ -83,11 +63,10 @@ class Backlog:
         if not stale:
             stale = self._stale = list(queue.held)
         for _ in range(min(_REPREDICTED, len(stale))):
-            place = queue.held.get(stale.pop())
-            if place is not None and place[3].request.generates:
-                entry = place[3]
-                predicted = self._predictor.predict(entry.request)
-                queue.resize(entry, predicted, round(size_of(entry.request, predicted)))
+            entry = queue.held.get(stale.pop())
+            if entry is not None and entry.request.generates:
+                predicted = self._placement.predictor.predict(entry.request)
+                queue.resize(entry, round(size_of(entry.request, predicted)))
 
     # --- placement ---
 
@@ -103,20 +82,17 @@ class Backlog:
         return commands
 
     def _place_next(self, key: QueueKey, now: float) -> Command | None:
-        """Place one request of a line: the first that some instance can take now, by fit.
-
-        What one that waits could use is kept for it.
-        """
+        """Place the first request of a line that can be placed; what an earlier one could use is kept."""
         ready = self._fleet.ready.get(key.model)
         if ready is None:
             return None
         ceiling: int | None = None
-        for head in self.queue.heads(key):
-            command = self._place_head(ready, key, head, ceiling, now)
+        for entry in self.queue.heads(key):
+            command = self._place_head(ready, key, entry, ceiling, now)
             if command is not None:
                 return command
-            if not head.background:
-                fit = head.entry.fit
+            if not entry.flow.background:
+                fit = entry.flow.name.fit
                 ceiling = fit if ceiling is None else min(ceiling, fit)
         return None
 
@@ -130,21 +106,16 @@ class Backlog:
                 self.queue.demote(entry)
 
     def _place_head(
-        self, ready: ReadyInstances, key: QueueKey, head: Head, ceiling: int | None, now: float
+        self, ready: ReadyInstances, key: QueueKey, entry: Queued, ceiling: int | None, now: float
     ) -> Command | None:
-        queue, placement, request = self.queue, self._placement, head.entry.request
+        queue, placement, request = self.queue, self._placement, entry.request
         if request.prompt_exact and least_tokens(request) > ready.longest_prompt:
             self.forget(request.id)
             return rejections.too_long(request, ready.instances)
-        predicted = self._predictor.predict(request) if request.generates else 0.0
+        predicted = placement.predictor.predict(request) if request.generates else 0.0
+        waited_s = now - entry.arrived_at
         found = placement.choose(
-            request,
-            ready,
-            now,
-            predicted,
-            head.entry.size,
-            ceiling=ceiling,
-            waited_s=now - head.entry.arrived_at,
+            request, ready, now, predicted, entry.size, ceiling=ceiling, waited_s=waited_s
         )
         if found is None:
             # The rest of an answer was lost by all it was at: like a new request it may go back there.

@@ -27,8 +27,7 @@ PromptBlocks: TypeAlias = tuple[int, tuple[int, ...]]
 class BlocksStored(PickleByFields):
     """Blocks came into the cache, one after the other, behind the block `parent` (None: at the beginning).
 
-    `hashes` are the engine's names of the blocks, `contents` their digests; `adapter` is the LoRA adapter
-    that computed them, "" for none.
+    `hashes` are the engine's names of the blocks, `contents` their digests, `adapter` computed them.
     """
 
     hashes: tuple[int, ...]
@@ -86,9 +85,6 @@ def _next(chain: int, content: int) -> int:
 
 class BlockIndex:
     """Blocks in one engine's cache, and those that the prompts of live leases will add."""
-
-    __slots__ = ("_adapters", "_chains", "_copies", "_leases", "_pending", "_stored", "block_tokens", "live",
-                 "reason")  # fmt: skip
 
     def __init__(self) -> None:
         self.live = False

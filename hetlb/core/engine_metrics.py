@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from hetlb.core.engine_tables import VLLM, EngineTable, table_of
+from hetlb.core.engine_tables import VLLM, table_of
 from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.types import Capacity, EngineSample
 
@@ -31,16 +31,10 @@ ACCEPTED_TOKENS = ("vllm:spec_decode_num_accepted_tokens_total",)
 SLEEP_STATE = ("vllm:engine_sleep_state",)
 LORA_INFO = ("vllm:lora_requests_info",)
 
-_WANTED = (RUNNING, WAITING, KV_USAGE, CACHE_CONFIG, PREEMPTIONS, SLEEP_STATE, LORA_INFO)
+_VLLM_ALONE = (CACHE_CONFIG, PREEMPTIONS, SLEEP_STATE, LORA_INFO)
 _COUNTERS = (
-    ITERATIONS,
-    PROMPT_TOKENS,
-    CACHED_TOKENS,
-    GENERATED_TOKENS,
-    PREEMPTIONS,
-    DRAFTS,
-    ACCEPTED_TOKENS,
-)
+    ITERATIONS, PROMPT_TOKENS, CACHED_TOKENS, GENERATED_TOKENS, PREEMPTIONS, DRAFTS, ACCEPTED_TOKENS,
+)  # fmt: skip
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _ENGINE = re.compile(r'(?:^|,)engine="([^"\\]*)"')
 #: Texts of labels that were read and are kept: they are the same at every scrape, but for those of a restart.
@@ -55,10 +49,7 @@ MOST_SERIES: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class EngineCounters(PickleByFields):
-    """Counters of a server since it started; None for those it does not export.
-
-    `iterations` are those in which a token came out: a pass over a mere piece of one prompt is not counted.
-    """
+    """Counters of a server since it started; `iterations` are those in which a token came out."""
 
     iterations: int | None
     prompt_tokens: int | None
@@ -84,34 +75,38 @@ def parse_counters(text: str) -> EngineCounters:
 
 def parse(text: str) -> EngineSample:
     """Read a Prometheus text page of one server; one of no known engine as vLLM's, without its figures."""
-    table = table_of(text)
-    if table is not None and table is not VLLM:
-        return _parse_by(table, text)
-    series = _series(text, _WANTED)
+    known = table_of(text)
+    table = VLLM if known is None else known
+    figures = (table.running, table.waiting, table.kv_usage, table.kv_tokens)
+    series = _series(text, (*filter(None, figures), *(_VLLM_ALONE if table is VLLM else ())))
     missing: list[str] = []
     invalid: list[str] = []
-    running = _count(series, RUNNING, missing, invalid)
-    waiting = _count(series, WAITING, missing, invalid)
-    usage = _usage(series, missing, invalid)
-    per_engine, block_size = _kv_tokens(series, missing, invalid)
-    # Nothing rests on it: an engine that does not count them has nothing missing.
-    preemptions = _count(series, PREEMPTIONS, [], invalid)
-    max_loras, adapters = _adapters(series)
-    kv_usage = kv_usage_max = None
+    running = _count(series, table.running, missing, invalid)
+    waiting = _count(series, table.waiting, missing, invalid)
+    usage = _usage(series, table.kv_usage, missing, invalid) if table.kv_usage else {}
+    per_engine: dict[str, int] = {}
+    if table is VLLM:
+        per_engine, block_size = _kv_tokens(series, missing, invalid)
+        max_loras, adapters = _adapters(series)
+        capacity = Capacity(
+            kv_cache_tokens=sum(per_engine.values()) or None,
+            block_size=block_size,
+            kv_tokens_per_request=min(per_engine.values(), default=None),
+            engines=_engines(series),
+            enable_prefix_caching=_caches_prefixes(series),
+            max_loras=max_loras,
+        )
+    else:
+        # Nothing is missing where only some versions tell it.
+        tokens = _count(series, table.kv_tokens, [], invalid) if table.kv_tokens else None
+        capacity, adapters = Capacity(kv_cache_tokens=tokens or None), None
+    kv_usage = None
     if usage:
         # Without the capacity of every engine, all count alike.
-        weights = per_engine if per_engine.keys() >= usage.keys() else dict.fromkeys(usage, 1)
-        total = sum(weights[engine] for engine in usage)
-        kv_usage = sum(weights[engine] * share for engine, share in usage.items()) / total
-        kv_usage_max = max(usage.values())
-    capacity = Capacity(
-        kv_cache_tokens=sum(per_engine.values()) or None,
-        block_size=block_size,
-        kv_tokens_per_request=min(per_engine.values(), default=None),
-        engines=_engines(series),
-        enable_prefix_caching=_caches_prefixes(series),
-        max_loras=max_loras,
-    )
+        engines = {labels: _engine(labels) for labels in usage}
+        weighted = per_engine.keys() >= set(engines.values())
+        weights = {labels: per_engine[engine] if weighted else 1 for labels, engine in engines.items()}
+        kv_usage = sum(weights[labels] * share for labels, share in usage.items()) / sum(weights.values())
     return EngineSample(
         running,
         waiting,
@@ -119,44 +114,13 @@ def parse(text: str) -> EngineSample:
         capacity,
         tuple(missing),
         tuple(invalid),
-        preemptions,
-        kv_usage_max,
+        # Nothing rests on it: an engine that does not count them has nothing missing.
+        _count(series, PREEMPTIONS, [], invalid),
+        max(usage.values(), default=None),
         _asleep(series),
         adapters,
         process_began(text),
-        "" if table is None else table.name,
-    )
-
-
-def _parse_by(table: EngineTable, text: str) -> EngineSample:
-    """Read the page of an engine that tells no more than its table has."""
-    wanted = (table.running, table.waiting, table.kv_usage, table.kv_tokens)
-    series = _series(text, filter(None, wanted))
-    missing: list[str] = []
-    invalid: list[str] = []
-    running = _count(series, table.running, missing, invalid)
-    waiting = _count(series, table.waiting, missing, invalid)
-    usage: list[float] = []
-    if table.kv_usage:
-        name, usage = _find(series, table.kv_usage, missing)
-        if not all(0 <= value <= 1 for value in usage):
-            invalid.append(name)
-            usage = []
-    # Nothing is missing where only some versions tell it.
-    tokens = _count(series, table.kv_tokens, [], invalid) if table.kv_tokens else None
-    return EngineSample(
-        running,
-        waiting,
-        sum(usage) / len(usage) if usage else None,
-        Capacity(kv_cache_tokens=tokens or None),
-        tuple(missing),
-        tuple(invalid),
-        None,
-        max(usage, default=None),
-        None,
-        None,
-        process_began(text),
-        table.name,
+        "" if known is None else known.name,
     )
 
 
@@ -169,10 +133,7 @@ def _asleep(series: dict[str, dict[str, float]]) -> bool | None:
 
 
 def _adapters(series: dict[str, dict[str, float]]) -> tuple[int | None, tuple[str, ...] | None]:
-    """Adapters that a batch may hold, and those that run; None where no engine tells.
-
-    Every set of running adapters is a series of its own, whose value is when it was true last.
-    """
+    """Adapters that a batch may hold, and those of the newest series, which run; None where not told."""
     told = series.get(LORA_INFO[0])
     if not told:
         return None, None
@@ -206,10 +167,7 @@ def _series(text: str, wanted: Iterable[tuple[str, ...]]) -> dict[str, dict[str,
 
 
 def _lines(text: str, beginning: str) -> Iterator[str]:
-    """The first lines that begin so, of a text before which stands a line break.
-
-    The others, most of a page, are not even cut.
-    """
+    """The first lines that begin so, of a text before which stands a line break."""
     sought, at = "\n" + beginning, 0
     for _ in range(MOST_SERIES):
         at = text.find(sought, at)
@@ -286,15 +244,14 @@ def _engines(series: dict[str, dict[str, float]]) -> int | None:
     return None
 
 
-def _usage(series: dict[str, dict[str, float]], missing: list[str], invalid: list[str]) -> dict[str, float]:
-    """KV use by engine; empty where a value is absurd."""
-    for name in KV_USAGE:
-        if name in series:
-            if all(0 <= value <= 1 for value in series[name].values()):
-                return {_engine(labels): value for labels, value in series[name].items()}
-            invalid.append(name)
-            return {}
-    missing.append(KV_USAGE[0])
+def _usage(
+    series: dict[str, dict[str, float]], names: Iterable[str], missing: list[str], invalid: list[str]
+) -> dict[str, float]:
+    """KV use by labels; empty where a value is absurd."""
+    name, values = _find(series, names, missing)
+    if all(0 <= value <= 1 for value in values):
+        return series.get(name, {})
+    invalid.append(name)
     return {}
 
 

@@ -17,8 +17,7 @@ OTHER_PAGE: Final = "/prometheus/metrics"
 class EngineTable:
     """Names of one engine's figures, the present one first; () for what it does not tell.
 
-    `prefix` begins the names of all its metrics. `kv_usage` is 0 to 1, `kv_tokens` the size of the KV cache.
-    `lacks` says what follows from what it does not tell, one line each.
+    `prefix` begins the names of all its metrics; `lacks` says what follows from what it does not tell.
     """
 
     name: str

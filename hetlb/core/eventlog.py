@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from enum import Enum
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, get_args
 
-from hetlb.core.block_index import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
+from hetlb.core.block_index import BlocksCleared, BlocksRemoved, BlocksStored, KvEventBatch
 from hetlb.core.health import HealthParams
 from hetlb.core.journal import Booked
 from hetlb.core.latency import LatencyModel
@@ -39,15 +39,12 @@ from hetlb.core.types import (
     Hold,
     InstanceAdded,
     InstanceChange,
-    InstanceRemoved,
     InstanceSpec,
     InstanceUpdated,
     KvLink,
     Lease,
     LeaseId,
-    ModelsLearned,
     Outcome,
-    PassOn,
     Probed,
     ProbeResult,
     Reject,
@@ -67,6 +64,7 @@ class RecordingScheduler(Scheduler):
         super().__init__(setup)
 
     def _record(self, kind: str, now: float, commands: list[Command], **fact: Any) -> list[Command]:
+        fact = {name: _plain(value) for name, value in fact.items()}
         line = {"t": now, "kind": kind, **fact, "out": [encode_command(command) for command in commands]}
         self._write(json.dumps(line, separators=(",", ":")) + "\n")
         return commands
@@ -76,21 +74,20 @@ class RecordingScheduler(Scheduler):
         self._record("restored", 0.0, [], state=state)
 
     def on_arrival(self, request: Request, now: float) -> list[Command]:
-        commands = super().on_arrival(request, now)
-        return self._record("arrival", now, commands, request=asdict(request))
+        return self._record("arrival", now, super().on_arrival(request, now), request=request)
 
     def on_first_token(self, lease: Lease, now: float) -> list[Command]:
-        return self._record("first_token", now, super().on_first_token(lease, now), lease=lease.id)
+        return self._record("first_token", now, super().on_first_token(lease, now), lease=lease)
 
     def on_prefilled(self, lease: Lease, now: float) -> list[Command]:
-        return self._record("prefilled", now, super().on_prefilled(lease, now), lease=lease.id)
+        return self._record("prefilled", now, super().on_prefilled(lease, now), lease=lease)
 
     def on_unsplit(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
         commands = super().on_unsplit(lease, outcome, now)
-        return self._record("unsplit", now, commands, lease=lease.id, outcome=outcome.value)
+        return self._record("unsplit", now, commands, lease=lease, outcome=outcome)
 
     def on_hold_released(self, hold: Hold, now: float) -> list[Command]:
-        return self._record("hold_released", now, super().on_hold_released(hold, now), hold=hold.id)
+        return self._record("hold_released", now, super().on_hold_released(hold, now), hold=hold)
 
     def on_lease_ended(
         self,
@@ -102,23 +99,15 @@ class RecordingScheduler(Scheduler):
         generated: int | None = None,
     ) -> list[Command]:
         commands = super().on_lease_ended(lease, outcome, now, retry=retry, generated=generated)
-        return self._record(
-            "lease_ended",
-            now,
-            commands,
-            lease=lease.id,
-            outcome=outcome.value,
-            output_tokens=lease.output_tokens,
-            cached_tokens=lease.reported_cached_tokens,
-            retry=retry,
-            generated=generated,
-        )
+        told = {"output_tokens": lease.output_tokens, "cached_tokens": lease.reported_cached_tokens}
+        end = {"lease": lease, "outcome": outcome, **told, "retry": retry, "generated": generated}
+        return self._record("lease_ended", now, commands, **end)
 
     def on_busy(
         self, lease: Lease, retry_after_s: float | None, now: float, *, may_move: bool = True
     ) -> list[Command]:
         commands = super().on_busy(lease, retry_after_s, now, may_move=may_move)
-        fact = {"lease": lease.id, "retry_after_s": retry_after_s, "may_move": may_move}
+        fact = {"lease": lease, "retry_after_s": retry_after_s, "may_move": may_move}
         return self._record("busy", now, commands, **fact)
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
@@ -126,14 +115,12 @@ class RecordingScheduler(Scheduler):
 
     def restore(self, live: Booked, now: float, *, own: bool = True, arrived: bool = False) -> Lease | None:
         lease = super().restore(live, now, own=own, arrived=arrived)
-        number = None if lease is None else lease.id
-        self._record("restore", now, [], lease=number, live=asdict(live), arrived=arrived)
+        self._record("restore", now, [], lease=lease, live=live, arrived=arrived)
         return lease
 
     def assume(self, request: Request, now: float) -> Lease | None:
         lease = super().assume(request, now)
-        number = None if lease is None else lease.id
-        self._record("assume", now, [], lease=number, request=asdict(request))
+        self._record("assume", now, [], lease=lease, request=request)
         return lease
 
     def on_waiting_elsewhere(self, sizes: Mapping[str, int], now: float) -> list[Command]:
@@ -142,13 +129,11 @@ class RecordingScheduler(Scheduler):
 
     def on_instance(self, change: InstanceChange, now: float) -> list[Command]:
         commands = super().on_instance(change, now)
-        return self._record(
-            "instance", now, commands, change=type(change).__name__, **{"with": asdict(change)}
-        )
+        return self._record("instance", now, commands, change=type(change).__name__, **{"with": change})
 
     def on_scrape(self, name: str, sample: EngineSample, now: float) -> list[Command]:
         commands = super().on_scrape(name, sample, now)
-        return self._record("scrape", now, commands, name=name, sample=asdict(sample))
+        return self._record("scrape", now, commands, name=name, sample=sample)
 
     def on_kv_events(self, name: str, batch: KvEventBatch, now: float) -> list[Command]:
         commands = super().on_kv_events(name, batch, now)
@@ -161,6 +146,13 @@ class RecordingScheduler(Scheduler):
 
     def on_tick(self, now: float) -> list[Command]:
         return self._record("tick", now, super().on_tick(now))
+
+
+def _plain(value: Any) -> Any:
+    """Encode a part of a fact for JSON: a lease or hold by its number, a dataclass by its fields."""
+    if isinstance(value, Lease | Hold):
+        return value.id
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _frozen(value: Any) -> Any:
@@ -193,12 +185,12 @@ _FIELDS: Final[dict[type[Any], dict[str, type[Any]]]] = {
 }
 
 
-def _read(kind: type[Any], raw: Any) -> Any:
+def read_value(kind: type[Any], raw: Any) -> Any:
     """Read what `asdict` made of a dataclass, or a member of an enum. Raises `TypeError`, `ValueError`."""
     if raw is None:
         return None
     if isinstance(raw, list):
-        return tuple([_read(kind, each) for each in raw])
+        return tuple([read_value(kind, each) for each in raw])
     if issubclass(kind, Enum):
         return kind(raw)
     if not isinstance(raw, dict):
@@ -206,24 +198,15 @@ def _read(kind: type[Any], raw: Any) -> Any:
     fields = _FIELDS.get(kind, {})
     return kind(
         **{
-            name: _read(fields[name], value) if name in fields else _frozen(value)
+            name: read_value(fields[name], value) if name in fields else _frozen(value)
             for name, value in raw.items()
         }
     )
 
 
-def read_request(raw: dict[str, Any]) -> Request:
-    """Read a request of a log."""
-    request: Request = _read(Request, raw)
-    return request
-
-
-def _read_kv_event(raw: dict[str, Any]) -> KvEvent:
-    fields = {name: _frozen(value) for name, value in raw.items() if name != "kind"}
-    kind = raw["kind"]
-    if kind == "BlocksStored":
-        return BlocksStored(**fields)
-    return BlocksRemoved(**fields) if kind == "BlocksRemoved" else BlocksCleared()
+def _read_kv_events(raw: dict[str, Any]) -> KvEventBatch:
+    events = [read_value(_KV_EVENTS[each.pop("kind")], each) for each in raw.pop("events")]
+    return KvEventBatch(tuple(events), **raw)
 
 
 def encode_command(command: Command) -> list[Any]:
@@ -237,9 +220,7 @@ def encode_command(command: Command) -> list[Any]:
         return ["reject", command.request_id, command.reason.value]
     if isinstance(command, HealthChanged):
         return ["health", command.instance, command.health.value]
-    if isinstance(command, PassOn):
-        return ["pass_on", command.request_id, command.lease.id]
-    return ["abort", command.request_id, command.lease.id]
+    return ["pass_on", command.request_id, command.lease.id]
 
 
 def encode_setup(setup: SchedulerSetup) -> str:
@@ -256,7 +237,7 @@ def decode_setup(line: str) -> SchedulerSetup:
         raise ValueError(f"expected a set-up line of format {FORMAT_VERSION}")
     try:
         fields = {name: value for name, value in raw.items() if name not in ("version", "kind", "lengths")}
-        setup: SchedulerSetup = _read(SchedulerSetup, fields)
+        setup: SchedulerSetup = read_value(SchedulerSetup, fields)
         lengths = LengthDistribution(raw["lengths"]) if raw["lengths"] else None
     except (KeyError, TypeError) as caught:
         raise ValueError(f"the set-up line lacks or has too much: {caught}") from caught
@@ -273,13 +254,8 @@ def _object(line: str) -> dict[str, Any]:
     return raw
 
 
-_CHANGES: Final = {
-    each.__name__: each
-    for each in (
-        InstanceAdded, InstanceUpdated, InstanceRemoved, AdminStateSet, CapacityLearned, ModelsLearned,
-        Probed,
-    )
-}  # fmt: skip
+_CHANGES: Final = {each.__name__: each for each in get_args(InstanceChange)}
+_KV_EVENTS: Final = {each.__name__: each for each in (BlocksStored, BlocksRemoved, BlocksCleared)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,75 +273,18 @@ class Replayed(PickleByFields):
         return self.recorded == [encode_command(command) for command in self.commands]
 
 
-Leases: TypeAlias = dict[LeaseId, Lease]
-
-
-def _feed_end(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: float) -> list[Command]:
-    lease = leases.pop(raw["lease"])
-    lease.output_tokens = raw["output_tokens"]
-    lease.reported_cached_tokens = raw["cached_tokens"]
-    generated = raw.get("generated")
-    return scheduler.on_lease_ended(
-        lease, Outcome(raw["outcome"]), now, retry=raw["retry"], generated=generated
-    )
-
-
-def _feed_hold_end(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: float) -> list[Command]:
-    held = [each for each in scheduler.holds.all() if each.id == raw["hold"]]
-    return scheduler.on_hold_released(held[0], now) if held else []
-
-
-def _feed_restored(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: float) -> list[Command]:
-    lease = scheduler.restore(_read(Booked, raw["live"]), now, arrived=raw.get("arrived", False))
-    if lease is not None:
-        leases[lease.id] = lease
-    return []
-
-
-def _feed_assumed(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: float) -> list[Command]:
-    lease = scheduler.assume(read_request(raw["request"]), now)
-    if lease is not None:
-        leases[lease.id] = lease
-    return []
-
-
-def _feed_scrape(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: float) -> list[Command]:
-    return scheduler.on_scrape(raw["name"], _read(EngineSample, raw["sample"]), now)
-
-
-def _feed_kv_events(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: float) -> list[Command]:
-    batch = raw["batch"]
-    events = tuple(_read_kv_event(each) for each in batch["events"])
-    found = KvEventBatch(events, begins=batch["begins"], lost=batch["lost"])
-    return scheduler.on_kv_events(raw["name"], found, now)
-
-
-def _feed_lengths(scheduler: Scheduler, leases: Leases, raw: dict[str, Any], now: float) -> list[Command]:
-    scheduler.restore_lengths(raw["state"])
-    return []
-
-
-#: Facts by kind: each feeds its line to a scheduler whose leases are known by number.
-_FACTS: dict[str, Callable[[Scheduler, Leases, dict[str, Any], float], list[Command]]] = {
-    "arrival": lambda it, _, raw, now: it.on_arrival(read_request(raw["request"]), now),
-    "first_token": lambda it, leases, raw, now: it.on_first_token(leases[raw["lease"]], now),
-    "prefilled": lambda it, leases, raw, now: it.on_prefilled(leases[raw["lease"]], now),
-    "unsplit": lambda it, leases, raw, now: it.on_unsplit(leases[raw["lease"]], Outcome(raw["outcome"]), now),
-    "busy": lambda it, leases, raw, now: it.on_busy(
-        leases[raw["lease"]], raw["retry_after_s"], now, may_move=raw.get("may_move", True)
-    ),
-    "cancelled": lambda it, _, raw, now: it.on_cancelled(raw["request"], now),
-    "instance": lambda it, _, raw, now: it.on_instance(_read(_CHANGES[raw["change"]], raw["with"]), now),
-    "waiting_elsewhere": lambda it, _, raw, now: it.on_waiting_elsewhere(raw["sizes"], now),
-    "policy": lambda it, _, raw, now: it.set_policy(raw["name"], now),
-    "tick": lambda it, _, raw, now: it.on_tick(now),
-    "lease_ended": _feed_end,
-    "hold_released": _feed_hold_end,
-    "restore": _feed_restored,
-    "assume": _feed_assumed,
-    "scrape": _feed_scrape,
-    "kv_events": _feed_kv_events,
-    "restored": _feed_lengths,
+#: Facts of which a line has just what a method of `Scheduler` is told: its name, and what is no plain value.
+_METHODS: Final[dict[str, tuple[str, dict[str, type[Any]]]]] = {
+    "arrival": ("on_arrival", {"request": Request}),
+    "first_token": ("on_first_token", {"lease": Lease}),
+    "prefilled": ("on_prefilled", {"lease": Lease}),
+    "unsplit": ("on_unsplit", {"lease": Lease, "outcome": Outcome}),
+    "lease_ended": ("on_lease_ended", {"lease": Lease, "outcome": Outcome}),
+    "busy": ("on_busy", {"lease": Lease}),
+    "waiting_elsewhere": ("on_waiting_elsewhere", {}),
+    "scrape": ("on_scrape", {"sample": EngineSample}),
+    "policy": ("set_policy", {}),
+    "tick": ("on_tick", {}),
 }
 
 
@@ -376,7 +295,7 @@ class Replay:
         self._lines = iter(lines)
         self.setup = decode_setup(next(self._lines, ""))
         self.scheduler = Scheduler(self.setup)
-        self._leases: Leases = {}
+        self._leases: dict[LeaseId, Lease] = {}
 
     def __iter__(self) -> Iterator[Replayed]:
         """Raises `ValueError` naming the line where the log cannot be followed."""
@@ -395,7 +314,37 @@ class Replay:
             yield Replayed(number, raw, recorded, commands)
 
     def _feed(self, raw: dict[str, Any]) -> list[Command]:
-        feed = _FACTS.get(raw["kind"])
-        if feed is None:
-            raise ValueError(f"unknown kind {raw['kind']!r}")
-        return feed(self.scheduler, self._leases, raw, raw["t"])
+        """Feed one fact."""
+        scheduler, leases, kind, now = self.scheduler, self._leases, raw["kind"], raw["t"]
+        if kind in _METHODS:
+            name, types = _METHODS[kind]
+            told = {key: value for key, value in raw.items() if key not in ("t", "kind", "out")}
+            for key, type_ in types.items():
+                told[key] = leases[raw[key]] if type_ is Lease else read_value(type_, raw[key])
+            if kind == "lease_ended":
+                lease = leases.pop(raw["lease"])
+                lease.output_tokens = told.pop("output_tokens")
+                lease.reported_cached_tokens = told.pop("cached_tokens")
+            commands: list[Command] = getattr(scheduler, name)(**told, now=now)
+            return commands
+        if kind == "cancelled":
+            return scheduler.on_cancelled(raw["request"], now)
+        if kind == "instance":
+            return scheduler.on_instance(read_value(_CHANGES[raw["change"]], raw["with"]), now)
+        if kind == "hold_released":
+            held = [each for each in scheduler.holds.all() if each.id == raw["hold"]]
+            return scheduler.on_hold_released(held[0], now) if held else []
+        if kind == "kv_events":
+            return scheduler.on_kv_events(raw["name"], _read_kv_events(raw["batch"]), now)
+        if kind == "restored":
+            scheduler.restore_lengths(raw["state"])
+            return []
+        if kind == "restore":
+            found = scheduler.restore(read_value(Booked, raw["live"]), now, arrived=raw.get("arrived", False))
+        elif kind == "assume":
+            found = scheduler.assume(read_value(Request, raw["request"]), now)
+        else:
+            raise ValueError(f"unknown kind {kind!r}")
+        if found is not None:
+            leases[found.id] = found
+        return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -20,11 +21,6 @@ MOST_EJECTED: Final = 0.5
 
 class FleetState:
     """The instances and, computed at the first use after one changed, what follows for each model."""
-
-    __slots__ = (
-        "_changed_at", "_changes", "_initial_health", "_next_cache", "_next_incarnation", "_params", "_queue",
-        "_ready", "_rng", "adapters", "down_since", "instances", "prefixes", "publishers",
-    )  # fmt: skip
 
     def __init__(self, setup: SchedulerSetup, queue: Queue, rng: random.Random) -> None:
         """`queue` is told which lengths the instances of a model can take."""
@@ -108,6 +104,26 @@ class FleetState:
         else:
             instance.throttle.restarted = True
 
+    def share_speed(self, model: str, profiled: bool) -> None:
+        """Give instances that have not answered yet the geometric mean of the factors of those that have.
+
+        Those with a profile and those without are apart: factors are of other models.
+        """
+        unseen: list[Instance] = []
+        weight = logs = 0.0
+        for each in self.instances.values():
+            if each.spec.model != model or each.profiled is not profiled:
+                continue
+            if each.speed.seen:
+                weight += each.speed.confidence
+                logs += each.speed.confidence * math.log(each.speed.factor)
+            else:
+                unseen.append(each)
+        if weight > 0.0:
+            for each in unseen:
+                if each.speed.assume(math.exp(logs / weight)):
+                    each.take_speed()
+
     def process_seen(self, instance: Instance, began: float, now: float) -> bool:
         """An instance told when its process began. True if that is another process than before."""
         known = instance.began
@@ -140,7 +156,7 @@ class FleetState:
         self._changed_at = None
         by_model: dict[str, list[Instance]] = {}
         for instance in self.instances.values():
-            for name in _names(instance):
+            for name in instance.models:
                 by_model.setdefault(name, []).append(instance)
         self.adapters = frozenset(
             name
@@ -173,18 +189,14 @@ class FleetState:
 
     def has_another(self, instance: Instance) -> bool:
         """True if some other instance could take over what this one is answering."""
-        names = _names(instance)
+        names = instance.models
         return any(
-            other is not instance and other.routable and any(name in names for name in _names(other))
+            other is not instance and other.routable and any(name in names for name in other.models)
             for other in self.instances.values()
         )
 
     def may_eject(self, instance: Instance, capacity: Callable[[Instance], float]) -> bool:
-        """True if failed answers may take an instance out: of every model it serves enough must be left.
-
-        `capacity` gives that of an instance. What has left for other reasons (drained, refused, not
-        answering) is none to begin with.
-        """
+        """True if failed answers may take an instance out: of every model it serves enough must be left."""
         pools = self._pools(instance)
         for pool in pools:
             if not any(other is not instance and other.routable for other in pool):
@@ -198,10 +210,3 @@ class FleetState:
             if out > MOST_EJECTED * (out + left):
                 return False
         return bool(pools)
-
-
-def _names(instance: Instance) -> Sequence[str]:
-    """The names that an instance answers to."""
-    if instance.served is not None:
-        return instance.served
-    return (instance.spec.model,) if instance.spec.model else ()

@@ -30,7 +30,8 @@ class Forecast:
     """
 
     __slots__ = (
-        "cached", "end_s", "first_token_s", "load", "others_s", "own", "prompts", "seen", "step_s", "with_s",
+        "cached", "end_s", "first_token_s", "load", "others_s", "own", "prompts", "seen", "step_s",
+        "with_s",
     )  # fmt: skip
 
     def __init__(
@@ -43,10 +44,7 @@ class Forecast:
         prompts_per_s: float,
         shares: bool = True,
     ) -> None:
-        """`output` tokens are predicted; `prompts_per_s`, each of which costs `cost`, come to each engine.
-
-        `shares`: samples of one prompt share its blocks there.
-        """
+        """`output` tokens are predicted, `prompts_per_s` come to each engine; samples share one prompt."""
         load, sequences = seen.load, float(request.sequences)
         self.seen: Occupancy = seen
         self.load: EngineLoad = load

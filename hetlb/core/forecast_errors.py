@@ -22,10 +22,8 @@ _BOUND: Final = 0.9
 class Ratios:
     """True times over forecast ones of the newest answers."""
 
-    __slots__ = ("_corrected_s", "_covered", "_newest", "_ordered", "_raw_s", "_times", "_true_s")
-
     def __init__(self) -> None:
-        self._newest: deque[float] = deque()
+        #: True over forecast times, ascending.
         self._ordered: list[float] = []
         #: Raw, corrected and true times of each, and their sums.
         self._times: deque[tuple[float, float, float]] = deque()
@@ -36,7 +34,7 @@ class Ratios:
     @property
     def samples(self) -> int:
         """Number of answers that are known."""
-        return len(self._newest)
+        return len(self._times)
 
     def add(self, predicted_s: float, true_s: float) -> None:
         """An answer took `true_s`; its forecast is judged as the answers before it correct it."""
@@ -45,14 +43,12 @@ class Ratios:
         ratio = true_s / predicted_s
         corrected_s = predicted_s * self.factor
         self._covered.append(ratio <= self.quantile(_BOUND))
-        if len(self._newest) == _KEPT:
-            oldest = self._newest.popleft()
-            del self._ordered[first_at_least(self._ordered, oldest)]
+        if len(self._times) == _KEPT:
             was_predicted_s, was_corrected_s, was_true_s = self._times.popleft()
+            del self._ordered[first_at_least(self._ordered, was_true_s / was_predicted_s)]
             self._raw_s -= was_predicted_s
             self._corrected_s -= was_corrected_s
             self._true_s -= was_true_s
-        self._newest.append(ratio)
         self._ordered.insert(first_at_least(self._ordered, ratio), ratio)
         self._times.append((predicted_s, corrected_s, true_s))
         self._raw_s += predicted_s
@@ -62,7 +58,7 @@ class Ratios:
     @property
     def factor(self) -> float:
         """Mean true over mean forecast time: corrects a forecast. 1 while few answers are known."""
-        known = len(self._newest) >= _PRIOR_WEIGHT
+        known = len(self._times) >= _PRIOR_WEIGHT
         return self._true_s / self._raw_s if known and self._raw_s > 0.0 and self._true_s > 0.0 else 1.0
 
     def over(self, ratio: float) -> float:
@@ -82,7 +78,7 @@ class Ratios:
     @property
     def bias(self) -> float | None:
         """Mean corrected forecast over mean true time - 1, None before the first answer."""
-        return self._corrected_s / self._true_s - 1.0 if self._newest and self._true_s > 0.0 else None
+        return self._corrected_s / self._true_s - 1.0 if self._times and self._true_s > 0.0 else None
 
     @property
     def coverage(self) -> float | None:
@@ -105,8 +101,6 @@ def normal_quantile(share: float) -> float:
 
 class ForecastErrors:
     """Errors of the forecasts of one instance: first token, time per further token, whole answer."""
-
-    __slots__ = ("end", "first_token", "step")
 
     def __init__(self) -> None:
         self.first_token = Ratios()

@@ -1,10 +1,8 @@
 """Health of an instance: evidence in, `Health` out; every change is a row of `TRANSITIONS`.
 
-Proof of absence (a refused connection) counts at once. A missed probe alone never takes out an instance that
-is emitting tokens, nor the only one there is. 4xx answers and clients that leave count for nothing. Every
-ejection makes the next one longer, up to a cap. A probe that answers does not restore the trust that failed
-answers cost: an instance ejected for its answers comes back half-open, and one more failure before one answer
-that ends well ejects it again.
+Proof of absence (a refused connection) counts at once. Every ejection makes the next one longer, up to a cap.
+A probe that answers does not restore the trust that failed answers cost: an instance ejected for its answers
+comes back half-open, and one more failure before one answer that ends well ejects it again.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from enum import StrEnum
 from typing import Final
 
 from hetlb.core.pickle_by_fields import PickleByFields
-from hetlb.core.probation import PROBATION_AFTER, Probation
+from hetlb.core.throttle import PROBATION_AFTER, Probation
 from hetlb.core.transition import Transition
 from hetlb.core.types import Health, Outcome, ProbeResult
 
@@ -35,7 +33,7 @@ FAILED_SHARE: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class HealthParams(PickleByFields):
-    """Parameters under `health:` of the fleet file. Seconds; 0 turns slow start off."""
+    """Parameters under `health:` of the fleet file; 0 turns slow start off."""
 
     slow_start_s: float = 30.0
 
@@ -91,15 +89,8 @@ RECOVERS: Final = Transition(
     f"the ejection time is over and {RISE} probes in a row are answered", (Health.EJECTED,), Health.UP
 )
 TRANSITIONS: Final = (
-    REFUSED,
-    ANSWERS,
-    PROBES_FAIL,
-    PROBES_FAIL_ALONE,
-    FAILS_IN_A_ROW,
-    FAILS_OFTEN,
-    FAILS_HALF_OPEN,
-    RECOVERS,
-)
+    REFUSED, ANSWERS, PROBES_FAIL, PROBES_FAIL_ALONE, FAILS_IN_A_ROW, FAILS_OFTEN, FAILS_HALF_OPEN, RECOVERS,
+)  # fmt: skip
 
 
 def transitions_table() -> str:
@@ -112,33 +103,13 @@ def transitions_table() -> str:
 class HealthTracker:
     """The health of one incarnation of one instance."""
 
-    __slots__ = (
-        "_been_up",
-        "_clean",
-        "_ejections",
-        "_failed",
-        "_forgiven_at",
-        "_half_open",
-        "_passive_failures",
-        "_probe_failures",
-        "_probe_successes",
-        "_rng",
-        "_well",
-        "_window_since",
-        "ejected_until",
-        "gone",
-        "probation",
-        "reason",
-        "state",
-    )
-
     def __init__(self, rng: random.Random, state: Health = Health.SUSPECT) -> None:
         self._rng = rng
         self.state = state
         self.reason = "not probed yet" if state is Health.SUSPECT else ""
         self.ejected_until = 0.0
-        #: There is nothing that a success could change: it is told of every answer.
-        self._clean = state is Health.UP
+        #: True if it is up and no success could make it any better.
+        self.clean = state is Health.UP
         self._ejections = 0
         self._forgiven_at = 0.0
         self._probe_failures = 0
@@ -153,18 +124,10 @@ class HealthTracker:
         self.gone = False
         self._been_up = state is Health.UP
 
-    @property
-    def clean(self) -> bool:
-        """True if it is up and no success could make it any better."""
-        return self._clean
-
     # --- evidence ---
 
     def on_probe(self, result: ProbeResult, now: float, *, alone: bool = False, detail: str = "") -> bool:
-        """Take a probe's result. True if the state changed. `alone`: no other instance could take over.
-
-        `detail` says how the probe failed.
-        """
+        """Take a probe's result. True if the state changed. `alone`: no other instance could take over."""
         if result is ProbeResult.OK:
             self._probe_failures = 0
             self._probe_successes += 1
@@ -176,7 +139,7 @@ class HealthTracker:
         self._probe_successes = 0
         if result is ProbeResult.REFUSED:
             return self.on_refused(now, detail)
-        self._clean = False
+        self.clean = False
         self._probe_failures += 1
         if self.state is Health.UP and self._probe_failures >= FALL:
             reason = f"{self._probe_failures} probes failed in a row"
@@ -187,10 +150,7 @@ class HealthTracker:
         return False
 
     def on_refused(self, now: float, detail: str = "") -> bool:
-        """A connection was refused: no process listens. No back-off: it may return as soon as it answers.
-
-        `detail`: why no connection could be made, where that is known.
-        """
+        """A connection was refused: no process listens. No back-off: it may return as soon as it answers."""
         self._probe_successes = 0
         self.gone = self._been_up
         # What returns is another process: nothing is held against it.
@@ -204,15 +164,15 @@ class HealthTracker:
         return self._enter(REFUSED, detail or "connection refused")
 
     def on_answering(self, now: float) -> bool:
-        """An answer began: it is alive, whatever a probe says. True if the state changed."""
-        if self._clean:
+        """An answer began. True if the state changed."""
+        if self.clean:
             return False
         self._probe_failures = 0
         return self.state is Health.SUSPECT and self._enter(ANSWERS, "answered a request")
 
     def on_success(self, now: float) -> bool:
-        """An answer is whole and well: the strongest evidence there is. True if the state changed."""
-        if self._clean:
+        """An answer is whole and well. True if the state changed."""
+        if self.clean:
             return False
         self._passive_failures = self._probe_failures = 0
         self.probation.forget()
@@ -227,7 +187,7 @@ class HealthTracker:
             self._forgiven_at = now
         if self.state is Health.SUSPECT:
             return self._enter(ANSWERS, "answered a request")
-        self._clean = self.state is Health.UP and self._window_since is None and not self._ejections
+        self.clean = self.state is Health.UP and self._window_since is None and not self._ejections
         return False
 
     def on_failure(self, now: float, *, may_eject: bool) -> bool:
@@ -249,7 +209,7 @@ class HealthTracker:
     def _failed_once(
         self, found: Transition[Health] | None, reason: str, now: float, may_eject: bool
     ) -> bool:
-        self._clean = False
+        self.clean = False
         if self._window_since is None or now - self._window_since >= WINDOW_S:
             self._window_since, self._failed, self._well = now, 0, 0
         self._failed += 1
@@ -283,7 +243,7 @@ class HealthTracker:
         assert self.state in transition.before, f"{self.state.value}: {transition.event}"
         self.state = state = transition.after
         self.reason = reason
-        self._clean = False
+        self.clean = False
         self._been_up = self._been_up or state is Health.UP
         self._passive_failures = 0
         if state is Health.EJECTED:

@@ -1,7 +1,6 @@
 """Belief about one instance: its ledger, its limits, its speed, corrected by evidence.
 
-The ledger holds integers only (nanoseconds of work, tokens of KV cache, requests) and is the
-sum over the live leases at every moment; nothing in it can fall below zero.
+The ledger holds integers only and is the sum over the live leases at every moment.
 """
 
 from __future__ import annotations
@@ -14,16 +13,14 @@ from hetlb.core.forecast_errors import ForecastErrors
 from hetlb.core.health import HealthTracker
 from hetlb.core.latency import DEFAULT_LATENCY, LatencyModel
 from hetlb.core.occupancy import JOINING_STEPS, SIGNAL_STALE_S, EngineLoad, Occupancy
-from hetlb.core.peak_ewma import PeakEwma
 from hetlb.core.prefix_index import PrefixIndex, Tree
-from hetlb.core.speed import SpeedTracker
+from hetlb.core.speed import PeakEwma, SpeedTracker
 from hetlb.core.throttle import Throttle
 from hetlb.core.types import (
     AdminState,
     Capacity,
     EngineSample,
     Health,
-    Hold,
     InstanceSpec,
     Lease,
     LeaseId,
@@ -31,7 +28,7 @@ from hetlb.core.types import (
 )
 
 if TYPE_CHECKING:
-    from hetlb.core.block_index import BlockIndex, KvEventBatch
+    from hetlb.core.block_index import BlockIndex
 
 #: KV capacity of an engine that has not told its own, in tokens.
 DEFAULT_KV_CACHE_TOKENS: Final = 131_072
@@ -45,10 +42,11 @@ NOTICE_MARGIN_S: Final = 1.5
 KV_ROOM: Final = 0.8
 #: Loads of an instance are kept for fewer sequences than this.
 _LOADS_KEPT: Final = 1024
-#: Sequences that an instance of unknown speed runs at once; twice as many after each `_UNTRIED_S` without an
-#: answer. A burst that is bound before a speed is known keeps the pace of the slowest instance.
-_UNTRIED_SEQUENCES: Final = 2
-_UNTRIED_S: Final = 10.0
+#: Sequences that an instance without a profile runs at once at first, and as many more for each first token;
+#: twice as many after each `_UNEXPLORED_S` without one. A burst that is bound before a speed is known
+#: keeps the pace of the slowest instance.
+_UNEXPLORED_SEQUENCES: Final = 2
+_UNEXPLORED_S: Final = 10.0
 #: Iterations full of prompts after which what still waits lacks a slot.
 _ITERATIONS: Final = 2.0
 #: Shorter answers say nothing about speed.
@@ -66,9 +64,7 @@ def tokens_of(request: Request) -> int:
 
 
 class ChangeCounter:
-    """Changes to the parameters of a fleet's instances: the version of what is derived from them."""
-
-    __slots__ = ("count",)
+    """Number of changes to the parameters of a fleet's instances."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -82,62 +78,16 @@ class Instance:
     """One incarnation of one vLLM server."""
 
     __slots__ = (
-        "_assumed_ns",
-        "_assumed_tokens",
-        "_loads",
-        "_occupancy",
-        "_waiting_seen",
-        "adapters",
-        "admin",
-        "asleep",
-        "began",
-        "blocks",
-        "capacity",
-        "changes",
-        "engine",
-        "engines",
-        "errors",
-        "finished_kv_tokens",
-        "finished_sequences",
-        "groups",
-        "health",
-        "holds",
-        "in_flight",
-        "incarnation",
-        "incoming",
-        "kv_cache_tokens",
-        "kv_excess_tokens",
-        "kv_prompt_tokens",
-        "kv_tokens",
-        "latency",
-        "leases",
-        "leaves_at",
-        "longest_request_tokens",
-        "max_num_seqs",
-        "name",
-        "nominal",
-        "parameters",
-        "parameters_version",
-        "peak_ewma",
-        "pending_prompt_tokens",
-        "profiled",
-        "promised_tokens",
-        "prompt_tokens",
-        "removed",
-        "sample",
-        "sample_at",
-        "sequences",
-        "served",
-        "slots_learnt_at",
-        "spec",
-        "speed",
-        "stated_sequences",
-        "throttle",
-        "token_budget",
-        "tree",
-        "tried",
-        "work_ns",
-    )
+        "_assumed_ns", "_assumed_tokens", "_first_tokens", "_loads", "_occupancy", "_waiting_seen",
+        "adapters", "admin", "asleep", "began", "blocks", "capacity", "changes", "engine",
+        "engines", "errors", "explored", "finished_kv_tokens", "finished_sequences", "groups",
+        "health", "held_tokens", "in_flight", "incarnation", "incoming", "kv_cache_tokens",
+        "kv_excess_tokens", "kv_prompt_tokens", "kv_tokens", "latency", "leases", "leaves_at",
+        "longest_request_tokens", "max_num_seqs", "name", "nominal", "parameters",
+        "parameters_version", "peak_ewma", "pending_prompt_tokens", "profiled", "promised_tokens",
+        "prompt_tokens", "removed", "sample", "sample_at", "sequences", "served", "slots_learnt_at",
+        "spec", "speed", "stated_sequences", "throttle", "token_budget", "tree", "work_ns",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -153,7 +103,7 @@ class Instance:
         self.incarnation = incarnation
         self.health = health
         self.changes = changes or ChangeCounter()
-        #: Belief about its prefix cache; another tree as soon as the cache is gone.
+        #: Its prefix cache; another tree as soon as the cache is gone.
         self.tree = Tree(PrefixIndex() if prefixes is None else prefixes, incarnation)
         #: Content of its cache by its own KV events, None where it publishes none.
         self.blocks: BlockIndex | None = None
@@ -164,38 +114,37 @@ class Instance:
         #: Time at which it is gone, None without a notice.
         self.leaves_at: float | None = None
         self.removed = False
-        #: Start of its process by its own clock (Unix time, s), None while it has not told.
+        #: Start of its process by its own clock (Unix time, s).
         self.began: float | None = None
-        #: True if its engine sleeps (vLLM's sleep mode): it answers probes and takes no request.
+        #: True if its engine sleeps (vLLM's sleep mode).
         self.asleep = False
         self.profiled = spec.latency is not None
-        #: True once its speed is known: it has a profile, or an answer of it ended well.
-        self.tried = self.profiled
+        #: True once it may run as many sequences as it has slots; until then, first tokens so far.
+        self.explored = self.profiled
+        self._first_tokens = 0
         #: As profiled or, without a profile, the default; and as corrected by what its answers showed.
         self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
-        self.latency: LatencyModel = self.nominal
-        #: Parameters that derived figures rest on: instances with equal ones are of one kind.
+        self.latency = self.nominal
+        #: Instances with equal ones are of one kind.
         self.parameters: Parameters = (self.latency, 0, 0, 0, 1)
-        #: None when it must be made anew: after every change of the ledger or of the parameters.
+        #: None after every change of the ledger or of the parameters.
         self._occupancy: Occupancy | None = None
         #: By the number of sequences, at the parameters of now.
         self._loads: list[EngineLoad | None] = []
-        #: Number of their changes: what is derived from them goes by it.
+        #: Number of changes of the parameters.
         self.parameters_version = 0
         self.speed = SpeedTracker(self.profiled, now)
-        #: Errors of the forecasts made for it.
         self.errors = ForecastErrors()
         self.capacity = Capacity()
         #: Kind of its engine, "" while unknown.
         self.engine = ""
         #: Data-parallel engines behind its URL: each has `1 / engines` of its sequences and KV cache.
         self.engines = 1
-        #: The most tokens (prompt and output) one sequence may have, None while unknown.
+        #: Most tokens (prompt and output) of one sequence, None while unknown.
         self.longest_request_tokens: int | None = None
-        #: Sequences that all its engines run at once: as stated, or as was seen, or vLLM's default.
+        #: Sequences that all its engines run at once, tokens its KV cache holds, and those that an iteration
+        #: computes at most; defaults while unknown.
         self.max_num_seqs = DEFAULT_MAX_NUM_SEQS
-        #: Tokens its KV cache holds, and those that an iteration computes at most (`max_num_batched_tokens`);
-        #: the defaults of vLLM, or one stated here, while unknown.
         self.kv_cache_tokens = DEFAULT_KV_CACHE_TOKENS
         self.token_budget = DEFAULT_TOKEN_BUDGET
         self.learn_capacity(spec.capacity)
@@ -204,10 +153,10 @@ class Instance:
         self.sample_at: float | None = None
         self.peak_ewma = PeakEwma(now)
         self.leases: dict[LeaseId, Lease] = {}
-        #: Leases of decode legs that are booked and not dispatched yet: their prompts are being prefilled.
+        #: Leases of decode legs that are booked and not dispatched yet.
         self.incoming: dict[LeaseId, Lease] = {}
-        #: Prompts that it has prefilled and keeps until other instances have fetched them.
-        self.holds: dict[LeaseId, Hold] = {}
+        #: Tokens of prompts that it keeps until other instances have fetched them.
+        self.held_tokens = 0
         self.work_ns = 0
         #: Parts of a nanosecond and of a token that `assume` adds.
         self._assumed_ns = self._assumed_tokens = 0.0
@@ -215,24 +164,23 @@ class Instance:
         #: shared ones once.
         self.kv_tokens = 0
         self.kv_prompt_tokens = 0
-        #: Prompts and predicted answers of all sequences, as the paper counts them; prompts alone, which
-        #: attention reads in every step; and those of them that are still to be computed.
+        #: Prompts and predicted answers of all sequences, prompts alone, and those still to be computed.
         self.promised_tokens = 0
         self.prompt_tokens = 0
         self.pending_prompt_tokens = 0
         self.in_flight = 0
         self.sequences = 0
-        #: Of them, those of requests with targets.
+        #: Those of requests with targets.
         self.stated_sequences = 0
         #: Leases of requests of several sequences. Of these, sequences that have ended by the engine's own
         #: count though their requests have not, and what they held of the KV cache.
         self.groups: dict[LeaseId, Lease] = {}
         self.finished_sequences = 0
         self.finished_kv_tokens = 0.0
-        #: By how much the engine's own count of used KV tokens was above what is expected from the leases.
+        #: Excess of the engine's own count of used KV tokens over what is expected from the leases.
         self.kv_excess_tokens = 0.0
         self._waiting_seen = 0
-        #: Time at which its metrics showed how many sequences it runs at once, None if they have not.
+        #: Time at which its metrics showed how many sequences it runs at once.
         self.slots_learnt_at: float | None = None
 
     # --- limits ---
@@ -247,18 +195,13 @@ class Instance:
         """Sequences of its leases without those that have ended by the engine's own count."""
         return self.sequences - self.finished_sequences
 
-    def known_load(self, sequences: int) -> EngineLoad | None:
-        """Load at so many sequences, if it was asked for before."""
-        loads = self._loads
-        return loads[sequences] if 0 <= sequences < len(loads) else None
-
     @property
     def load(self) -> EngineLoad:
         """Load of each of its engines now."""
-        running = self.unfinished_sequences
-        load = self.known_load(running)
+        running, loads = self.unfinished_sequences, self._loads
+        load = loads[running] if running < len(loads) else None
         if load is None:
-            load, loads = EngineLoad(self), self._loads
+            load = EngineLoad(self, loads[running - 1] if 0 < running <= len(loads) else None)
             if running < _LOADS_KEPT:
                 while len(loads) <= running:
                     loads.append(None)
@@ -275,7 +218,7 @@ class Instance:
 
     @property
     def kv_utilization(self) -> float:
-        """Promised fraction of the KV cache: the paper's u. It may exceed 1."""
+        """Promised fraction of the KV cache: the paper's u."""
         return (self.promised_tokens + self._assumed_tokens) / self.kv_cache_tokens
 
     @property
@@ -284,10 +227,7 @@ class Instance:
         return self.capacity.enable_prefix_caching is not False
 
     def join_s(self, prompt_tokens: float) -> float:
-        """Seconds until the first token of a sequence whose prompt was prefilled elsewhere and transferred.
-
-        It waits for the running iteration, and for the prompts that are read here before it.
-        """
+        """Seconds until the first token of a sequence whose prompt was prefilled elsewhere."""
         load = self.load
         context = self.prompt_tokens * load.context_share
         # Decode legs whose first token is to come count one token each: no prompts.
@@ -322,6 +262,7 @@ class Instance:
         self._elapsed(now)
         self.spec = spec
         self.profiled = spec.latency is not None
+        self.explored = self.explored or self.profiled
         self.nominal = self.latency = spec.latency or DEFAULT_LATENCY
         self.speed = SpeedTracker(self.profiled, now)
         self._occupancy = None
@@ -340,11 +281,6 @@ class Instance:
             self.parameters_version += 1
             self.changes.count += 1
 
-    def fits(self, request: Request) -> bool:
-        """True if prompt and the output the client may ask for fit this instance at all."""
-        limit = self.longest_request_tokens
-        return limit is None or tokens_of(request) <= limit
-
     # --- state ---
 
     @property
@@ -354,11 +290,12 @@ class Instance:
             return False
         return self.admin is AdminState.READY and self.health.state is not Health.EJECTED
 
-    def serves(self, model: str) -> bool:
-        """True if this instance answers to `model`: by its own list once known, else as configured."""
-        if self.served is None:
-            return self.spec.model == model
-        return model in self.served
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names that it answers to: by its own list once known, else as configured."""
+        if self.served is not None:
+            return self.served
+        return (self.spec.model,) if self.spec.model else ()
 
     def learn_models(self, models: tuple[str, ...], adapters: tuple[str, ...]) -> None:
         """Take over what it lists; requests of adapters that run are of its slots from then on."""
@@ -414,16 +351,6 @@ class Instance:
         if self.sequences - self.finished_sequences <= self.max_num_seqs:
             lease.mark = speed.mark()
 
-    def reserve(self, lease: Lease) -> None:
-        """Book the lease of a decode leg, which begins when its prompt has been prefilled elsewhere."""
-        now = lease.dispatched_at
-        if now > self.speed.last:
-            self._elapsed(now)
-        lease.incoming = True
-        self.incoming[lease.id] = lease
-        self.acquire(lease)
-        lease.mark = None
-
     def begin(self, lease: Lease, now: float) -> None:
         """The decode leg of a lease is dispatched."""
         if now > self.speed.last:
@@ -435,27 +362,14 @@ class Instance:
         if self.unfinished_sequences - len(self.incoming) <= self.max_num_seqs:
             lease.mark = self.speed.mark()
 
-    def hold(self, hold: Hold) -> None:
-        """Keep a prompt for another instance."""
+    def keep(self, tokens: int) -> None:
+        """Keep so many more tokens of prompts for other instances; less if below 0."""
         self._occupancy = None
-        self.holds[hold.id] = hold
-        self.kv_tokens += hold.tokens
-        self.kv_prompt_tokens += hold.tokens
-
-    def let_go(self, hold: Hold) -> None:
-        """A kept prompt was fetched, released or has expired."""
-        kept = self.holds.pop(hold.id, None)
-        assert kept is hold, f"hold {hold.id} is not kept by {self.name}"
-        hold.ended = True
-        self._occupancy = None
-        self.kv_tokens -= hold.tokens
-        self.kv_prompt_tokens -= hold.tokens
-        self.tree.evict(self.kv_cache_tokens - self.kv_tokens)
-
-    @property
-    def held_tokens(self) -> int:
-        """Tokens of prompts that it keeps for others."""
-        return sum(hold.tokens for hold in self.holds.values())
+        self.held_tokens += tokens
+        self.kv_tokens += tokens
+        self.kv_prompt_tokens += tokens
+        if tokens < 0:
+            self.tree.evict(self.kv_cache_tokens - self.kv_tokens)
 
     def first_token(self, lease: Lease, now: float) -> None:
         """The first byte of an answer came: its prompt has been read. Said again, it changes nothing."""
@@ -465,6 +379,9 @@ class Instance:
         if now > speed.last:
             self._elapsed(now)
         speed.prefilled(lease.request.sequences, lease.unread_tokens, now)
+        if not self.explored:
+            self._first_tokens += lease.request.sequences
+            self.explored = self.explored_sequences(now) >= self.max_num_seqs
         lease.first_token_at = now
         lease.first_mark = speed.mark()
         self._occupancy = None
@@ -502,16 +419,9 @@ class Instance:
             self.adapters.end(lease.request.model)
         if self.blocks is not None:
             self.blocks.end(lease.id)
-        negative = (
-            self.work_ns < 0
-            or self.kv_prompt_tokens < 0
-            or self.kv_tokens < self.kv_prompt_tokens
-            or self.promised_tokens < 0
-            or self.prompt_tokens < 0
-            or self.pending_prompt_tokens < 0
-            or self.in_flight < 0
-            or self.sequences < 0
-        )
+        negative = self.work_ns < 0 or self.promised_tokens < 0 or self.prompt_tokens < 0
+        negative = negative or self.kv_prompt_tokens < 0 or self.kv_tokens < self.kv_prompt_tokens
+        negative = negative or self.pending_prompt_tokens < 0 or self.in_flight < 0 or self.sequences < 0
         assert not negative, f"the ledger of {self.name} fell below zero when {lease!r} was released"
 
     def _let_go(self, lease: Lease) -> None:
@@ -532,7 +442,7 @@ class Instance:
         tree.evict(self.kv_cache_tokens - self.kv_tokens)
 
     def _elapsed(self, now: float) -> None:
-        """Tell the speed tracker what ran until now; every answer is on average half-grown."""
+        """Tell the speed tracker what ran until now, every answer half-grown."""
         running, places = self.unfinished_sequences, self.max_num_seqs
         tokens = (self.promised_tokens + self.prompt_tokens) / 2 - self.finished_kv_tokens
         if self.incoming:  # booked and not there yet
@@ -545,7 +455,7 @@ class Instance:
         self.speed.elapsed(running, tokens, now)
 
     def assume(self, *, work_s: float | None = None, kv_utilization: float | None = None) -> None:
-        """Set a state without leases, for explanations only; units of the ledger and parts of them."""
+        """Set a state without leases, for explanations only."""
         self._occupancy = None
         if work_s is not None:
             self.work_ns = int(work_s * 1e9)
@@ -559,11 +469,10 @@ class Instance:
     # --- evidence ---
 
     def learn_sample(self, sample: EngineSample, now: float) -> None:
-        """Take over what a scrape says.
+        """Take over what a scrape says, unless it lacks a figure of a fresh one before it.
 
-        An engine that lets requests wait while its KV cache has room runs all it can, unless prompts take
-        all tokens of its iterations. Two scrapes in a row that say the same are believed. A scrape that lacks
-        a figure (or has an absurd one) is no news while the last one that had it is fresh.
+        An engine that lets requests wait while its KV cache has room runs all it can, unless prompts take all
+        tokens of its iterations. Two scrapes in a row that say the same are believed.
         """
         last, last_at = self.sample, self.sample_at
         if last is not None and last_at is not None and now - last_at <= SIGNAL_STALE_S:
@@ -603,27 +512,30 @@ class Instance:
         self._waiting_seen = full
 
     def _waits_for_slot(self, running: int, now: float) -> bool:
-        """True if where so many sequences, its oldest, run, what waits first lacks a slot.
+        """True if what waits first behind the `running` oldest sequences lacks a slot.
 
-        It may have come in the running iteration or one before, or lack tokens: prompts take all of an
-        iteration. An answer that is no stream does not show when its prompt has been read: only prefill legs
-        and streams are looked at.
+        It may also have come in the last iterations, or lack tokens where prompts take all of an iteration;
+        while prompts are computed, a first token shows when an iteration began. Only prefill legs and streams
+        show when their prompt has been computed.
         """
-        unread, left = 0, running
+        unread, left, began_at = 0, running, -math.inf
         for lease in self.leases.values():
             if not lease.incoming:
                 if left <= 0:
                     full_s = self.load.prompt_token_s * self.token_budget
-                    if now - lease.dispatched_at <= _ITERATIONS * full_s:
+                    early = not unread or lease.dispatched_at < began_at
+                    if not early or now - lease.dispatched_at <= _ITERATIONS * full_s:
                         return False
                     break
                 left -= lease.request.sequences
-                if lease.first_token_at is None and (lease.request.streamed or lease.decode is not None):
+                if lease.first_token_at is not None:
+                    began_at = max(began_at, lease.first_token_at)
+                elif lease.request.streamed or lease.decode is not None:
                     unread += lease.unread_tokens
         return unread + running < self.token_budget * self.engines
 
     def _take_finished(self, sequences: int) -> None:
-        """Return how many sequences of live requests have ended, at most all but one of each."""
+        """Take over how many sequences of live requests have ended, at most all but one of each."""
         self._occupancy = None
         groups = self.groups.values()
         most = sum([lease.request.sequences - 1 for lease in groups])
@@ -633,44 +545,19 @@ class Instance:
             kv_tokens = sum([lease.kv_tokens + lease.kv_prompt_tokens for lease in groups]) / 2.0
             self.finished_kv_tokens = kv_tokens * finished / (most + len(groups))
 
-    def learn_blocks(self, batch: KvEventBatch) -> None:
-        """Take over what the engine says of its prefix cache.
-
-        Prompts whose token ids are not known are in `tree`: it loses its part of what was evicted.
-        """
-        if self.blocks is None:
-            from hetlb.core.block_index import BlockIndex
-
-            self.blocks = BlockIndex()
-        blocks, tree = self.blocks, self.tree
-        before = blocks.stored_tokens
-        removed, cleared = blocks.apply(batch)
-        tree.told = blocks.live
-        if cleared:
-            tree.clear()
-        elif removed and tree.unused_tokens:
-            unused = max(tree.unused_tokens, before - tree.used_tokens)
-            tree.evicted(removed * blocks.block_tokens * tree.unused_tokens / unused)
-
-    def exact_held(self, request: Request) -> int | None:
-        """Tokens of a prompt in its cache by its own KV events; None where they do not tell."""
-        blocks = self.blocks
-        if blocks is None or not blocks.live or request.blocks is None or self.engines > 1:
-            return None
-        return min(blocks.held(request.model, request.blocks), request.prompt_tokens - 1)
-
-    def untried_sequences(self, now: float) -> float:
-        """Sequences that it may run at once until a first token or an answer shows its speed."""
-        if self.speed.seen:
-            return math.inf
+    def explored_sequences(self, now: float) -> float:
+        """Sequences that it may run at once until it is explored."""
         oldest = next(iter(self.leases.values()), None)
-        waited_s = 0.0 if oldest is None else now - oldest.dispatched_at
-        return _UNTRIED_SEQUENCES * math.exp2(min(16.0, max(0.0, waited_s) / _UNTRIED_S))
+        waited_s = 0.0 if oldest is None or oldest.first_token_at is not None else now - oldest.dispatched_at
+        by_time = math.exp2(min(16.0, max(0.0, waited_s) / _UNEXPLORED_S))
+        return _UNEXPLORED_SEQUENCES * max(1.0 + self._first_tokens, by_time)
 
-    def learn_prefill(self, lease: Lease, now: float) -> None:
-        """Correct the speed by a prefill leg: its answer of one token shows how long the prompt took."""
-        if self.speed.observe_prefill(lease.expected_first_s, now - lease.dispatched_at, now):
-            self._take_speed()
+    def learn_prefill(self, lease: Lease, now: float) -> bool:
+        """Correct the speed by the first token of an answer. True if that changed the latency model."""
+        changed = self.speed.observe_prefill(lease.expected_first_s, now - lease.dispatched_at, now)
+        if changed:
+            self.take_speed()
+        return changed
 
     def learn_speed(self, lease: Lease, now: float) -> bool:
         """Correct the speed by one answer that ended well. True if that changed the latency model."""
@@ -689,11 +576,11 @@ class Instance:
         changed = speed.answered(self.nominal, mark, seen_s, steps, now, self.token_budget)
         lease.expected_s, lease.seen_s, lease.mixed = speed.last_expected_s, seen_s, speed.last_mixed
         if changed:
-            self._take_speed()
+            self.take_speed()
         return changed
 
-    def _take_speed(self) -> None:
-        """Put the factor of the speed tracker in force."""
+    def take_speed(self) -> None:
+        """Scale the latency model by the factor of the speed tracker."""
         factor = self.speed.factor
         self.latency = self.nominal if factor == 1.0 else self.nominal.scaled(factor)
         self._update_parameters()

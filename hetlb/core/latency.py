@@ -1,16 +1,13 @@
 """The latency model of one vLLM instance: seconds for a prefill, a decode step, an iteration, an answer.
 
-This module holds the only latency formulas of hetlb. Policies, speed correction, expectation, `explain`,
-simulator and emulator call `LatencyModel`, or hold an inlined copy that a property test equates with it.
-
 Two families of methods:
 
 * `paper_*`: the equations of Xiong et al., arXiv 2504.15303, always from k1..k8. A batch of B requests of I
   input tokens is prefilled in `k1*B*I + k2*B + k3*I + k4`; a decode step of B requests with c cached tokens
   each takes `k5*B*c + k6*B + k7*c + k8`. The policies `paper` and `paper-memory` and static search use them.
-* all others: the best form that the profile has, for everything else.
+* all others: the best form that the profile has.
 
-Everything is pure: floats in, floats out, no allocation. Times are seconds, lengths tokens.
+Times are seconds, lengths tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from enum import StrEnum
 from typing import Final
 
 from hetlb.core.pickle_by_fields import PickleByFields
-from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill, SplitKv
+from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill, SplitKv, check_numbers, scaled
 
 
 class IterationRule(StrEnum):
@@ -73,10 +70,7 @@ class LatencyModel(PickleByFields):
             value = getattr(self, f"k{index}")
             if not math.isfinite(value):
                 raise ValueError(f"k{index}: expected a finite number, got {value}")
-        for name in ("host_s", "host_sequence_s", "request_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0.0):
-                raise ValueError(f"{name}: expected a number from 0, got {value}")
+        check_numbers(self, 0.0, "host_s", "host_sequence_s", "request_s")
 
     def __hash__(self) -> int:
         """Hash of the constants: models that differ in a better form alone are rare."""
@@ -124,10 +118,7 @@ class LatencyModel(PickleByFields):
         return own_s + token_s * kv_tokens
 
     def uneven_s(self, batch: float, kv_tokens: float, longest: float) -> float:
-        """Seconds by which a decode step takes longer since one context is of `longest` tokens.
-
-        0 where the kernel is not known to split contexts alike, and of contexts of one length.
-        """
+        """Seconds by which a step takes longer since one context is of `longest` tokens, if known."""
         split = self.split_kv
         if split is None or batch <= 0.0:
             return 0.0
@@ -154,8 +145,7 @@ class LatencyModel(PickleByFields):
 
         `prefill_tokens` of `prompts` prompts are computed, at most `longest` of one. `attended` is what
         attention goes over: the sum of c * (c + 2 * o) over the parts of prompts, c tokens behind o
-        computed or cached ones; below 0: `prefill_tokens * longest`. Weights are read once. Without prompt
-        tokens this is `step_s`; it is never less than that.
+        computed or cached ones; below 0: `prefill_tokens * longest`. It is at least `step_s`.
         """
         if prefill_tokens <= 0.0:
             return self.step_s(batch, kv_tokens)
@@ -223,11 +213,10 @@ class LatencyModel(PickleByFields):
     # --- one request ---
 
     def joining_s(self, running_step_s: float, asynchronous: bool = True) -> float:
-        """Expected seconds from when the server gets a request to the iteration that computes its prompt.
+        """Expected seconds from when a server with room gets a request until it computes its prompt.
 
-        For an engine with room. `running_step_s` is the iteration that runs there, 0 on an idle engine: half
-        of it is left on average, and with asynchronous scheduling the next one is already fixed. To this
-        `first_token_s` adds the iterations of the prompt itself.
+        Half of the running iteration (`running_step_s`, 0 on an idle engine) is left on average, and with
+        asynchronous scheduling the next one is already fixed.
         """
         return self.request_s + (1.5 if asynchronous else 0.5) * running_step_s
 
@@ -241,10 +230,7 @@ class LatencyModel(PickleByFields):
         return self.k1 if rising and (self.k4 >= 0.0 or self.k8 >= 0.0) else 0.0
 
     def prefill_s(self, prompt_tokens: float, sequences: float = 1.0, cached_tokens: float = 0.0) -> float:
-        """Seconds to prefill `sequences` prompts of `prompt_tokens` tokens each in one pass of their own.
-
-        The first `cached_tokens` of each are in the prefix cache: attended to, not computed.
-        """
+        """Seconds to prefill `sequences` prompts in one pass, `cached_tokens` of each not computed."""
         new = prompt_tokens - cached_tokens
         attended = sequences * new * (new + 2.0 * cached_tokens)
         return self.mixed_step_s(sequences * new, sequences, new, 0.0, 0.0, attended)
@@ -259,12 +245,11 @@ class LatencyModel(PickleByFields):
         budget: float,
         sequences: float = 1.0,
     ) -> float:
-        """Seconds until the first token of `sequences` prompts of `prompt_tokens` tokens each.
+        """Seconds after `joining_s` until the first token of `sequences` prompts of `prompt_tokens` tokens.
 
-        `joining_s` comes before it. `cached_tokens` of each are in the prefix cache. `pending_tokens` of
-        other prompts, taken to be like these, are read first; `batch` sequences decode beside them. An
-        iteration computes at most `budget` tokens (`max_num_batched_tokens`), decodes included. For one
-        prompt on an idle engine this is what `sim.engine_model` takes.
+        `cached_tokens` of each are in the prefix cache. `pending_tokens` of other prompts, taken to be like
+        these, are prefilled first; `batch` sequences decode beside them. An iteration computes at most
+        `budget` tokens (`max_num_batched_tokens`), decodes included.
         """
         new = prompt_tokens - cached_tokens
         if new < 1.0:
@@ -277,31 +262,27 @@ class LatencyModel(PickleByFields):
         if total <= part:
             return self.mixed_step_s(total, sequences, new, batch, kv_tokens, total * per_token)
         full = math.ceil(total / part) - 1.0
-        read = full * part
-        # One prompt alone: its parts attend to all before them; the sum over the full parts is exact.
-        attended = part * (read + 2.0 * cached) if own >= total and sequences <= 1.0 else part * per_token
+        done = full * part
+        alone = own >= total and sequences <= 1.0
         full_s = 0.0
-        if self.mixed is not None and full <= _EXACT_PARTS and sequences <= 1.0 and own >= total:
+        # One prompt alone: its parts attend to all before them.
+        if alone and self.mixed is not None and full <= _EXACT_PARTS:
             i = 0.0
             while i < full:
                 behind = part * (part + 2.0 * (cached + i * part))
                 full_s += self.mixed_step_s(part, 1.0, part, batch, kv_tokens, behind)
                 i += 1.0
         else:
+            attended = part * (done + 2.0 * cached) if alone else part * per_token
             full_s = full * self.mixed_step_s(part, 1.0, part, batch, kv_tokens, attended)
-        last = total - read
-        attended = (
-            last * (last + 2.0 * (cached + read)) if own >= total and sequences <= 1.0 else last * per_token
-        )
+        last = total - done
+        attended = last * (last + 2.0 * (cached + done)) if alone else last * per_token
         prompts = sequences if sequences * new <= last else last / new if last > new else 1.0
         longest = new if new < last else last
         return full_s + self.mixed_step_s(last, prompts, longest, batch, kv_tokens, attended)
 
     def answer_s(self, prompt_tokens: float, output_tokens: float, batch: float, kv_tokens: float) -> float:
-        """Seconds to decode `output_tokens` more tokens of a sequence that holds `prompt_tokens` tokens.
-
-        `batch` others, which hold `kv_tokens` together, decode beside it and stay as they are.
-        """
+        """Seconds to decode `output_tokens` behind a prompt, beside `batch` others with `kv_tokens`."""
         if output_tokens <= 0.0:
             return 0.0
         mean_context = prompt_tokens + (output_tokens + 1.0) / 2.0
@@ -328,23 +309,31 @@ class LatencyModel(PickleByFields):
 
     def scaled(self, factor: float) -> LatencyModel:
         """The same engine, every duration multiplied by `factor`."""
-        prefill, decode, mixed = self.better_prefill, self.better_decode, self.mixed
-        return LatencyModel(
-            self.k1 * factor,
-            self.k2 * factor,
-            self.k3 * factor,
-            self.k4 * factor,
-            self.k5 * factor,
-            self.k6 * factor,
-            self.k7 * factor,
-            self.k8 * factor,
-            better_prefill=None if prefill is None else prefill.scaled(factor),
-            better_decode=None if decode is None else decode.scaled(factor),
-            mixed=None if mixed is None else mixed.scaled(factor),
-            host_s=self.host_s * factor,
-            host_sequence_s=self.host_sequence_s * factor,
-            request_s=self.request_s * factor,
-            split_kv=None if self.split_kv is None else self.split_kv.scaled(factor),
+        host_s, request_s = self.host_s * factor, self.request_s * factor
+        sequence_s = self.host_sequence_s * factor
+        return replace(self._with(factor, factor, factor, host_s, request_s), host_sequence_s=sequence_s)
+
+    def _with(
+        self, prefill: float, mixed: float, decode: float, host_s: float, request_s: float
+    ) -> LatencyModel:
+        """The model with factors on its parts."""
+        better, table, term, split = self.better_prefill, self.better_decode, self.mixed, self.split_kv
+        return replace(
+            self,
+            k1=self.k1 * prefill,
+            k2=self.k2 * prefill,
+            k3=self.k3 * prefill,
+            k4=self.k4 * prefill,
+            k5=self.k5 * decode,
+            k6=self.k6 * decode,
+            k7=self.k7 * decode,
+            k8=self.k8 * decode,
+            better_prefill=None if better is None else scaled(better, prefill),
+            better_decode=None if table is None else scaled(table, decode),
+            mixed=None if term is None else scaled(term, mixed),
+            host_s=host_s,
+            request_s=request_s,
+            split_kv=None if split is None else scaled(split, decode),
         )
 
 
@@ -358,37 +347,20 @@ def corrected(
 ) -> LatencyModel:
     """The model with factors on its parts, and seconds more of the host per iteration and request."""
     host_s += k.host_s
-    better, table = k.better_prefill, k.better_decode
-    if table is not None:
-        table = table.scaled(decode)
-        if host_s < 0.0:
-            # Where the host takes less than the profile says, the steps' own times hold it.
-            least_s = 0.1 * table.seconds[0]
-            table = replace(table, seconds=tuple([max(least_s, each + host_s) for each in table.seconds]))
-    return replace(
-        k,
-        k1=k.k1 * prefill,
-        k2=k.k2 * prefill,
-        k3=k.k3 * prefill,
-        k4=k.k4 * prefill,
-        k5=k.k5 * decode,
-        k6=k.k6 * decode,
-        k7=k.k7 * decode,
-        k8=k.k8 * decode,
-        better_prefill=None if better is None else better.scaled(prefill),
-        better_decode=table,
-        mixed=k.mixed if mixed == 1.0 else k.mixed_term.scaled(mixed),
-        host_s=max(0.0, host_s),
-        request_s=max(0.0, k.request_s + request_s),
-        split_kv=None if k.split_kv is None else k.split_kv.scaled(decode),
-    )
+    if mixed != 1.0:
+        k = replace(k, mixed=k.mixed_term)
+    found = k._with(prefill, mixed, decode, max(0.0, host_s), max(0.0, k.request_s + request_s))
+    table = found.better_decode
+    if table is not None and host_s < 0.0:
+        # Where the host takes less than the profile says, the steps' own times hold it.
+        least_s = 0.1 * table.seconds[0]
+        seconds = tuple([max(least_s, each + host_s) for each in table.seconds])
+        found = replace(found, better_decode=replace(table, seconds=seconds))
+    return found
 
 
 def delay_of_reading_s(read_s: float, tokens: float, batch: float, step_s: float, budget: float) -> float:
-    """Seconds by which each of `batch` decoding sequences is delayed by prompts that take `read_s` to read.
-
-    In the iterations that compute their `tokens` each sequence makes a step, otherwise of `step_s`.
-    """
+    """Seconds by which `batch` decoding sequences are delayed by `tokens` of prompts that take `read_s`."""
     part = budget - batch if budget - batch >= 1.0 else 1.0
     delay_s = read_s - math.ceil(tokens / part) * step_s
     return delay_s if delay_s > 0.0 else 0.0

@@ -23,11 +23,17 @@ def _nearest(value: float) -> int:
     return whole + 1 if rest > 0.5 or (rest == 0.5 and whole % 2) else whole
 
 
+def exact_held(instance: Instance, request: Request) -> int | None:
+    """Tokens of a prompt in the cache of an instance by its own KV events; None where they do not tell."""
+    blocks = instance.blocks
+    if blocks is None or not blocks.live or request.blocks is None or instance.engines > 1:
+        return None
+    return min(blocks.held(request.model, request.blocks), request.prompt_tokens - 1)
+
+
 @mypyc_attr(acyclic=True)
 class Ledger:
     """Leases that have not ended, each with the incarnation that it is booked on."""
-
-    __slots__ = ("_next_lease", "_queue", "journals", "leased")
 
     def __init__(self, queue: Queue) -> None:
         """`queue` is told what each tenant is served."""
@@ -62,7 +68,9 @@ class Ledger:
         decode = self.grant(request, target, ctx.predicted_output, decode_ns, now, transferred=True)
         decode.forecast_first_s, decode.forecast_end_s = pair.decode_first_s, pair.decode_end_s
         source.acquire(lease)
-        target.reserve(decode)
+        target.acquire(decode)
+        target.incoming[decode.id] = decode  # until its prompt has been prefilled elsewhere
+        decode.incoming, decode.mark = True, None
         lease.decode = decode
         if self.journals:
             self._tell(booked(lease, now))
@@ -105,17 +113,14 @@ class Ledger:
         *,
         transferred: bool = False,
     ) -> Lease:
-        """Lease of a request on an instance: its prefixes are used from now on. The instance is to book it.
-
-        `transferred`: the KV cache of its prompt comes from another instance; its last token is computed.
-        """
+        """Lease that the instance is to book; `transferred`: its prompt was prefilled elsewhere."""
         cache, sequences, prompt = instance.kv_cache_tokens, request.sequences, request.prompt_tokens
         # One request never books more than its instance has: it would wait inside the engine.
         prompt_tokens = min(sequences * prompt, cache)
         answers = sequences * _nearest(predicted)
         promised = min(sequences * prompt + answers, cache)
         shared: Shared | None = None
-        exact = None if instance.blocks is None else instance.exact_held(request)
+        exact = None if instance.blocks is None else exact_held(instance, request)
         if (sequences == 1 and not request.prefix_keys and exact is None) or not instance.caches_prefixes:
             own, unread = prompt_tokens, prompt_tokens
         else:
@@ -190,14 +195,13 @@ def check_instance(instance: Instance) -> None:
             used[id(node)] = node.own
             node = node.parent
     shared = sum(used.values()) + instance.held_tokens
-    assert all(not hold.ended for hold in instance.holds.values()), instance.name
     assert all(instance.leases.get(each.id) is each and each.incoming for each in instance.incoming.values())
-    assert instance.work_ns == sum(lease.work_ns for lease in leases), instance.name
+    for name in ("work_ns", "promised_tokens", "prompt_tokens"):
+        booked_there = sum(getattr(lease, name) for lease in leases)
+        assert getattr(instance, name) == booked_there, f"{name} of {instance.name}"
     assert instance.kv_tokens == shared + sum(lease.kv_tokens for lease in leases), instance.name
     prompts = shared + sum(lease.kv_prompt_tokens for lease in leases)
     assert instance.kv_prompt_tokens == prompts, instance.name
-    assert instance.promised_tokens == sum(lease.promised_tokens for lease in leases), instance.name
-    assert instance.prompt_tokens == sum(lease.prompt_tokens for lease in leases), instance.name
     unread = sum(lease.unread_tokens for lease in leases if lease.first_token_at is None)
     assert instance.pending_prompt_tokens == unread, instance.name
     assert instance.in_flight == len(instance.leases), instance.name

@@ -50,16 +50,8 @@ class ServiceClass(_Targets):
     @property
     def parts(self) -> tuple[str, float, float, float, float, bool, float | None, bool]:
         """Its fields in their order."""
-        return (
-            self.name,
-            self.ttft_s,
-            self.tpot_s,
-            self.e2e_s,
-            self.attainment,
-            self.background,
-            self.first_token_weight,
-            self.refuse_hopeless,
-        )
+        targets = self.name, self.ttft_s, self.tpot_s, self.e2e_s, self.attainment
+        return (*targets, self.background, self.first_token_weight, self.refuse_hopeless)
 
     def met(self, ttft_s: float, e2e_s: float, output_tokens: int) -> bool:
         """True if an answer met every target; TPOT is (E2E - TTFT) / (tokens - 1)."""

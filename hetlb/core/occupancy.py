@@ -35,7 +35,8 @@ class EngineLoad:
         "latency", "next_step_s", "next_token_s", "prompt_token_s", "slots", "step_s", "token_s",
     )  # fmt: skip
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: Instance, fewer: EngineLoad | None = None) -> None:
+        """`fewer` is the load with one sequence less, if it is known."""
         sequences = instance.unfinished_sequences
         self.kv_cache_tokens = float(instance.kv_cache_tokens)
         self.latency = latency = instance.latency
@@ -52,7 +53,6 @@ class EngineLoad:
             self.batch = batch = self.slots
         self.prompt_token_s = latency.least_token_s
         self.next_step_s, self.next_token_s = latency.step_line(batch + 1.0)
-        fewer = instance.known_load(sequences - 1)
         if fewer is not None and fewer.batch + 1.0 == batch:
             self.step_s, self.token_s = fewer.next_step_s, fewer.next_token_s
         else:
@@ -76,8 +76,8 @@ class Occupancy:
     """
 
     __slots__ = (
-        "context", "empty", "incoming", "joining_s", "kv_excess", "kv_tokens", "kv_utilization", "load",
-        "now_s", "oldest_at", "pending", "prefilling", "running", "sample_at", "unread",
+        "context", "empty", "incoming", "joining_s", "kv_excess", "kv_tokens", "kv_utilization",
+        "load", "now_s", "oldest_at", "pending", "prefilling", "running", "sample_at", "unread",
     )  # fmt: skip
 
     def __init__(self, instance: Instance) -> None:
@@ -109,26 +109,17 @@ class Occupancy:
 
     def same_as(self, other: Occupancy) -> bool:
         """True if both say the same."""
-        return (
-            self.load.batch == other.load.batch
-            and self.load.latency is other.load.latency
-            and self.empty == other.empty
-            and self.running == other.running
-            and self.context == other.context
-            and self.kv_utilization == other.kv_utilization
-            and self.pending == other.pending
-            and self.kv_tokens == other.kv_tokens
-            and self.kv_excess == other.kv_excess
-            and self.sample_at == other.sample_at
-            and self.incoming == other.incoming
-            and self.oldest_at == other.oldest_at
-        )
+        names = ["empty", "running", "context", "kv_utilization", "pending", "kv_tokens", "kv_excess"]
+        names += ["sample_at", "incoming", "oldest_at"]
+        load, loads = self.load, other.load
+        if load.batch != loads.batch or load.latency is not loads.latency:
+            return False
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def ending(self, answer_s: float, now: float) -> float:
-        """Answers that will have ended when a prompt that is prefilled elsewhere from now on comes to decode.
+        """Answers of `answer_s` that will have ended when a prompt that is elsewhere comes to decode.
 
-        An answer takes `answer_s`. The oldest of those on their way shows how long that takes; at most as
-        many end as are on their way.
+        The oldest of those on their way shows how long that takes; no more end than are on their way.
         """
         if self.incoming <= 0.0 or answer_s <= 0.0:
             return 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from mypy_extensions import mypyc_attr
@@ -10,16 +11,23 @@ from mypy_extensions import mypyc_attr
 from hetlb.core.adapters import AdapterLoadTime
 from hetlb.core.demand import Demand, Mix
 from hetlb.core.fleet_state import FleetState
-from hetlb.core.forecast import Forecast
-from hetlb.core.holds import Holds
 from hetlb.core.instance import NOTICE_MARGIN_S, Instance
-from hetlb.core.ledger import Ledger
-from hetlb.core.policies.base import Policy, SchedulingContext, SplitChoice, best, forecast, paper_terms
+from hetlb.core.ledger import Ledger, exact_held
+from hetlb.core.policies.base import (
+    Choice,
+    Policy,
+    SchedulingContext,
+    SplitChoice,
+    best,
+    forecast,
+    paper_terms,
+)
 from hetlb.core.predictor import Predictor
 from hetlb.core.prefix_index import Held
 from hetlb.core.queue import Queue
 from hetlb.core.ready import ReadyInstances, with_excluded
 from hetlb.core.retries import Retries
+from hetlb.core.transfer import Holds
 from hetlb.core.types import Candidate, Dispatch, Request
 
 #: Mean request by which capacity is measured before the first one: prompt and output tokens.
@@ -30,77 +38,48 @@ _USUAL_REQUEST = (512.0, 256.0)
 class Decision:
     """Decision of a policy for a request, before anything is booked."""
 
-    __slots__ = (
-        "able", "candidates", "ctx", "excluded", "forecast", "instance", "pair", "ready", "target", "work_s",
-    )  # fmt: skip
+    __slots__ = ("able", "choice", "ctx", "excluded", "instance", "pair", "ready", "target")
 
     def __init__(
         self,
         ctx: SchedulingContext,
-        work_s: float,
-        candidates: Callable[[], list[Candidate]],
         ready: ReadyInstances,
         able: Sequence[Instance],
         excluded: dict[str, str],
+        choice: Choice | SplitChoice,
         instance: Instance,
-        forecast: Forecast | None,
-        pair: SplitChoice | None = None,
-        target: Instance | None = None,
     ) -> None:
-        #: That of a whole request there; None where it is split.
-        self.forecast = forecast
-        #: Instance that decodes the answer, if that is not `instance`, and what that books.
-        self.pair = pair
-        self.target = target
         self.ctx = ctx
-        self.work_s = work_s
-        self.candidates = candidates
         self.ready = ready
         self.able = able
         self.excluded = excluded
+        self.choice = choice
         self.instance = instance
-
-
-def _bounded_tokens(request: Request) -> int:
-    """Tokens of its longest sequence, one of output where the client does not bound it."""
-    return (request.longest_prompt_tokens or request.prompt_tokens) + (request.max_tokens or 1)
+        #: Instance that decodes the answer, if that is not `instance`, and what both book.
+        self.target: Instance | None = None
+        self.pair: SplitChoice | None = None
 
 
 class Placement:
     """The policy with all that it is asked about: the fleet, what is asked for, lengths, prefixes."""
 
-    __slots__ = (
-        "_fleet", "_holds", "_ledger", "_patience_s", "_predictor", "_queue", "_retries", "_usual",
-        "adapter_load", "demands", "elsewhere", "policy", "policy_name",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        policy: Policy,
-        predictor: Predictor,
-        fleet: FleetState,
-        queue: Queue,
-        ledger: Ledger,
-        holds: Holds,
-        retries: Retries,
-    ) -> None:
+    def __init__(self, policy: Policy, predictor: Predictor, fleet: FleetState, queue: Queue) -> None:
         self.use(policy)
-        self._predictor = predictor
-        self._fleet = fleet
-        self._queue = queue
-        self._ledger = ledger
-        self._holds = holds
-        self._retries = retries
-        #: By model.
-        self.demands: dict[str, Demand] = {}
-        #: Sizes of what waits at other schedulers of the fleet, by model.
+        self.predictor = predictor
+        self.fleet = fleet
+        self.queue = queue
+        self.ledger = Ledger(queue)
+        self.holds = Holds()
+        self.retries = Retries()
+        #: Demand by model.
+        self.demands: dict[str, Demand] = defaultdict(Demand)
+        #: Sizes of what waits at other schedulers, by model.
         self.elsewhere: dict[str, int] = {}
         self.adapter_load = AdapterLoadTime(policy.params.adapter_load_s)
         #: Longest target of a first token by model.
         self._patience_s: dict[str, float] = {}
         self._usual = Mix()
-        prompt, output = _USUAL_REQUEST
-        self._usual.add(prompt, output)
+        self._usual.add(*_USUAL_REQUEST)
 
     def use(self, policy: Policy) -> None:
         """Decide by this policy from now on."""
@@ -108,13 +87,6 @@ class Placement:
         self.policy_name = policy.name
 
     # --- what is asked for ---
-
-    def demand(self, model: str) -> Demand:
-        """The demand for a model."""
-        demand = self.demands.get(model)
-        if demand is None:
-            demand = self.demands[model] = Demand()
-        return demand
 
     def _mix(self, model: str) -> Mix:
         """The mean request of a model, or a usual one before the first."""
@@ -133,9 +105,9 @@ class Placement:
     def due(self, request: Request, now: float, predicted: float) -> float:
         """Latest time of the dispatch of a request that came now, for its targets to be met.
 
-        A request without targets is due as late as any of its model, so that it comes after older ones.
+        A request without targets is due as late as any of its model.
         """
-        service, ready = request.service, self._fleet.ready.get(request.model)
+        service, ready = request.service, self.fleet.ready.get(request.model)
         if ready is None or not service.stated:
             return now + self._patience_s.get(request.model, 0.0)
         if service.ttft_s < math.inf:
@@ -168,34 +140,24 @@ class Placement:
         waited_s: float = 0.0,
         stays: bool = False,
     ) -> Decision | None:
-        """Filter, then let the policy choose; None if no instance would get the request now. Books nothing.
+        """Filter, then let the policy choose; None if no instance would get the request now.
 
         `own_size` is what it counts for in the queue; `long` is the predictor's, where it was asked already;
         instances of class `ceiling` and above are kept for another; it came `waited_s` ago. An instance that
         has been given notice gets only what ends in time, with `stays` nothing.
         """
-        queue, policy = self._queue, self.policy
+        queue, policy = self.queue, self.policy
         if ready.parts and request.splittable and (parts := self._parts(request, ready, now, ceiling)):
             waiting = queue.waiting(request.model) - own_size if queue.held else 0
             ctx = self.context(request, predicted, waiting, now, None, long, waited_s)
-            choice = policy.choose_split(ctx, parts, self._holds.transfers, ready.mixed)
+            choice = policy.choose_split(ctx, parts, self.holds.transfers, ready.mixed)
             if choice is None:
                 return None
             if choice.prefill >= 0:
-                source, target = parts[choice.prefill], parts[choice.decode]
-                pair = None if source is target else choice
-                return Decision(
-                    ctx,
-                    choice.work_s,
-                    choice.candidates,
-                    ready,
-                    parts,
-                    {},
-                    source,
-                    choice.forecast,
-                    pair,
-                    target,
-                )
+                decision = Decision(ctx, ready, parts, {}, choice, parts[choice.prefill])
+                if choice.prefill != choice.decode:
+                    decision.target, decision.pair = parts[choice.decode], choice
+                return decision
         able, excluded, availabilities = self.able(request, ready, now)
         if ceiling is not None or stays:
             kept = [
@@ -215,23 +177,21 @@ class Placement:
         if found is None:
             return None
         instance = able[found.index]
-        if instance.leaves_at is not None and request.pinned is None and not stays:
-            assert found.forecast is not None, (
-                f"{request.id}: a choice of {self.policy_name} without a forecast"
-            )
-            if now + found.forecast.end_s > instance.leaves_at - NOTICE_MARGIN_S:
-                return self.choose(
-                    request, ready, now, predicted, own_size, long, ceiling, waited_s, stays=True
-                )
-        return Decision(ctx, found.work_s, found.candidates, ready, able, excluded, instance, found.forecast)
+        leaves_at = instance.leaves_at
+        if leaves_at is not None and request.pinned is None and not stays:
+            late = now + found.forecast.end_s > leaves_at - NOTICE_MARGIN_S
+            if late:
+                return self.choose(request, ready, now, predicted, own_size, long, ceiling, waited_s, True)
+        return Decision(ctx, ready, able, excluded, found, instance)
 
     def able(
         self, request: Request, ready: ReadyInstances, now: float
     ) -> tuple[list[Instance], dict[str, str], list[tuple[int, str]] | None]:
-        """Filter: see `ReadyInstances.choices`. Most requests may go to all, and nothing is looked at."""
-        known = self._retries.attempts
+        """Instances that may get a request (see `ReadyInstances.choices`): most may go to all."""
+        known = self.retries.attempts
+        prompt = request.longest_prompt_tokens or request.prompt_tokens
         if (
-            _bounded_tokens(request) <= ready.longest_tokens
+            prompt + (request.max_tokens or 1) <= ready.longest_tokens
             and request.pinned is None
             and request.subset is None
             and not request.generated
@@ -239,7 +199,7 @@ class Placement:
         ):
             return ready.able, ready.excluded, None
         if ready.throttled and not any(instance.throttle.active(now) for instance in ready.able):
-            ready = self._fleet.ready[request.model] = ReadyInstances(ready.instances, now)
+            ready = self.fleet.ready[request.model] = ReadyInstances(ready.instances, now)
         attempts = known.get(request.id)
         tried = None if attempts is None else attempts.tried
         return ready.choices(request, tried, now, holds_back=self.policy.holds_back)
@@ -248,7 +208,7 @@ class Placement:
         self, request: Request, ready: ReadyInstances, now: float, ceiling: int | None
     ) -> list[Instance]:
         """The instances that may get a part of a request, [] where it is not to be split."""
-        attempts = self._retries.attempts.get(request.id)
+        attempts = self.retries.attempts.get(request.id)
         if request.pinned is not None or (attempts is not None and attempts.whole):
             return []
         parts = ready.parts_for(request, None if attempts is None else attempts.tried, now, ceiling)
@@ -265,14 +225,12 @@ class Placement:
         waited_s: float = 0.0,
     ) -> SchedulingContext:
         """Context of a decision; `long` and `waited_s` as for `choose`."""
-        fleet = self._fleet
+        fleet = self.fleet
         if not request.generates:
             long = 0.0
         elif long is None:
-            long = self._predictor.long(request)
-        demand = self.demands.get(request.model)
-        if demand is None:
-            demand = self.demand(request.model)
+            long = self.predictor.long(request)
+        demand = self.demands[request.model]
         if not demand.mix.count:  # to explain one request: it is the mean one
             demand = Demand()
             demand.mix.add(request.prompt_tokens, predicted)
@@ -291,8 +249,8 @@ class Placement:
         """Held tokens of a prompt, with the exact figures of engines that publish KV events."""
         if held is None:
             held = Held()
-        for instance in self._fleet.publishers:
-            exact = instance.exact_held(request)
+        for instance in self.fleet.publishers:
+            exact = exact_held(instance, request)
             if exact is not None:
                 cache = instance.tree.cache_id
                 held.tokens[cache] = exact
@@ -301,17 +259,15 @@ class Placement:
 
     def book(self, found: Decision) -> Dispatch:
         """Book what was decided."""
-        ctx, instance, target = found.ctx, found.instance, found.target
+        ctx, instance, choice, target = found.ctx, found.instance, found.choice, found.target
         request, now = ctx.request, ctx.now
         if found.pair is not None and target is not None:
-            lease = self._ledger.book_pair(ctx, found.pair, instance, target)
+            lease = self.ledger.book_pair(ctx, found.pair, instance, target)
         else:
             slots = instance.adapters if ctx.adapter_load_s > 0.0 else None
             loads = None if slots is None else slots.loads(request.model)
-            assert found.forecast is not None, (
-                f"{request.id}: a choice of {self.policy_name} without a forecast"
-            )
-            lease = self._ledger.book(ctx, instance, found.work_s, found.forecast)
+            assert choice.forecast is not None, f"{request.id}: {self.policy_name} gave no forecast"
+            lease = self.ledger.book(ctx, instance, choice.work_s, choice.forecast)
             if loads is not None:
                 self.adapter_load.expected[lease.id] = lease.forecast_first_s, loads
         if ctx.availabilities is not None:
@@ -319,14 +275,12 @@ class Placement:
             for other in found.ready.able:
                 if other is not instance and other.health.probation.held(now):
                     other.health.probation.passed_over()
-        policy = self.policy
         shared = lease.shared
         used = lease.kv_prompt_tokens if shared is None else lease.kv_prompt_tokens + shared.new_tokens
         sequences = request.sequences
         ctx.demand.mix.add_booking(used / sequences, lease.unread_tokens / sequences)
-        if policy.remembers:
-            policy.committed(ctx, instance, found.able)
-        considered: Callable[[], Sequence[Candidate]] = found.candidates
+        self.policy.committed(ctx, instance, found.able)
+        considered: Callable[[], Sequence[Candidate]] = choice.candidates
         excluded = found.excluded
         if excluded:
             scored, instances = considered, found.ready.instances
@@ -338,14 +292,13 @@ class Placement:
     def explain(self, request: Request, predicted: float, now: float) -> tuple[list[Candidate], str | None]:
         """Every instance of the request's model with all its terms, in file order, and which is chosen.
 
-        Nothing is booked. Terms that the policy does not use are filled with the paper's (they are what
-        the ledger would book). A policy that draws at random draws here too.
+        Terms that the policy does not use are filled with the paper's. Policies that draw draw here too.
         """
-        ready = self._fleet.ready.get(request.model)
+        ready = self.fleet.ready.get(request.model)
         if ready is None:
             return [], None
         able, excluded, availabilities = self.able(request, ready, now)
-        ctx = self.context(request, predicted, self._queue.waiting(request.model), now, availabilities)
+        ctx = self.context(request, predicted, self.queue.waiting(request.model), now, availabilities)
         scored = self.policy.score(ctx, able) if able else []
         candidates = with_excluded(scored, ready.instances, excluded)
         for instance, candidate in zip(ready.instances, candidates, strict=True):

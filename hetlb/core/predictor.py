@@ -1,8 +1,6 @@
-"""Predictors of output lengths, in tokens.
+"""Predictors of output lengths: at least one token, and never above the client's own `max_tokens`.
 
-No predictor but `OraclePredictor` ever sees a true length before the request has ended. All of
-them give an expectation (or, for `normal`, the paper's draw) of at least one token and never above the
-client's own `max_tokens`.
+No predictor but `OraclePredictor` ever sees a true length before the request has ended.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from hetlb.core.types import Request, RequestId
 
@@ -31,12 +29,7 @@ LONG_SHARE: Final = 0.98
 
 
 class LengthDistribution:
-    """A fixed sample of output lengths with O(log n) capped means.
-
-    Raises `ValueError` on an empty sample.
-    """
-
-    __slots__ = ("_lengths", "_prefix", "long", "mean", "std")
+    """A fixed sample of output lengths. Raises `ValueError` on an empty one."""
 
     def __init__(self, lengths: Iterable[int]) -> None:
         self._lengths = sorted(max(1, length) for length in lengths)
@@ -66,7 +59,7 @@ class LengthDistribution:
         return (self._prefix[below] + cap * (n - below)) / n
 
 
-class Predictor(Protocol):
+class Predictor:
     """Output length predictor: asked before a request is placed, told when one has ended."""
 
     def outlook(self, request: Request) -> tuple[float, float]:
@@ -75,9 +68,11 @@ class Predictor(Protocol):
 
     def predict(self, request: Request) -> float:
         """Expected output tokens of one sequence of `request`."""
+        raise NotImplementedError
 
     def long(self, request: Request) -> float:
         """A length that `LONG_SHARE` of such answers stay within."""
+        return self.predict(request)
 
     def observe(self, request: Request, output_tokens: float) -> None:
         """A request ended well with this many output tokens per sequence."""
@@ -87,6 +82,21 @@ def _cap(request: Request, tokens: float) -> float:
     if request.max_tokens is not None and tokens > request.max_tokens:
         tokens = float(request.max_tokens)
     return tokens if tokens > 1.0 else 1.0
+
+
+class SamplePredictor(Predictor):
+    """Mean of a data set; `capped`: under the request's own cap, E[min(O, max_tokens)]."""
+
+    def __init__(self, lengths: LengthDistribution, *, capped: bool) -> None:
+        self._lengths = lengths
+        self._capped = capped
+
+    def predict(self, request: Request) -> float:
+        sample = self._lengths
+        return _cap(request, sample.mean_capped(request.max_tokens) if self._capped else sample.mean)
+
+    def long(self, request: Request) -> float:
+        return _cap(request, self._lengths.long)
 
 
 class NormalPredictor(Predictor):
@@ -102,41 +112,6 @@ class NormalPredictor(Predictor):
     def long(self, request: Request) -> float:
         return _cap(request, self._lengths.mean + 2.0 * self._lengths.std)
 
-    def observe(self, request: Request, output_tokens: float) -> None:
-        """Nothing to learn."""
-
-
-class MeanPredictor(Predictor):
-    """The data set's mean."""
-
-    def __init__(self, lengths: LengthDistribution) -> None:
-        self._lengths = lengths
-
-    def predict(self, request: Request) -> float:
-        return _cap(request, self._lengths.mean)
-
-    def long(self, request: Request) -> float:
-        return _cap(request, self._lengths.long)
-
-    def observe(self, request: Request, output_tokens: float) -> None:
-        """Nothing to learn."""
-
-
-class EmpiricalPredictor(Predictor):
-    """The data set's mean under the request's own cap: E[min(O, max_tokens)]."""
-
-    def __init__(self, lengths: LengthDistribution) -> None:
-        self._lengths = lengths
-
-    def predict(self, request: Request) -> float:
-        return _cap(request, self._lengths.mean_capped(request.max_tokens))
-
-    def long(self, request: Request) -> float:
-        return _cap(request, self._lengths.long)
-
-    def observe(self, request: Request, output_tokens: float) -> None:
-        """Nothing to learn."""
-
 
 class OraclePredictor(Predictor):
     """The true lengths, for simulations only."""
@@ -146,12 +121,6 @@ class OraclePredictor(Predictor):
 
     def predict(self, request: Request) -> float:
         return float(max(1, self._output_tokens[request.id]))
-
-    def long(self, request: Request) -> float:
-        return self.predict(request)
-
-    def observe(self, request: Request, output_tokens: float) -> None:
-        """Nothing to learn."""
 
 
 #: Histogram buckets: exact up to 16 tokens, then eight per doubling (a width of at most 12.5 %).
@@ -178,14 +147,8 @@ _LIMIT_PRIOR: Final = 0.5
 class _Histogram:
     """Lengths seen, newer ones weighing more: `count` and `total` per bucket, decayed together.
 
-    The sums over the buckets, and what follows from them alone, are made anew at each of the first answers,
-    then every 16th.
+    Sums over the buckets are made anew at each of the first answers, then every 16th.
     """
-
-    __slots__ = (
-        "_below", "_counts", "_cum_counts", "_cum_totals", "_fresh", "_moved",
-        "_quantile", "_room", "_totals", "_unit", "_used", "seen",
-    )  # fmt: skip
 
     def __init__(self) -> None:
         size = _bucket(_MOST_LENGTH) + 1
@@ -195,9 +158,8 @@ class _Histogram:
         self._used: list[int] = []
         self._cum_counts: list[float] = []
         self._cum_totals: list[float] = []
-        #: Of the caps and the quantile that were asked for since: where they fall, and what is below.
+        #: Of the caps that were asked for since: where they fall, and what is below.
         self._below: dict[int, tuple[int, float, float]] = {}
-        self._quantile: tuple[float, int] = (-1.0, 0)
         self._unit = 1.0
         self._fresh = False
         self.seen = 0
@@ -269,10 +231,7 @@ class _Histogram:
         """The upper end of the bucket that holds this share of what was seen."""
         if not self._fresh:
             self._refresh()
-        known, index = self._quantile
-        if known != share:
-            index = bisect.bisect_left(self._cum_counts, share * self._cum_counts[-1])
-            self._quantile = (share, index)
+        index = bisect.bisect_left(self._cum_counts, share * self._cum_counts[-1])
         count = self._counts[index]
         return self._totals[index] / count if count else 0.0
 
@@ -287,11 +246,10 @@ class _Histogram:
         made = cls()
         made.seen = int(state[0])
         for bucket in state[1:]:
-            if len(bucket) != 3:
+            known = len(bucket) == 3 and 0 <= bucket[0] < len(made._counts)
+            if not known or not (0.0 <= bucket[1] < _MOST_SUM and 0.0 <= bucket[2] < _MOST_SUM):
                 raise ValueError(f"expected a bucket, its weight and its tokens, got {bucket}")
             index, count, total = bucket
-            if not (0 <= index < len(made._counts) and 0.0 <= count < _MOST_SUM and 0.0 <= total < _MOST_SUM):
-                raise ValueError(f"expected a bucket, its weight and its tokens, got {bucket}")
             made._counts[index], made._totals[index] = float(count), float(total)
             made._used.append(int(index))
         made._used.sort()
@@ -303,7 +261,6 @@ class _Histogram:
         self._cum_counts = list(accumulate(counts[:end]))
         self._cum_totals = list(accumulate(totals[:end]))
         self._below.clear()
-        self._quantile = (-1.0, 0)
         self._fresh = True
 
 
@@ -320,12 +277,12 @@ STATE_VERSION: Final = 1
 
 
 class OnlinePredictor(Predictor):
-    """E[min(O, max_tokens)] per model and tenant, learnt from finished requests; nearer to `max_tokens` by
-    what answers to such limits showed.
+    """E[min(O, max_tokens)] per model and tenant, nearer to `max_tokens` as answers to such limits are.
 
     Cold start: `PRIOR_OUTPUT_TOKENS`, weighing as `PRIOR_WEIGHT` answers. What is known of a tenant is
     shrunk towards the model's mean: (w * tenant + TENANT_WEIGHT * model) / (w + TENANT_WEIGHT), w being the
-    effective number of its answers (empirical Bayes with a fixed prior weight)."""
+    effective number of its answers (empirical Bayes with a fixed prior weight).
+    """
 
     def __init__(self) -> None:
         self._by_model: dict[str, _Histogram] = {}
@@ -443,8 +400,6 @@ def make_predictor(
         raise ValueError(f"the predictor {name!r} needs a sample of output lengths")
     if name == "normal":
         return NormalPredictor(lengths, rng)
-    if name == "mean":
-        return MeanPredictor(lengths)
-    if name == "empirical":
-        return EmpiricalPredictor(lengths)
+    if name in ("mean", "empirical"):
+        return SamplePredictor(lengths, capped=name == "empirical")
     raise ValueError(f"expected one of {', '.join(PREDICTORS)}, got {name!r}")

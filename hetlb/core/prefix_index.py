@@ -1,12 +1,10 @@
 """Belief about prefix caches: which prefixes of prompts each engine holds, and how many use them now.
 
-A request names what its prompt begins with by a chain of keys, shortest first; a key stands for everything up
-to its end, so equal keys mean equal prefixes. For each engine the index keeps a tree of such keys. A node
-counts the live leases that use it: its tokens are in use once, however many share them. Unused nodes stay,
-as cached blocks do in vLLM, and are evicted least recently used first and the end of a prompt before its
-beginning, when the KV cache is full or the index holds too many nodes.
-
-It is a belief. `Tree.correct` shrinks it where an engine reports fewer cached tokens than were expected.
+A request names what its prompt begins with by a chain of keys, shortest first; equal keys mean equal
+prefixes. For each engine the index keeps a tree of such keys. A node counts the live leases that use it: its
+tokens are in use once, however many share them. Unused nodes stay, as cached blocks do in vLLM, and are
+evicted least recently used first and the end of a prompt before its beginning, when the KV cache is full or
+the index holds too many nodes. `Tree.correct` shrinks the belief where an engine reports fewer cached tokens.
 """
 
 from __future__ import annotations
@@ -72,9 +70,6 @@ class Shared:
 
 class Tree:
     """Prefixes that one engine holds. `cache_id` names this content of its cache."""
-
-    __slots__ = ("_index", "_owed", "cache_id", "nodes", "share", "told", "unused", "unused_tokens",
-                 "used_tokens")  # fmt: skip
 
     def __init__(self, index: PrefixIndex, cache_id: int) -> None:
         self._index = index
@@ -189,8 +184,7 @@ class Tree:
     def correct(self, shared: Shared, reported: int) -> None:
         """Take over how many tokens of a prompt an engine found in its cache.
 
-        Only what no request used can have been evicted: where others had it in use, a smaller report comes
-        from their being read at that moment, and says nothing of how much the engine keeps.
+        Where others had it in use, a smaller report says nothing: it may have been in the making.
         """
         idle = shared.idle_tokens
         if self.told or idle < _LEAST_EXPECTED:
@@ -235,8 +229,6 @@ class Held:
 class PrefixIndex:
     """Prefixes that engines hold, over all of them."""
 
-    __slots__ = ("_holders", "most_unused", "unused")
-
     def __init__(self, most_unused: int = MOST_UNUSED) -> None:
         self.most_unused = most_unused
         self._holders: dict[str, list[Node]] = {}
@@ -246,10 +238,7 @@ class PrefixIndex:
         return len(self._holders)
 
     def held(self, keys: Sequence[PrefixKey], prompt_tokens: int) -> Held | None:
-        """Tokens that each engine holds of a prompt; None if none holds any.
-
-        At least one token of a prompt is always computed.
-        """
+        """Tokens that each engine holds of a prompt, all but one at most; None if none holds any."""
         found: Held | None = None
         holders, most = self._holders, prompt_tokens - 1
         begin = 0

@@ -1,6 +1,5 @@
 """The bounded queue of requests that no instance has been chosen for yet.
 
-It never holds more than `max_requests` requests or `max_bytes` bytes; what goes in comes out exactly once.
 Next to go, under one `QueueKey`: the lowest level (priority; of one priority background requests come last,
 before them those that cannot meet their target any more); then the tenant that was served least for its
 weight, what runs counted (`TenantService`); then the request that is due first. Requests that only large
@@ -14,8 +13,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
-
-from mypy_extensions import mypyc_attr
 
 from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.types import Request, RequestId
@@ -55,61 +52,55 @@ class QueueKey(NamedTuple):
 
 
 class Queued:
-    """One waiting request, when it arrived, the output predicted then, and its size (see `core.demand`).
+    """One waiting request, when it arrived, and its size by the output predicted (see `core.demand`).
 
-    `due`: until when it is to be dispatched to meet its target. `fit` is the smallest class of instances that
-    can take it.
+    `due`: until when it is to be dispatched to meet its target.
     """
 
-    __slots__ = ("arrived_at", "due", "fit", "predicted_output", "request", "size")
+    __slots__ = ("arrived_at", "due", "flow", "request", "size")
 
-    def __init__(
-        self, request: Request, arrived_at: float, predicted_output: float, size: int, fit: int, due: float
-    ) -> None:
+    def __init__(self, request: Request, arrived_at: float, size: int, due: float, flow: QueueFlow) -> None:
         self.request = request
         self.arrived_at = arrived_at
-        self.predicted_output = predicted_output
         self.size = size
-        self.fit = fit
         self.due = due
+        self.flow = flow
 
 
-#: Ordered: the head of a plain dict that is eaten from the front costs its past length.
-Entries = OrderedDict[RequestId, Queued]
+class FlowName(NamedTuple):
+    """Level, tenant and service class of waiting requests, and the smallest class of instances for them."""
+
+    level: int
+    tenant: str | None
+    service_class: str
+    fit: int
 
 
-class TenantFlow:
-    """The waiting requests of one tenant and service class at one level, oldest first, by `fit`."""
+class QueueFlow:
+    """Waiting requests of one line and name, oldest first."""
 
-    __slots__ = ("by_fit", "service", "tenant")
+    __slots__ = ("entries", "key", "name")
 
-    def __init__(self, tenant: str | None, service: str) -> None:
-        self.tenant = tenant
-        self.service = service
-        self.by_fit: dict[int, Entries] = {}
+    def __init__(self, key: QueueKey, name: FlowName) -> None:
+        self.key = key
+        self.name = name
+        #: Ordered: the head of a plain dict that is eaten from the front costs its past length.
+        self.entries: OrderedDict[RequestId, Queued] = OrderedDict()
 
-    def first(self, fit: int) -> Queued:
-        """The oldest request of a fit."""
-        return next(iter(self.by_fit[fit].values()))
+    @property
+    def first(self) -> Queued:
+        """The oldest."""
+        return next(iter(self.entries.values()))
 
-
-#: Flows of one level, by tenant and service class.
-Flows = dict[tuple[str | None, str], TenantFlow]
+    @property
+    def background(self) -> bool:
+        """True if the requests are in the background."""
+        return self.name.level % _RANKS == _BACKGROUND
 
 
 def _level(request: Request) -> int:
     """The level of a request that has just come."""
     return request.priority * _RANKS + (_BACKGROUND if request.service.background else _IN_TIME)
-
-
-def _due(entries: Entries, now: float) -> list[Queued]:
-    """The first of some entries, as long as they were due before now."""
-    found: list[Queued] = []
-    for entry in entries.values():
-        if entry.due >= now or not entry.request.service.stated:
-            break
-        found.append(entry)
-    return found
 
 
 class TenantService:
@@ -120,8 +111,6 @@ class TenantService:
     so that it gets as much as runs for others before they get more, and saves nothing up by not asking.
     """
 
-    __slots__ = ("_floor", "_served", "_weights", "running")
-
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         #: Tokens of leases that have not ended, by tenant.
@@ -130,7 +119,7 @@ class TenantService:
         self._floor = 0.0
 
     def weight(self, tenant: str | None) -> float:
-        """Share of a tenant: 1 unless another is stated."""
+        """Stated share of a tenant, else 1."""
         return self._weights.get(tenant, 1.0) if self._weights and tenant is not None else 1.0
 
     def come(self, tenant: str | None, waiting: Iterable[str | None]) -> None:
@@ -172,44 +161,19 @@ class TenantService:
         return self._served.get(tenant, self._floor)
 
 
-class TenantShare:
-    """Part of the queue that one tenant holds."""
-
-    __slots__ = ("bytes", "requests")
-
-    def __init__(self) -> None:
-        self.requests = 0
-        self.bytes = 0
-
-
-@mypyc_attr(acyclic=True)
-class Head:
-    """The next request of one level and `fit`; `background`: it takes only what others leave over."""
-
-    __slots__ = ("background", "entry", "level")
-
-    def __init__(self, level: int, entry: Queued) -> None:
-        self.level = level
-        self.entry = entry
-        self.background = level % _RANKS == _BACKGROUND
-
-
 class Queue:
     """Waiting requests, bounded by count and bytes over all of them."""
 
-    __slots__ = ("_keys", "_lines", "_shares", "_sizes", "bytes", "held", "limits", "service")
-
     def __init__(self, limits: QueueLimits) -> None:
         self.limits = limits
-        #: By level, ascending.
-        self._lines: dict[QueueKey, dict[int, Flows]] = {}
-        #: Keys of the lines that are open to every instance of a model, by model: making one costs more than
-        #: to find it.
+        self._lines: dict[QueueKey, dict[FlowName, QueueFlow]] = {}
+        #: Keys of unrestricted lines by model: making one costs more than to find it.
         self._keys: dict[str, QueueKey] = {}
-        #: The waiting requests and their slots. To be read: asked at every event whether it is empty.
-        self.held: dict[RequestId, tuple[QueueKey, int, TenantFlow, Queued]] = {}
+        #: The waiting requests. To be read: asked at every event whether it is empty.
+        self.held: dict[RequestId, Queued] = {}
         self._sizes: dict[str, int] = {}
-        self._shares: dict[str | None, TenantShare] = {}
+        #: Requests and bytes that a tenant holds.
+        self._shares: dict[str | None, list[int]] = {}
         self.bytes = 0
         #: Service that each tenant has had; kept by the ledger.
         self.service = TenantService(limits.tenant_weights)
@@ -222,16 +186,14 @@ class Queue:
 
     def __iter__(self) -> Iterator[Queued]:
         """The waiting requests; a snapshot: callers may remove meanwhile."""
-        return iter([place[3] for place in self.held.values()])
+        return iter(list(self.held.values()))
 
     def flows(self) -> list[list[Queued]]:
         """The waiting requests in lists, each oldest first: by key, level, tenant, class and fit."""
         return [
-            list(entries.values())
-            for by_level in self._lines.values()
-            for flows in by_level.values()
-            for flow in flows.values()
-            for entries in flow.by_fit.values()
+            list(flow.entries.values())
+            for line in self._lines.values()
+            for flow in sorted(line.values(), key=lambda each: each.name.level)
         ]
 
     @property
@@ -240,50 +202,47 @@ class Queue:
         lines = self._lines
         return sorted(lines, key=lambda key: not key.retry) if len(lines) > 1 else list(lines)
 
-    def heads(self, key: QueueKey) -> list[Head]:
-        """The next of a line for each `fit`, background apart: by level, then as their turn comes."""
-        found: list[tuple[int, float, float, Head]] = []
-        seen: set[tuple[int, bool]] = set()
-        for level, flows in self._lines.get(key, {}).items():
-            background = level % _RANKS == _BACKGROUND
-            best: dict[int, tuple[float, float, Queued]] = {}
-            for flow in flows.values():
-                used = self.service.served(flow.tenant)
-                for fit in flow.by_fit:
-                    if (fit, background) not in seen:
-                        first = flow.first(fit)
-                        known = best.get(fit)
-                        if known is None or (used, first.due) < (known[0], known[1]):
-                            best[fit] = used, first.due, first
-            for fit, (used, due, first) in best.items():
-                seen.add((fit, background))
-                found.append((level, used, due, Head(level, first)))
-        if len(found) > 1:
-            found.sort(key=lambda each: each[:3])
-        return [head for _, _, _, head in found]
+    def heads(self, key: QueueKey) -> list[Queued]:
+        """The next of a line for each `fit`, in the background and not: by level and turn."""
+        line = self._lines.get(key)
+        if line is None:
+            return []
+        if len(line) == 1:
+            return [flow.first for flow in line.values()]
+        best: dict[tuple[int, bool], tuple[int, float, float, Queued]] = {}
+        for name, flow in line.items():
+            first = flow.first
+            rank = (name.level, self.service.served(name.tenant), first.due, first)
+            known = best.get((name.fit, flow.background))
+            if known is None or rank[:3] < known[:3]:
+                best[name.fit, flow.background] = rank
+        return [rank[3] for rank in sorted(best.values(), key=lambda each: each[:3])]
 
     def ahead(self, request: Request) -> bool:
         """True if requests wait in the line of one that has just come, and not only behind it."""
-        by_level = self._lines.get(self._key(request, False))
-        return by_level is not None and min(by_level) <= _level(request)
+        line = self._lines.get(self._key(request, False))
+        if line is None:
+            return False
+        level = _level(request)
+        return min([name.level for name in line]) <= level
 
     def demote(self, entry: Queued) -> None:
         """Serve a request after those of its priority that can still meet their targets."""
-        key, level, flow, _ = self.held[entry.request.id]
-        assert level % _RANKS == _IN_TIME, f"{entry.request.id} is demoted twice"
-        self._withdraw(key, level, flow, entry)
-        self._enter(key, level + _HOPELESS, entry)
+        flow = entry.flow
+        assert flow.name.level % _RANKS == _IN_TIME, f"{entry.request.id} is demoted twice"
+        self._withdraw(entry)
+        self._enter(flow.key, flow.name._replace(level=flow.name.level + _HOPELESS), entry)
 
     def late(self, key: QueueKey, now: float) -> list[Queued]:
         """Requests of a line that were due before now and are neither demoted nor in the background."""
-        return [
-            entry
-            for level, flows in self._lines.get(key, {}).items()
-            if level % _RANKS == _IN_TIME
-            for flow in flows.values()
-            for entries in flow.by_fit.values()
-            for entry in _due(entries, now)
-        ]
+        found: list[Queued] = []
+        for name, flow in self._lines.get(key, {}).items():
+            if name.level % _RANKS == _IN_TIME:
+                for entry in flow.entries.values():
+                    if entry.due >= now or not entry.request.service.stated:
+                        break
+                    found.append(entry)
+        return found
 
     def by_model(self) -> dict[str, int]:
         """Number of waiting requests, by model."""
@@ -304,7 +263,7 @@ class Queue:
     # --- bounds ---
 
     def has_room(self, request: Request) -> bool:
-        """True if one more request with this body stays within the bounds and its tenant's share of them."""
+        """True if one more request stays within the bounds and its tenant's share of them."""
         return self._within(len(self.held), self.bytes, request) and self._within_share(request)
 
     def _within(self, requests: int, held_bytes: int, request: Request) -> bool:
@@ -327,14 +286,13 @@ class Queue:
 
     def held_by(self, tenant: str | None) -> tuple[int, int]:
         """Requests and bytes that a tenant holds."""
-        share = self._shares.get(tenant)
-        return (0, 0) if share is None else (share.requests, share.bytes)
+        requests, held_bytes = self._shares.get(tenant, (0, 0))
+        return requests, held_bytes
 
     def crowding_out(self, request: Request) -> Sequence[RequestId]:
         """The requests that leave a full queue so that this one has room; none if that would not be fair.
 
-        As where many share one buffer: the newest of the tenant that holds most, as long as that one holds
-        more than the tenant of the request will.
+        The newest of the tenant that holds most, as long as it holds more than that of the request will.
         """
         if (len(self._shares) < 2 and request.tenant in self._shares) or not self._within_share(request):
             return ()
@@ -349,8 +307,11 @@ class Queue:
         requests, held_bytes = len(self.held), self.bytes
         theirs = held[tenant]
         after = self.held_by(request.tenant)[unit] + (1 if by_count else request.body_bytes)
-        for _, entries in sorted(self._of(tenant), key=lambda item: -item[0]):
-            for request_id, entry in reversed(entries.items()):
+        flows = [
+            flow for line in self._lines.values() for flow in line.values() if flow.name.tenant == tenant
+        ]
+        for flow in sorted(flows, key=lambda each: -each.name.level):
+            for request_id, entry in reversed(flow.entries.items()):
                 theirs -= 1 if by_count else entry.request.body_bytes
                 if theirs < after:
                     return ()
@@ -361,125 +322,101 @@ class Queue:
                     return gone
         return ()
 
-    def _of(self, tenant: str | None) -> Iterator[tuple[int, Entries]]:
-        for by_level in self._lines.values():
-            for level, flows in by_level.items():
-                for flow in flows.values():
-                    if flow.tenant == tenant:
-                        for entries in flow.by_fit.values():
-                            yield level, entries
-
     # --- in and out ---
 
     def push(
         self,
         request: Request,
         arrived_at: float,
-        predicted_output: float = 0.0,
         size: int = 0,
         retry: bool = False,
         fit: int = 0,
         due: float = math.inf,
     ) -> None:
-        """Append a request; the caller has asked `has_room`."""
+        """Append a request that there is room for."""
         assert request.id not in self.held, f"request {request.id} is queued already"
         key = self._key(request, retry)
-        entry = Queued(request, arrived_at, predicted_output, size, fit, due)
-        self._enter(key, _level(request), entry)
+        name = FlowName(_level(request), request.tenant, request.service.name, fit)
+        flow = self._flow(key, name)
+        flow.entries[request.id] = self.held[request.id] = Queued(request, arrived_at, size, due, flow)
         self._sizes[request.model] = self._sizes.get(request.model, 0) + size
         share = self._shares.get(request.tenant)
         if share is None:
             if request.tenant not in self.service.running:
                 self.service.come(request.tenant, self._shares)
-            share = self._shares[request.tenant] = TenantShare()
-        share.requests += 1
-        share.bytes += request.body_bytes
+            share = self._shares[request.tenant] = [0, 0]
+        share[0] += 1
+        share[1] += request.body_bytes
         self.bytes += request.body_bytes
 
-    def _enter(self, key: QueueKey, level: int, entry: Queued) -> None:
-        request = entry.request
-        by_level = self._lines.get(key)
-        if by_level is None:
-            by_level = self._lines[key] = {}
-            if key.instance is None and not key.retry:
-                self._keys[key.model] = key
-        flows = by_level.get(level)
-        if flows is None:
-            flows = by_level[level] = {}
-            if len(by_level) > 1:
-                self._lines[key] = dict(sorted(by_level.items()))
-        name = (request.tenant, request.service.name)
-        flow = flows.get(name)
+    def _flow(self, key: QueueKey, name: FlowName) -> QueueFlow:
+        """A flow that something is about to enter."""
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = {}
+        flow = line.get(name)
         if flow is None:
-            flow = flows[name] = TenantFlow(request.tenant, request.service.name)
-        entries = flow.by_fit.get(entry.fit)
-        if entries is None:
-            entries = flow.by_fit[entry.fit] = OrderedDict()
-        entries[request.id] = entry
-        self.held[request.id] = (key, level, flow, entry)
+            flow = line[name] = QueueFlow(key, name)
+        return flow
 
-    def _withdraw(self, key: QueueKey, level: int, flow: TenantFlow, entry: Queued) -> None:
+    def _enter(self, key: QueueKey, name: FlowName, entry: Queued) -> None:
+        entry.flow = self._flow(key, name)
+        entry.flow.entries[entry.request.id] = entry
+
+    def _withdraw(self, entry: Queued) -> None:
         """Take an entry out of its flow, and what is empty then out of the line."""
-        entries = flow.by_fit[entry.fit]
-        del entries[entry.request.id]
-        if entries:
-            return
-        del flow.by_fit[entry.fit]
-        if flow.by_fit:
-            return
-        by_level = self._lines[key]
-        del by_level[level][flow.tenant, flow.service]
-        if not by_level[level]:
-            del by_level[level]
-            if not by_level:
-                del self._lines[key]
-                if key.instance is None and not key.retry:
-                    del self._keys[key.model]
+        flow = entry.flow
+        del flow.entries[entry.request.id]
+        if not flow.entries:
+            line = self._lines[flow.key]
+            del line[flow.name]
+            if not line:
+                del self._lines[flow.key]
 
     def remove(self, request_id: RequestId) -> Queued | None:
         """Take a request out, None if it is not waiting."""
-        place = self.held.pop(request_id, None)
-        if place is None:
+        entry = self.held.pop(request_id, None)
+        if entry is None:
             return None
-        key, level, flow, entry = place
         request, model = entry.request, entry.request.model
-        self._withdraw(key, level, flow, entry)
+        self._withdraw(entry)
         self._sizes[model] -= entry.size
         if not any(other.model == model for other in self._lines):
             assert self._sizes.pop(model) == 0, f"sizes waiting for {model} do not add up"
         share = self._shares[request.tenant]
-        share.requests -= 1
-        share.bytes -= request.body_bytes
-        if not share.requests:
+        share[0] -= 1
+        share[1] -= request.body_bytes
+        if not share[0]:
             del self._shares[request.tenant]
         self.bytes -= request.body_bytes
         assert self.bytes >= 0, "queued bytes fell below zero"
         return entry
 
-    def resize(self, entry: Queued, predicted_output: float, size: int) -> None:
-        """Take over a new prediction for a waiting request."""
+    def resize(self, entry: Queued, size: int) -> None:
+        """Take over a new size of a waiting request."""
         self._sizes[entry.request.model] += size - entry.size
-        entry.predicted_output, entry.size = predicted_output, size
+        entry.size = size
 
     def refit(self, fit_of: Callable[[Request], int]) -> None:
-        """Sort the waiting requests anew: the instances have changed. Their order stays."""
-        places = list(self.held.values())
-        if all(entry.fit == fit_of(entry.request) for _, _, _, entry in places):
+        """Sort the waiting requests anew after the instances have changed. Their order stays."""
+        entries = list(self.held.values())
+        if all(entry.flow.name.fit == fit_of(entry.request) for entry in entries):
             return
-        for key, level, flow, entry in places:
-            self._withdraw(key, level, flow, entry)
-        for key, level, _, entry in places:
-            entry.fit = fit_of(entry.request)
-            self._enter(key, level, entry)
+        for entry in entries:
+            self._withdraw(entry)
+        for entry in entries:
+            flow = entry.flow
+            self._enter(flow.key, flow.name._replace(fit=fit_of(entry.request)), entry)
 
     def _key(self, request: Request, retry: bool) -> QueueKey:
         """The line of a request."""
         restriction = request.restriction
-        if restriction is None and not retry:
-            key = self._keys.get(request.model)
-            if key is not None:
-                return key
-        return QueueKey(request.model, restriction, retry)
+        if restriction is not None or retry:
+            return QueueKey(request.model, restriction, retry)
+        key = self._keys.get(request.model)
+        if key is None:
+            key = self._keys[request.model] = QueueKey(request.model, None, False)
+        return key
 
     def booked(self, tenant: str | None, tokens: int) -> None:
         """A lease of a tenant began, for so many tokens."""
@@ -492,12 +429,10 @@ class Queue:
         assert {entry.request.id for entry in entries} == self.held.keys()
         assert all(self.flows()), "an empty flow was left behind"
         assert all(self._lines.values()), "an empty line was left behind"
-        assert all(list(line) == sorted(line) for line in self._lines.values()), "levels out of order"
+        assert all(entry.request.id in entry.flow.entries for entry in entries), "an entry has a wrong flow"
         held: dict[str | None, list[int]] = {}
         for entry in entries:
             of = held.setdefault(entry.request.tenant, [0, 0])
             of[0] += 1
             of[1] += entry.request.body_bytes
-        keys = {key.model: key for key in self._lines if key.instance is None and not key.retry}
-        assert self._keys == keys, "keys of lines"
-        assert held == {name: [share.requests, share.bytes] for name, share in self._shares.items()}
+        assert held == self._shares

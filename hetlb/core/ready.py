@@ -13,15 +13,7 @@ _ADMIN_REASON = {AdminState.DRAIN: "draining", AdminState.MAINT: "in maintenance
 
 
 class ReadyInstances:
-    """Instances of one model that take any but very long requests, and reasons against the others.
-
-    Computed when something changes and not for every request.
-    """
-
-    __slots__ = (
-        "able", "excluded", "instances", "limits", "longest_prompt", "longest_tokens", "mixed", "parts",
-        "roles", "throttled",
-    )  # fmt: skip
+    """Instances of one model that take any but very long requests, and reasons against the others."""
 
     def __init__(self, instances: Sequence[Instance], now: float) -> None:
         self.instances = instances
@@ -39,7 +31,7 @@ class ReadyInstances:
                     self.excluded[instance.name] = f"suspect: {instance.health.reason}"
         #: Those that may get a part of a split request, [] where none is split.
         self.parts = up if _splits(up) else []
-        #: True if none of these has a role of its own.
+        #: True if none of them has a role.
         self.mixed = all(each.spec.role is Role.BOTH for each in self.parts)
         #: Those that get no whole request, and why: their role, while another one is there.
         self.roles = _kept_by_role(routable)
@@ -47,7 +39,7 @@ class ReadyInstances:
         self.able = [each for each in up if each.name not in self.roles] if self.roles else up
         if not self.able and routable:  # those of the role that takes whole requests are all suspect
             self.able = [each for each in routable if each.name not in self.roles]
-        #: True if an instance is throttled: then every request is looked at by itself.
+        #: True if an instance is throttled.
         self.throttled = any(instance.throttle.active(now) for instance in self.able)
         #: A request whose prompt and output stay within this fits everywhere.
         self.longest_tokens = (
@@ -72,8 +64,8 @@ class ReadyInstances:
     ) -> tuple[list[Instance], dict[str, str], list[tuple[int, str]] | None]:
         """The instances that may be chosen now, why each other one may not, and their availability.
 
-        `tried`: where the request was before, None for one that was nowhere. `holds_back`: the policy heeds
-        availability itself; otherwise only the most available are left. No availabilities: none is throttled.
+        `tried`: where the request was before. `holds_back`: the policy heeds availability itself; otherwise
+        only the most available are left. No availabilities: none is throttled.
         """
         chosen, excluded = self._fitting(request, tried)
         if not self.throttled or not any(instance.throttle.active(now) for instance in chosen):
@@ -94,17 +86,18 @@ class ReadyInstances:
     def _fitting(
         self, request: Request, tried: Sequence[str] | None
     ) -> tuple[list[Instance], dict[str, str]]:
-        """Instances that are there, have not had the request and are large enough, and a reason for each
-        other one. Roles count for nothing where no other instance is left. The rest of an answer goes on by
-        its token ids, where any that is there takes them.
+        """Instances that may have the request and are large enough, and a reason for each other one.
+
+        Roles count for nothing where no other instance is left. The rest of an answer goes on by its token
+        ids, where any that is there takes them.
         """
+        tokens = tokens_of(request)
         by_ids = request.generated > 0 and any(
             not _why_not(each) and each.gives_ids for each in self.instances
         )
-        if tried is None and request.pinned is None and request.subset is None and not by_ids:
-            tokens = tokens_of(request)
-            if all(tokens <= _longest(instance) for instance in self.able):
-                return self.able, self.excluded
+        anywhere = tried is None and request.pinned is None and request.subset is None and not by_ids
+        if anywhere and all(tokens <= _longest(instance) for instance in self.able):
+            return self.able, self.excluded
         excluded: dict[str, str] = {}
         able: list[Instance] = []
         kept: list[Instance] = []
@@ -131,7 +124,7 @@ class ReadyInstances:
             able = kept
             for instance in kept:
                 del excluded[instance.name]
-        fitting = [instance for instance in able if instance.fits(request)]
+        fitting = [instance for instance in able if tokens <= _longest(instance)]
         if not fitting and able:
             # vLLM serves a prompt that fits and cuts the answer at its context length; and a length that
             # was only estimated must not shut out everyone. The largest engine has the last word.
@@ -151,13 +144,14 @@ class ReadyInstances:
         self, request: Request, tried: Sequence[str] | None, now: float, ceiling: int | None
     ) -> list[Instance]:
         """The instances that may get a part of a request; those of class `ceiling` and above are kept."""
-        if tried is None and not self.throttled and ceiling is None and tokens_of(request) <= self.limits[0]:
+        tokens = tokens_of(request)
+        if tried is None and not self.throttled and ceiling is None and tokens <= self.limits[0]:
             return self.parts
         found = [
             each
             for each in self.parts
             if (tried is None or each.name not in tried)
-            and each.fits(request)
+            and tokens <= _longest(each)
             and not each.throttle.active(now)
             and (ceiling is None or self.class_of(each) < ceiling)
         ]

@@ -1,4 +1,4 @@
-"""Retries: where a request was before, and how many requests that may run twice are tried again at a time."""
+"""Retries: where a request was before, and the budget of retries of requests that may run twice."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ RETRY_FLOOR: Final = 3
 class Attempts:
     """Earlier destinations of a request that is being retried, and how often it may have been run."""
 
-    __slots__ = ("runs", "tried", "turned_away", "whole")
-
     def __init__(self) -> None:
         self.tried: list[str] = []
         self.runs = 0
@@ -33,8 +31,6 @@ class Attempts:
 @mypyc_attr(acyclic=True)
 class Retries:
     """Attempts of the requests that are retried, and the leases that count in the budget of retries."""
-
-    __slots__ = ("attempts", "leases")
 
     def __init__(self) -> None:
         self.attempts: dict[RequestId, Attempts] = {}

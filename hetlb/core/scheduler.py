@@ -1,10 +1,9 @@
-"""The mapper: facts and the current time go in, commands come out.
+"""Scheduler: facts and the current time go in, commands come out.
 
-No I/O, no clock, no logging. One dispatch, one lease, tied to the incarnation of its instance;
-what a lease booked is given back exactly once, however it ends. A request is at any moment waiting,
-leased or gone; nothing is dispatched to an instance that is drained, ejected or removed; what restrains one
-for a while (it has just come back, is busy, has failed) throttles none where all are alike. Queues are
-bounded. The proxy drives this object from real traffic, the simulator from a heap, a replay from a file.
+One dispatch, one lease, tied to the incarnation of its instance; what a lease booked is given back exactly
+once, however it ends. A request is at any moment waiting, leased or gone; nothing is dispatched to an
+instance that is drained, ejected or removed; what restrains one for a while throttles none where all are
+alike.
 """
 
 from __future__ import annotations
@@ -17,16 +16,13 @@ from hetlb.core import rejections
 from hetlb.core.backlog import Backlog
 from hetlb.core.fleet_state import FleetState
 from hetlb.core.health import Verdict, verdict
-from hetlb.core.holds import Holds
 from hetlb.core.instance import Instance
 from hetlb.core.journal import Booked, Journal
-from hetlb.core.ledger import Ledger
 from hetlb.core.placement import Placement
 from hetlb.core.policies.registry import make_policy
 from hetlb.core.predictor import OnlinePredictor, Predictor
 from hetlb.core.queue import Queue
 from hetlb.core.ready import least_tokens
-from hetlb.core.retries import Retries
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import (
     HAND_OVER,
@@ -42,7 +38,6 @@ from hetlb.core.types import (
     InstanceRemoved,
     InstanceUpdated,
     Lease,
-    ModelsLearned,
     Outcome,
     PassOn,
     Probed,
@@ -54,16 +49,14 @@ from hetlb.core.types import (
 if TYPE_CHECKING:
     from hetlb.core.block_index import KvEventBatch
 
-__all__ = ["TICK_S", "Scheduler"]
-
-#: While something waits for time to pass (queue limits, ejections), the driver is asked to tick this often.
+#: Time between ticks while something waits for time to pass (queue limits, ejections).
 TICK_S: Final = 0.25
-#: Looked up here and not for every request: a member of an enum costs as much as a call.
+#: A member of an enum costs as much as a call.
 _OK: Final = Outcome.OK
 
 
 class Scheduler:
-    """Places requests on instances by a policy and keeps the ledger."""
+    """Places requests on instances by a policy and keeps the ledger. Its parts are not to be written."""
 
     def __init__(
         self,
@@ -72,40 +65,26 @@ class Scheduler:
         oracle: Mapping[RequestId, int] | None = None,
         predictor: Predictor | None = None,
     ) -> None:
-        """`oracle` holds true lengths by request, for the predictor of that name; `predictor` is another one.
-
-        Raises `ValueError` if the predictor that `setup` names lacks what it needs.
-        """
+        """`oracle` has true lengths. Raises `ValueError` if the predictor lacks what it needs."""
         self._rng = random.Random(setup.seed)
         self._params = setup.params
-        #: Predicts output lengths. To be read, not written.
         self.predictor = setup.make_predictor(self._rng, oracle) if predictor is None else predictor
         policy = make_policy(setup.policy, setup.params, self._rng)
-        #: The requests no instance has been chosen for yet.
         self.queue = queue = Queue(setup.limits)
-        #: The instances by model. To be read, not written.
         self.fleet = FleetState(setup, queue, self._rng)
-        #: Leases that have not ended, and prompts that are kept. To be read, not written.
-        self.ledger = Ledger(queue)
-        self.holds = Holds()
-        self._retries = Retries()
-        #: Chooses and books. To be read, not written.
-        self.placement = Placement(
-            policy, self.predictor, self.fleet, queue, self.ledger, self.holds, self._retries
-        )
-        self._backlog = Backlog(
-            queue, self.fleet, self.placement, self.ledger, self._retries, self.predictor, setup.now
-        )
+        self.placement = placement = Placement(policy, self.predictor, self.fleet, queue)
+        self.ledger, self.holds, self._retries = placement.ledger, placement.holds, placement.retries
+        self._backlog = Backlog(placement, setup.now)
 
     # --- what drivers and pages may look at ---
 
     @property
     def instances(self) -> list[Instance]:
-        """The instances of the fleet, in file order. To be read, not written."""
+        """The instances of the fleet, in file order."""
         return list(self.fleet.instances.values())
 
     def restore_lengths(self, state: Mapping[str, Any]) -> None:
-        """Take over what an earlier predictor has learnt. Raises `ValueError` where that is nothing."""
+        """Take over what an earlier predictor has learnt. Raises `ValueError`."""
         if isinstance(self.predictor, OnlinePredictor):
             self.predictor.restore(state)
 
@@ -115,11 +94,11 @@ class Scheduler:
         return len(self.ledger.leased)
 
     def subscribe(self, journal: Journal) -> None:
-        """Tell a journal of every change from now on."""
+        """Append every change to a journal from now on."""
         self.ledger.journals += (journal,)
 
     def unsubscribe(self, journal: Journal) -> None:
-        """Tell it of nothing more; harmless if it was not told."""
+        """Append nothing more to a journal."""
         self.ledger.journals = tuple([each for each in self.ledger.journals if each is not journal])
 
     # --- facts about requests ---
@@ -132,9 +111,7 @@ class Scheduler:
             return [rejections.unknown_model(request, fleet.instances.values(), fleet.ready)]
         if request.prompt_exact and least_tokens(request) > ready.longest_prompt:
             return [rejections.too_long(request, ready.instances)]
-        demand = placement.demands.get(request.model)
-        if demand is None:
-            demand = placement.demand(request.model)
+        demand = placement.demands[request.model]
         predicted, long = self.predictor.outlook(request) if request.generates else (0.0, 0.0)
         demand.arrived(now)
         demand.mix.add(request.prompt_tokens, predicted)
@@ -146,10 +123,7 @@ class Scheduler:
         return self._backlog.push(request, now, predicted) if found is None else [placement.book(found)]
 
     def on_prefilled(self, lease: Lease, now: float) -> list[Command]:
-        """A prefill leg ended well: its KV blocks are held there, and the decode leg is dispatched.
-
-        Where the decode instance is gone the request is dispatched anew, to one instance.
-        """
+        """A prefill leg ended well: dispatch the decode leg, or the request anew if its instance is gone."""
         request, decode = lease.request, lease.decode
         assert decode is not None, f"{lease!r} is no prefill leg"
         leased = self.ledger.leased
@@ -166,14 +140,12 @@ class Scheduler:
         return commands + self._backlog.flush(now)
 
     def _end_prefill(self, lease: Lease, decode: Lease | None, now: float) -> Hold | None:
-        """End the lease of a prefill leg; its blocks are held where its connector does that.
-
-        `decode` is the lease that fetches them; None where nothing will.
-        """
+        """End the lease of a prefill leg; its blocks are held where its connector does that, for `decode`."""
         self.ledger.leased[lease.id].first_token(lease, now)
         self._retries.leases.discard(lease.id)
         source = self.ledger.drop(lease, now, _OK)
-        source.learn_prefill(lease, now)
+        if source.learn_prefill(lease, now):
+            self.fleet.share_speed(source.spec.model, source.profiled)
         link = source.spec.kv_transfer
         planned = lease.decode
         if link is None or planned is None or not link.holds:
@@ -201,9 +173,8 @@ class Scheduler:
     def on_unsplit(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
         """A hand-over failed before anything reached the client: one instance gets the whole request.
 
-        `lease` is that of either leg; `outcome` is what its end says about the instance, where `OK` is that
-        of a prefill leg whose blocks will not be fetched. The commands hold another dispatch, or a reject
-        where every instance had it, or nothing of the request if it waits in the queue.
+        `lease` is that of either leg; `outcome` is that of its end, where `OK` is that of a prefill leg whose
+        blocks will not be fetched. The commands are those of a retry.
         """
         request, predicted = lease.request, lease.predicted_output
         commands: list[Command] = []
@@ -243,15 +214,16 @@ class Scheduler:
         return self._backlog.flush(now)
 
     def on_first_token(self, lease: Lease, now: float) -> list[Command]:
-        """The first byte of the answer came; of an answer that says 4xx or 5xx this is not to be said."""
+        """The first byte of the answer came. Not called for 4xx and 5xx."""
         instance = self.ledger.leased[lease.key]
         if lease.incoming:  # both legs were sent at once, and the other one's answer is on its way
             instance.begin(lease, now)
         elif lease.hold is not None and not lease.hold.ended:
             self.holds.fetched(lease.hold, lease, instance, now)
         instance.first_token(lease, now)
-        if not instance.tried and lease.request.streamed and lease.decode is None:
-            instance.learn_prefill(lease, now)
+        taught = not instance.explored and lease.request.streamed and lease.decode is None
+        if taught and instance.learn_prefill(lease, now):
+            self.fleet.share_speed(instance.spec.model, instance.profiled)
         if self.ledger.journals:
             self.ledger.begun(lease)
         adapter_load = self.placement.adapter_load
@@ -294,10 +266,10 @@ class Scheduler:
         health = instance.health
         commands: list[Command] = []
         if outcome is _OK:
-            instance.tried = True
             if request.generates and not request.generated:
                 self.predictor.observe(request, lease.output_tokens / request.sequences)
-                instance.learn_speed(lease, now)
+                if instance.learn_speed(lease, now):
+                    self.fleet.share_speed(instance.spec.model, instance.profiled)
                 instance.errors.learn(lease, now)
                 if self.queue.held:
                     self._backlog.predict_again()
@@ -340,10 +312,9 @@ class Scheduler:
     ) -> list[Command]:
         """An engine answered 429 or 503: it has no room, which is no failure.
 
-        If it said when to come again (`retry_after_s`), it is ranked last until then, for `BUSY_CAP_S` at
-        most, and another instance that has room gets the request, within the budget of retries: then the
-        lease is given back and the commands hold the new dispatch. Otherwise, and without `may_move`, they
-        hold a `PassOn`, and the lease goes on.
+        If it said when to come again (`retry_after_s`), it is ranked last until then, and another instance
+        that has room gets the request, within the budget of retries: then the commands hold the new dispatch.
+        Otherwise, and without `may_move`, they hold a `PassOn`, and the lease goes on.
         """
         request, retries = lease.request, self._retries
         instance = self.ledger.leased[lease.id]
@@ -377,18 +348,17 @@ class Scheduler:
     def _retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
         """Retry or reject a request that an engine did not answer."""
         request, predicted, retries = lease.request, lease.predicted_output, self._retries
-        attempts = retries.of(request.id)
+        attempts, sent = retries.of(request.id), outcome is Outcome.NO_RESPONSE
         attempts.tried.append(lease.instance)
-        if outcome is Outcome.NO_RESPONSE:
-            attempts.runs += 1
-        unsent = outcome is Outcome.CONNECT_FAILED and attempts.runs == attempts.turned_away
+        attempts.runs += sent
+        unsent = not sent and attempts.runs == attempts.turned_away
         ready, placement = self.fleet.ready.get(request.model), self.placement
         # Dropped twice: the request itself may be what kills engines.
         if attempts.runs <= 1 and ready is not None and placement.able(request, ready, now)[0]:
-            within = outcome is Outcome.CONNECT_FAILED or retries.allowed(self.in_flight)
+            within = not sent or retries.allowed(self.in_flight)
             placed = placement.place(request, ready, now, predicted) if within else None
             if placed is not None:
-                if outcome is Outcome.NO_RESPONSE:
+                if sent:
                     retries.leases.add(placed.lease.id)
                 return [placed]
             # An instance can take it, but not now: none has room, or too many are being tried again.
@@ -402,10 +372,7 @@ class Scheduler:
         return [self._backlog.give_up(request, unsent=unsent)]
 
     def _go_on(self, lease: Lease, rest: Request, now: float) -> list[Command]:
-        """Place the rest of an answer whose engine was lost: elsewhere, or where it is first possible.
-
-        It counts as a request that may run twice: where an engine had many, the others get them bit by bit.
-        """
+        """Place the rest of an answer whose engine was lost; it counts as a request that may run twice."""
         retries, placement, request_id = self._retries, self.placement, rest.id
         retries.forget(request_id)
         predicted = max(1.0, lease.predicted_output - (rest.generated - lease.request.generated))
@@ -422,9 +389,8 @@ class Scheduler:
     def restore(self, live: Booked, now: float, *, own: bool = True, arrived: bool = False) -> Lease | None:
         """Book a lease that another scheduler granted; None where its instance is gone.
 
-        It ends like any other, but teaches nothing about speed: the load beside its first part is unknown.
-        `own`: its request is of this process. `arrived`: it has just come to a scheduler of the same fleet,
-        and is demand here too.
+        It teaches nothing about speed: the load beside its first part is unknown. `own`: its request is of
+        this process. `arrived`: it has just come to a scheduler of the same fleet, and is demand here too.
         """
         request = live.request
         assert request.id not in self.queue, f"request {request.id} waits and is restored"
@@ -439,7 +405,7 @@ class Scheduler:
         lease.mark = lease.first_mark = None
         self.ledger.restored(lease, now, own)
         if arrived:
-            self.placement.demand(request.model).arrived(now)
+            self.placement.demands[request.model].arrived(now)
         return lease
 
     def assume(self, request: Request, now: float) -> Lease | None:
@@ -461,7 +427,7 @@ class Scheduler:
         return []
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
-        """The client of a waiting request left. (With a lease, the driver ends the lease instead.)"""
+        """The client of a waiting request left."""
         self._backlog.forget(request_id)
         return []
 
@@ -473,35 +439,31 @@ class Scheduler:
         if isinstance(change, InstanceAdded):
             for spec in (change.spec, *change.more):
                 fleet.restarted(fleet.add(spec, now), now)
-            fleet.reindex(now)
-            return self._backlog.flush(now)
-        if isinstance(change, InstanceRemoved):
+            for model, profiled in {(s.model, s.latency is not None) for s in (change.spec, *change.more)}:
+                fleet.share_speed(model, profiled)
+        elif isinstance(change, InstanceRemoved):
             for name in (change.name, *change.more):
                 if (leaving := fleet.instances.get(name)) is not None:
                     fleet.remove(leaving)
                     self.holds.transfers.forget(leaving.incarnation)
-            fleet.reindex(now)
-            return self._backlog.flush(now)
-        instance = fleet.instances.get(change.name)
-        if instance is None:
+        elif (instance := fleet.instances.get(change.name)) is None:
             return []
-        if isinstance(change, CapacityLearned):
-            instance.learn_capacity(change.capacity)
-            fleet.reindex(now)
-            return self._backlog.flush(now)
-        if isinstance(change, Probed):
+        elif isinstance(change, Probed):
             alone = change.result is ProbeResult.FAILED and not fleet.has_another(instance)
             if not instance.health.on_probe(change.result, now, alone=alone, detail=change.detail):
                 return []
             return fleet.health_changed(instance, now) + self._backlog.flush(now)
-        if isinstance(change, AdminStateSet):
+        elif isinstance(change, CapacityLearned):
+            instance.learn_capacity(change.capacity)
+        elif isinstance(change, AdminStateSet):
             instance.admin = change.state
             instance.leaves_at = None if change.deadline_s is None else now + change.deadline_s
         elif isinstance(change, InstanceUpdated):
             instance.update(change.spec, now)
-        elif isinstance(change, ModelsLearned):
-            if instance.served == change.models:
-                return []
+            fleet.share_speed(change.spec.model, instance.profiled)
+        elif instance.served == change.models:
+            return []
+        else:
             instance.learn_models(change.models, change.adapters)
         fleet.reindex(now)
         return self._backlog.flush(now)
@@ -528,8 +490,19 @@ class Scheduler:
         if instance is None:
             return []
         if instance.blocks is None:
+            from hetlb.core.block_index import BlockIndex
+
+            instance.blocks = BlockIndex()
             self.fleet.publishers.append(instance)
-        instance.learn_blocks(batch)
+        blocks, tree = instance.blocks, instance.tree
+        before = blocks.stored_tokens
+        removed, cleared = blocks.apply(batch)
+        tree.told = blocks.live
+        if cleared:
+            tree.clear()
+        elif removed and tree.unused_tokens:  # prompts of unknown token ids lose their part
+            unused = max(tree.unused_tokens, before - tree.used_tokens)
+            tree.evicted(removed * blocks.block_tokens * tree.unused_tokens / unused)
         return []
 
     def set_policy(self, name: str, now: float) -> list[Command]:

@@ -16,11 +16,7 @@ from hetlb.core.types import Health, InstanceSpec, RequestId
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSetup(PickleByFields):
-    """Everything a scheduler is built from.
-
-    `predictor` is a name of `core.predictor`, `lengths` what `empirical` draws from; `seed` is that of all
-    that is random; `now` is the time at which it begins, in seconds.
-    """
+    """Everything a scheduler is built from; `lengths` is the sample of some predictors."""
 
     specs: tuple[InstanceSpec, ...]
     policy: str
@@ -34,5 +30,5 @@ class SchedulerSetup(PickleByFields):
     now: float = 0.0
 
     def make_predictor(self, rng: random.Random, oracle: Mapping[RequestId, int] | None) -> Predictor:
-        """The predictor that is meant. Raises `ValueError` if it lacks what it needs."""
+        """Predictor of this name. Raises `ValueError` if it lacks what it needs."""
         return make_predictor(self.predictor, rng=rng, lengths=self.lengths, oracle=oracle)

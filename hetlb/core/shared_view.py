@@ -1,17 +1,13 @@
 """One view of several schedulers: each books what the others have booked.
 
 A scheduler's journal (`core/journal.py`) goes to its peers, and a peer's lease is a lease of this scheduler
-as well: it counts in the ledger, its prefix is held, its end teaches lengths, speeds and health, and places
-what waits. So nothing else has to be shared. A peer that is gone takes its leases along.
+as well: it counts in the ledger, its end teaches lengths, speeds and health, and places what waits.
 
-News of a lease is old when it comes: within that delay all schedulers would choose the same instance. As many
-requests as peers book within the delay are therefore unseen at a decision, and it is not known which of them
-came before this one. So their number is drawn, from none to all alike, and the decision is made as if so many
-requests like it had just been placed: the schedulers spread over the best instances and do not meet at one.
-And each scheduler prefers a share of the instances as its own, of every kind as many as the others, where the
-best of those is hardly worse than the best of all: the more so, the more requests are unseen.
-
-Used by `hetlb pick` over Valkey or Redis, and by the simulator with a delay of its own.
+Within the delay of that news all schedulers would choose the same instance: as many requests as peers book
+meanwhile are unseen at a decision. So their number is drawn, from none to all alike, and the decision is made
+as if so many requests like it had just been placed. And each scheduler prefers a share of the instances as
+its own, of every kind as many as the others, where the best of those is hardly worse than the best of all:
+the more so, the more requests are unseen.
 """
 
 from __future__ import annotations
@@ -22,8 +18,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from hetlb.core.instance import Instance
-from hetlb.core.journal import Booked, Change, Journal, Waiting
-from hetlb.core.remote_leases import RemoteLeases
+from hetlb.core.journal import Booked, Change, Journal, RemoteLeases, Waiting
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Command, Outcome, Request
 
@@ -41,13 +36,10 @@ class SharedView:
     """Leases of a scheduler for its peers, and theirs for it."""
 
     def __init__(self, scheduler: Scheduler, seed: int, name: str | None = None) -> None:
-        """`seed` differs from scheduler to scheduler: equal draws would have them meet.
-
-        `name` is this one's, as its peers know it; by default the seed's, in hexadecimal digits.
-        """
+        """`seed` and `name` differ from scheduler to scheduler; the name is by default that of the seed."""
         self._scheduler = scheduler
         self._name = f"{seed:x}" if name is None else name
-        #: Names of the own share of the instances, and of what it is the share.
+        #: Names of the own share of the instances, and of what it was dealt from.
         self._own_share: tuple[str, ...] = ()
         self._share_of: tuple[str, ...] = ()
         #: Changes for peers. To be read by the transport.
@@ -111,7 +103,14 @@ class SharedView:
         return commands
 
     def on_arrival(self, request: Request, now: float) -> list[Command]:
-        """A request came to this scheduler: place it as if unseen requests of peers had been placed."""
+        """A request came to this scheduler: place it, or have peers hear what waits."""
+        commands = self._place(request, now)
+        if len(self._scheduler.queue):
+            self.journal.on_change()
+        return commands
+
+    def _place(self, request: Request, now: float) -> list[Command]:
+        """Place a request as if unseen requests of peers had been placed."""
         scheduler = self._scheduler
         if not self._remote.of:
             return scheduler.on_arrival(request, now)

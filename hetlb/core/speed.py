@@ -1,11 +1,12 @@
 """Speed of an instance, as its answers show, against what its latency model says.
 
-One factor on all durations of the model, bounded, and exactly 1 while the model is about right: a
-profile that was measured is believed until the evidence speaks clearly against it.
+One factor on all durations of the model, bounded, and exactly 1 while a measured profile is about right. An
+answer of n tokens takes n - 1 steps at the batch that ran beside it, and the prompts that were prefilled
+meanwhile. What that took over what it should have taken by the model, both summed over the answers of about
+the last `MEMORY_S` seconds, is the factor.
 
-An answer of n tokens takes n - 1 steps at the batch that ran beside it, and the prompts that were read
-meanwhile. What that should have taken, by the model, is compared with what it took; the ratio of the sums
-over the answers of about the last `MEMORY_S` seconds is the factor.
+Models of a fleet are often wrong together (another build, an estimate, the default): until an instance has
+answered, its factor is the mean of those that have, with profiles and without apart.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Final
 from mypy_extensions import mypyc_attr
 
 from hetlb.core.latency import LatencyModel, delay_of_reading_s
-from hetlb.core.pickle_by_fields import PickleByFields
 
 #: Evidence this old counts 1/e, in seconds.
 MEMORY_S: Final = 15.0
@@ -36,8 +36,8 @@ _MIXED_SHARE: Final = 0.1
 
 @mypyc_attr(acyclic=True)
 @dataclass(slots=True, init=False)
-class Mark(PickleByFields):
-    """Work of an instance so far: sequence-seconds, token-seconds in the KV cache, tokens read."""
+class Mark:
+    """Work of an instance so far: sequence-seconds, token-seconds in the KV cache, prefilled prompts."""
 
     sequence_s: float
     token_s: float
@@ -74,28 +74,10 @@ class RecentRate:
 class SpeedTracker:
     """The evidence about one instance: what ran on it when, and how long answers took."""
 
-    __slots__ = (
-        "_at",
-        "_expected_s",
-        "_most",
-        "_observed_s",
-        "_profiled",
-        "_prompt_tokens",
-        "_prompts",
-        "_sequence_s",
-        "_token_s",
-        "engines",
-        "factor",
-        "last",
-        "last_expected_s",
-        "last_mixed",
-        "prefilling",
-    )  # fmt: skip
-
     def __init__(self, profiled: bool, now: float) -> None:
         self._profiled = profiled
         self._most = MOST_PROFILED if profiled else MOST_UNPROFILED
-        #: Until when `elapsed` was told what ran.
+        #: Time of the last `elapsed`.
         self.last = now
         self._at = now
         self._sequence_s = self._token_s = 0.0
@@ -109,13 +91,10 @@ class SpeedTracker:
         #: The model's seconds of the last answer's steps, and whether many were mixed.
         self.last_expected_s = 0.0
         self.last_mixed = False
-        #: Engines that share what runs: the model is of one of them.
+        #: Engines that share what runs.
         self.engines = 1
-
-    @property
-    def seen(self) -> bool:
-        """True if some answer has shown a speed."""
-        return self._observed_s > (PRIOR_S if self._profiled else 0.0)
+        #: True if some answer has shown a speed.
+        self.seen = False
 
     @property
     def seen_at(self) -> float:
@@ -128,7 +107,7 @@ class SpeedTracker:
         return self._observed_s / (self._observed_s + PRIOR_S)
 
     def elapsed(self, running: float, tokens: float, now: float) -> None:
-        """Note `running` sequences with `tokens` in the KV cache until now; call it before they change."""
+        """Add `running` sequences with `tokens` in the KV cache until now; call it before they change."""
         since = now - self.last
         if since > 0.0:
             self._sequence_s += since * running
@@ -142,16 +121,13 @@ class SpeedTracker:
         self.prefilling = self.prefilling.plus(tokens, now)
 
     def mark(self) -> Mark:
-        """The work so far, `elapsed` up to now."""
+        """The work up to the last `elapsed`."""
         return Mark(self._sequence_s, self._token_s, self._prompt_tokens, self._prompts)
 
     def answered(
         self, model: LatencyModel, since: Mark, seconds: float, steps: float, now: float, budget: float
     ) -> bool:
-        """An answer took `seconds` for `steps` decode steps since a mark. True if the factor changed.
-
-        `model` is the uncorrected one, `budget` the most tokens that an iteration computes.
-        """
+        """An answer took `seconds` for `steps` decode steps since a mark. True if the factor changed."""
         if seconds <= 0.0 or steps < 1.0:
             return False
         engine_s = seconds * self.engines
@@ -177,10 +153,18 @@ class SpeedTracker:
         """A prompt took `seconds`, and `expected_s` uncorrected. True if the factor changed."""
         return seconds > 0.0 and expected_s > 0.0 and self._observe(expected_s, seconds, now)
 
+    def assume(self, factor: float) -> bool:
+        """Take the factor that others show, before any answer of its own. True if it changed."""
+        if self.seen or abs(factor / self.factor - 1.0) <= _CHANGE:
+            return False
+        self._observed_s = self._expected_s * factor
+        self.factor = factor
+        return True
+
     def _observe(self, expected_s: float, seconds: float, now: float) -> bool:
         """Take one comparison over. True if the factor changed."""
         keep = math.exp(-(now - self._at) / MEMORY_S)
-        self._at = now
+        self._at, self.seen = now, True
         self._observed_s = self._observed_s * keep + seconds
         self._expected_s = self._expected_s * keep + expected_s
         if self._expected_s <= 0.0:
@@ -199,3 +183,35 @@ class SpeedTracker:
         changed = ratio != self.factor
         self.factor = ratio
         return changed
+
+
+class PeakEwma:
+    """Linkerd's (tower's) peak EWMA of the time to the first byte, in seconds, for the policy `peak-ewma`.
+
+    A latency above the estimate replaces it at once; below it decays towards the new value with weight
+    `exp(-elapsed / DECAY_S)`, also towards zero while nothing is heard.
+    Source: tower `load::peak_ewma`, linkerd2-proxy `proxy::balance`.
+    """
+
+    DEFAULT_RTT_S = 0.030
+    DECAY_S = 10.0
+
+    def __init__(self, now: float) -> None:
+        self._rtt_s = self.DEFAULT_RTT_S
+        self._updated_at = now
+
+    def observe(self, rtt_s: float, now: float) -> None:
+        """A first byte came after `rtt_s`."""
+        if rtt_s > self._rtt_s:
+            self._rtt_s = rtt_s
+        else:
+            keep = self._keep(now)
+            self._rtt_s = self._rtt_s * keep + rtt_s * (1.0 - keep)
+        self._updated_at = now
+
+    def estimate_s(self, now: float) -> float:
+        """The estimate now, decayed since the last observation."""
+        return self._rtt_s * self._keep(now)
+
+    def _keep(self, now: float) -> float:
+        return math.exp(-(now - self._updated_at) / self.DECAY_S)

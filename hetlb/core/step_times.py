@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from mypy_extensions import mypyc_attr
 
@@ -16,6 +16,31 @@ from hetlb.core.pickle_by_fields import PickleByFields
 
 #: Batches up to this one are found without a search.
 _MOST_PIECES: Final = 1024
+
+
+Form = TypeVar("Form", bound=PickleByFields)
+
+
+def scaled(form: Form, factor: float) -> Form:
+    """The same form, every duration multiplied by `factor`."""
+    own: Any = form
+    times: dict[str, Any] = {}
+    for each in fields(own):
+        value = getattr(form, each.name)
+        if each.name == "seconds":
+            times[each.name] = tuple([seconds * factor for seconds in value])
+        elif each.name.endswith("_s"):
+            times[each.name] = value * factor
+    found: Form = replace(own, **times)
+    return found
+
+
+def check_numbers(form: object, least: float, *names: str) -> None:
+    """Raise `ValueError` unless these fields are finite numbers from `least` on."""
+    for name in names:
+        value = getattr(form, name)
+        if not (math.isfinite(value) and value >= least):
+            raise ValueError(f"{name}: expected a number from {least:g}, got {value}")
 
 
 @mypyc_attr(acyclic=True)
@@ -43,14 +68,14 @@ def _first_cell(axis: tuple[int, ...]) -> _Cell:
 class _Cells(PickleByFields):
     """First cells of the axes of a grid and its least factor, derived from its fields and none themselves."""
 
-    __slots__ = ("_first_batches", "_first_lengths", "_least")
+    __slots__ = ("_first_batches", "_first_lengths", "least")
 
     _first_batches: _Cell
     _first_lengths: _Cell
-    _least: float
+    least: float
 
     def _cut(self, batches: tuple[int, ...], lengths: tuple[int, ...], least: float) -> None:
-        object.__setattr__(self, "_least", least)
+        object.__setattr__(self, "least", least)
         object.__setattr__(self, "_first_batches", _first_cell(batches))
         object.__setattr__(self, "_first_lengths", _first_cell(lengths))
 
@@ -77,11 +102,6 @@ class PrefillGrid(_Cells):
         if not all(math.isfinite(value) and abs(value) < 50 for row in self.log_ratio for value in row):
             raise ValueError("log_ratio: expected numbers between -50 and 50")
         self._cut(self.batches, self.lengths, math.exp(min([min(row) for row in self.log_ratio])))
-
-    @property
-    def least(self) -> float:
-        """The least factor of all."""
-        return self._least
 
     def factor(self, batch: float, length: float) -> float:
         """Measured / predicted at a point; beyond the grid that of its edge."""
@@ -136,10 +156,8 @@ class PnormPrefill(PickleByFields):
     def __post_init__(self) -> None:
         if self.tile < 1:
             raise ValueError(f"tile: expected a whole number from 1, got {self.tile}")
-        for name, least in (("floor_s", 0.0), ("token_s", 0.0), ("attention_s", 0.0), ("p", 1.0)):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= least):
-                raise ValueError(f"{name}: expected a number from {least:g}, got {value}")
+        check_numbers(self, 0.0, "floor_s", "token_s", "attention_s")
+        check_numbers(self, 1.0, "p")
 
     def prefill_s(self, batch: float, input_tokens: float) -> float:
         """Seconds to prefill `batch` prompts of `input_tokens` tokens each in one forward pass."""
@@ -195,24 +213,10 @@ class PnormPrefill(PickleByFields):
         rising = dense * (rate / high) ** self.p / sum_p
         return (rising + bend) / (dense + bend), (rising + 2 * bend) / (dense + bend)
 
-    def scaled(self, factor: float) -> PnormPrefill:
-        """The same form, every duration multiplied by `factor`."""
-        return PnormPrefill(
-            self.floor_s * factor,
-            self.token_s * factor,
-            self.attention_s * factor,
-            self.p,
-            self.grid,
-            self.tile,
-        )
-
 
 @mypyc_attr(acyclic=True)
 class _Piece:
-    """Line between two points of a `DecodeTable`, for batches up to `high`; `above` is the next one.
-
-    A step takes `seconds + (batch - low) * rise_s / width`.
-    """
+    """Line of a `DecodeTable` up to `high`, from `seconds` at `low` by `rise_s` over `width`."""
 
     __slots__ = ("above", "high", "low", "rise_s", "seconds", "width")
 
@@ -228,11 +232,7 @@ class _Piece:
 
 
 class _Pieces(PickleByFields):
-    """Lines of a table, derived from its fields and none itself.
-
-    `_pieces` has for each whole number from 0 to `_end`, which is at most `_MOST_PIECES`, the first whose
-    `high` is not below it.
-    """
+    """Lines of a table: for each whole number up to `_end` the first whose `high` is not below it."""
 
     __slots__ = ("_end", "_pieces")
 
@@ -271,10 +271,7 @@ class DecodeTable(_Pieces):
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        for name in ("token_s", "context_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0.0):
-                raise ValueError(f"{name}: expected a number from 0, got {value}")
+        check_numbers(self, 0.0, "token_s", "context_s")
         rising = all(low < high for low, high in pairwise(self.batches))
         if len(self.batches) < 2 or self.batches[0] < 1 or not rising:
             raise ValueError(f"batches: expected at least 2 rising numbers from 1, got {list(self.batches)}")
@@ -300,15 +297,6 @@ class DecodeTable(_Pieces):
         own_s, token_s = self.step_line(batch)
         return own_s + token_s * kv_tokens
 
-    def scaled(self, factor: float) -> DecodeTable:
-        """The same form, every duration multiplied by `factor`."""
-        return DecodeTable(
-            self.token_s * factor,
-            self.context_s * factor,
-            self.batches,
-            tuple([each * factor for each in self.seconds]),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class MixedTerm(PickleByFields):
@@ -327,10 +315,7 @@ class MixedTerm(PickleByFields):
     context_s: float
 
     def __post_init__(self) -> None:
-        for name in ("sequence_s", "pair_s", "token_s", "context_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0.0):
-                raise ValueError(f"{name}: expected a number from 0, got {value}")
+        check_numbers(self, 0.0, "sequence_s", "pair_s", "token_s", "context_s")
 
     def seconds(self, tokens: float, batch: float, kv_tokens: float) -> float:
         """Seconds for `batch` decodes over `kv_tokens` beside `tokens` prompt tokens."""
@@ -338,12 +323,6 @@ class MixedTerm(PickleByFields):
         alone_s = self.context_s * kv_tokens / batch
         return (self.sequence_s + self.pair_s * tokens) * batch + (
             shared_s if shared_s > alone_s else alone_s
-        )
-
-    def scaled(self, factor: float) -> MixedTerm:
-        """The same term, every duration multiplied by `factor`."""
-        return MixedTerm(
-            self.sequence_s * factor, self.pair_s * factor, self.token_s * factor, self.context_s * factor
         )
 
 
@@ -370,7 +349,3 @@ class SplitKv(PickleByFields):
         padded = math.ceil(batch / 8.0) * 8.0 if batch > 4.0 else math.ceil(batch)
         splits = math.floor(self.blocks / padded)
         return self.context_s * longest / (splits if splits > 1.0 else 1.0)
-
-    def scaled(self, factor: float) -> SplitKv:
-        """The same term, every duration multiplied by `factor`."""
-        return SplitKv(self.blocks, self.context_s * factor)

@@ -1,18 +1,21 @@
-"""Seconds that the KV cache of a prompt takes from one instance to another, learnt per pair.
+"""Transfers of KV caches from one instance to another: what is kept for them, and their times, by pair.
 
-The first estimate is `KvLink.nominal_s`. Each pair has a factor on it: the sum of the observed times over
-the sum of the nominal ones, older evidence counting less, so that a pair that was slow is tried again. A pair
-without evidence has the factor of all pairs together. The first transfer of a pair holds the handshake of the
+The first estimate of a time is `KvLink.nominal_s`. Each pair has a factor on it: the sum of the observed
+times over that of the nominal ones, older evidence counting less, so that a pair that was slow is tried
+again; without evidence that of all pairs together. The first transfer of a pair holds the handshake of the
 two engines and teaches nothing.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
+from mypy_extensions import mypyc_attr
+
 from hetlb.core.instance import Instance
-from hetlb.core.types import KvLink
+from hetlb.core.types import Hold, KvLink, Lease, LeaseId
 
 #: Evidence this old counts 1/e, in seconds.
 MEMORY_S: Final = 60.0
@@ -33,8 +36,6 @@ def _pair(source: int, target: int) -> int:
 class _Evidence:
     """Observed and nominal seconds, with exponentially decaying weight."""
 
-    __slots__ = ("at", "nominal_s", "observed_s")
-
     def __init__(self, now: float) -> None:
         self.at = now
         self.observed_s = self.nominal_s = 0.0
@@ -53,8 +54,6 @@ class _Evidence:
 
 class TransferTimes:
     """Transfer times between the instances of a fleet."""
-
-    __slots__ = ("_all", "_pairs")
 
     def __init__(self) -> None:
         #: None for a pair that has had its first transfer and no other.
@@ -92,3 +91,57 @@ class TransferTimes:
         """An instance is gone."""
         for pair in [pair for pair in self._pairs if incarnation in divmod(pair, _SPAN)]:
             del self._pairs[pair]
+
+
+@mypyc_attr(acyclic=True)
+class Holds:
+    """Holds of all instances, by the lease of their prefill; each counts in the ledger of its instance."""
+
+    def __init__(self) -> None:
+        self._kept: dict[LeaseId, tuple[Instance, Hold]] = {}
+        self.transfers = TransferTimes()
+
+    @property
+    def count(self) -> int:
+        """Holds that have not ended."""
+        return len(self._kept)
+
+    def all(self) -> list[Hold]:
+        """Those that have not ended. To be read, not written."""
+        return [hold for _, hold in self._kept.values()]
+
+    def keep(self, source: Instance, hold: Hold) -> None:
+        """An instance keeps a prompt from now on."""
+        source.keep(hold.tokens)
+        self._kept[hold.id] = source, hold
+
+    def let_go(self, hold: Hold) -> None:
+        """A prompt was fetched, released or has expired."""
+        source, _ = self._kept.pop(hold.id)
+        assert not hold.ended, f"hold {hold.id} has ended before"
+        hold.ended = True
+        source.keep(-hold.tokens)
+
+    def let_go_expired(self, now: float) -> None:
+        """Drop holds whose instances no longer keep the prompt."""
+        for hold in self.all():
+            if hold.expires_at <= now:
+                self.let_go(hold)
+
+    def fetched(self, hold: Hold, lease: Lease, target: Instance, now: float) -> None:
+        """The first token of a decode leg came: its blocks were fetched."""
+        source, _ = self._kept[hold.id]
+        self.let_go(hold)
+        link = target.spec.kv_transfer
+        if link is not None and hold.sent_tokens > 0:
+            seconds = max(0.0, now - lease.dispatched_at - hold.expected_s)
+            self.transfers.observe(source, target, link, hold.sent_tokens, seconds, now)
+
+    def check_integrity(self, instances: Sequence[Instance]) -> None:
+        """Assert that each instance keeps its holds and nothing else."""
+        tokens = {id(instance): 0 for instance in instances}
+        for source, hold in self._kept.values():
+            assert not hold.ended, f"hold {hold.id} has ended"
+            tokens[id(source)] = tokens.get(id(source), 0) + hold.tokens
+        for instance in (*instances, *[source for source, _ in self._kept.values()]):
+            assert instance.held_tokens == tokens[id(instance)], f"holds of {instance.name}"

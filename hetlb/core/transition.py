@@ -9,10 +9,7 @@ S = TypeVar("S", bound=Enum)
 
 
 class Transition(Generic[S]):
-    """A change of state: the event, the states in which it may happen, the state that follows.
-
-    No dataclass: mypyc cannot compile a generic one.
-    """
+    """A change of state: the event, the states in which it may happen, the state that follows."""
 
     __slots__ = ("after", "before", "event")
 
@@ -21,7 +18,7 @@ class Transition(Generic[S]):
         self.before = before
         self.after = after
 
-
-def edges(table: tuple[Transition[S], ...]) -> list[str]:
-    """The rows as edges of a Mermaid state diagram."""
-    return [f"{state.name} --> {row.after.name}: {row.event}" for row in table for state in row.before]
+    def take(self, state: S) -> S:
+        """The state that follows `state`, which must be among those before."""
+        assert state in self.before, f"{state}: {self.event}"
+        return self.after

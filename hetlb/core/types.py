@@ -1,7 +1,6 @@
-"""The words of the scheduler: what goes in (requests, facts), what comes out (commands), what is lent.
+"""Types of the scheduler: what goes in (requests, facts), what comes out (commands), and leases.
 
-Facts and commands are frozen; a `Lease` is the one mutable thing that a driver shares with the
-scheduler: the driver counts tokens into it, the scheduler reads them when it decides.
+Facts and commands are frozen; into a `Lease` the driver counts tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 RequestId: TypeAlias = int
 LeaseId: TypeAlias = int
 
-#: Nothing an engine can take is longer than this; larger figures in a request are wrong input.
+#: Longest length an engine can take; larger figures in a request are wrong input.
 MAX_TOKENS_LIMIT: Final = 1 << 31
 
 
@@ -93,12 +92,10 @@ CAUSES: Final[dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Capacity(PickleByFields):
-    """Limits of one instance. `None` means not known yet.
+    """Limits of one instance, by the names of vLLM. `None` means not known yet.
 
-    `engines` is how many data-parallel engines the server has. `kv_cache_tokens` is the sum over them,
-    `kv_tokens_per_request` the most that a single request can use of it (one engine's share); all other
-    limits are of one engine. `enable_prefix_caching` and `async_scheduling` are switches of vLLM that decide
-    how much the engine computes, and when. `max_loras` is how many LoRA adapters one batch may hold.
+    `kv_cache_tokens` is the sum over its data-parallel `engines`, `kv_tokens_per_request` the most that a
+    single request can use of it (one engine's share); all other limits are of one engine.
     """
 
     kv_cache_tokens: int | None = None
@@ -114,12 +111,8 @@ class Capacity(PickleByFields):
 
     def updated(self, newer: Capacity) -> Capacity:
         """This capacity with every figure that `newer` knows replaced by it."""
-        return Capacity(
-            *(
-                getattr(self, each.name) if getattr(newer, each.name) is None else getattr(newer, each.name)
-                for each in fields(Capacity)
-            )
-        )
+        known = {each.name: getattr(newer, each.name) for each in fields(Capacity)}
+        return replace(self, **{name: value for name, value in known.items() if value is not None})
 
 
 class Role(StrEnum):
@@ -142,9 +135,8 @@ class Connector(StrEnum):
 class KvLink(PickleByFields):
     """Link over which instances of one model transfer KV blocks.
 
-    `lease_s` is the time for which a prefill instance keeps blocks that were not fetched. `latency_s`,
-    `bytes_per_token` and `bandwidth_bytes_per_s` give the first estimate of a transfer's time, which
-    `core.transfer` corrects per pair of instances.
+    A prefill instance keeps blocks that were not fetched for `lease_s`. The other figures give the first
+    estimate of a transfer's time, which `core.transfer` corrects.
     """
 
     connector: Connector
@@ -170,11 +162,9 @@ class KvLink(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class InstanceSpec(PickleByFields):
-    """One vLLM server as configured: a pool (`model`), a name unique in the fleet, what is known of it.
+    """One vLLM server as configured; `slots_stated`: a person said `max_num_seqs` of its capacity.
 
-    `latency` is None where no profile was given; `model` is "" where only the engine knows what it serves.
-    `kv_transfer` is None where prefill and decode of a request are never split. `slots_stated`: a person said
-    `max_num_seqs` of its capacity; `gpu` is the name of its GPU, for people.
+    `latency` is None without a profile; `model` is "" where only the engine knows what it serves.
     """
 
     name: str
@@ -192,25 +182,18 @@ class InstanceSpec(PickleByFields):
 @mypyc_attr(acyclic=True)
 @dataclass(slots=True, init=False)
 class Request(PickleByFields):
-    """One request as the scheduler sees it. It never holds the true output length, and is never changed.
+    """One request as the scheduler sees it, never changed; its constructor can be compiled.
 
-    (Not frozen, and with a constructor that can be compiled: one is made for every request.)
-
-    `prompt_tokens` is the mean length of one sequence, `longest_prompt_tokens` the longest one; `sequences`
-    is how many the engine will run for it (number of prompts times `n`); `max_tokens` is the client's cap on
-    the output of each sequence, None if it gave none. `generates` is False for embeddings, scores, tokenize
-    and the like, which have no output. `prompt_exact` says that the length was counted, not estimated from
-    bytes. `pinned` names the one instance that can answer, `subset` those that a gateway allows (None: all).
-    `samples` is how many of the sequences have the same prompt. `prefix_keys` name what each of its prompts
-    begins with, shortest first, each with its tokens: None for all that a conversation has had so far.
-    `priority` is vLLM's: of those that wait, the lower value goes first. `tenant` names who is to have a fair
-    share of what is served while several wait; None is a tenant like any other. `blocks` are digests of a
-    prompt of known token ids, for engines that publish KV events. `splittable`: prefill and decode may run
-    on different instances; `streamed`: its first token can be seen before the answer is whole. Of the
-    instances `preferred` the best one is chosen where it is worse than the best of all by `preferred_within`
-    at most (a share of the score). `generated` tokens of `prompt_tokens` are output of earlier leases.
-    `service` is its class
-    with the targets that it may have narrowed.
+    `prompt_tokens` is the mean length of its prompts; `sequences` are prompts times `n`, of which `samples`
+    have the same prompt; `max_tokens` is the client's cap on each output. `generates` is False for
+    embeddings, scores and the like. `prompt_exact`: the length was counted, not estimated from bytes.
+    `pinned` names the one instance that can answer, `subset` those that a gateway allows (None: all).
+    `prefix_keys` name what each of its prompts begins with, shortest first, each with its tokens: None for
+    all that a conversation has had so far. `priority` is vLLM's: the lower value goes first. `blocks` are
+    digests of a prompt of known token ids, for engines that publish KV events. `splittable`: prefill and
+    decode may run on different instances. Of the instances `preferred` the best one is chosen where it is
+    worse than the best of all by `preferred_within` at most (a share of the score). `generated` tokens of
+    `prompt_tokens` are output of earlier leases. `service` is its class with the targets it has narrowed.
     """
 
     id: RequestId
@@ -285,7 +268,7 @@ class Request(PickleByFields):
         self.generated = generated
 
     def goes_on(self, generated: int) -> Request:
-        """The request for the rest of an answer: `generated` tokens of it are part of the prompt now."""
+        """Request for the rest of an answer, of which `generated` tokens are part of the prompt now."""
         more, rest = generated - self.generated, copy(self)
         rest.generated = generated
         rest.prompt_tokens += more
@@ -302,85 +285,43 @@ class Request(PickleByFields):
         return self.pinned if self.pinned is not None or subset is None else ",".join(subset)
 
 
-@mypyc_attr(acyclic=True)
+@dataclass(slots=True, eq=False)
 class Hold:
     """KV blocks of a prompt that a prefill instance keeps for another one, until `expires_at` at most.
 
-    `sent_tokens` of its `tokens` are to be transferred to `target`; `expected_s` is the time from the
-    dispatch of the decode leg to its first token without the transfer. `ended`: fetched, released or expired.
+    `id` is that of the lease of the prefill. `sent_tokens` of its `tokens` are to be transferred to `target`;
+    `expected_s` is the time from the dispatch of the decode leg to its first token without the transfer.
+    `ended`: fetched, released or expired.
     """
 
-    __slots__ = (
-        "ended", "expected_s", "expires_at", "id", "instance", "sent_tokens", "target", "tokens",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        lease_id: LeaseId,
-        instance: str,
-        target: str,
-        tokens: int,
-        sent_tokens: int,
-        expected_s: float,
-        expires_at: float,
-    ) -> None:
-        self.id = lease_id
-        self.instance = instance
-        self.target = target
-        self.tokens = tokens
-        self.sent_tokens = sent_tokens
-        self.expected_s = expected_s
-        self.expires_at = expires_at
-        self.ended = False
+    id: LeaseId
+    instance: str
+    target: str
+    tokens: int
+    sent_tokens: int
+    expected_s: float
+    expires_at: float
+    ended: bool = False
 
 
 @mypyc_attr(acyclic=True)
 class Lease:
     """One dispatch of one request to one incarnation of one instance, and what it took from the ledger.
 
-    Tokens: `promised_tokens` (prompts and predicted answers of all sequences), `prompt_tokens` (prompts of
-    all sequences), `unread_tokens` (those of prompts that the engine must compute), `kv_tokens` and of them
-    `kv_prompt_tokens` (what it needs of the KV cache for itself), `shared` (what it uses together with
-    others). All are fixed at dispatch and given back exactly once. The driver sets `output_tokens` (all
-    sequences together) and `reported_cached_tokens` (of one prompt, None if the engine did not say) before it
-    reports the end; nothing is called per token."""
+    Tokens of all sequences: `promised_tokens` (prompts and predicted answers), `prompt_tokens`,
+    `unread_tokens` (of prompts, that the engine must compute), `kv_tokens` and of them `kv_prompt_tokens`
+    (of the KV cache, for itself), `shared` (used together with others). All are fixed at dispatch and given
+    back once. The driver sets `output_tokens` (all sequences together) and `reported_cached_tokens` (of one
+    prompt, None if the engine did not say) before it reports the end."""
 
     __slots__ = (
-        "beside",
-        "decode",
-        "dispatched_at",
-        "ended",
-        "ended_at",
-        "expected_first_s",
-        "expected_s",
-        "first_mark",
-        "first_token_at",
-        "forecast_end_s",
-        "forecast_first_s",
-        "forecast_step_s",
-        "hold",
-        "id",
-        "incarnation",
-        "incoming",
-        "instance",
-        "key",
-        "kv_prompt_tokens",
-        "kv_tokens",
-        "mark",
-        "mixed",
-        "outcome",
-        "output_tokens",
-        "own",
-        "predicted_output",
-        "promised_tokens",
-        "prompt_tokens",
-        "reported_cached_tokens",
-        "request",
-        "seen_s",
-        "shared",
-        "unread_tokens",
+        "beside", "decode", "dispatched_at", "ended", "ended_at", "expected_first_s", "expected_s",
+        "first_mark", "first_token_at", "forecast_end_s", "forecast_first_s", "forecast_step_s",
+        "hold", "id", "incarnation", "incoming", "instance", "key", "kv_prompt_tokens", "kv_tokens",
+        "mark", "mixed", "outcome", "output_tokens", "own", "predicted_output", "promised_tokens",
+        "prompt_tokens", "reported_cached_tokens", "request", "seen_s", "shared", "unread_tokens",
         "work_ns",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -400,8 +341,7 @@ class Lease:
         shared: Shared | None = None,
     ) -> None:
         self.id = lease_id
-        #: `id` as the one object that tables of leases have for it: compiled, an integer is none, and one
-        #: that is made for each look has to be compared.
+        #: Boxed id, reused as dictionary key.
         self.key: Any = lease_id
         self.request = request
         self.instance = instance
@@ -419,7 +359,7 @@ class Lease:
         #: Forecast at the dispatch, seconds: until the first token, per further token, until the end (of a
         #: decode leg without the transfer).
         self.forecast_first_s = self.forecast_step_s = self.forecast_end_s = 0.0
-        #: Work of the instance when the lease began and when its first token came (see `core.speed`).
+        #: Work of the instance when the lease began and when its first token came.
         self.mark: Mark | None = None
         self.first_mark: Mark | None = None
         #: Of an answer that showed the speed of its instance: seconds that its profile expects of its
@@ -429,9 +369,8 @@ class Lease:
         self.output_tokens = 0
         self.reported_cached_tokens: int | None = None
         self.ended = False
-        #: True if its request is of this process: other processes are told of it.
+        #: True if its request is of this process.
         self.own = True
-        #: Outcome and time of its end, None before.
         self.outcome: Outcome | None = None
         self.ended_at: float | None = None
         #: Of a prefill leg: the lease of its decode leg, which begins when this one has ended.
@@ -447,15 +386,12 @@ class Lease:
         return f"Lease({self.id}, request={self.request.id}, instance={self.instance!r})"
 
 
-# --- facts about instances ---------------------------------------------------------------------------
+# --- facts about instances ---
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceAdded(PickleByFields):
-    """A server joined the fleet (or came back under the same name: then it is a new incarnation).
-
-    `more` are those that came with it: what follows for the fleet is computed once for all.
-    """
+    """A server joined the fleet, or came back as a new incarnation; `more` came with it."""
 
     spec: InstanceSpec
     more: tuple[InstanceSpec, ...] = ()
@@ -477,7 +413,7 @@ class InstanceUpdated(PickleByFields):
 
     @property
     def name(self) -> str:
-        """The name of the instance."""
+        """Name of the instance."""
         return self.spec.name
 
 
@@ -562,7 +498,7 @@ class EngineSample(PickleByFields):
     engine: str = ""
 
 
-# --- commands ----------------------------------------------------------------------------------------
+# --- commands ---
 
 
 class RejectReason(StrEnum):
@@ -582,9 +518,8 @@ class Candidate(PickleByFields):
     """One instance as a policy saw it for one request: every term of the score, lowest score wins.
 
     `workload` is what the request would add to the instance (seconds), `processing_s` its share of the
-    ideal batch, `kv_utilization` the promised fraction of the KV cache before this request. Terms a
-    policy does not use stay None. `terms` are a policy's own, by name, in seconds; the score is their sum,
-    each times its weight (1 where `weights` has none). `forecast` is in seconds: see `core.forecast`.
+    ideal batch, `kv_utilization` the promised fraction of the KV cache before this request; None where not
+    used. `terms` are a policy's own, by name, in seconds; the score is their sum, each times its weight.
     """
 
     instance: str
@@ -658,22 +593,10 @@ class Reject(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class PassOn(PickleByFields):
-    """Give the client the answer of an engine that says it is busy: no other instance can take the request.
-
-    The lease goes on and ends as that of any other answer.
-    """
+    """Give the client the answer of a busy engine: no other instance can take the request."""
 
     request_id: RequestId
     lease: Lease
-
-
-@dataclass(frozen=True, slots=True)
-class Abort(PickleByFields):
-    """End this lease's work at the engine; the driver reports its end as usual."""
-
-    request_id: RequestId
-    lease: Lease
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -685,4 +608,4 @@ class HealthChanged(PickleByFields):
     reason: str
 
 
-Command: TypeAlias = Dispatch | Reject | PassOn | Abort | HealthChanged
+Command: TypeAlias = Dispatch | Reject | PassOn | HealthChanged

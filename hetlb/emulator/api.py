@@ -1,8 +1,6 @@
 """The endpoints of an emulated vLLM 0.32 server.
 
-Every request is answered, or its client has left; what the engine runs for a client that left
-is aborted at once. Paths vLLM does not have for a generative model are 404 (and `/v1/embeddings`, which
-it has for an embedding model, is there for both kinds of request to be tried).
+Every request is answered, or its client has left: what the engine runs for it is aborted at once.
 """
 
 from __future__ import annotations
@@ -17,20 +15,13 @@ from typing import Any, TypeAlias
 import msgspec
 from aiohttp import web
 
-from hetlb.emulator import vllm_metrics
-from hetlb.emulator.anthropic_answers import MessagesReply, anthropic_error
+from hetlb.emulator.anthropic_messages import MessagesReply, anthropic_error, prompt_tokens, read_message
 from hetlb.emulator.counting import chat_text, token_ids
-from hetlb.emulator.data_parallel import EngineGroup
 from hetlb.emulator.generation import Generation, Reader
 from hetlb.emulator.kv_transfer import KvExchange
-from hetlb.emulator.replies import (
-    VERSION,
-    ChatReply,
-    CompletionReply,
-    EmbeddingReply,
-    Reply,
-    ResponsesReply,
-)
+from hetlb.emulator.real_time import EngineGroup
+from hetlb.emulator.replies import VERSION, ChatReply, CompletionReply, EmbeddingReply, Reply, ResponsesReply
+from hetlb.emulator.vllm_metrics import CONTENT_TYPE, VllmMetrics
 from hetlb.openai.answers import model_list
 from hetlb.openai.application import application
 from hetlb.openai.requests import ApiError, bad, read
@@ -49,37 +40,35 @@ class Api:
         self._kv = kv
         self._engines = engines
         self._reader = reader
-        self._kv_cache_tokens = kv_cache_tokens
+        self._metrics = VllmMetrics(engines.runners, reader.served[0], kv_cache_tokens, kv)
         self._ids = random.Random()
-        self._started = int(time.time())
 
     def app(self) -> web.Application:
-        """The application to listen with."""
         reader = self._reader
         posts: dict[str, _Handler] = {
             "/v1/completions": partial(self._generate, reader.completion, CompletionReply),
             "/v1/chat/completions": partial(self._generate, reader.chat, ChatReply),
             "/v1/responses": partial(self._generate, reader.response, ResponsesReply),
-            "/v1/messages": partial(self._generate, reader.message, MessagesReply),
+            "/v1/messages": partial(self._generate, partial(read_message, reader), MessagesReply),
             "/v1/embeddings": partial(self._generate, reader.embedding, EmbeddingReply),
-            "/v1/messages/count_tokens": self._count_tokens,
-            "/tokenize": self._tokenize,
-            "/detokenize": self._detokenize,
-            "/ping": self._empty,
+            "/v1/messages/count_tokens": _telling(self._count_tokens),
+            "/tokenize": _telling(self._tokenize),
+            "/detokenize": _telling(self._detokenize),
+            "/ping": _empty,
         }
+        models = model_list(reader.served, "vllm", reader.served[0], int(time.time()), reader.max_model_len)
         gets: dict[str, _Handler] = {
-            "/health": self._empty,
-            "/ping": self._empty,
-            "/version": self._version,
-            "/load": self._load,
-            "/metrics": self._metrics,
-            "/v1/models": self._models,
+            "/health": _empty,
+            "/ping": _empty,
+            "/version": _telling(lambda _: {"version": VERSION}),
+            "/load": _telling(lambda _: {"server_load": 0}),  # not tracked
+            "/metrics": self._page,
+            "/v1/models": _telling(lambda _: models),
         }
-        if self._kv is not None:
-            posts |= {"/kv_transfer/pull": self._pull, "/kv_transfer/done": self._done}
-            gets["/query"] = self._query
         routes = [web.get(path, handler, allow_head=False) for path, handler in gets.items()]
         routes += [web.post(path, handler) for path, handler in posts.items()]
+        if self._kv is not None:
+            routes += self._kv.routes()
         app = application(routes, 0, _error_body)
         app.on_response_prepare.append(_as_uvicorn)
         return app
@@ -89,7 +78,6 @@ class Api:
     async def _generate(
         self, read: Callable[[bytes], Generation], kind: type[Reply], request: web.Request
     ) -> web.StreamResponse:
-        """Run what a body asks for, and answer as its tokens come."""
         body = await _body(request)
         try:
             generation = read(body)
@@ -104,9 +92,9 @@ class Api:
         request_id = named or f"{self._ids.getrandbits(64):016x}"
         reply = kind(generation, self._reader.max_model_len, request_id)
         if self._kv is not None and generation.generates:
-            self._kv.prepare(reply, generation.kv_transfer_params)
+            self._kv.prepare(reply, generation.fields.kv_transfer_params)
         try:
-            response = await self._stream(request, reply) if generation.stream else None
+            response = await self._stream(request, reply) if generation.fields.stream else None
             self._engines.submit(reply.choices)
             status, answer = await reply.ended
         finally:
@@ -135,50 +123,17 @@ class Api:
         reply.send = send
         return response
 
-    async def _count_tokens(self, request: web.Request) -> web.Response:
-        tokens = self._reader.message_tokens(await _body(request))
-        return _json({"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}})
-
-    # --- between engines ---
-
-    async def _pull(self, request: web.Request) -> web.Response:
-        asked = read(await _body(request), dict[str, Any])
-        assert self._kv is not None, "expected a connector with its paths"
-        return _json({"state": await self._kv.pull(str(asked.get("engine_id")), str(asked.get("key")))})
-
-    async def _done(self, request: web.Request) -> web.Response:
-        assert self._kv is not None, "expected a connector with its paths"
-        self._kv.done(str(read(await _body(request), dict[str, Any]).get("key")))
-        return _json({"state": "released"})
-
-    async def _query(self, request: web.Request) -> web.Response:
-        assert self._kv is not None, "expected a connector with its paths"
-        return _json(self._kv.directory())
-
     # --- telling ---
 
-    async def _empty(self, request: web.Request) -> web.Response:
-        return web.Response()
+    async def _page(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), headers={"content-type": CONTENT_TYPE})
 
-    async def _version(self, request: web.Request) -> web.Response:
-        return _json({"version": VERSION})
+    def _count_tokens(self, body: bytes) -> dict[str, Any]:
+        tokens = prompt_tokens(self._reader, body)
+        return {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
 
-    async def _load(self, request: web.Request) -> web.Response:
-        return _json({"server_load": 0})  # as of a server without --enable-server-load-tracking
-
-    async def _metrics(self, request: web.Request) -> web.Response:
-        page = vllm_metrics.render(
-            self._engines.runners, self._reader.served[0], self._kv_cache_tokens, self._kv
-        )
-        return web.Response(body=page, headers={"content-type": vllm_metrics.CONTENT_TYPE})
-
-    async def _models(self, request: web.Request) -> web.Response:
-        reader = self._reader
-        served, longest = reader.served, reader.max_model_len
-        return _json(model_list(served, "vllm", served[0], self._started, longest))
-
-    async def _tokenize(self, request: web.Request) -> web.Response:
-        asked = read(await _body(request), _Tokenize)
+    def _tokenize(self, body: bytes) -> dict[str, Any]:
+        asked = read(body, _Tokenize)
         if asked.prompt is not None:
             tokens = token_ids(asked.prompt)
         elif asked.messages is not None:
@@ -189,13 +144,13 @@ class Api:
             raise bad("Expected a prompt or messages.", "prompt")
         self._reader.model(asked.model)
         longest = self._reader.max_model_len
-        return _json({"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": None})
+        return {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": None}
 
-    async def _detokenize(self, request: web.Request) -> web.Response:
-        asked = read(await _body(request), _Detokenize)
+    def _detokenize(self, body: bytes) -> dict[str, Any]:
+        asked = read(body, _Detokenize)
         self._reader.model(asked.model)
         # The ids of this emulator cannot be turned back into text; each stands for itself.
-        return _json({"prompt": "".join(f" t{token}" for token in asked.tokens)})
+        return {"prompt": "".join(f" t{token}" for token in asked.tokens)}
 
 
 class _Tokenize(msgspec.Struct):
@@ -209,8 +164,18 @@ class _Detokenize(msgspec.Struct, kw_only=True):
     tokens: list[Any]
 
 
-def _json(body: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+async def _empty(request: web.Request) -> web.Response:
+    return web.Response()
+
+
+def _telling(answer: Callable[[bytes], object]) -> _Handler:
+    """Handler that answers with JSON; `answer` makes it of the body of a POST."""
+
+    async def handler(request: web.Request) -> web.Response:
+        found = answer(await _body(request) if request.method == "POST" else b"")
+        return web.Response(body=msgspec.json.encode(found), content_type="application/json")
+
+    return handler
 
 
 async def _body(request: web.Request) -> bytes:

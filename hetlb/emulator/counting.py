@@ -38,7 +38,6 @@ def token_ids(text: str) -> list[int]:
 
 
 def text_seed(text: str) -> int:
-    """Return a stable seed derived from the text."""
     return zlib.crc32(text.encode("utf-8", "surrogatepass"))
 
 

@@ -1,24 +1,17 @@
-"""An emulated vLLM server, ready to start in this process or as `hetlb engine`.
-
-`async with EmulatedEngine(profile) as engine` accepts at `engine.url` from entry to exit, and
-leaves no socket, timer or task behind. Several may run in one loop.
-"""
+"""An emulated vLLM server, to start in this process (`async with`) or as `hetlb engine`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Final
 
 from hetlb.app_listener import AppListener
 from hetlb.config.profile_file import Profile
 from hetlb.core.latency import IterationRule
 from hetlb.emulator.api import Api
-from hetlb.emulator.data_parallel import EngineGroup
 from hetlb.emulator.generation import Reader
 from hetlb.emulator.kv_transfer import KvExchange, KvSettings
-from hetlb.emulator.real_time import RealTimeEngine
+from hetlb.emulator.real_time import EngineGroup, RealTimeEngine
 from hetlb.errors import ConfigError, ProfileError
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.engine_model import EngineModel
@@ -35,9 +28,8 @@ class EmulatedEngine(EngineGroup):
 
     `served_model_names` defaults to the profile's model, `max_model_len` to the profile's, then to the
     KV cache. `time_scale` multiplies every duration of the engine (not the connections' `keep_alive_s`).
-    `data_parallel_size` engines of the profile share the port, each with limits and KV cache of its own.
-    With `prefix_caching` a prompt finds the KV blocks of earlier prompts that begin alike.
-    Port 0 picks a free one. `where` names the profile in errors.
+    `data_parallel_size` engines share the port, each with limits and KV cache of its own. Port 0 picks a free
+    one. `where` names the profile in errors.
     """
 
     def __init__(
@@ -61,10 +53,6 @@ class EmulatedEngine(EngineGroup):
             limits = EngineLimits.from_capacity(profile.capacity)
         except ValueError as error:
             raise ProfileError(f"{where}: {error}") from None
-        if not math.isfinite(time_scale) or time_scale <= 0:
-            raise ConfigError(f"--time-scale: expected a number above 0, got {time_scale}")
-        if data_parallel_size < 1:
-            raise ConfigError(f"--data-parallel-size: expected at least 1, got {data_parallel_size}")
         names = _names(profile, served_model_names, where)
         holds = limits.kv_blocks * limits.block_size
         stated = profile.engine.max_model_len if max_model_len is None else max_model_len
@@ -77,7 +65,6 @@ class EmulatedEngine(EngineGroup):
         self.host = host
         self.port = port
         self.max_model_len = holds if stated is None else stated
-        self.served_model_names = names
         self.models = tuple(
             EngineModel(profile.latency, limits, iteration, prefix_cache=prefix_caching)
             for _ in range(data_parallel_size)
@@ -113,7 +100,6 @@ class EmulatedEngine(EngineGroup):
 
     @property
     def connections(self) -> int:
-        """Connections that clients hold open."""
         return len(self._listener.connections)
 
     async def start(self) -> None:
@@ -133,12 +119,7 @@ class EmulatedEngine(EngineGroup):
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

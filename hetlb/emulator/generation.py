@@ -11,11 +11,9 @@ from typing import Any
 
 import msgspec
 
-from hetlb.emulator.anthropic_requests import MessagesRequest, chat_request
 from hetlb.emulator.counting import (
     BYTES_PER_TOKEN,
     GENERATED,
-    TOKENS_PER_MESSAGE,
     VOCABULARY,
     answer_length,
     chat_text,
@@ -32,7 +30,7 @@ from hetlb.openai.requests import (
     read,
     unknown_model,
 )
-from hetlb.sim.prefix import TokenSpan
+from hetlb.sim.engine_sequence import TokenSpan
 
 
 class ResponsesRequest(SampledRequest, kw_only=True):
@@ -86,41 +84,29 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
 
 
 class Generation(msgspec.Struct, kw_only=True):
-    """One checked request: `n` answers to each of `prompts`; an embedding `generates` none.
+    """One checked request: answers to each of `prompts`; an embedding `generates` none.
 
-    `tool` is the call that the model answers with, `reasoning` the share of an answer that is reasoning.
-    `max_tokens` is the client's cap on each answer, None if it gave none. The model would stop by itself
-    after `stops_after` tokens or, if it `draws`, after a length that the prompt decides, but not before
-    `min_tokens`; else never. `length` puts this together with the room left.
+    `tool` is the call that the model answers with, `reasoning` the share of an answer that is reasoning. The
+    model would stop by itself after `stops_after` tokens or, if it `draws`, after a length that the prompt
+    decides, but not before `min_tokens` of `fields`; else never. `length` puts this together with the room
+    left.
     """
 
     model: str
     prompts: list[Prompt]
-    n: int = 1
-    max_tokens: int | None = None
+    fields: SampledRequest
     stops_after: int | None = None
     draws: bool = False
-    min_tokens: int = 0
-    temperature: float = 1.0
-    stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
     echo: bool = False
-    kv_transfer_params: dict[str, Any] | None = None
     tool: ToolCall | None = None
     reasoning: float = 0.0
-    token_ids: bool = False
     generates: bool = True
     #: Id of the answer that the body itself names.
     request_id: str = ""
 
-    @property
-    def varies(self) -> bool:
-        """True if events of a stream tell more than the next token's text."""
-        return bool(self.continuous_usage or self.echo or self.token_ids or self.tool or self.reasoning)
-
     def reasoning_tokens(self, output_tokens: int) -> int:
-        """Count of the first output tokens that are reasoning."""
         if self.tool is not None:
             return min(output_tokens, REASONING_BEFORE_CALL if self.reasoning else 0)
         return int(output_tokens * self.reasoning)
@@ -130,7 +116,7 @@ class Generation(msgspec.Struct, kw_only=True):
         if not self.generates:
             return 0, "stop"
         room = max_model_len - prompt.tokens
-        limit = room if self.max_tokens is None else min(self.max_tokens, room)
+        limit = room if self.fields.cap is None else min(self.fields.cap, room)
         stops = self.stops_after
         if self.tool is not None:
             stops = self.tool.tokens + (REASONING_BEFORE_CALL if self.reasoning else 0)
@@ -143,25 +129,22 @@ class Generation(msgspec.Struct, kw_only=True):
             return limit, "length"
         else:
             stops = max(1, answer_length(prompt.seed, index) - prompt.said)
-        if stops < self.min_tokens:
-            stops = self.min_tokens
+        stops = max(stops, self.fields.min_tokens or 0)
         return (stops, "stop") if stops < limit else (limit, "length")
 
 
-class Reader:
+class Reader(msgspec.Struct, frozen=True):
     """Reads bodies on behalf of one server: it knows the names it serves and its longest context.
 
     `cached_block_size` is the size of the KV blocks that a prefix cache keeps, in tokens; 0 without one. All
     methods raise `ApiError`.
     """
 
-    def __init__(self, served: tuple[str, ...], max_model_len: int, cached_block_size: int = 0) -> None:
-        self.served = served
-        self.max_model_len = max_model_len
-        self.cached_block_size = cached_block_size
+    served: tuple[str, ...]
+    max_model_len: int
+    cached_block_size: int = 0
 
     def model(self, name: str | None) -> str:
-        """Return the requested model, the first served one by default."""
         if not name:
             return self.served[0]
         if name not in self.served:
@@ -169,81 +152,51 @@ class Reader:
         return name
 
     def completion(self, body: bytes) -> Generation:
-        """`POST /v1/completions`."""
         fields = read(body, CompletionRequest)
         prompts = self._prompts(fields.prompt, "prompt")
-        cap = 16 if fields.max_tokens is None else fields.max_tokens
-        return self._generation(fields, prompts, cap, echo=bool(fields.echo))
+        if fields.max_tokens is None:
+            fields.max_tokens = 16
+        return self._generation(fields, prompts, echo=bool(fields.echo))
 
     def chat(self, body: bytes) -> Generation:
-        """`POST /v1/chat/completions`."""
-        return self._chat(read(body, ChatRequest))
-
-    def message(self, body: bytes) -> Generation:
-        """`POST /v1/messages`: as a chat request, which is how vLLM serves it.
-
-        The answer may end before `max_tokens`, which is mandatory there and says nothing.
-        """
-        generation = self._chat(chat_request(read(body, MessagesRequest)))
-        generation.draws = generation.draws or generation.stops_after is None
-        return generation
-
-    def message_tokens(self, body: bytes) -> int:
-        """`POST /v1/messages/count_tokens`: tokens of the prompt."""
-        fields = read(body, dict[str, Any])
-        [prompt] = self._chat(chat_request(read({"max_tokens": 1} | fields, MessagesRequest))).prompts
-        return prompt.tokens
+        return self.of_chat(read(body, ChatRequest))
 
     def response(self, body: bytes) -> Generation:
-        """`POST /v1/responses`."""
         fields = read(body, ResponsesRequest)
-        if isinstance(fields.input, str):
-            text, tokens = fields.input, TOKENS_PER_MESSAGE + count_text(fields.input)
-        else:
-            items = [{"role": "user", **item} for item in fields.input if isinstance(item, dict)]
-            text, tokens = chat_text(items)
+        asked = [{"content": fields.input}] if isinstance(fields.input, str) else fields.input
+        messages = [{"role": "user", **item} for item in asked if isinstance(item, dict)]
         if fields.instructions is not None:
-            text = f"{fields.instructions}\n{text}"
-            tokens += TOKENS_PER_MESSAGE + count_text(fields.instructions)
-        generation = self._generation(
-            fields, [self._text_prompt(max(1, tokens), text)], fields.cap, draws=True
-        )
+            messages.insert(0, {"role": "system", "content": fields.instructions})
+        text, tokens = chat_text(messages)
+        generation = self._generation(fields, [self._text_prompt(max(1, tokens), text)], draws=True)
         generation.request_id = (fields.request_id or "").removeprefix("resp_")
         return generation
 
     def embedding(self, body: bytes) -> Generation:
-        """`POST /v1/embeddings`: prompts without answers."""
         fields = read(body, EmbeddingRequest)
         prompts, model = self._prompts(fields.input, "input"), self.model(fields.model)
         self._room(prompts)
-        return Generation(model=model, prompts=prompts, generates=False)
+        return Generation(model=model, prompts=prompts, fields=SampledRequest(), generates=False)
 
     # --- parts ---
 
-    def _chat(self, fields: ChatRequest) -> Generation:
+    def of_chat(self, fields: ChatRequest) -> Generation:
+        """A chat that has been read."""
         if not fields.messages:
             raise bad("Expected at least one message.", "messages")
         text, tokens = chat_text(fields.messages)
         if fields.tools:
             tokens += count_text(msgspec.json.encode(fields.tools).decode())
         tool = tool_call(fields)
-        generation = self._generation(fields, [self._text_prompt(tokens, text)], fields.cap, draws=True)
+        generation = self._generation(fields, [self._text_prompt(tokens, text)], draws=True)
         generation.tool, generation.reasoning = tool, reasoning_share(fields)
         return generation
 
     def _generation(
-        self,
-        fields: SampledRequest,
-        prompts: list[Prompt],
-        cap: int | None,
-        *,
-        draws: bool = False,
-        echo: bool = False,
+        self, fields: SampledRequest, prompts: list[Prompt], *, draws: bool = False, echo: bool = False
     ) -> Generation:
-        """The checks that concern several fields."""
-        temperature = 1.0 if fields.temperature is None else fields.temperature
         n, min_tokens, include_usage = fields.n or 1, fields.min_tokens or 0, fields.include_usage
-        model, room = self.model(fields.model), self._room(prompts)
+        model, room, cap = self.model(fields.model), self._room(prompts), fields.cap
         if cap is not None and cap > self.max_model_len:
             raise bad(f"max_tokens must be at most {self.max_model_len}, got {cap}.", "max_tokens")
         limit = room if cap is None else min(cap, room)
@@ -251,28 +204,21 @@ class Reader:
             raise bad(f"max_tokens must be at least 1, got {limit}.", "max_tokens")
         if min_tokens > limit:
             raise bad(f"min_tokens must be at most {limit}, got {min_tokens}.", "min_tokens")
-        if n > 1 and temperature < 1e-5:
+        if n > 1 and fields.temperature is not None and fields.temperature < 1e-5:
             raise bad(f"n must be 1 when using greedy sampling, got {n}.", "n")
         options = fields.stream_options
         return Generation(
             model=model,
-            kv_transfer_params=fields.kv_transfer_params,
             prompts=prompts,
-            n=n,
-            max_tokens=cap,
+            fields=fields,
             stops_after=None if fields.ignore_eos else _stops_after(fields),
             draws=draws and cap is None and not fields.ignore_eos,
-            min_tokens=min_tokens,
-            temperature=temperature,
-            stream=bool(fields.stream),
             include_usage=include_usage,
             continuous_usage=include_usage and options is not None and bool(options.continuous_usage_stats),
             echo=echo,
-            token_ids=bool(fields.return_token_ids),
         )
 
     def _room(self, prompts: list[Prompt]) -> int:
-        """The room that the longest prompt leaves."""
         longest = max(prompt.tokens for prompt in prompts)
         if longest > self.max_model_len:
             raise bad(
@@ -289,11 +235,7 @@ class Reader:
         ]
 
     def _token_prompt(self, ids: list[int]) -> Prompt:
-        size = self.cached_block_size
-        pieces: tuple[TokenSpan, ...] = ()
-        if size:
-            ends = range(size, len(ids) + 1, size)
-            pieces = tuple([(hash(tuple(ids[end - size : end])), size) for end in ends])
+        pieces = self._pieces(tuple(ids), 1)
         said = 0
         while said < len(ids) and ids[-1 - said] >= GENERATED:
             said += 1
@@ -302,14 +244,15 @@ class Reader:
         return Prompt(len(ids), "", seed, pieces, said, left)
 
     def _text_prompt(self, tokens: int, text: str) -> Prompt:
-        size = self.cached_block_size
-        pieces: tuple[TokenSpan, ...] = ()
-        if size:
-            data, width = text.encode("utf-8", "surrogatepass"), size * BYTES_PER_TOKEN
-            ends = range(width, len(data) + 1, width)
-            pieces = tuple([(hash(data[end - width : end]), size) for end in ends])
+        pieces = self._pieces(text.encode("utf-8", "surrogatepass"), BYTES_PER_TOKEN)
         asked, said = split_answer(text)
         return Prompt(tokens, text, text_seed(asked), pieces, said)
+
+    def _pieces(self, data: bytes | tuple[int, ...], per_token: int) -> tuple[TokenSpan, ...]:
+        size = self.cached_block_size
+        width = size * per_token
+        ends = range(width, len(data) + 1, width) if size else ()
+        return tuple([(hash(data[end - width : end]), size) for end in ends])
 
 
 def _stops_after(fields: SampledRequest) -> int | None:

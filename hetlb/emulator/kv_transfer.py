@@ -1,12 +1,9 @@
-"""KV hand-over between emulated servers, as vLLM's connectors show it to a router.
+"""KV transfer between emulated servers, as vLLM's connectors show it to a router.
 
 `nixl`: an answer to `do_remote_decode` holds the parameters of the fetch, and the blocks stay for `lease_s`.
-`nixl-push`: the engine that has the blocks writes them, to the request of the same id; those that are not
-asked for stay for `lease_s`. `mooncake`: the fetch may come first and waits for the prompt; `/query` is the
-bootstrap server.
-`shared-storage`: a file per prompt in a folder, no parameters. What is fetched after the lease gives wrong
-text with status 200, as with vLLM: its tokens are ` x0 x1 ...`. The engines' own channel is HTTP on their
-port.
+`nixl-push`: the engine that has the blocks writes them, to the request of the same id. `mooncake`: the fetch
+may come first and waits for the prompt; `/query` is the bootstrap server. `shared-storage`: a file per prompt
+in a folder. What is fetched after the lease gives wrong text with status 200, as with vLLM (` x0 x1 ...`).
 """
 
 from __future__ import annotations
@@ -20,10 +17,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import aiohttp
-import msgspec
+from aiohttp import web
 
 from hetlb.emulator.real_time import EmulatedSequence
 from hetlb.emulator.replies import Reply, ReplyChoice
+from hetlb.openai.requests import ApiError, read
 from hetlb.sim.engine_sequence import SequenceState
 
 #: Seconds until an engine that does not answer is taken for dead, as in NIXL's handshake.
@@ -39,12 +37,6 @@ class KvSettings:
     bandwidth_bytes_per_s: float = 5e9
     policy: Literal["fail", "recompute"] = "fail"
     folder: Path | None = None
-
-
-class _Refused(msgspec.Struct):
-    """Fields that are read of a body that is refused."""
-
-    kv_transfer_params: dict[str, Any] | None = None
 
 
 class _Held(NamedTuple):
@@ -64,28 +56,23 @@ def _waits(choice: EmulatedSequence) -> bool:
     return choice.state is SequenceState.FETCHING
 
 
+@dataclass(eq=False)
 class KvExchange:
-    """Hand-over of one server: what it keeps for others, and what it fetches from them.
+    """Transfers of one server: what it keeps for others, and what it fetches from them.
 
-    `address` is its own, once it listens. Counters are vLLM's: leases that ended unfetched, failed transfers,
-    prompt tokens fetched.
+    `address` is its own, once it listens. Counters are vLLM's.
     """
 
-    def __init__(
-        self,
-        settings: KvSettings,
-        bytes_per_token: float,
-        address: Callable[[], tuple[str, int]],
-        time_scale: float = 1.0,
-    ) -> None:
-        self.settings = settings
+    settings: KvSettings
+    bytes_per_token: float
+    address: Callable[[], tuple[str, int]]
+    time_scale: float = 1.0
+
+    def __post_init__(self) -> None:
         self.engine_id = secrets.token_hex(16)
         self.expired = self.failed = self.fetched_tokens = 0
         #: Fetches that other servers have asked for.
         self.asked = 0
-        self._bytes_per_token = bytes_per_token
-        self._address = address
-        self._time_scale = time_scale
         #: Cleared, it answers no other server, as a stopped process does.
         self.answering = asyncio.Event()
         self.answering.set()
@@ -98,11 +85,9 @@ class KvExchange:
 
     @property
     def held(self) -> int:
-        """Prompts that are kept for other servers."""
         return len(self._held)
 
     async def close(self) -> None:
-        """End at once, like a killed process."""
         for held in self._held.values():
             held.timer.cancel()
         for task in self._tasks:
@@ -118,8 +103,7 @@ class KvExchange:
         choice = reply.choices[0]
         if self.settings.connector == "shared-storage":
             if self._file(choice).exists():
-                size = choice.prompt_tokens // 16 * 16  # whole blocks
-                choice.remote_tokens = min(size, choice.prompt_tokens)
+                choice.remote_tokens = choice.prompt_tokens // 16 * 16  # whole blocks
             reply.on_finished = self._store
         elif params is None or len(reply.choices) != 1:
             return
@@ -152,7 +136,7 @@ class KvExchange:
                 waiting.set_result(None)
         if mooncake:
             return None
-        host, port = self._address()
+        host, port = self.address()
         tokens = choice.prompt_tokens
         return {
             "do_remote_prefill": True, "do_remote_decode": False,
@@ -176,7 +160,28 @@ class KvExchange:
             assert runner is not None, "expected the engine of a sequence that has run"
             runner.release_held(held.choice)
 
-    async def pull(self, engine_id: str, key: str) -> str:
+    def routes(self) -> list[web.RouteDef]:
+        """Paths at which other servers ask; `/query` is the bootstrap server's."""
+
+        async def pull(request: web.Request) -> web.Response:
+            asked = await request.json()
+            return web.json_response({"state": await self._pulled(asked["engine_id"], asked["key"])})
+
+        async def done(request: web.Request) -> web.Response:
+            self._let_go((await request.json())["key"])
+            return web.json_response({"state": "released"})
+
+        async def query(request: web.Request) -> web.Response:
+            worker = {"engine_id": self.engine_id, "worker_addr": {"0": {"0": "emulated"}}}
+            return web.json_response({"0": worker})
+
+        return [
+            web.post("/kv_transfer/pull", pull),
+            web.post("/kv_transfer/done", done),
+            web.get("/query", query, allow_head=False),
+        ]
+
+    async def _pulled(self, engine_id: str, key: str) -> str:
         """Answer a fetch: `ready`, `expired` (the blocks hold other data by now), or `unknown`."""
         self.asked += 1
         await self.answering.wait()
@@ -191,14 +196,6 @@ class KvExchange:
             self._early.setdefault(key, []).append(early)
             await early
         return "ready"
-
-    def done(self, key: str) -> None:
-        """A server has fetched a prompt, or never will."""
-        self._let_go(key)
-
-    def directory(self) -> dict[str, Any]:
-        """The page of the bootstrap server."""
-        return {"0": {"engine_id": self.engine_id, "worker_addr": {"0": {"0": "emulated"}}}}
 
     # --- what is fetched ---
 
@@ -217,12 +214,10 @@ class KvExchange:
 
     def reject(self, body: bytes) -> None:
         """Release the blocks that a refused request would have fetched."""
-        try:
-            params = msgspec.json.decode(body, type=_Refused).kv_transfer_params or {}
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-            return
-        if self.settings.connector != "nixl-push" and _has_source(params):
-            self._start(self._tell_done(params))
+        with contextlib.suppress(ApiError):
+            params = read(body, dict[str, Any]).get("kv_transfer_params")
+            if self.settings.connector != "nixl-push" and isinstance(params, dict) and _has_source(params):
+                self._start(self._tell_done(params))
 
     def _start(self, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -244,8 +239,8 @@ class KvExchange:
         if not _waits(choice):
             return  # aborted meanwhile
         if state in ("ready", "expired"):
-            seconds = choice.fetch_tokens * self._bytes_per_token / self.settings.bandwidth_bytes_per_s
-            await asyncio.sleep(seconds * self._time_scale)
+            seconds = choice.fetch_tokens * self.bytes_per_token / self.settings.bandwidth_bytes_per_s
+            await asyncio.sleep(seconds * self.time_scale)
             if not _waits(choice):
                 return
             self.fetched_tokens += choice.fetch_tokens
@@ -277,7 +272,7 @@ class KvExchange:
         if base is None:
             base = f"http://{source['remote_host']}:{source['remote_port']}"
         key = source.get("transfer_id") or source.get("remote_request_id")
-        body = {"engine_id": source.get("remote_engine_id"), "key": key}
+        body = {"engine_id": source.get("remote_engine_id"), "key": str(key)}
         async with self._session.post(f"{base}/kv_transfer/{what}", json=body) as answer:
             found: dict[str, Any] = await answer.json()
             return found

@@ -1,8 +1,7 @@
 """Real time: runs an engine model on the event loop's clock and hands out tokens at iteration ends.
 
-No token is handed out before its iteration has ended, and an iteration begins exactly where the
-one before ended, however late the loop comes: lateness does not add up. A request takes part in the
-first iteration that begins after it arrived. An abort is at once.
+An iteration begins exactly where the one before ended, however late the loop comes: lateness does not add up.
+A request takes part in the first iteration that begins after it arrived.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -40,28 +38,6 @@ class EmulatedSequence(EngineSequence):
         """It got its last token, or, without output, its prompt has been read."""
 
 
-class IterationTokens:
-    """vLLM's histogram of tokens per iteration: prompts count where they end, silent ones not at all."""
-
-    #: vLLM's own upper bounds.
-    BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-
-    def __init__(self) -> None:
-        self.counts = [0] * len(self.BOUNDS)
-        self.count = 0
-        self.total = 0
-
-    def observe(self, tokens: int) -> None:
-        """Record the tokens of one iteration."""
-        if not tokens:
-            return
-        self.count += 1
-        self.total += tokens
-        place = bisect_left(self.BOUNDS, tokens)
-        if place < len(self.BOUNDS):
-            self.counts[place] += 1
-
-
 class RealTimeEngine:
     """One engine in real time. Durations of the model are multiplied by `time_scale`."""
 
@@ -73,7 +49,8 @@ class RealTimeEngine:
         self.began_at = time.time()
         #: Prompt tokens whose prefill has ended, each prompt once.
         self.prompt_tokens = 0
-        self.iteration_tokens = IterationTokens()
+        #: Told of the tokens of an iteration that had some: prompts count where they end.
+        self.on_iteration: Callable[[float], object] = lambda tokens: None
         #: Sequences that have ended, by vLLM's finished_reason.
         self.finished = {"stop": 0, "length": 0, "abort": 0}
         self._time_scale = time_scale
@@ -84,17 +61,19 @@ class RealTimeEngine:
         #: Told of a sequence whose KV cache is to be fetched.
         self.on_fetch: Callable[[EmulatedSequence], None] | None = None
         self._boundary = 0.0  # when the iteration in flight ends, on the monotonic clock
-        self._idle: asyncio.Future[None] | None = None  # a caller waits for the engine to have no work
 
     @property
     def running(self) -> int:
-        """Sequences admitted by the engine."""
         return self.model.running
 
     @property
     def waiting(self) -> int:
-        """Sequences that have arrived and are not admitted."""
         return self.model.waiting + self._pending
+
+    @property
+    def drafts(self) -> int:
+        """Decode steps of sequences, with speculative decoding."""
+        return int(self.model.generated_tokens / self.tokens_per_step)
 
     def submit(self, choices: Many[EmulatedSequence]) -> None:
         """These arrive now. The caller has refused what can never fit."""
@@ -114,7 +93,6 @@ class RealTimeEngine:
                 self._pending -= 1
             self.model.abort(choice)
             self.finished["abort"] += 1
-        self._tell_idle()
 
     def complete_fetch(self, choice: EmulatedSequence, *, loaded: bool) -> None:
         """End a KV fetch, successful (`loaded`) or failed."""
@@ -127,21 +105,8 @@ class RealTimeEngine:
         self._wake_up()
 
     def _wake_up(self) -> None:
-        """Something may be able to run that could not."""
         if self._handle is None:
             self._begin(time.monotonic())
-
-    async def wait_idle(self) -> None:
-        """Wait until no sequence runs or waits."""
-        while self.running or self.waiting:
-            if self._idle is None:
-                self._idle = asyncio.get_running_loop().create_future()
-            await asyncio.shield(self._idle)
-
-    def _tell_idle(self) -> None:
-        if self._idle is not None and not (self.running or self.waiting):
-            self._idle.set_result(None)
-            self._idle = None
 
     def close(self) -> None:
         """Stop; no further tokens are emitted."""
@@ -208,5 +173,53 @@ class RealTimeEngine:
                 self.prompt_tokens += choice.prompt_tokens
             self.finished[choice.finish_reason] += 1  # type: ignore[attr-defined]
             choice.finish()  # type: ignore[attr-defined]
-        self.iteration_tokens.observe(self.prompt_tokens + model.generated_tokens - before)
-        self._tell_idle()
+        if tokens := self.prompt_tokens + model.generated_tokens - before:
+            self.on_iteration(tokens)
+
+
+class EngineGroup:
+    """Data-parallel engines of one server, as `vllm serve --data-parallel-size N` runs them.
+
+    Each sequence goes to the engine with the least `4 * waiting + running`, the score of vLLM's own balancer
+    (`DPLBAsyncMPClient`, 0.32); of equals to the next one in turn.
+    """
+
+    def __init__(self, runners: Many[RealTimeEngine]) -> None:
+        self.runners = tuple(runners)
+        self._next = 0
+
+    @property
+    def running(self) -> int:
+        return sum(runner.running for runner in self.runners)
+
+    @property
+    def waiting(self) -> int:
+        return sum(runner.waiting for runner in self.runners)
+
+    @property
+    def finished(self) -> dict[str, int]:
+        """Sequences that have ended, by vLLM's finished_reason: stop, length, abort."""
+        each = [runner.finished for runner in self.runners]
+        return {reason: sum(finished[reason] for finished in each) for reason in each[0]}
+
+    def submit(self, choices: Many[EmulatedSequence]) -> None:
+        if len(self.runners) == 1:
+            for choice in choices:
+                choice.runner = self.runners[0]
+            self.runners[0].submit(choices)
+            return
+        for choice in choices:
+            choice.runner = self._least_loaded()
+            choice.runner.submit((choice,))
+
+    def abort(self, choices: Many[EmulatedSequence]) -> None:
+        """Drop these sequences; those that have ended stay as they are."""
+        for choice in choices:
+            if choice.runner is not None:
+                choice.runner.abort((choice,))
+
+    def _least_loaded(self) -> RealTimeEngine:
+        count = len(self.runners)
+        turn = [self.runners[(self._next + i) % count] for i in range(count)]
+        self._next = (self._next + 1) % count
+        return min(turn, key=lambda runner: 4 * runner.waiting + runner.running)

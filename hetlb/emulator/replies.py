@@ -1,7 +1,6 @@
 """Answers of the emulated engine, in the shapes of vLLM 0.32 as far as a client can use them.
 
-The text of every answer is ` t0 t1 t2 ...`, one word a token, so that a reader sees what is missing or out of
-order.
+Their text is ` t0 t1 t2 ...`, one word a token, so that a reader sees what is missing or out of order.
 """
 
 from __future__ import annotations
@@ -21,15 +20,12 @@ from hetlb.openai import answers
 from hetlb.openai.requests import ApiError
 
 VERSION = "0.32.0"
-#: Stands for the text of a token in an event that is made once for many: a character that nothing else holds.
-_MARK = "\ue000"
 FINGERPRINT = f"vllm-{VERSION}-emulated"
 
 _encode = msgspec.json.encode
 
 
 def words(count: int) -> str:
-    """The text of the first `count` tokens of any answer."""
     return "".join([f" t{number}" for number in range(count)])
 
 
@@ -38,8 +34,6 @@ class Reply:
 
     #: Begins the id.
     PREFIX = ""
-    #: True if the events of a stream, but for the last, may differ in nothing but the token's text.
-    ALIKE = False
 
     def __init__(self, generation: Generation, max_model_len: int, request_id: str) -> None:
         #: Sends an event, or several, of a stream whose head is out.
@@ -58,15 +52,13 @@ class Reply:
         self.kv_done = False
         self.choices: list[ReplyChoice] = []
         for prompt in generation.prompts:
-            for number in range(generation.n):
+            for number in range(generation.fields.n or 1):
                 output, reason = generation.length(prompt, number, max_model_len)
                 self.choices.append(ReplyChoice(self, len(self.choices), prompt, output, reason))
         self.open = len(self.choices)
-        self.alike = self.ALIKE and not generation.varies
 
     @property
     def usage(self) -> dict[str, int]:
-        """Tokens in and out so far, all choices together."""
         return answers.usage(sum(prompt.tokens for prompt in self.generation.prompts), self.output_tokens)
 
     def finished(self, choice: ReplyChoice) -> None:
@@ -77,7 +69,7 @@ class Reply:
             return
         params = None if self.on_finished is None else self.on_finished(self)
         body = b""
-        if self.generation.stream:
+        if self.generation.fields.stream:
             for event in self.closing():
                 self.send(event)
         else:
@@ -94,20 +86,18 @@ class Reply:
             self.ended.set_result((status, body))
 
     def text(self, count: int) -> str:
-        """The first `count` tokens of the answer."""
         text = words(count)
         return text if self.word == "t" else text.replace(" t", f" {self.word}")
 
     def fail(self, message: str) -> None:
         """Answer that the engine has failed: a status, or the event of a stream whose head is out."""
         error = ApiError(500, message)
-        if self.generation.stream:
+        if self.generation.fields.stream:
             self.send(b"data: %b\n\n" % error.body())
             self.send(answers.DONE)
         self._end(error.status, error.body())
 
     def body(self) -> dict[str, Any]:
-        """The whole answer of a plain request."""
         raise NotImplementedError
 
     def opening(self) -> list[bytes]:
@@ -115,7 +105,6 @@ class Reply:
         return []
 
     def event(self, choice: ReplyChoice, text: str, *, last: bool = False) -> bytes:
-        """The event of one token."""
         raise NotImplementedError
 
     def finish_reason(self, choice: ReplyChoice) -> str:
@@ -125,14 +114,13 @@ class Reply:
         return "tool_calls" if called else choice.finish_reason
 
     def closing(self) -> list[bytes]:
-        """Events that end a stream."""
         return [answers.DONE]
 
 
 class ReplyChoice(EmulatedSequence):
     """One of the answers of a reply. `sent` counts its tokens."""
 
-    __slots__ = ("_template", "index", "prompt", "reasoning_tokens", "reply", "sent")
+    __slots__ = ("index", "prompt", "reasoning_tokens", "reply", "sent")
 
     def __init__(self, reply: Reply, index: int, prompt: Prompt, output_tokens: int, reason: str) -> None:
         super().__init__(prompt.tokens, output_tokens, reason)
@@ -141,31 +129,27 @@ class ReplyChoice(EmulatedSequence):
         self.index = index
         self.prompt = prompt
         self.sent = 0
-        self._template = b""
         self.reasoning_tokens = reply.generation.reasoning_tokens(output_tokens)
 
     @property
     def reasoning(self) -> str | None:
-        """The text of its reasoning; None where it has none."""
         return self.reply.text(self.reasoning_tokens) if self.reasoning_tokens else None
 
     @property
     def content(self) -> str:
-        """The text that follows the reasoning."""
         return self.text[len(words(self.reasoning_tokens)) :]
 
     @property
     def text(self) -> str:
-        """Its text; for a continued answer, the new part only."""
         said = self.prompt.said
         return self.reply.text(said + self.output_tokens)[len(self.reply.text(said)) :]
 
     def token(self) -> None:
-        if self.reply.generation.stream:
+        if self.reply.generation.fields.stream:
             self._send()
 
     def finish(self) -> None:
-        if self.reply.generation.stream:
+        if self.reply.generation.fields.stream:
             self._send(last=True)
         self.reply.finished(self)
 
@@ -177,30 +161,24 @@ class ReplyChoice(EmulatedSequence):
                 reply.send(event)
         word = f" {reply.word}{self.prompt.said + self.sent}"
         self.sent += 1
-        if last or not reply.alike:
-            reply.send(reply.event(self, word, last=last))
-            return
-        if not self._template:
-            self._template = reply.event(self, _MARK)
-        reply.send(self._template.replace(_MARK.encode(), word.encode()))
+        reply.send(reply.event(self, word, last=last))
 
     @property
     def ids(self) -> list[int] | None:
         """Ids of its last token, None unless requested."""
-        if not self.reply.generation.token_ids:
+        if not self.reply.generation.fields.return_token_ids:
             return None
         return [GENERATED + (self.output_tokens - self.sent if self.finish_reason == "stop" else 0)]
 
     @property
     def prompt_ids(self) -> list[int] | None:
         """The token ids of its prompt, with its first event."""
-        if not self.reply.generation.token_ids or not self.prompt.text or self.sent > 1:
+        if not self.reply.generation.fields.return_token_ids or not self.prompt.text or self.sent > 1:
             return None
         ids = token_ids(self.prompt.text)
         return [ids[number % len(ids)] for number in range(self.prompt.tokens)]
 
     def arguments(self, tool: ToolCall) -> str:
-        """The arguments of its call, as far as its tokens reach."""
         pieces = range(self.output_tokens - self.reasoning_tokens)
         return "".join([tool.piece(number) for number in pieces])
 
@@ -208,7 +186,6 @@ class ReplyChoice(EmulatedSequence):
 class OpenAIReply(Reply):
     """Common part of completions and chat."""
 
-    ALIKE = True
     CHAT = False
 
     def __init__(self, generation: Generation, max_model_len: int, request_id: str) -> None:
@@ -217,7 +194,6 @@ class OpenAIReply(Reply):
         self.id = self.envelope.id
 
     def content(self, choice: ReplyChoice) -> str | dict[str, Any]:
-        """The text of a choice, or the fields of its message."""
         raise NotImplementedError
 
     def body(self) -> dict[str, Any]:
@@ -230,7 +206,6 @@ class OpenAIReply(Reply):
         return self.envelope.whole(choices, self.usage) | {"system_fingerprint": FINGERPRINT}
 
     def piece(self, choice: ReplyChoice, text: str | dict[str, Any], *, last: bool, **more: Any) -> bytes:
-        """The event of one token."""
         reason = self.finish_reason(choice) if last else None
         fields = self.envelope.choice(choice.index, text, reason, streamed=True, **more)
         body = self.envelope.chunk([fields], self.usage_so_far(choice))
@@ -239,7 +214,6 @@ class OpenAIReply(Reply):
         return answers.event(body)
 
     def usage_so_far(self, choice: ReplyChoice) -> dict[str, int] | None:
-        """The usage of one event under `continuous_usage_stats`."""
         return answers.usage(choice.prompt_tokens, choice.sent) if self.generation.continuous_usage else None
 
     def closing(self) -> list[bytes]:
@@ -278,7 +252,6 @@ class ChatReply(OpenAIReply):
         return message | {"reasoning": choice.reasoning}
 
     def call_id(self, choice: ReplyChoice) -> str:
-        """The id of the call of a choice."""
         return f"chatcmpl-tool-{self.id.partition('-')[2]}{choice.index or ''}"
 
     def opening(self) -> list[bytes]:
@@ -316,13 +289,12 @@ class ResponsesReply(Reply):
     _sequence = 0
 
     def body(self) -> dict[str, Any]:
-        choice = self.choices[0]
-        cut = choice.finish_reason == "length"
+        cut = self.choices[0].finish_reason == "length"
         usage = self.usage
         return self._response(
             status="incomplete" if cut else "completed",
             incomplete_details={"reason": "max_output_tokens"} if cut else None,
-            output=[self._item(self.text(choice.output_tokens), "completed")],
+            output=[self._item()],
             usage={
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {"cached_tokens": 0},
@@ -333,34 +305,32 @@ class ResponsesReply(Reply):
         )
 
     def _response(self, **more: Any) -> dict[str, Any]:
-        generation, longest = self.generation, self.choices[0].output_tokens
+        asked, longest = self.generation.fields, self.choices[0].output_tokens
         fields = {
             "id": self.id,
             "object": "response",
             "created_at": self.created,
-            "model": generation.model,
+            "model": self.generation.model,
             "output": [],
             "parallel_tool_calls": True,
             "tool_choice": "none",
             "tools": [],
-            "temperature": generation.temperature,
+            "temperature": 1.0 if asked.temperature is None else asked.temperature,
             "top_p": 1.0,
-            "max_output_tokens": longest if generation.max_tokens is None else generation.max_tokens,
+            "max_output_tokens": longest if asked.cap is None else asked.cap,
             "incomplete_details": None,
             "usage": None,
         }
         return fields | more
 
-    def _item(self, text: str | None, status: str) -> dict[str, Any]:
-        """The one message; None for one that has no content yet."""
-        content = [] if text is None else [_part(text)]
-        return {
-            "id": self._place["item_id"],
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
+    def _item(self) -> dict[str, Any]:
+        """The one message, complete."""
+        place, role = {"id": self._place["item_id"], "type": "message"}, {"role": "assistant"}
+        return place | role | {"status": "completed", "content": [_part(self._text)]}
+
+    @property
+    def _text(self) -> str:
+        return self.text(self.choices[0].output_tokens)
 
     @property
     def _place(self) -> dict[str, Any]:
@@ -372,10 +342,11 @@ class ResponsesReply(Reply):
 
     def opening(self) -> list[bytes]:
         started = self._response(status="in_progress")
+        begun = self._item() | {"status": "in_progress", "content": []}
         return [
             self._named("response.created", response=started),
             self._named("response.in_progress", response=started),
-            self._named("response.output_item.added", item=self._item(None, "in_progress"), output_index=0),
+            self._named("response.output_item.added", item=begun, output_index=0),
             self._named("response.content_part.added", part=_part(""), **self._place),
         ]
 
@@ -383,11 +354,11 @@ class ResponsesReply(Reply):
         return self._named("response.output_text.delta", delta=text, logprobs=[], **self._place)
 
     def closing(self) -> list[bytes]:
-        text = self.text(self.choices[0].output_tokens)
+        text = self._text
         return [
             self._named("response.output_text.done", text=text, logprobs=[], **self._place),
             self._named("response.content_part.done", part=_part(text), **self._place),
-            self._named("response.output_item.done", item=self._item(text, "completed"), output_index=0),
+            self._named("response.output_item.done", item=self._item(), output_index=0),
             self._named("response.completed", response=self.body()),
         ]
 
@@ -402,21 +373,9 @@ class EmbeddingReply(Reply):
     PREFIX = "embd-"
 
     def body(self) -> dict[str, Any]:
-        prompts = self.generation.prompts
-        data = [
-            {"index": index, "object": "embedding", "embedding": _embedding(prompt)}
-            for index, prompt in enumerate(prompts)
-        ]
-        return {
-            "id": self.id,
-            "object": "list",
-            "created": self.created,
-            "model": self.generation.model,
-            "data": data,
-            "usage": self.usage,
-        }
-
-
-def _embedding(prompt: Prompt) -> list[float]:
-    """Return an eight-dimensional vector derived from the prompt."""
-    return [((prompt.seed >> (4 * place)) & 15) / 16 - 0.5 for place in range(8)]
+        data = []
+        for index, prompt in enumerate(self.generation.prompts):
+            vector = [((prompt.seed >> (4 * place)) & 15) / 16 - 0.5 for place in range(8)]
+            data.append({"index": index, "object": "embedding", "embedding": vector})
+        head = {"id": self.id, "object": "list", "created": self.created, "model": self.generation.model}
+        return head | {"data": data, "usage": self.usage}

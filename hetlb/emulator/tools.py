@@ -1,8 +1,8 @@
-"""Tool calls and reasoning of the emulated model: the tool, its arguments, the length of the reasoning.
+"""Tool calls and reasoning of the emulated model.
 
-The model calls the first tool (or the one that `tool_choice` names) in answer to a user, and answers in text
-once it has a tool's result, so that the loop of an agent ends. Arguments are the least JSON that the tool's
-schema accepts. `reasoning_effort` and `chat_template_kwargs.enable_thinking` make it reason first.
+It calls the first tool (or the one that `tool_choice` names) in answer to a user, and answers in text once it
+has a tool's result, so that the loop of an agent ends. `reasoning_effort` and
+`chat_template_kwargs.enable_thinking` make it reason first.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ def tool_call(fields: ChatRequest) -> ToolCall | None:
 
 
 def _functions(tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """Schemas of the parameters by the functions' names."""
     found = {}
     for tool in tools:
         function = tool.get("function")
@@ -113,7 +112,6 @@ def example(schema: object, depth: int = 0) -> Any:
 
 
 def reasoning_share(fields: ChatRequest) -> float:
-    """The share of an answer's tokens that is reasoning."""
     if fields.reasoning_effort is not None:
         return _EFFORTS[fields.reasoning_effort]
     thinks = (fields.chat_template_kwargs or {}).get("enable_thinking") is True

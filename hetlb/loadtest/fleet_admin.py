@@ -11,12 +11,12 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
 from hetlb.errors import HetlbError, reason_of
+from hetlb.workload.records import Counted
 
 _TIMEOUT = aiohttp.ClientTimeout(total=30)
 _IDLE_TIMEOUT_S = 60.0
@@ -25,18 +25,6 @@ _POLL_S = 0.05
 #: for before and after it (the proxy asks each once a second).
 _LOOK_S = 0.5
 _REPORT_TIMEOUT_S = 5.0
-
-
-@dataclass(slots=True)
-class Reported:
-    """Figures that engines reported during a run, by instance; those that did not are left out.
-
-    `preemptions` are those of the run; `kv_peak` is the largest share (0 to 1) of the KV cache in use that
-    was seen, one look a second: a shorter peak may be higher.
-    """
-
-    preemptions: dict[str, int] = field(default_factory=dict)
-    kv_peak: dict[str, float] = field(default_factory=dict)
 
 
 class FleetAdmin:
@@ -49,15 +37,12 @@ class FleetAdmin:
         self.changed = False
 
     async def policy(self) -> str:
-        """The name of the policy in force."""
         return str((await self._fleet())["policy"])
 
     async def instances(self) -> list[str]:
-        """The names of all instances."""
         return [each["name"] for each in _instances(await self._fleet())]
 
     async def set_policy(self, name: str) -> None:
-        """Put a policy in force."""
         self.changed = True
         await self._ask("PUT", "/v1/policy", {"name": name})
 
@@ -72,9 +57,13 @@ class FleetAdmin:
             await asyncio.sleep(_POLL_S)
 
     @contextlib.asynccontextmanager
-    async def reported(self) -> AsyncIterator[Reported]:
-        """Reports of the engines during the block; complete after it."""
-        found = Reported()
+    async def reported(self) -> AsyncIterator[Counted]:
+        """Figures that engines report during the block, complete after it; others are left out.
+
+        `preemptions` are those of the block; `kv_peak` is the largest share (0 to 1) of the KV cache in use
+        that was seen, one look a second: a shorter peak may be higher.
+        """
+        found: Counted = {}
         before = {each["name"]: each.get("preemptions") for each in await self._new_reports()}
         looking = asyncio.create_task(self._look(found))
         try:
@@ -88,9 +77,9 @@ class FleetAdmin:
             first, last = before.get(each["name"]), each.get("preemptions")
             # A counter that went back is of an engine that was started anew.
             if first is not None and last is not None and last >= first:
-                found.preemptions[each["name"]] = last - first
+                found.setdefault(each["name"], {})["preemptions"] = last - first
 
-    async def _look(self, found: Reported) -> None:
+    async def _look(self, found: Counted) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
             with contextlib.suppress(HetlbError):
@@ -153,10 +142,11 @@ def _instances(fleet: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [each for model in fleet["models"] for each in model["instances"]]
 
 
-def _note_kv(found: Reported, instances: list[dict[str, Any]]) -> None:
+def _note_kv(found: Counted, instances: list[dict[str, Any]]) -> None:
     for each in instances:
         if each["kv_reported"] is not None:
-            found.kv_peak[each["name"]] = max(found.kv_peak.get(each["name"], 0.0), each["kv_reported"])
+            own = found.setdefault(each["name"], {})
+            own["kv_peak"] = max(own.get("kv_peak", 0.0), each["kv_reported"])
 
 
 def busy_figures(fleet: Mapping[str, Any]) -> list[str]:

@@ -1,9 +1,6 @@
 """An open-loop load generator: every request goes out when it is due, whatever became of those before.
 
-Sending never waits for an answer; every planned request ends in exactly one record, failed ones
-with the kind of failure; cancelling the run closes every connection. A run says whether its client was fit
-to measure: VALID, or SUSPECT with reasons (late sends, a busy event loop, a busy core, failures, answers
-of other lengths than asked for), instead of reporting its own slowness as the server's latency.
+Every planned request ends in exactly one record, failed ones with the kind of failure.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ import contextlib
 import gc
 import resource
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -22,8 +18,9 @@ import aiohttp
 from yarl import URL
 
 from hetlb.loadtest.bodies import RequestBodies
-from hetlb.loadtest.response_parser import AnswerError, StreamReader, read_plain
-from hetlb.loadtest.verdict import LoadResult
+from hetlb.loadtest.load_result import LoadResult
+from hetlb.loadtest.response_parser import StreamReader, read_plain
+from hetlb.openai.answer_events import AnswerError
 from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.records import RequestResult
 
@@ -47,12 +44,10 @@ class LoadProgress:
 
     @property
     def in_flight(self) -> int:
-        """Requests that are sent and have no answer yet."""
         return self.sent - self.ended
 
     @property
     def ended(self) -> int:
-        """Requests that have their answer, good or bad."""
         return self.completed + self.failed
 
 
@@ -74,19 +69,20 @@ async def run_load(
     """
     turns = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     records = [
-        RequestResult(each.scheduled_s, each.input_tokens, sequences=each.sequences, service=each.service)
+        RequestResult(each.scheduled_s, each.input_tokens, sequences=each.sequences, service=each.row.service)
         for each in plan
     ]
     result = LoadResult(plan, records, 0.0, [])
     run = _Run(result, bodies, url.rstrip("/"), progress or LoadProgress(), headers or {}, turns)
     # What is there stays: a collection that walks over a large plan would stop the clock of every answer.
+    frozen_before = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
         await run.run()
     finally:
-        gc.unfreeze()
-    result.errors = dict(Counter(record.error for record in records if record.error).most_common())
+        if not frozen_before:  # else by a process that keeps it so
+            gc.unfreeze()
     return result
 
 
@@ -99,9 +95,7 @@ class _Attempt:
 
 
 async def _on_reused(
-    _session: aiohttp.ClientSession,
-    context: SimpleNamespace,
-    _params: aiohttp.TraceConnectionReuseconnParams,
+    _session: aiohttp.ClientSession, context: SimpleNamespace, _params: aiohttp.TraceConnectionReuseconnParams
 ) -> None:
     context.trace_request_ctx.reused = True
 
@@ -128,11 +122,7 @@ class _Run:
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
-            headers={
-                "content-type": "application/json",
-                "accept-encoding": "identity",
-                **self.headers,
-            },
+            headers={"content-type": "application/json", "accept-encoding": "identity", **self.headers},
             read_bufsize=READ_BUFFER_BYTES,
             auto_decompress=False,
             trace_configs=[tracing],

@@ -1,7 +1,4 @@
-"""Values of the flags of `hetlb bench`, as text and read.
-
-What is wrong raises `InputError` with one line: flag, value and what was expected.
-"""
+"""Values of the flags of `hetlb bench`; `InputError` names flag, value and what was expected."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from hetlb.errors import InputError
-from hetlb.loadtest.metrics import GOODPUT_METRICS
+from hetlb.loadtest.load_result import GOODPUT_METRICS
 from hetlb.workload.arrivals import Ramp, Rate, Waves
 from hetlb.workload.records import METRICS
 
@@ -49,13 +46,7 @@ def read_goodput(limits: Sequence[str]) -> dict[str, float]:
 
 def read_metrics(text: str) -> list[str]:
     """`--percentile-metrics`: names of latencies separated by commas."""
-    names = [part.strip() for part in text.split(",")]
-    for name in names:
-        if name not in METRICS:
-            raise InputError(
-                f"--percentile-metrics: expected names out of {', '.join(METRICS)}, got {name!r}"
-            )
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(read_known("--percentile-metrics", text, METRICS)))
 
 
 def read_percentiles(text: str) -> list[float]:
@@ -78,7 +69,7 @@ def read_entry(text: str) -> tuple[str, str]:
 
 def read_known(flag: str, text: str, known: Collection[str]) -> list[str]:
     """Parse comma-separated names out of `known`."""
-    names = text.split(",")
+    names = [part.strip() for part in text.split(",")]
     for name in names:
         if name not in known:
             raise InputError(f"{flag}: expected names out of {', '.join(known)}, got {name!r}")
@@ -120,7 +111,7 @@ def read_ramp(
 
 
 def _number(text: str) -> float:
-    """A number, NaN where it is none: no comparison with it is true."""
+    """A number, NaN where it is none."""
     try:
         return float(text)
     except ValueError:

@@ -1,7 +1,7 @@
 """Helper processes (engines, a proxy) that never outlive the process that started them.
 
-A process is up when it printed its ready line; leaving the context kills every process group,
-whatever happened; and on Linux the kernel kills them if this process is killed (`child.py`).
+Leaving the context kills every process group; on Linux the kernel kills them if this process is killed
+(`child.py`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class HelperProcess:
         self.urls = re.findall(r"http://[^\s)]+", line)
 
     def check(self) -> None:
-        """Raise `HetlbError` if it has ended."""
         status = self._process.poll()
         if status is not None:
             raise HetlbError(f"{self.name} ended with status {status}: {self._last_words()}")
@@ -111,12 +110,10 @@ class Helpers:
         return proxy.urls[0], proxy.urls[1]
 
     def check(self) -> None:
-        """Raise `HetlbError` if any has ended."""
         for process in self._processes:
             process.check()
 
     def kill_all(self) -> None:
-        """End every process, the last started first."""
         while self._processes:
             self._processes.pop().kill()
 

@@ -1,19 +1,16 @@
-"""Tables of runs, for people; the figures are those of `hetlb.workload.records`, rounded only here.
-
-A table shows nothing that is not in the runs it is given, and fits 80 columns for two instances.
-"""
+"""Tables of runs, for people, which fit 80 columns for two instances; figures are rounded only here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 from rich import box
 from rich.table import Table
 
-from hetlb.loadtest.verdict import SUSPECT, VALID
+from hetlb.loadtest.load_result import SUSPECT, verdict_of
+from hetlb.tables import table
 
 #: More instances than this get no columns of their own.
 _MAX_INSTANCE_COLUMNS = 4
@@ -22,60 +19,22 @@ Run: TypeAlias = Mapping[str, Any]
 #: Heading and cell of a column. A heading that begins with `>` is of numbers, to the right.
 Column: TypeAlias = tuple[str, Callable[[Any], str]]
 
-
-@dataclass(frozen=True, slots=True)
-class ReportTable:
-    """A table for terminals and pages: headings, the cells of each row, and the verdicts of the rows.
-
-    `marks` are differences off a baseline, by row and column; those whose interval leaves out 0 are sure
-    (True). A terminal shows verdicts as the last column: `always_verdict`, else where one is SUSPECT.
-    """
-
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    title: str | None = None
-    caption: str | None = None
-    verdicts: Sequence[str] = ()
-    marks: Mapping[tuple[int, int], tuple[str, bool]] = field(default_factory=dict)
-    padding: int = 1
-    always_verdict: bool = False
-
-    @property
-    def labels(self) -> list[str]:
-        """The headings on one line each."""
-        return [head.removeprefix(">").replace("\n", " ") for head in self.heads]
-
-    def verdict(self, number: int) -> str:
-        """The verdict of a row."""
-        return self.verdicts[number] if self.verdicts else VALID
-
-    def __rich__(self) -> Table:
-        found = Table(
-            title=self.title,
-            title_justify="left",
-            caption=self.caption,
-            caption_justify="left",
-            box=box.SIMPLE_HEAD,
-            padding=(0, self.padding),
-            pad_edge=False,
-            collapse_padding=True,
-            show_edge=False,  # two instances fit on 80 columns
-        )
-        for head in self.heads:
-            justify: Any = "right" if head.startswith(">") else "left"
-            found.add_column(head.removeprefix(">"), justify=justify, overflow="fold")
-        flagged = self.always_verdict or SUSPECT in self.verdicts
-        if flagged:
-            found.add_column("verdict")
-        for number, cells in enumerate(self.rows):
-            found.add_row(*cells, *([self.verdict(number)] if flagged else []))
-        return found
+_VERDICT: Column = ("verdict", lambda run: str(run["client"]["verdict"]))
 
 
-def _table(columns: Sequence[Column], items: Sequence[Any], **more: Any) -> ReportTable:
-    """A table with a row for each item."""
-    return ReportTable(
-        [head for head, _ in columns], [[cell(item) for _, cell in columns] for item in items], **more
+def _table(
+    columns: Sequence[Column], items: Sequence[Any], title: str | None = None, caption: str | None = None
+) -> Table:
+    return table(
+        title,
+        [head for head, _ in columns],
+        [[cell(item) for _, cell in columns] for item in items],
+        caption=caption,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+        show_edge=False,  # two instances fit on 80 columns
     )
 
 
@@ -86,7 +45,7 @@ def runs_table(
     steady_tok_s: float | None = None,
     alone: Sequence[Run] = (),
     title: str | None = None,
-) -> ReportTable:
+) -> Table:
     """One line per run.
 
     `reference_tok_s` is what `% of sum` refers to: the total token throughput of all instances, each alone.
@@ -117,15 +76,16 @@ def runs_table(
         columns.append((">first, last\ninstance to end", _ends))
     if any(run["failed"] for run in shown):
         columns.append((">failed", lambda run: str(run["failed"])))
-    found = _table(columns, shown, title=title, caption=caption)
     if not alone:
-        return found
-    row = ["sum", f"{reference_tok_s or 0.0:,.0f}", percent(1.0), *[""] * (len(columns) - 3)]
-    return replace(found, rows=[*found.rows[: len(alone)], row, *found.rows[len(alone) :]])
+        return _table(columns, runs, title, caption)
+    found = _table(columns, alone, title, caption)
+    found.add_row("sum", f"{reference_tok_s or 0.0:,.0f}", percent(1.0))
+    for run in runs:
+        found.add_row(*(cell(run) for _, cell in columns))
+    return found
 
 
-def throughput_table(runs: Sequence[Run]) -> ReportTable:
-    """Throughput and verdict, one row per run of `hetlb bench`."""
+def throughput_table(runs: Sequence[Run]) -> Table:
     columns: list[Column] = [
         *_name_columns(runs),
         (">requests", lambda run: f"{run['completed'] + run['failed']:,}"),
@@ -137,10 +97,10 @@ def throughput_table(runs: Sequence[Run]) -> ReportTable:
         columns.append((">failed", lambda run: f"{run['failed']:,}"))
     if any(run["slo_attainment"] is not None for run in runs):
         columns.append((">met the\nlimits", lambda run: _share_text(run["slo_attainment"])))
-    return _table(columns, runs, verdicts=_verdicts(runs), always_verdict=True)
+    return _table([*columns, _VERDICT], runs)
 
 
-def latency_table(runs: Sequence[Run], metrics: Sequence[str], percentiles: Sequence[float]) -> ReportTable:
+def latency_table(runs: Sequence[Run], metrics: Sequence[str], percentiles: Sequence[float]) -> Table:
     """Median and highest of `percentiles` of each of `metrics`, one row per run of `hetlb bench`."""
 
     def text(value: float) -> str:
@@ -148,13 +108,14 @@ def latency_table(runs: Sequence[Run], metrics: Sequence[str], percentiles: Sequ
 
     highest = f"p{max(percentiles):g}"
     keys = [f"{each}_{name}_ms" for name in metrics for each in ("median", highest)]
-    columns = [*_name_columns(runs), *_latency_columns(keys, "\n", text)]
-    caption = "milliseconds, from the time a request was due"
-    # All figures fit on 80 columns.
-    return _table(columns, runs, caption=caption, verdicts=_verdicts(runs), padding=0)
+    suspect = [_VERDICT] if verdict_of(runs) == SUSPECT else []
+    columns = [*_name_columns(runs), *_latency_columns(keys, "\n", text), *suspect]
+    found = _table(columns, runs, caption="milliseconds, from the time a request was due")
+    found.padding = (0, 0)  # all figures fit on 80 columns
+    return found
 
 
-def instances_table(run: Run, latencies: Sequence[str] = ()) -> ReportTable:
+def instances_table(run: Run, latencies: Sequence[str] = ()) -> Table:
     """One row per instance of one run; `latencies` are figures more."""
     columns: list[Column] = [
         ("instance", lambda each: each["name"]),
@@ -169,8 +130,7 @@ def instances_table(run: Run, latencies: Sequence[str] = ()) -> ReportTable:
     return _table(columns, run["instances"])
 
 
-def classes_table(run: Run) -> ReportTable:
-    """One row per service class of one run."""
+def classes_table(run: Run) -> Table:
     columns: list[Column] = [
         ("class", lambda each: each["name"]),
         (">requests", lambda each: f"{each['requests']:,}"),
@@ -181,7 +141,7 @@ def classes_table(run: Run) -> ReportTable:
     return _table(columns, [{"name": name, **each} for name, each in run["classes"].items()])
 
 
-def comparison_table(comparison: Mapping[str, Any]) -> ReportTable:
+def comparison_table(comparison: Mapping[str, Any]) -> Table:
     """One policy against the baseline, at one rate."""
 
     def difference(each: Mapping[str, Any]) -> str:
@@ -203,7 +163,7 @@ def comparison_table(comparison: Mapping[str, Any]) -> ReportTable:
     return _table(columns, figures, title=comparison_title(comparison) + suspect)
 
 
-def search_table(searches: Sequence[Mapping[str, Any]]) -> ReportTable:
+def search_table(searches: Sequence[Mapping[str, Any]]) -> Table:
     """The highest rate of every policy that meets the limits."""
 
     def rate(key: str, each: Mapping[str, Any]) -> str:
@@ -217,11 +177,12 @@ def search_table(searches: Sequence[Mapping[str, Any]]) -> ReportTable:
     ]
     share = percent(searches[0]["slo_attainment"])
     title = f"Highest rate at which {share} of the requests meet the limits, requests/s"
-    return _table(columns, searches, title=title, verdicts=[each["verdict"] for each in searches])
+    if any(each["verdict"] == SUSPECT for each in searches):
+        columns.append(("verdict", lambda each: each["verdict"]))
+    return _table(columns, searches, title)
 
 
 def comparison_title(comparison: Mapping[str, Any]) -> str:
-    """Policies, rate and rounds of a comparison."""
     rounds = comparison["rounds"]
     return f"{comparison['policy']} against {comparison['baseline']}, rate {rate_text(comparison)}, " + (
         f"{rounds} paired rounds" if rounds > 1 else "one round"
@@ -235,24 +196,20 @@ def rate_text(holder: Mapping[str, Any]) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """A latency as a person reads it."""
     if value < 1000:
         return f"{value:.1f} ms" if value < 10 else f"{value:.0f} ms"
     return f"{value / 1e3:.2f} s" if value < 10_000 else seconds(value / 1e3)
 
 
 def seconds(value: float) -> str:
-    """A point in a run as a person reads it."""
     return f"{value:.1f} s" if value < 100 else f"{value:,.0f} s"
 
 
 def percent(fraction: float) -> str:
-    """A fraction as a person reads it."""
     return f"{100 * fraction:.0f} %"
 
 
 def _name_columns(runs: Sequence[Run]) -> list[Column]:
-    """Columns that tell the runs apart."""
     columns: list[Column] = []
     if any(run["policy"] for run in runs):
         columns.append(("policy", lambda run: run["policy"] or "-"))
@@ -277,10 +234,6 @@ def latency_name(key: str) -> str:
     """The name of a latency as a person reads it: of `median_ttft_ms` `TTFT p50`."""
     statistic, metric, _ = key.split("_")
     return f"{metric.upper()} {'p50' if statistic == 'median' else statistic}"
-
-
-def _verdicts(runs: Sequence[Run]) -> list[str]:
-    return [run["client"]["verdict"] for run in runs]
 
 
 def _share_text(share: float | None) -> str:

@@ -23,7 +23,6 @@ from hetlb.errors import InputError
 
 
 def platform_document() -> dict[str, Any]:
-    """The machine and the software that measured."""
     return {
         "hetlb": hetlb.__version__,
         "python": platform.python_version(),
@@ -41,7 +40,6 @@ def default_filename(model: str, rates: str, when: datetime) -> str:
 
 
 def csv_text(runs: Sequence[Mapping[str, Any]]) -> str:
-    """A line per run with every figure that is a single value."""
     columns = dict.fromkeys(
         key for run in runs for key, value in run.items() if not isinstance(value, dict | list)
     )
@@ -55,7 +53,6 @@ def csv_text(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def json_text(document: Mapping[str, Any]) -> str:
-    """The document on one line."""
     return json.dumps(document, allow_nan=False)
 
 

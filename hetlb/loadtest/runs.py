@@ -10,74 +10,74 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
 
 from hetlb.core.objective import ServiceClass
 from hetlb.errors import HetlbError, reason_of
-from hetlb.loadtest.bodies import CHAT, COMPLETIONS, MadePrompts, RequestBodies, own_headers
-from hetlb.loadtest.fleet_admin import FleetAdmin, Reported
+from hetlb.loadtest.bodies import COMPLETIONS, RequestBodies
+from hetlb.loadtest.fleet_admin import FleetAdmin
 from hetlb.loadtest.generator import LoadProgress, run_load
-from hetlb.loadtest.metrics import run_figures
-from hetlb.loadtest.verdict import LoadResult
+from hetlb.loadtest.load_result import LoadResult
 from hetlb.served_models import read_model_list
-from hetlb.workload.arrivals import Load, Ramp, Rate, Waves, make_load
-from hetlb.workload.traces import Row
+from hetlb.workload.arrivals import Load, PlannedRequest, Ramp, Rate
+from hetlb.workload.content import HASH_BLOCK_TOKENS
 
 _MODELS_TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """Settings that the runs of a bench share. `slo_s` and `percentiles` as in `run_figures`."""
+    """Settings that the runs of a bench share. `slo_s` and `percentiles` as in `LoadResult.figures`."""
 
     url: str
     model: str
-    rows: Sequence[Row]
-    num_prompts: int
+    load: Load
     seed: int = 0
     salt: str = ""
-    path: str = COMPLETIONS
+    endpoint: str = COMPLETIONS
     text: bool = False
-    hash_block_tokens: int = 512
+    hash_block_tokens: int = HASH_BLOCK_TOKENS
     ignore_eos: bool = True
-    burstiness: float = 1.0
     max_concurrency: int | None = None
     num_warmups: int = 0
     slo_s: Mapping[str, float] | None = None
     percentiles: Sequence[float] = ()
     headers: Mapping[str, str] = field(default_factory=dict)
-    #: Headers that name the conversation and the tenant of a request that has one; "" is none.
     session_header: str = ""
     tenant_header: str = ""
-    waves: Waves | None = None
     #: Objectives of the classes that the rows name, the default first.
     classes: Mapping[str, ServiceClass] = field(default_factory=dict)
 
-    @property
-    def as_text(self) -> bool:
-        """True if prompts are sent as text: their lengths in tokens are estimates then."""
-        return self.text or self.path == CHAT
+    def bodies(self, plan: Sequence[PlannedRequest], label: str) -> RequestBodies:
+        return RequestBodies(
+            self.model,
+            plan,
+            f"{self.salt}/{self.seed}/{label}",
+            endpoint=self.endpoint,
+            text=self.text,
+            hash_block_tokens=self.hash_block_tokens,
+            ignore_eos=self.ignore_eos,
+            session_header=self.session_header,
+            tenant_header=self.tenant_header,
+        )
 
-    def bodies(self, load: Load, label: str) -> RequestBodies:
-        """The requests of one run; `label` is its own."""
-        salt = f"{self.salt}/{self.seed}/{label}"
-        made = MadePrompts(load.rows, salt, text=self.as_text, hash_block_tokens=self.hash_block_tokens)
-        headers = own_headers(load.rows, salt, self.session_header, self.tenant_header)
-        return RequestBodies(self.model, made, path=self.path, ignore_eos=self.ignore_eos, headers=headers)
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredRun:
-    """One run: its document (a member of `runs`), and the records and rows behind it."""
-
-    run: dict[str, Any]
-    result: LoadResult
-    rows: Sequence[Row] = ()
+    async def send(self, plan: Sequence[PlannedRequest], label: str, **options: Any) -> LoadResult:
+        """Send a plan once; `options` are those of `run_load`."""
+        bodies = self.bodies(plan, label)
+        result = await run_load(
+            plan,
+            bodies,
+            self.url,
+            headers=dict(self.headers),
+            max_concurrency=self.max_concurrency,
+            **options,
+        )
+        result.exact_output, result.exact_prompt = self.ignore_eos, not bodies.text
+        return result
 
 
 async def measure(
@@ -89,7 +89,7 @@ async def measure(
     round_number: int = 1,
     progress: LoadProgress | None = None,
     admin: FleetAdmin | None = None,
-) -> MeasuredRun:
+) -> LoadResult:
     """Warm up, send the load once and wait for every answer.
 
     The load of each round is drawn from a seed of its own, the same for every policy. `admin` is asked for
@@ -99,55 +99,38 @@ async def measure(
     label = f"{policy}/{rate}/{round_number}"
     if spec.num_warmups:
         await _warm_up(spec, f"{label}/warm-up")
-    load = make_load(spec.rows, spec.num_prompts, rate, random.Random(seed), spec.burstiness, spec.waves)
-    async with contextlib.nullcontext(Reported()) if admin is None else admin.reported() as reported:
-        result = await run_load(
-            load.plan,
-            spec.bodies(load, label),
-            spec.url,
-            progress=progress,
-            headers=dict(spec.headers),
-            max_concurrency=spec.max_concurrency,
-        )
-    result.exact_output = spec.ignore_eos
-    result.exact_prompt = not spec.as_text
-    run = {
+    plan = spec.load.plan(rate, seed)
+    async with contextlib.nullcontext() if admin is None else admin.reported() as counted:
+        result = await spec.send(plan, label, progress=progress)
+    run = result.run = {
         "policy": policy,
         "seed": seed,
         "round": round_number,
-        **run_figures(
-            result,
+        **result.figures(
             goodput_slo_s=spec.slo_s,
             percentiles=spec.percentiles,
             instances=instances,
-            preemptions=reported.preemptions,
-            kv_peak=reported.kv_peak,
+            counted=counted,
             classes=spec.classes,
         ),
         "request_rate": _rate_document(rate),
-        "burstiness": "inf" if math.isinf(spec.burstiness) else spec.burstiness,
+        "burstiness": "inf" if math.isinf(spec.load.burstiness) else spec.load.burstiness,
         "max_concurrency": spec.max_concurrency,
-        "num_prompts": spec.num_prompts,
-        "plan_sha256": plan_sha256(load),
+        "num_prompts": spec.load.count,
+        "plan_sha256": plan_sha256(plan),
         "error_examples": result.examples,
     }
     if isinstance(rate, Ramp):
         run["ramp_up_strategy"] = rate.strategy
         run["ramp_up_start_rps"] = rate.start_rps
         run["ramp_up_end_rps"] = rate.end_rps
-    return MeasuredRun(run, result, load.rows)
+    return result
 
 
 async def _warm_up(spec: LoadSpec, label: str) -> None:
     """Send unmeasured requests, all at once: the first of a kind compile something in an engine."""
-    load = make_load(spec.rows, spec.num_warmups, math.inf, random.Random(spec.seed))
-    result = await run_load(
-        load.plan,
-        spec.bodies(load, label),
-        spec.url,
-        headers=dict(spec.headers),
-        max_concurrency=spec.max_concurrency,
-    )
+    plan = replace(spec.load, num_prompts=spec.num_warmups).plan(math.inf, spec.seed)
+    result = await spec.send(plan, label)
     for kind, example in result.examples.items():
         raise HetlbError(
             f"{spec.url}: {result.errors[kind]} of {spec.num_warmups} warm-ups failed: {kind}: {example}"
@@ -169,13 +152,12 @@ async def first_model(url: str, headers: Mapping[str, str]) -> str:
     return str(entries[0]["id"])
 
 
-def plan_sha256(load: Load) -> str:
-    """Return a digest of the plan: send times and lengths."""
+def plan_sha256(plan: Sequence[PlannedRequest]) -> str:
     digest = hashlib.sha256()
-    for planned in load.plan:
+    for planned in plan:
         digest.update(b"%r %d %d" % (planned.scheduled_s, planned.prompt_tokens, planned.output_tokens))
         if planned.sequences > 1 or not planned.generates:
-            digest.update(b" %d %d %d" % (planned.prompts, planned.n, planned.generates))
+            digest.update(b" %d %d %d" % (planned.row.sequences, planned.row.n, planned.generates))
         digest.update(b"\n")
     return digest.hexdigest()
 

@@ -26,7 +26,6 @@ class Screen:
         self._live = sys.stderr.isatty() and not quiet
 
     def say(self, text: str) -> None:
-        """A line for the viewer."""
         if self._live:
             self.warn(text)
 
@@ -36,7 +35,6 @@ class Screen:
 
     @contextlib.asynccontextmanager
     async def bar(self, label: str, progress: LoadProgress, total: int) -> AsyncIterator[None]:
-        """A bar for as long as a run lasts."""
         if not self._live:
             yield
             return
@@ -57,11 +55,7 @@ async def _draw(show: Callable[..., Any], progress: LoadProgress, total: int) ->
 
 
 def live_figures(progress: LoadProgress, elapsed_s: float) -> str:
-    """A run so far, in a few words."""
-    parts = [
-        f"{progress.in_flight:,} in flight",
-        f"{progress.output_tokens / elapsed_s:,.0f} tok/s",
-    ]
+    parts = [f"{progress.in_flight:,} in flight", f"{progress.output_tokens / elapsed_s:,.0f} tok/s"]
     if progress.failed:
         parts.append(f"{progress.failed:,} failed")
     return ", ".join(parts)

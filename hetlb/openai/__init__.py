@@ -1,1 +1,1 @@
-"""OpenAI's API with vLLM's additions, as a server reads and answers it: for `hetlb engine` and for stages."""
+"""OpenAI's API with vLLM's additions: requests and answers of servers, and answers as clients read them."""

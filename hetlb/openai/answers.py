@@ -15,7 +15,6 @@ _encode = msgspec.json.encode
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Tokens in and out."""
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
@@ -32,7 +31,6 @@ def event(body: dict[str, Any], name: str = "") -> bytes:
 def model_list(
     names: Sequence[str], owner: str, root: str, created: int, max_model_len: int
 ) -> dict[str, Any]:
-    """The answer to `/v1/models`: one model by all its names."""
     common = {"object": "model", "created": created, "owned_by": owner, "root": root, "parent": None}
     cards = [{"id": name, **common, "max_model_len": max_model_len} for name in names]
     return {"object": "list", "data": cards}
@@ -48,11 +46,9 @@ class Envelope:
         self.created = int(time.time())
 
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request that is not streamed."""
         return self._body("chat.completion" if self.chat else "text_completion", choices, usage)
 
     def chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        """One piece of a stream."""
         return self._body("chat.completion.chunk" if self.chat else "text_completion", choices, usage)
 
     def _body(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
@@ -82,5 +78,4 @@ class Envelope:
         return found | {"logprobs": None, "finish_reason": finish} | more
 
     def role(self, index: int) -> dict[str, Any]:
-        """The delta that begins a choice of a chat."""
         return self.choice(index, {"role": "assistant", "content": ""}, None, streamed=True)

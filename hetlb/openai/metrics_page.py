@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -13,7 +13,6 @@ Series = Iterable[tuple[Mapping[str, str], float]]
 
 
 def gauge(name: str, text: str, series: Series) -> Metric:
-    """A gauge; all its series have the same labels."""
     return _filled(GaugeMetricFamily(name, text), series)
 
 
@@ -37,7 +36,4 @@ class _Families(Collector):
 
 
 def page(families: Iterable[Metric]) -> bytes:
-    """The text of all families."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(families))
-    return generate_latest(registry)
+    return generate_latest(_Families(families))  # type: ignore[arg-type, unused-ignore]

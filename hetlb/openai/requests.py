@@ -38,18 +38,15 @@ class ApiError(Exception):
         self.param = param
 
     def body(self) -> bytes:
-        """OpenAI's JSON of it."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}
         return msgspec.json.encode({"error": error})
 
 
 def bad(message: str, param: str | None = None) -> ApiError:
-    """A field that cannot be as it is."""
     return ApiError(400, message, param)
 
 
 def unknown_model(name: object) -> ApiError:
-    """The model asked for is not served."""
     return ApiError(404, f"The model `{name}` does not exist.", "model")
 
 
@@ -97,7 +94,6 @@ class SampledRequest(msgspec.Struct, kw_only=True):
 
     @property
     def cap(self) -> int | None:
-        """The client's limit on output tokens."""
         return self.max_tokens
 
     @property
@@ -173,7 +169,6 @@ def prompts_of(prompt: object, vocabulary: int, param: str = "prompt") -> list[s
 
 
 def check_tokens(tokens: list[Any], vocabulary: int, param: str) -> None:
-    """Raise `ApiError` unless these are ids of the vocabulary."""
     if tokens and (set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) >= vocabulary):
         raise bad(f"Expected token ids from 0 to {vocabulary - 1}.", param)
 

@@ -1,4 +1,4 @@
-"""Messages of Envoy's external processing, from the descriptor that `regenerate` writes.
+"""Messages of Envoy's external processing, from the descriptor of `ext_proc.proto`.
 
 The types are made while the program starts, so that any version of the protobuf runtime will do. Those that
 say nothing but "go on" are kept as bytes.

@@ -154,7 +154,7 @@ class PickDriver(Driver):
             each = instances[(request.id * _LOOKED_AT + step) % number]
             if request.subset is not None and each.name not in request.subset:
                 continue
-            if each.name != lease.instance and each.routable and each.serves(request.model):
+            if each.name != lease.instance and each.routable and request.model in each.models:
                 found.append((each.sequences / each.max_num_seqs, each.name))
                 if len(found) >= _LOOKED_AT:
                     break

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import ssl
 from collections.abc import Callable, Collection, Sequence
@@ -28,12 +27,13 @@ from hetlb.pick.pick_driver import PickDriver
 from hetlb.pick.stream import PickerState
 from hetlb.pick.tenant_names import FAIRNESS
 from hetlb.proxy.access import Access, server_context
+from hetlb.proxy.reload import Stamp, stamp
 from hetlb.proxy.router import FleetView, Router
+from hetlb.proxy.scheduler_side import SWEEP_S
 from hetlb.proxy.telemetry.events import Event, tell
 
 logger = logging.getLogger("hetlb.pick")
 
-_SWEEP_S: Final = 1.0
 #: Connections, and calls open at once in each and in all of them. One that opens calls and takes them back
 #: without end has no more of them before the picker than that; Envoy connects again where it needs more.
 MAX_CONNECTIONS: Final = 1024
@@ -91,25 +91,24 @@ class PickServer:
         self._ready = ready
         self.router = Router(driver, view)
         self.state = PickerState(driver, self.router, fleet.file.pick, driver.access)
-        self.configure(driver.table)
         self._fleet = fleet
         #: Certificates for gateways that connect from now on, None without TLS.
         self.tls = gateway_certificates(fleet)
-        self._files = _stamps(fleet)
+        self._files = _stamp(fleet)
         self._grpc: grpc.aio.Server | None = None
-        self._sweeper: asyncio.TimerHandle | None = None
+        driver.on_swept = self._sweep
         self._stopping: asyncio.Task[None] | None = None
 
-    def configure(self, table: ProxyTable) -> None:
-        """Names and limits that hold from now on; the Gateway API names the header of a fair share."""
+    def configure(self, table: ProxyTable, access: Access) -> None:
+        """Names, limits and keys that hold from now on; the Gateway API names the header of a fair share.
+
+        The certificate is read again when its files change.
+        """
         if table.tenant_header is None:
             table = msgspec.structs.replace(table, tenant_header=FAIRNESS)
         self.router.configure(table)
-        self.state.tenants.configure(table.tenant_header or FAIRNESS)
-
-    def secure(self, access: Access) -> None:
-        """Clients' keys that hold from now on; the certificate is read again when its files change."""
         self.router.tenants = access.tenants
+        self.state.tenants.configure(table.tenant_header or FAIRNESS)
 
     @property
     def connections(self) -> Collection[object]:
@@ -135,14 +134,8 @@ class PickServer:
         largest = self.state.table.buffer_bytes + MAX_BESIDE_BODY
         server: Any = grpc.aio.server()
         self._grpc = server
-        server._server = _KnownMethods(
-            self._driver.loop,
-            None,
-            (),
-            (),
-            (*_OPTIONS, ("grpc.max_receive_message_length", largest)),
-            MAX_CALLS,
-        )
+        options = (*_OPTIONS, ("grpc.max_receive_message_length", largest))
+        server._server = _KnownMethods(self._driver.loop, None, (), (), options, MAX_CALLS)
         server.add_registered_method_handlers(
             messages.PROCESS_SERVICE, {"Process": grpc.stream_stream_rpc_method_handler(self._process)}
         )
@@ -159,7 +152,6 @@ class PickServer:
         except RuntimeError as error:
             raise OSError(str(error)) from error
         await server.start()
-        self._sweeper = self._driver.loop.call_later(_SWEEP_S, self._sweep)
         return host, port
 
     def _credentials(self, tls: GatewayCertificates) -> grpc.ServerCredentials:
@@ -208,20 +200,17 @@ class PickServer:
 
     async def close(self) -> None:
         """Drop every connection that is left."""
-        if self._sweeper is not None:
-            self._sweeper.cancel()
         if self._grpc is not None:
             await self._grpc.stop(None)
             self._grpc = None
         if self._stopping is not None:
             await self._stopping
 
-    def _sweep(self) -> None:
-        self._sweeper = self._driver.loop.call_later(_SWEEP_S, self._sweep)
+    def _sweep(self, now: float) -> None:
         for stream in list(self.state.streams):
-            stream.sweep(_SWEEP_S)
-        if self.tls is not None and (stamps := _stamps(self._fleet)) != self._files:
-            self._files = stamps
+            stream.sweep(SWEEP_S)
+        if self.tls is not None and (files := _stamp(self._fleet)) != self._files:
+            self._files = files
             try:
                 self.tls = gateway_certificates(self._fleet)
             except ConfigError as error:
@@ -284,17 +273,10 @@ def _check_free(host: str, port: int) -> None:
         probe.bind(address)
 
 
-def _stamps(fleet: Fleet) -> list[tuple[int, int, int]]:
-    """Times, sizes and numbers of the files of the listener's TLS: others once one is replaced."""
-    table = fleet.file.pick.tls
-    if table is None:
-        return []
-    stamps = []
-    for name in (table.cert, table.key, fleet.file.pick.client_ca_file):
-        if name is not None:
-            try:
-                found = os.stat(fleet.base / name)
-            except OSError:
-                continue  # being replaced
-            stamps.append((found.st_mtime_ns, found.st_size, found.st_ino))
-    return stamps
+def _stamp(fleet: Fleet) -> Stamp:
+    """State of the files of the listener's TLS."""
+    table = fleet.file.pick
+    if table.tls is None:
+        return ()
+    names = (table.tls.cert, table.tls.key, table.client_ca_file)
+    return stamp([fleet.base / name for name in names if name is not None])

@@ -9,12 +9,11 @@ import secrets
 import socket
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
 
 from hetlb.addresses import is_special
 from hetlb.config.fleet import Fleet
 from hetlb.config.fleet_tables import Listen
-from hetlb.config.urls import bracketed
+from hetlb.config.urls import bracketed, origin
 from hetlb.core.types import InstanceSpec
 from hetlb.pick.pick_driver import PickDriver
 from hetlb.pick.pick_server import PickServer, gateway_certificates
@@ -26,7 +25,6 @@ from hetlb.proxy.service import Service
 from hetlb.proxy.sharing import shared_url
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Takeover
-from hetlb.proxy.telemetry.prometheus import SharedFigures
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 
 #: Names of instances are resolved again this often.
@@ -46,14 +44,12 @@ class PickService(Service):
         pick = fleet.file.pick
         super().__init__(fleet.with_tables(listen=Listen(host=pick.host, port=pick.port)), event_log)
         self._resolver: asyncio.Task[None] | None = None
-        self._lookups = asyncio.Semaphore(_LOOKUPS)
         self.roster.on_coming = self._coming
-        #: Says whether this picker serves, None where all do.
-        self._leader = leader_of(fleet)
+        self.leader = leader_of(fleet)
 
     def _drive(self) -> SchedulerDriver:
         fleet = self.fleet
-        estimator = TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules)
+        estimator = TokenEstimator(load_tokenizers(fleet.tokenizers))
         loop = asyncio.get_running_loop()
         self.driver = PickDriver(self.scheduler, fleet.file.proxy, estimator, loop, self._engines)
         return self.driver.picking
@@ -67,21 +63,14 @@ class PickService(Service):
 
     def _serves(self) -> bool:
         """True if gateways should send requests here."""
-        return self.routable() and (self._leader is None or self._leader.leads)
-
-    @property
-    def shared(self) -> SharedFigures | None:
-        found, leader = super().shared, self._leader
-        if leader is None:
-            return found
-        return (found or SharedFigures(False, 0, 0, 0.0, 0, 0, None))._replace(leads=leader.leads)
+        return self.routable() and (self.leader is None or self.leader.leads)
 
     async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Takeover | None = None) -> None:
         """Know the addresses of the instances, then start as any service."""
         await self._resolve()
         self._resolver = asyncio.create_task(self._resolve_for_ever())
-        if self._leader is not None:
-            self._leader.start()
+        if self.leader is not None:
+            self.leader.start()
         await super().start(listeners, takeover)
 
     async def close(self) -> None:
@@ -91,8 +80,8 @@ class PickService(Service):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        if self._leader is not None:
-            await self._leader.close()
+        if self.leader is not None:
+            await self.leader.close()
         await super().close()
 
     def _coming(self, spec: InstanceSpec) -> None:
@@ -112,16 +101,14 @@ class PickService(Service):
             await asyncio.sleep(_RESOLVE_S)
             await self._resolve()
 
-    async def _look_up(self, url: str) -> str | None:
-        async with self._lookups:
-            return await _looked_up(url)
-
     async def _resolve(self) -> None:
         """Find the `ip:port` of every instance; one whose name does not resolve now keeps what it had."""
-        state, found = self.server.state, {}
+        state, found, lookups = self.server.state, {}, asyncio.Semaphore(_LOOKUPS)
         urls = {each.name: each.spec.url for each in self.scheduler.instances}
         named = {url for url in urls.values() if _literal(url) is None}
-        looked_up = dict(zip(named, await asyncio.gather(*map(self._look_up, named)), strict=True))
+        looked_up = dict(
+            zip(named, await asyncio.gather(*(_look_up(each, lookups) for each in named)), strict=True)
+        )
         for name, url in urls.items():
             address = _literal(url) or looked_up[url] or state.addresses.get(name)
             if address is not None:
@@ -147,15 +134,9 @@ def check_pick(fleet: Fleet) -> None:
     leader_of(fleet)
 
 
-def _parts(url: str) -> tuple[str, int]:
-    parts = urlsplit(url)
-    assert parts.hostname is not None, f"expected a checked URL, got {url!r}"
-    return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
-
-
 def _literal(url: str) -> str | None:
     """`ip:port` of a URL with an address in it, None of one with a name."""
-    host, port = _parts(url)
+    _, host, port = origin(url)
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -163,14 +144,14 @@ def _literal(url: str) -> str | None:
     return f"{bracketed(host)}:{port}"
 
 
-async def _looked_up(url: str) -> str | None:
+async def _look_up(url: str, lookups: asyncio.Semaphore) -> str | None:
     """`ip:port` of a URL with a name in it, its IPv4 address where it has both; None where it has none.
 
     An address where no engine can be is none: gateways would send requests, with the engine's key, there.
     """
-    host, port = _parts(url)
+    _, host, port = origin(url)
     try:
-        async with asyncio.timeout(_RESOLVE_S):
+        async with lookups, asyncio.timeout(_RESOLVE_S):
             found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, TimeoutError, UnicodeError):
         return None

@@ -13,42 +13,22 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from hetlb.config.api_keys import Tenant
 from hetlb.config.fleet_tables import PickTable
 from hetlb.core.transition import Transition
 from hetlb.core.types import RejectReason
-from hetlb.pick import messages
-from hetlb.pick.envoy_fields import (
-    ENDPOINT,
-    LB_SPACE,
-    MalformedMessage,
-    code_details,
-    local_reply,
-    request_head,
-    response_head,
-    served_by,
-    subset,
-)
+from hetlb.pick import envoy_fields, messages
+from hetlb.pick import stream_states as rows
 from hetlb.pick.pick_driver import PickDriver
-from hetlb.pick.stream_states import (
-    BODY,
-    CLOSING,
-    HEADERS,
-    OWN_ANSWER,
-    RESPONSE,
-    TOLD,
-    WHOLE,
-    WHOLE_ANSWER,
-    StreamState,
-)
+from hetlb.pick.stream_states import StreamState
 from hetlb.pick.tenant_names import TenantNames
 from hetlb.proxy import ends
-from hetlb.proxy.access import EngineAccess, Tenant
+from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.exchange_states import WRITTEN, Phase
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.error_responses import TOO_MANY_BYTES, Refusal
 from hetlb.proxy.http.http1 import GateError, RequestHead
-from hetlb.proxy.http.multipart import FormReader
 from hetlb.proxy.router import Router
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.upstream import Carried, Upstream
@@ -72,11 +52,7 @@ class PickerState:
     """Facts that all streams of a picker share. `addresses` are `ip:port` by instance."""
 
     def __init__(
-        self,
-        driver: PickDriver,
-        router: Router,
-        table: PickTable,
-        access: Mapping[str, EngineAccess],
+        self, driver: PickDriver, router: Router, table: PickTable, access: Mapping[str, EngineAccess]
     ) -> None:
         self.driver = driver
         self.router = router
@@ -137,29 +113,6 @@ class PickerState:
 class HttpStream(Upstream):
     """A request on its way through Envoy. `send` takes the bytes of one answer to Envoy."""
 
-    __slots__ = (
-        "_body",
-        "_chunks",
-        "_exchange",
-        "_form",
-        "_head",
-        "_original",
-        "_out",
-        "_request_mode",
-        "_response_mode",
-        "_send",
-        "_shared",
-        "_stopped_s",
-        "_subset",
-        "_swept_chunks",
-        "_taken_s",
-        "_tenant",
-        "_told",
-        "_trailers",
-        "body_bytes",
-        "state",
-    )  # fmt: skip
-
     def __init__(self, shared: PickerState, send: Callable[[bytes], None]) -> None:
         self._shared = shared
         self._send = send
@@ -167,7 +120,6 @@ class HttpStream(Upstream):
         self._request_mode = self._response_mode = messages.FULL_DUPLEX
         self._head: RequestHead | None = None
         self._tenant: Tenant | None = None
-        self._form: FormReader | None = None
         self._subset: tuple[str, ...] | None = None
         self._body: list[bytes] = []
         #: Bytes of the body so far.
@@ -218,16 +170,16 @@ class HttpStream(Upstream):
         elif kind == "response_trailers":
             self._response_trailers()
         if state is StreamState.OPENED and self._head is None and not self.over:
-            raise MalformedMessage("expected the request's headers first")
+            raise envoy_fields.MalformedMessage("expected the request's headers first")
 
     def closed(self) -> None:
         """Envoy's stream has ended, with or without a word."""
         seen = self.state in _ANSWER
         exchange = self._exchange
         if self.state is not StreamState.CLOSED:
-            self._enter(CLOSING)
+            self._enter(rows.CLOSING)
         # No cycle is left: what was allocated goes now, not in a pause of the garbage collector.
-        self._exchange, self._send, self._body, self._form = None, _unsent, [], None
+        self._exchange, self._send, self._body = None, _unsent, []
         if exchange is None or exchange.phase is Phase.DONE:
             return
         if seen and self._response_mode == messages.NONE:
@@ -260,14 +212,14 @@ class HttpStream(Upstream):
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
-        head = self._head = request_head(message.request_headers.headers.headers)
-        self._enter(HEADERS)
+        head = self._head = envoy_fields.request_head(message.request_headers.headers.headers)
+        self._enter(rows.HEADERS)
         shared = self._shared
         if shared.stopping:
             raise Refusal(error_responses.SHUTTING_DOWN, "The endpoint picker is shutting down.")
         self._tenant = shared.router.authenticate(head)
         shared.tenants.confine(head.fields, shared.driver.now())
-        self._subset = subset(message)
+        self._subset = envoy_fields.subset(message)
         if message.request_headers.end_of_stream:
             self._request_mode = messages.NONE
             self._serve(None)
@@ -281,7 +233,6 @@ class HttpStream(Upstream):
                 "request_body_mode: expected FULL_DUPLEX_STREAMED, BUFFERED, or STREAMED beside"
                 " send_body_without_waiting_for_header_response, in Envoy's configuration.",
             )
-        self._form = shared.router.form(head)
         self._chunks = 0
         if self._request_mode == messages.BUFFERED:
             self._reply(messages.REQUEST_HEADERS_GO_ON)
@@ -302,8 +253,6 @@ class HttpStream(Upstream):
             raise Refusal(TOO_MANY_BYTES, "Too many bytes of bodies are being read.")
         if piece:
             self._body.append(piece)
-            if self._form is not None:
-                self._form.feed(piece)
         if part.end_of_stream or self._request_mode == messages.BUFFERED:
             self._serve(None)
 
@@ -334,13 +283,9 @@ class HttpStream(Upstream):
         """The request is whole. Raises `GateError`."""
         shared, head = self._shared, self._head
         assert head is not None, "expected headers before a body"
-        pieces = self._body or [b""]
-        self._enter(WHOLE)
-        if self._form is None and len(pieces) > 1:
-            pieces = [b"".join(pieces)]
-        self._original = b"".join(pieces) if len(pieces) > 1 else pieces[0]
-        taken = shared.router.handle(self, head, pieces, self._tenant, self._form)
-        self._form = None
+        self._original = body = b"".join(self._body)
+        self._enter(rows.WHOLE)
+        taken = shared.router.handle(self, head, body, self._tenant)
         if isinstance(taken, bytes):
             self._answer(taken)
             return
@@ -385,12 +330,12 @@ class HttpStream(Upstream):
         if name not in shared.addresses:
             taken.engine_failed(ends.LOCAL, "its address is not known")
             return
-        self._enter(TOLD)
+        self._enter(rows.TOLD)
         response = messages.ProcessingResponse()
         buffered = self._request_mode == messages.BUFFERED
         common = response.request_body.response if buffered else response.request_headers.response
         mutation = common.header_mutation
-        headers = [(ENDPOINT, endpoint.encode("ascii")), ("x-request-id", taken.outgoing.label)]
+        headers = [(envoy_fields.ENDPOINT, endpoint.encode("ascii")), ("x-request-id", taken.outgoing.label)]
         access = shared.access.get(name)
         authorization = None if access is None else access.authorization
         if authorization is not None or (shared.router.tenants is not None and not _passes(access)):
@@ -404,8 +349,8 @@ class HttpStream(Upstream):
             common.body_mutation.body = body
             headers.append(("content-length", b"%d" % len(body)))
         messages.set_headers(mutation, headers)
-        metadata = response.dynamic_metadata.fields[LB_SPACE].struct_value
-        metadata.fields[ENDPOINT].string_value = endpoint
+        metadata = response.dynamic_metadata.fields[envoy_fields.LB_SPACE].struct_value
+        metadata.fields[envoy_fields.ENDPOINT].string_value = endpoint
         self._reply(response.SerializeToString())
         if self._request_mode == messages.FULL_DUPLEX:
             self._send_body(body)
@@ -442,26 +387,26 @@ class HttpStream(Upstream):
         exchange = self._exchange
         if self.over:
             return
-        if self.state not in RESPONSE.before or exchange is None or exchange.phase is Phase.DONE:
-            if self.state in RESPONSE.before:
-                self._enter(RESPONSE)
+        if self.state not in rows.RESPONSE.before or exchange is None or exchange.phase is Phase.DONE:
+            if self.state in rows.RESPONSE.before:
+                self._enter(rows.RESPONSE)
             self._reply(messages.RESPONSE_HEADERS_GO_ON)
             return
-        head = response_head(message.response_headers.headers.headers)
-        self._enter(RESPONSE)
+        head = envoy_fields.response_head(message.response_headers.headers.headers)
+        self._enter(rows.RESPONSE)
         if exchange.lease is None:  # the gateway has answered what waits here for an instance
             exchange.client_gone()
             self._reply(messages.RESPONSE_HEADERS_GO_ON)
             return
         shared = self._shared
-        if served := served_by(message):
+        if served := envoy_fields.served_by(message):
             name = shared.names.get(served)
             if served not in self._told:
                 shared.strayed(exchange.lease.instance, served)
             if name is not None and name != exchange.lease.instance:
                 shared.driver.served_elsewhere(exchange, name)
-        details = code_details(message)
-        local = local_reply(details, head)
+        details = envoy_fields.code_details(message)
+        local = envoy_fields.local_reply(details, head)
         if local is not None:
             exchange.engine_failed(local, "the gateway reports " + details)
         else:
@@ -483,7 +428,7 @@ class HttpStream(Upstream):
             exchange.since = math.inf  # nothing more of it is seen here
 
     def _response_body(self, part: Any) -> None:
-        if self.state not in WHOLE_ANSWER.before:
+        if self.state not in rows.WHOLE_ANSWER.before:
             return
         piece: bytes = part.body
         last: bool = part.end_of_stream
@@ -496,7 +441,7 @@ class HttpStream(Upstream):
             self._reply(messages.replaced_body("response_body", out))
 
     def _response_trailers(self) -> None:
-        if self.state in WHOLE_ANSWER.before:
+        if self.state in rows.WHOLE_ANSWER.before:
             self._feed(b"", last=True)
             self._reply(messages.RESPONSE_TRAILERS_GO_ON)
 
@@ -511,16 +456,11 @@ class HttpStream(Upstream):
             if last and exchange.ended_at is None:
                 exchange.engine_end(b"")
             out, self._out = self._out, None
-        if last and self.state in WHOLE_ANSWER.before:
-            self._enter(WHOLE_ANSWER)
+        if last and self.state in rows.WHOLE_ANSWER.before:
+            self._enter(rows.WHOLE_ANSWER)
         return out
 
     # --- from the exchange, to which this is the client's side ---
-
-    @property
-    def http11(self) -> bool:
-        """False: nothing is to be framed here."""
-        return False
 
     def write(self, data: bytes) -> None:
         """Take what goes to the client: an answer of our own, or the engine's body behind a head."""
@@ -530,7 +470,7 @@ class HttpStream(Upstream):
                 return
             if self.state is not StreamState.HEAD_SEEN:
                 return
-            self._enter(BODY)
+            self._enter(rows.BODY)
             data = data.partition(b"\r\n\r\n")[2]
         if self._out is not None:
             self._out += data
@@ -573,9 +513,9 @@ class HttpStream(Upstream):
         first, *lines = head.split(b"\r\n")
         fields = [line.partition(b": ") for line in lines]
         kept = [(name.decode("ascii"), value) for name, _, value in fields if name not in _FRAMING]
-        if self.state in OWN_ANSWER.before:
+        if self.state in rows.OWN_ANSWER.before:
             self._reply(messages.immediate(int(first.split(b" ", 2)[1]), kept, body, "hetlb"))
-            self._enter(OWN_ANSWER)
+            self._enter(rows.OWN_ANSWER)
 
 
 #: States in which an answer is under way, or is over; those in which nothing more is to be done.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-from hetlb.core.transition import Transition, edges
+from hetlb.core.transition import Transition
 
 
 class StreamState(StrEnum):
@@ -54,10 +54,3 @@ CLOSING: Final = Transition(
     StreamState.CLOSED,
 )
 TRANSITIONS: Final = (HEADERS, WHOLE, TOLD, RESPONSE, BODY, WHOLE_ANSWER, OWN_ANSWER, CLOSING)
-
-
-def diagram() -> str:
-    """The table as a Mermaid state diagram, as docs/reference/states.md has it."""
-    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {StreamState.OPENED.name}: a stream"]
-    lines += [f"    {each}" for each in edges(TRANSITIONS)]
-    return "\n".join([*lines, f"    {StreamState.CLOSED.name} --> [*]", "```"])

@@ -12,68 +12,65 @@ from scipy.optimize import linprog
 
 from hetlb.config.cluster import Cluster
 from hetlb.config.plan_tables import Machine
-from hetlb.core.paths.stages import SINK, SOURCE
+from hetlb.core.paths.stages import SINK, SOURCE, Hop, StageNetwork
 from hetlb.errors import PlanError
 from hetlb.plan.disaggregation.split_cluster import GroupStage, Role, ServerGroup, SplitCluster, SplitPlan
 from hetlb.plan.model_shape import refusal
 from hetlb.plan.placement.flow import Flow
 from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
 from hetlb.plan.rent_program import Configuration, Problem, RentPlan
-from hetlb.plan.tp_search import MachinePlan, Option
+from hetlb.plan.tp_search import Option, Rankings
 
 
-def check(cluster: Cluster, plans: Sequence[MachinePlan]) -> None:
-    """Raise `PlanError` unless `plans` is a correct ranking of every machine."""
-    if [plan.machine for plan in plans] != list(cluster.machines):
-        raise PlanError("plan: expected one ranking per machine in the order of the file")
-    for plan in plans:
-        machine = plan.machine
+def check(cluster: Cluster, rankings: Rankings) -> None:
+    """Raise `PlanError` unless every kind of machine has a correct ranking."""
+    kinds = {machine.kind: machine for machine in cluster.machines}
+    if kinds.keys() != rankings.keys():
+        raise PlanError("plan: expected one ranking per kind of machine")
+    for kind, machine in kinds.items():
+        ranking = rankings[kind]
         expected = {d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0}
         expected |= machine.profiles.keys()
-        listed = [option.tensor_parallel_size for option in plan.ranking]
+        listed = [option.part.gpus for option in ranking]
         if set(listed) != expected or len(listed) != len(expected):
             raise PlanError(
                 f"{machine.name}: expected each of the degrees {sorted(expected)} once, got {listed}"
             )
-        for option in plan.ranking:
+        for option in ranking:
             _check_option(cluster, machine, option)
-        order = [(not option.feasible, -option.throughput_tok_s) for option in plan.ranking]
+        order = [
+            (not option.feasible, -(machine.gpus // option.part.gpus) * option.throughput_tok_s)
+            for option in ranking
+        ]
         if order != sorted(order):
             raise PlanError(f"{machine.name}: expected the highest throughput first and the infeasible last")
 
 
 def _check_option(cluster: Cluster, machine: Machine, option: Option) -> None:
     model = cluster.model
-    where = f"{machine.name}, degree {option.tensor_parallel_size}"
-    if option.instances != machine.gpus // option.tensor_parallel_size:
-        raise PlanError(
-            f"{where}: expected as many as fit {machine.gpus} GPUs, got {option.instances} instances"
-        )
+    degree = option.part.tensor_parallel_size
+    where = f"{machine.name}, degree {degree}"
     usable = Fraction(repr(machine.gpu_memory_utilization)) * machine.memory_bytes
     weights = Fraction(repr(model.parameters)) * Fraction(repr(model.bytes_per_parameter))
-    room = option.tensor_parallel_size * (usable - machine.reserved_bytes_per_gpu) - weights
+    room = degree * (usable - machine.reserved_bytes_per_gpu) - weights
     need = model.kv_bytes_per_token * (cluster.limits.max_input_tokens + cluster.limits.max_output_tokens)
     tokens = max(0, room // model.kv_bytes_per_token)
-    if option.kv_cache_tokens != tokens:
-        raise PlanError(f"{where}: expected {tokens} KV tokens, got {option.kv_cache_tokens}")
-    profiled = option.tensor_parallel_size in machine.profiles
-    accepted = model.shape is None or not refusal(model.shape, option.tensor_parallel_size)
+    if option.memory.kv_cache_tokens != tokens:
+        raise PlanError(f"{where}: expected {tokens} KV tokens, got {option.memory.kv_cache_tokens}")
+    profiled = degree in machine.profiles
+    accepted = model.shape is None or not refusal(model.shape, degree)
     if option.feasible != (room >= need and profiled and accepted):
         raise PlanError(f"{where}: expected feasible to be {room >= need and profiled and accepted}")
     if option.feasible != (option.throughput_tok_s > 0):
         raise PlanError(f"{where}: expected a throughput above 0 if and only if it is feasible")
-    if option.feasible == bool(option.reason):
-        raise PlanError(f"{where}: expected a reason if and only if it is infeasible")
     missing = max(Fraction(0), need - room)
-    if not missing <= option.missing_bytes < missing + 1:
+    if not missing <= option.memory.missing_bytes < missing + 1:
         raise PlanError(
-            f"{where}: expected about {float(missing):.0f} bytes missing, got {option.missing_bytes}"
+            f"{where}: expected about {float(missing):.0f} bytes missing, got {option.memory.missing_bytes}"
         )
 
 
-def check_placement(
-    cluster: PlaceCluster, placement: Placement, flow: Flow, bound: float, *, partial_inference: bool
-) -> None:
+def check_placement(cluster: PlaceCluster, placement: Placement, flow: Flow, bound: float) -> None:
     """Raise `PlanError` unless `flow` is a flow of `placement` within all capacities and below `bound`."""
     layers = cluster.model.layers
     nodes = {node.name: node for node in cluster.nodes}
@@ -90,10 +87,10 @@ def check_placement(
     entered = left = 0.0
     for (sender, receiver), rate in flow.links.items():
         where = f"{sender} to {receiver}"
-        link = cluster.links.get((sender, receiver))
-        if link is None or not 0.0 < rate <= cluster.link_rate((sender, receiver), link) + slack:
+        linked = (sender, receiver) in cluster.links
+        if not linked or not 0.0 < rate <= cluster.link_rate((sender, receiver)) + slack:
             raise PlanError(f"{where}: expected a link with room for {rate} tokens/s")
-        if not _continues(placement, layers, sender, receiver, partial_inference=partial_inference):
+        if not _continues(cluster, placement, sender, receiver):
             raise PlanError(f"{where}: expected the layers behind those of {sender}")
         if sender == SOURCE:
             entered += rate
@@ -118,15 +115,30 @@ def check_placement(
         raise PlanError(f"the flow: expected at most the bound {bound}, got {flow.tokens_per_s}")
 
 
-def _continues(
-    placement: Placement, layers: int, sender: str, receiver: str, *, partial_inference: bool
-) -> bool:
+def _continues(cluster: PlaceCluster, placement: Placement, sender: str, receiver: str) -> bool:
     if sender == SOURCE:
         return placement[receiver][0] == 0
     if receiver == SINK:
-        return placement[sender][1] == layers
+        return placement[sender][1] == cluster.model.layers
     at, (first, end) = placement[sender][1], placement[receiver]
-    return first == at or (partial_inference and first < at < end)
+    return first == at or (cluster.partial_inference and first < at < end)
+
+
+def check_path(network: StageNetwork, hops: Sequence[Hop]) -> None:
+    """Raise `PlanError` unless a path computes every layer once and in order, over links that exist."""
+    stages = {stage.name: stage for stage in network.stages}
+    at, sender = 0, SOURCE
+    for hop in hops:
+        stage = stages.get(hop.stage)
+        if stage is None or not stage.first <= hop.first < hop.end <= stage.end:
+            raise PlanError(f"{hop}: expected layers that the stage holds")
+        if hop.first != at or (hop.first != stage.first and not network.partial_inference):
+            raise PlanError(f"{hop}: expected to go on at layer {at}")
+        if (sender, hop.stage) not in network.links:
+            raise PlanError(f"{hop}: expected a link from {sender}")
+        at, sender = hop.end, hop.stage
+    if at != network.layers or (sender, SINK) not in network.links:
+        raise PlanError(f"the path: expected to end behind layer {network.layers}, got {at}")
 
 
 # --- what to rent ---------------------------------------------------------------------------------------
@@ -143,7 +155,11 @@ def check_rent(problem: Problem, plan: RentPlan) -> None:
             raise PlanError(f"plan: {name}: expected a configuration of the problem")
         if not isinstance(count, int) or count < 1:
             raise PlanError(f"plan: {name}: expected a number of instances from 1, got {count!r}")
-    cost = sum(known[name].price_per_hour * count for name, count in plan.counts.items())
+    cost = sum(
+        problem.prices[gpu] * each * count
+        for name, count in plan.counts.items()
+        for gpu, each in known[name].gpus.items()
+    )
     if abs(cost - plan.cost_per_hour) > _ROUNDING * max(1.0, cost):
         raise PlanError(f"plan: cost_per_hour: expected {cost:g}, got {plan.cost_per_hour:g}")
     if cost > problem.budget_per_hour * (1.0 + _ROUNDING):
@@ -212,10 +228,7 @@ def _least_instances(configuration: Configuration, rates: Mapping[str, float]) -
 def check_split(
     cluster: SplitCluster, plan: SplitPlan, capacity: Callable[[Sequence[GroupStage], Role, int], float]
 ) -> None:
-    """Raise `PlanError` unless groups fit their machines and flows keep every limit.
-
-    `capacity` is the cost model: requests/s of stages in a role with a KV cache of so many tokens.
-    """
+    """Raise `PlanError` unless groups fit and flows keep every limit; `capacity` is the cost model's."""
     used: dict[int, int] = {}
     for g, group in enumerate(plan.groups):
         _check_group(cluster, f"group {g}", group, capacity)
@@ -252,17 +265,19 @@ def _check_group(
     capacity: Callable[[Sequence[GroupStage], Role, int], float],
 ) -> None:
     layers = sum(stage.layers for stage in group.stages)
-    if layers != cluster.layers or min(stage.layers for stage in group.stages) < 1:
-        raise PlanError(f"plan: {where}: expected {cluster.layers} layers over its stages, got {layers}")
+    if layers != cluster.model.layers or min(stage.layers for stage in group.stages) < 1:
+        raise PlanError(
+            f"plan: {where}: expected {cluster.model.layers} layers over its stages, got {layers}"
+        )
     if len({stage.gpus for stage in group.stages}) != 1:
         raise PlanError(f"plan: {where}: expected one tensor-parallel degree for all stages")
     room: list[Fraction] = []
     for stage in group.stages:
-        machine, share = cluster.machines[stage.machine], Fraction(stage.layers, cluster.layers)
+        machine, share = cluster.machines[stage.machine], Fraction(stage.layers, cluster.model.layers)
         usable = Fraction(repr(machine.gpu_memory_utilization)) * machine.memory_bytes
         memory = stage.gpus * (usable - machine.reserved_bytes_per_gpu)
-        weights = Fraction(repr(cluster.weight_bytes)) * share
-        room.append((memory - weights) / (cluster.kv_bytes_per_token * share))
+        weights = Fraction(repr(cluster.model.weight_bytes)) * share
+        room.append((memory - weights) / (cluster.model.kv_bytes_per_token * share))
     if group.kv_cache_tokens > min(room) * (1 + Fraction(1, 10**9)):
         raise PlanError(
             f"plan: {where}: expected room for at most {float(min(room)):.0f} KV tokens, "
@@ -281,7 +296,7 @@ def _check_group(
 
 def _check_kv_links(cluster: SplitCluster, plan: SplitPlan) -> None:
     """Layer by layer: the stage that computed its KV cache sends it to the stage that decodes with it."""
-    layer_bytes = cluster.kv_bytes_per_token * cluster.workload.prompt_tokens / cluster.layers
+    layer_bytes = cluster.model.kv_bytes_per_token * cluster.workload.prompt_tokens / cluster.model.layers
     links: dict[tuple[int, int], float] = {}
     for (sender, receiver), rate in plan.flows.items():
         lanes: dict[tuple[int, int], float] = {}

@@ -1,186 +1,118 @@
-"""Layouts of a cluster by a trace: the rows to estimate on, every machine by itself, then all together."""
+"""Layouts of a cluster by a trace: every machine by itself, all together, and their servers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+
+import msgspec
 
 from hetlb.config.cluster import Cluster
 from hetlb.config.plan_tables import Machine
-from hetlb.config.profile_file import Profile
-from hetlb.core.latency import IterationRule, LatencyModel
-from hetlb.core.types import Capacity
-from hetlb.errors import ConfigError, ProfileError
+from hetlb.plan.common.capabilities import Form
+from hetlb.plan.common.composition import MOST_STAGES
+from hetlb.plan.common.servers import ProfileOf, VllmServer, numbered
 from hetlb.plan.layouts import (
     Evaluated,
-    FleetChoice,
+    FleetLayouts,
     LayoutFleet,
-    LayoutInstance,
     LayoutTarget,
-    Part,
     choose_together,
-    instances_of,
+    counted,
+    gpus_of,
+    layouts_of,
 )
-from hetlb.plan.throughput import Mix
-from hetlb.plan.tp_search import Estimator, MachinePlan, Rows, static_estimate
-from hetlb.sim.engine_limits import DEFAULT_MAX_NUM_SEQS, EngineLimits
-from hetlb.sim.engine_model import EngineModel
-from hetlb.sim.engine_sequence import EngineSequence
-from hetlb.workload.traces import read_trace
-
-#: The most stages of a pipeline.
-MOST_STAGES = 8
-#: The part of a trace's rows that must be within the cluster's limits.
-_LEAST_PART = 0.5
-
-
-@dataclass(frozen=True)
-class RowSample:
-    """Rows of a trace that are estimated on; `within` of its `total` rows are within the cluster's limits."""
-
-    rows: list[tuple[int, int]]
-    within: int
-    total: int
+from hetlb.plan.tp_search import Option, Part, Rankings, best_pipelines
+from hetlb.plan.trace_throughput import RowSample, Throughputs
 
 
 @dataclass(frozen=True)
 class LayoutsFound:
-    """All that a search found."""
+    """All that a search found; rankings, options that run and their layouts by the kind of machine."""
 
     cluster: Cluster
     sample: RowSample
     estimate: str
     target: LayoutTarget
-    plans: list[MachinePlan]
-    instances: dict[tuple[object, ...], dict[Part, LayoutInstance]]
-    evaluated: dict[str, list[Evaluated]]
-    choice: FleetChoice
-
-
-def sample_rows(cluster: Cluster, trace: Path, count: int) -> RowSample:
-    """Rows spread evenly over the trace, in its order, of those within the cluster's limits."""
-    limits = cluster.limits
-    rows = [(row.input_tokens, max(1, row.output_tokens)) for row in read_trace(trace)]
-    within = [(i, o) for i, o in rows if i <= limits.max_input_tokens and o <= limits.max_output_tokens]
-    if not within or len(within) < _LEAST_PART * len(rows):
-        wanted, got = ("some row", "none") if not within else ("at least half of the rows", len(within))
-        raise ConfigError(
-            f"{cluster.path}: limits: expected {wanted} of {trace} within {limits.max_input_tokens} input "
-            f"and {limits.max_output_tokens} output tokens, got {got} of {len(rows)}"
-        )
-    chosen = within
-    if len(within) > count:
-        chosen = [within[index * len(within) // count] for index in range(count)]
-    return RowSample(chosen, len(within), len(rows))
-
-
-class Throughputs:
-    """Tokens/s (input and output) of one instance on these rows, each kind of instance estimated once.
-
-    `kind`: "simulate" (the engine model) or "static" (the paper's algorithm 1).
-    """
-
-    def __init__(self, rows: Rows, kind: str) -> None:
-        self.kind = kind
-        self._rows = rows
-        self._known: dict[tuple[LatencyModel, Capacity], float] = {}
-
-    def of(self, profile: Profile, kv_cache_tokens: int) -> float:
-        """Tokens/s of one instance of this profile. Raises `ProfileError` where it is no engine's."""
-        engine = profile.engine
-        capacity = Capacity(
-            kv_cache_tokens=kv_cache_tokens,
-            block_size=engine.block_size,
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-        )
-        key = (profile.latency, capacity)
-        if key not in self._known:
-            if self.kind == "simulate":
-                self._known[key] = simulated_estimate(profile.name, profile.latency, capacity, self._rows)
-            else:
-                seqs = engine.max_num_seqs or DEFAULT_MAX_NUM_SEQS
-                self._known[key] = static_estimate(profile.latency, self._rows, kv_cache_tokens, seqs)
-        return self._known[key]
-
-
-def simulated_estimate(name: str, latency: LatencyModel, capacity: Capacity, rows: Rows) -> float:
-    """Tokens/s (input and output) of one engine with all rows waiting at the start.
-
-    Raises `ProfileError`, which begins with the `name` of its profile, where the capacity is no engine's.
-    """
-    try:
-        limits = EngineLimits.from_capacity(capacity)
-    except ValueError as error:
-        raise ProfileError(f"{name}: {error}") from error
-    engine = EngineModel(latency, limits, IterationRule.TOKEN)
-    tokens, seconds = 0, 0.0
-    for input_tokens, output_tokens in rows:
-        if engine.limits.fits(input_tokens, output_tokens):
-            engine.submit(EngineSequence(input_tokens, output_tokens))
-            tokens += input_tokens + output_tokens
-    while (run := engine.begin_run()) is not None:
-        seconds += run.duration_s
-        engine.end_iteration()
-    return tokens / seconds if seconds > 0 else 0.0
+    rankings: Rankings
+    instances: Mapping[tuple[object, ...], Mapping[Part, Option]]
+    evaluated: Mapping[tuple[object, ...], list[Evaluated]]
+    choice: FleetLayouts
+    one_by_one: FleetLayouts
 
 
 def lay_out(
     cluster: Cluster,
     sample: RowSample,
     target: LayoutTarget,
-    plans: list[MachinePlan],
+    rankings: Rankings,
     throughputs: Throughputs,
     most_stages: int | None,
 ) -> LayoutsFound:
     """Layouts of every machine by itself, then of all of them together."""
     kinds = {machine.kind: machine for machine in cluster.machines}
-    instances = {
-        kind: _instances(cluster, machine, throughputs.of, most_stages, [(1.0, sample.rows)])
-        for kind, machine in kinds.items()
-    }
+    instances = {}
+    for kind, machine in kinds.items():
+        found = {option.part: option for option in rankings[kind] if option.feasible}
+        stages = most_stages
+        if stages is None:
+            # Unasked, pipelines are for GPUs that would be left over without them.
+            layouts = layouts_of(machine.gpus, list(found), partly=False)
+            whole = any(gpus_of(each) == machine.gpus for each in layouts)
+            stages = 1 if whole else min(MOST_STAGES, machine.gpus)
+        pipelines = best_pipelines(cluster, machine, throughputs.of, stages, [(1.0, sample.rows)])
+        instances[kind] = found | {option.part: option for option in pipelines}
     fleet = LayoutFleet(cluster.machines, instances, sample.rows, target)
     # Each machine gets its share of the rate by what it does at most.
     most = {kind: _most(machine, instances[kind]) for kind, machine in kinds.items()}
     total = sum(most[machine.kind] for machine in cluster.machines)
-    by_kind = {
-        kind: fleet.evaluate(machine, target.request_rate * most[kind] / total if total else None)
+    evaluated = {
+        kind: fleet.evaluate(machine, target.request_rate * most[kind] / total if total else math.inf)
         for kind, machine in kinds.items()
     }
-    evaluated = {machine.name: by_kind[machine.kind] for machine in cluster.machines}
-    if throughputs.kind == "static" and math.isinf(target.request_rate):
-        # The estimate needs constants alone; a simulation needs all that an engine has.
-        layouts = {name: each[0].layout for name, each in evaluated.items() if each}
-        choice = FleetChoice(layouts, None, layouts, None, 0)
-    else:
-        choice = choose_together(fleet, evaluated)
-    return LayoutsFound(cluster, sample, throughputs.kind, target, plans, instances, evaluated, choice)
+    # The static estimate needs constants alone; a simulation needs all that an engine has.
+    simulated = throughputs.kind == "simulate" or math.isfinite(target.request_rate)
+    choice, one_by_one = choose_together(fleet, evaluated, simulated=simulated)
+    return LayoutsFound(
+        cluster, sample, throughputs.kind, target, rankings, instances, evaluated, choice, one_by_one
+    )
 
 
-def _instances(
-    cluster: Cluster,
-    machine: Machine,
-    throughput: Estimator,
-    most_stages: int | None,
-    mix: Mix,
-) -> dict[Part, LayoutInstance]:
-    """Instances that run on a machine; pipelines unasked where without them GPUs are left over."""
-    found = instances_of(cluster, machine, throughput, most_stages or 1, mix)
-    if most_stages is None:
-        sizes = {part.gpus for part in found}
-        reached = {0}
-        for used in range(1, machine.gpus + 1):
-            if any(used - size in reached for size in sizes):
-                reached.add(used)
-        if machine.gpus not in reached:
-            stages = min(MOST_STAGES, machine.gpus)
-            found = instances_of(cluster, machine, throughput, stages, mix)
-    return found
-
-
-def _most(machine: Machine, instances: Mapping[Part, LayoutInstance]) -> float:
-    """Tokens/s of a machine at best."""
+def _most(machine: Machine, instances: Mapping[Part, Option]) -> float:
     per_gpu = (each.throughput_tok_s / part.gpus for part, each in instances.items())
     return machine.gpus * max(per_gpu, default=0.0)
+
+
+def servers_of(found: LayoutsFound, data_parallel: bool) -> list[VllmServer]:
+    """Servers of the chosen layouts, machine by machine; with `data_parallel` equal parts are one server."""
+    model, result = found.cluster.model, []
+    for machine in found.cluster.machines:
+        gpu, index = 0, 0
+        for part, count in counted(found.choice.layouts.get(machine.name, ())):
+            profile = _profile(found, machine, part)
+            for replicas in [count] if data_parallel else [1] * count:
+                server = VllmServer(
+                    name=f"{machine.name}-{part.name}-{index}",
+                    model=model.name,
+                    form=Form(part.tensor_parallel_size, part.pipeline_parallel_size),
+                    gpus=[(machine.name, tuple(range(gpu, gpu + replicas * part.gpus)))],
+                    utilization=machine.gpu_memory_utilization,
+                    replicas=replicas,
+                    max_model_len=found.cluster.limits.tokens,
+                    max_num_seqs=machine.profiles[part.tensor_parallel_size].engine.max_num_seqs,
+                    profile=profile,
+                )
+                result.append(server)
+                gpu, index = gpu + replicas * part.gpus, index + 1
+    return numbered(result)
+
+
+def _profile(found: LayoutsFound, machine: Machine, part: Part) -> ProfileOf:
+    """The file of a profile; that of a pipeline is to be written, being composed."""
+    if part.pipeline_parallel_size == 1:
+        return found.cluster.path.parent / machine.profile_paths[part.tensor_parallel_size]
+    profile = found.instances[machine.kind][part].profile
+    assert profile is not None
+    named = msgspec.structs.replace(profile, name=f"{machine.name}-{part.name}")
+    return lambda: named

@@ -3,86 +3,48 @@
 Enumerated (Jiang et al., ICML 2025, section 4.3 and appendix D): tensor parallelism inside a machine, powers
 of two; pipelines of such stages, of one kind of GPU or of two, inside a machine where they fit and else
 across machines; layers in proportion to a stage's memory or, where stages differ, its speed. An instance
-that cannot hold its weights and the longest request goes. Each has the latency profile of the whole instance.
+that vLLM refuses, or that cannot hold its weights and the longest request, goes. Each has the latency
+profile of the whole instance.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from itertools import combinations, pairwise
+from itertools import combinations
 
 import msgspec
 
 from hetlb.config.plan_tables import Model
-from hetlb.config.profile_file import (
-    EngineInfo,
-    Hardware,
-    ModelInfo,
-    Profile,
-    ProfileSource,
-)
+from hetlb.config.profile_file import Profile
 from hetlb.errors import ConfigError
-from hetlb.plan.common.capacity import divide_layers, exact, kv_cache_tokens, usable_bytes
+from hetlb.plan.common.capacity import divide_layers, exact, kv_cache_tokens
 from hetlb.plan.common.composition import (
     ACTIVATION_BYTES,
+    MOST_GPUS,
+    MOST_STAGES,
     LinkSeconds,
     StageProfile,
+    activation_link,
     compose_profile,
     engine_stages,
+    estimated,
+    hidden_size,
 )
-from hetlb.plan.highs import INFINITY
 from hetlb.plan.market import Market, OfferTable
+from hetlb.plan.model_shape import refusal
+from hetlb.plan.rent_program import Configuration, ConfigurationStage
 from hetlb.profiler.fit import Point, fit
-from hetlb.profiler.sources import Roofline, make_profile
+from hetlb.profiler.sources import Measurements, Roofline, make_profile
 from hetlb.sim.engine_limits import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from hetlb.sim.staged_engine import EngineStage
 
-#: The most stages of an enumerated pipeline, and the most GPUs of an instance.
-MOST_STAGES = 8
-MOST_GPUS = 16
 #: Bytes/s inside a rented machine where the file does not say.
 _USUAL_INSIDE = 60e9
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigurationStage:
-    """Part of an instance: GPUs of one kind with tensor parallelism, and their share of the layers."""
-
-    gpu: str
-    tensor_parallel_size: int
-    layers: Fraction
-
-
-@dataclass(frozen=True)
-class ConfigurationCandidate:
-    """A configuration before its throughput is known. `profile` is None where that is stated.
-
-    `origin` says what the profile rests on: measured, roofline, or stated in the file; `across` whether its
-    stages are in several machines; `engine_stages` what a pipeline's profile was composed of; `written` the
-    path of its profile in the market file, where it is that.
-    """
-
-    name: str
-    model: str
-    gpus: dict[str, int]
-    price_per_hour: float
-    stages: tuple[ConfigurationStage, ...]
-    origin: str
-    profile: Profile | None = None
-    throughput: dict[str, float] | None = None
-    across: bool = False
-    written: str | None = None
-    engine_stages: tuple[EngineStage, ...] = ()
-
-
-def candidates(market: Market, longest_tokens: dict[str, int]) -> list[ConfigurationCandidate]:
-    """The stated configurations, or all enumerated ones; `longest_tokens` is of one request, by model.
-
-    Raises `ConfigError` where what is needed to enumerate is missing.
-    """
+def candidates(market: Market, longest_tokens: dict[str, int]) -> list[Configuration]:
+    """The stated configurations, or all enumerated ones that hold `longest_tokens`. Raises `ConfigError`."""
     if market.file.configurations:
         return _stated(market)
     found = [
@@ -104,9 +66,8 @@ def _smallest(market: Market, name: str) -> str:
     return f"{weights / 1e9:.4g} GB of weights" if weights else "parameters not stated"
 
 
-def _stated(market: Market) -> list[ConfigurationCandidate]:
+def _stated(market: Market) -> list[Configuration]:
     found = []
-    offers = market.offers
     for index, table in enumerate(market.file.configurations):
         profile = market.profiles[table.profile] if table.profile is not None else None
         gpus = dict(table.gpus)
@@ -127,18 +88,14 @@ def _stated(market: Market) -> list[ConfigurationCandidate]:
         if profile is not None:
             profile = _with_capacity(market, market.models[name], held, profile)
         found.append(
-            ConfigurationCandidate(
+            Configuration(
                 table.name,
                 name,
                 gpus,
-                math.fsum(offers[gpu].price_per_hour * count for gpu, count in gpus.items()),
-                held,
-                "stated" if profile is None else origin_of(profile),
-                profile,
-                None if table.throughput is None else dict(table.throughput),
-                written=None
-                if profile is None or profile != market.profiles[table.profile or ""]
-                else table.profile,
+                table.throughput or {},
+                stages=held,
+                origin="stated" if profile is None else _origin_of(profile),
+                profile=profile,
             )
         )
     return found
@@ -158,7 +115,7 @@ def _with_capacity(
     )
 
 
-def origin_of(profile: Profile) -> str:
+def _origin_of(profile: Profile) -> str:
     """Origin of the figures of a profile, in a word."""
     if profile.source is None:
         return "profile"
@@ -168,19 +125,25 @@ def origin_of(profile: Profile) -> str:
 # --- enumeration ----------------------------------------------------------------------------------------
 
 
-def _enumerated(market: Market, model: Model, longest_tokens: int) -> Iterator[ConfigurationCandidate]:
+def _enumerated(market: Market, model: Model, longest_tokens: int) -> Iterator[Configuration]:
     for key in ("parameters", "kv_bytes_per_token"):
         if not getattr(model, key):
             raise ConfigError(
                 f"{market.path}: models.{model.name}.{key}: expected a value to enumerate configurations, "
                 "got none"
             )
+    for offer in market.file.offers:
+        if not offer.memory_bytes:
+            where = f"{market.path}: offers.{offer.gpu}.memory_bytes"
+            raise ConfigError(f"{where}: expected a value to enumerate configurations")
     profiles = {
-        (offer.gpu, degree): _profile(market, model, offer, degree)
+        (offer.gpu, degree): profile_on(market, model, offer, degree)
         for offer in market.file.offers
         for degree in _degrees(offer.gpus_per_machine)
     }
     for kinds in _stage_kinds(market, model):
+        if model.shape is not None and refusal(model.shape, kinds[0][1], len(kinds)):
+            continue
         for by_speed in (False, True) if len({gpu for gpu, _ in kinds}) > 1 else (False,):
             candidate = _candidate(market, model, kinds, longest_tokens, profiles, by_speed)
             if candidate is not None:
@@ -189,27 +152,19 @@ def _enumerated(market: Market, model: Model, longest_tokens: int) -> Iterator[C
 
 def _stage_kinds(market: Market, model: Model) -> Iterator[tuple[tuple[str, int], ...]]:
     """GPU and tensor-parallel degree of every stage."""
-    offers = list(market.file.offers)
+    offers, most = market.file.offers, market.available
     stages = range(1, min(MOST_STAGES, model.layers or 1) + 1)
     for offer in offers:
         for degree in _degrees(offer.gpus_per_machine):
             for count in stages:
-                if _even(count, model) and count * degree <= min(MOST_GPUS, _most(offer)):
+                if model.layers % count == 0 and count * degree <= min(MOST_GPUS, most[offer.gpu]):
                     yield ((offer.gpu, degree),) * count
     for first, second in combinations(offers, 2):
         for degree in _degrees(min(first.gpus_per_machine, second.gpus_per_machine)):
             for count in (1, 2):
-                fits = count * degree <= min(MOST_GPUS // 2, _most(first), _most(second))
+                fits = count * degree <= min(MOST_GPUS // 2, most[first.gpu], most[second.gpu])
                 if fits and 2 * count in stages:
                     yield ((first.gpu, degree),) * count + ((second.gpu, degree),) * count
-
-
-def _even(stages: int, model: Model) -> bool:
-    return model.layers % stages == 0
-
-
-def _most(offer: OfferTable) -> float:
-    return INFINITY if offer.available is None else offer.available
 
 
 def _degrees(gpus_per_machine: int) -> list[int]:
@@ -221,21 +176,14 @@ def _candidate(
     model: Model,
     kinds: tuple[tuple[str, int], ...],
     longest_tokens: int,
-    by_degree: Mapping[tuple[str, int], tuple[Profile | None, str | None]],
+    by_degree: Mapping[tuple[str, int], Profile | None],
     by_speed: bool,
-) -> ConfigurationCandidate | None:
+) -> Configuration | None:
     offers = market.offers
-    memory = [Fraction(degree * (offers[gpu].memory_bytes or 0)) for gpu, degree in kinds]
-    for (gpu, _), size in zip(kinds, memory, strict=True):
-        if size > 0:
-            continue
-        raise ConfigError(
-            f"{market.path}: offers.{gpu}.memory_bytes: expected a value to enumerate configurations"
-        )
-    profiles = [by_degree[kind] for kind in kinds]
-    known = [profile for profile, _ in profiles if profile is not None]
+    known = [profile for kind in kinds if (profile := by_degree[kind]) is not None]
     if len(known) < len(kinds):
         return None
+    memory = [Fraction(degree * (offers[gpu].memory_bytes or 0)) for gpu, degree in kinds]
     weights = [speed_of(profile) for profile in known] if by_speed else memory
     stages = tuple(
         ConfigurationStage(gpu, degree, share)
@@ -258,18 +206,15 @@ def _candidate(
         tokens = known[0].engine.kv_cache_tokens or tokens
         if tokens < longest_tokens:
             return None
-    profile, own_stages = composed(market, model, name, stages, known, tokens, across=across)
-    written = profiles[0][1] if len(stages) == 1 and profile == known[0] else None
-    return ConfigurationCandidate(
+    profile, own_stages = compose(market, model, name, stages, known, tokens, across=across)
+    return Configuration(
         name,
         model.name,
         gpus,
-        math.fsum(offers[gpu].price_per_hour * number for gpu, number in gpus.items()),
-        stages,
-        " and ".join(dict.fromkeys(origin_of(each) for each in known)),
-        profile,
-        across=across,
-        written=written,
+        {},
+        stages=stages,
+        origin=" and ".join(dict.fromkeys(_origin_of(each) for each in known)),
+        profile=profile,
         engine_stages=own_stages,
     )
 
@@ -283,38 +228,20 @@ def speed_of(profile: Profile) -> Fraction:
 
 def capacity_of(market: Market, model: Model, stages: Sequence[ConfigurationStage]) -> int:
     """Tokens that the KV cache of an instance of these stages holds."""
-    room = []
-    for stage in stages:
-        offer = market.offers[stage.gpu]
-        usable = usable_bytes(
-            stage.tensor_parallel_size,
-            offer.memory_bytes or 0,
-            offer.gpu_memory_utilization,
-            offer.reserved_bytes_per_gpu,
-        )
-        room.append((usable, stage.layers))
+    room = [(market.offers[stage.gpu].usable(stage.tensor_parallel_size), stage.layers) for stage in stages]
     return kv_cache_tokens(room, exact(model.weight_bytes), model.kv_bytes_per_token)
 
 
-def _profile(
-    market: Market, model: Model, offer: OfferTable, degree: int
-) -> tuple[Profile | None, str | None]:
-    """The latency profile of the whole model on so many GPUs, and its path, None if unknown."""
+def profile_on(market: Market, model: Model, offer: OfferTable, degree: int) -> Profile | None:
+    """The latency profile of the whole model on so many GPUs, None if unknown."""
     written = offer.profiles.get(model.name, {}).get(str(degree))
     if written is not None:
-        return market.profiles[written], written
-    if offer.roofline is None:
-        return None, None
-    return roofline_profile(market, model, offer, degree), None
+        return market.profiles[written]
+    return None if offer.roofline is None else roofline_profile(market, model, offer, degree)
 
 
 def _inside(market: Market, gpu: str) -> float:
     return market.file.links.rate_inside(gpu, _USUAL_INSIDE)
-
-
-def hidden_size(model: Model) -> float:
-    """Values of one token between layers: stated, or from parameters = 12 * layers * hidden^2."""
-    return float(model.hidden_size) or math.sqrt(model.parameters / (12.0 * (model.layers or 32)))
 
 
 def roofline_profile(market: Market, model: Model, offer: OfferTable, degree: int) -> Profile:
@@ -343,44 +270,12 @@ def roofline_profile(market: Market, model: Model, offer: OfferTable, degree: in
         )
         for point in roofline.points()
     )
-    return make_profile(
-        f"{offer.gpu}-{model.name}-tp{degree}-roofline",
-        points,
-        fit(points),
-        source=ProfileSource(
-            kind="roofline",
-            measured=False,
-            system=offer.gpu,
-            note=f"estimated, not measured: {table.flops:g} FLOP/s at {table.flops_efficiency:g}, "
-            f"{table.bandwidth_bytes_per_s:g} bytes/s at {table.bandwidth_efficiency:g}",
-        ),
-        hardware=Hardware(gpu=offer.gpu, gpus=degree, memory_bytes=offer.memory_bytes),
-        model=ModelInfo(name=model.name, kv_bytes_per_token=model.kv_bytes_per_token),
-        engine=EngineInfo(tensor_parallel_size=degree),
-    )
+    name = f"{offer.gpu}-{model.name}-tp{degree}-roofline"
+    facts = estimated(model, table, offer.gpu, degree, offer.memory_bytes)
+    return make_profile(name, Measurements(points=points, **facts), fit(points))
 
 
 def compose(
-    market: Market, model: Model, stages: Sequence[ConfigurationStage], *, across: bool
-) -> tuple[Profile, tuple[EngineStage, ...]]:
-    """The profile of given stages and, of several, what it is composed of.
-
-    Raises `ConfigError` where one has no profile.
-    """
-    profiles = []
-    for stage in stages:
-        profile, _ = _profile(market, model, market.offers[stage.gpu], stage.tensor_parallel_size)
-        if profile is None:
-            raise ConfigError(
-                f"{market.path}: offers.{stage.gpu}.profiles: expected one of degree "
-                f"{stage.tensor_parallel_size} for {model.name}, or a roofline"
-            )
-        profiles.append(profile)
-    tokens = capacity_of(market, model, stages)
-    return composed(market, model, "composed", stages, profiles, tokens, across=across)
-
-
-def composed(
     market: Market,
     model: Model,
     name: str,
@@ -391,31 +286,15 @@ def composed(
     across: bool,
 ) -> tuple[Profile, tuple[EngineStage, ...]]:
     """The profile of stages whose GPUs, with the whole model, have these profiles; of several the stages."""
-    parts = [
-        StageProfile(profile, float(stage.layers), stage.gpu, stage.tensor_parallel_size)
-        for stage, profile in zip(stages, profiles, strict=True)
-    ]
-    info = ModelInfo(name=model.name, kv_bytes_per_token=model.kv_bytes_per_token)
-    links = _links(market, model, stages, across)
-    profile = compose_profile(name, info, parts, tokens, links)
-    return profile, engine_stages(parts, links) if len(parts) > 1 else ()
-
-
-# --- links between stages ---------------------------------------------------------------------------------
-
-
-def _links(
-    market: Market, model: Model, stages: Sequence[ConfigurationStage], across: bool
-) -> list[LinkSeconds]:
-    """The links behind all stages but the last."""
     links = market.file.links
-    size = hidden_size(model) * ACTIVATION_BYTES
-    # Across machines, stages of one kind share a machine as far as it reaches: the slow link is counted
-    # at every boundary, since which one crosses is not planned.
-    return [
-        LinkSeconds(
-            size / (links.between if across or stage.gpu != following.gpu else _inside(market, stage.gpu)),
-            links.latency_s,
-        )
-        for stage, following in pairwise(stages)
-    ]
+    parts = []
+    for stage, following, profile in zip(stages, [*stages[1:], None], profiles, strict=True):
+        link = LinkSeconds()
+        if following is not None:
+            # Across machines the slow link is counted at every boundary: which one crosses is not planned.
+            slow = across or stage.gpu != following.gpu
+            link = activation_link(
+                model, links.between if slow else _inside(market, stage.gpu), links.latency_s
+            )
+        parts.append(StageProfile(profile, float(stage.layers), stage.gpu, stage.tensor_parallel_size, link))
+    return compose_profile(name, model, parts, tokens), engine_stages(parts)

@@ -69,12 +69,10 @@ class SolveLimits:
 
     @property
     def interrupted(self) -> bool:
-        """True if an interrupt came."""
         return self.interrupt is not None and self.interrupt.requested
 
     @property
     def over(self) -> bool:
-        """True if the time is up or an interrupt came."""
         return self.interrupted or self.clock() >= self.deadline
 
     @property
@@ -82,9 +80,10 @@ class SolveLimits:
         """Seconds until the deadline, 0 after an interrupt."""
         return 0.0 if self.interrupted else max(0.0, self.deadline - self.clock())
 
-    def within(self, seconds: float) -> SolveLimits:
-        """The same limits, with a deadline so many seconds from now at most."""
-        return replace(self, deadline=min(self.deadline, self.clock() + seconds))
+    def within(self, seconds: float, gap: float | None = None) -> SolveLimits:
+        """The same limits, with a deadline so many seconds from now at most, and another gap."""
+        deadline = min(self.deadline, self.clock() + seconds)
+        return replace(self, deadline=deadline, gap=self.gap if gap is None else gap)
 
 
 def _new_solver() -> Any:
@@ -92,6 +91,7 @@ def _new_solver() -> Any:
     _print_banner_nowhere()
     highs = highspy.Highs()  # type: ignore[no-untyped-call]
     highs.setOptionValue("output_flag", False)
+    highs.changeObjectiveSense(highspy.ObjSense.kMaximize)
     highs.setOptionValue("threads", 1)
     # The active-set method may cycle where much is degenerate; every point on its way is feasible.
     highs.setOptionValue("qp_iteration_limit", _MOST_QUADRATIC_ITERATIONS)
@@ -131,61 +131,44 @@ class LinearProgram:
     """A maximisation over columns with bounds, subject to rows with bounds; some columns are integers."""
 
     def __init__(self) -> None:
-        self._cost: list[float] = []
-        self._lower: list[float] = []
-        self._upper: list[float] = []
-        self._integer: list[bool] = []
+        self._highs = _new_solver()
+        self._integer = False
         self._squares: dict[int, float] = {}
-        self._row_lower: list[float] = []
-        self._row_upper: list[float] = []
-        self._starts: list[int] = []
-        self._columns: list[int] = []
-        self._coefficients: list[float] = []
-        self._highs: Any = None
+
+    @property
+    def columns(self) -> int:
+        return int(self._highs.getNumCol())
 
     def column(
         self, cost: float = 0.0, lower: float = 0.0, upper: float = INFINITY, *, integer: bool = False
     ) -> int:
         """Add a column; returns its index."""
-        self._cost.append(cost)
-        self._lower.append(lower)
-        self._upper.append(upper)
-        self._integer.append(integer)
-        return len(self._cost) - 1
-
-    def subtract_square(self, column: int, weight: float) -> None:
-        """Subtract weight / 2 times the square of a column from the objective."""
-        self._squares[column] = weight
+        index = self.columns
+        self._highs.addCol(cost, lower, upper, 0, [], [])
+        if integer:
+            self._integer = True
+            self._highs.changeColIntegrality(index, highspy.HighsVarType.kInteger)
+        return index
 
     def row(
         self, entries: Iterable[tuple[int, float]], lower: float = -INFINITY, upper: float = INFINITY
     ) -> int:
         """Add `lower <= sum of coefficient * column <= upper`; returns its index."""
-        self._starts.append(len(self._columns))
-        for column, coefficient in entries:
-            if coefficient:
-                self._columns.append(column)
-                self._coefficients.append(coefficient)
-        self._row_lower.append(lower)
-        self._row_upper.append(upper)
-        return len(self._row_lower) - 1
+        held = [(column, coefficient) for column, coefficient in entries if coefficient]
+        self._highs.addRow(lower, upper, len(held), [c for c, _ in held], [float(v) for _, v in held])
+        return int(self._highs.getNumRow()) - 1
 
-    @property
-    def columns(self) -> int:
-        """Columns so far."""
-        return len(self._cost)
+    def subtract_square(self, column: int, weight: float) -> None:
+        """Subtract weight / 2 times the square of a column from the objective."""
+        self._squares[column] = weight
 
     def set_cost(self, column: int, cost: float) -> None:
         """Change one coefficient of the objective, also between solves."""
-        self._cost[column] = cost
-        if self._highs is not None:
-            self._highs.changeColCost(column, cost)
+        self._highs.changeColCost(column, cost)
 
     def set_bounds(self, column: int, lower: float, upper: float) -> None:
         """Change the bounds of a column, also between solves."""
-        self._lower[column], self._upper[column] = lower, upper
-        if self._highs is not None:
-            self._highs.changeColBounds(column, lower, upper)
+        self._highs.changeColBounds(column, lower, upper)
 
     def solve(
         self,
@@ -200,28 +183,23 @@ class LinearProgram:
         `start` is a feasible point to begin from; `on_solution` gets every incumbent of a program with
         integers. Raises `PlanError` if the solver fails.
         """
-        highs = self._load(limits)
+        highs = self._highs
+        if self._squares:
+            highs.passHessian(self._hessian())
+        highs.setOptionValue("random_seed", limits.seed)
+        highs.setOptionValue("mip_rel_gap", limits.gap)
+        # The solver's clock goes on from solve to solve.
+        left = limits.left_s
+        until = highs.getRunTime() + max(0.01, left) if left < INFINITY else INFINITY
+        highs.setOptionValue("time_limit", until)
         if start is not None:
             warm = highspy.HighsSolution()
             warm.col_value = list(start)
             highs.setSolution(warm)
-        integer = any(self._integer)
-        if not integer:
+        if not self._integer:
             highs.run()
         else:
-            look = self._look(limits, on_progress)
-
-            def improved(event: Any) -> None:
-                if on_solution is not None:
-                    on_solution(np.array(event.data_out.mip_solution, dtype=np.float64))
-
-            highs.cbMipInterrupt += look
-            highs.cbMipImprovingSolution += improved
-            try:
-                highs.run()
-            finally:
-                highs.cbMipInterrupt -= look
-                highs.cbMipImprovingSolution -= improved
+            self._run_integer(limits, on_progress, on_solution)
         status = highs.getModelStatus()
         info = highs.getInfo()
         names = highspy.HighsModelStatus
@@ -236,42 +214,9 @@ class LinearProgram:
         return Solution(
             np.asarray(solution.col_value, dtype=np.float64),
             objective,
-            info.mip_dual_bound if integer else objective,
+            info.mip_dual_bound if self._integer else objective,
             np.asarray(solution.row_dual, dtype=np.float64),
         )
-
-    def _load(self, limits: SolveLimits) -> Any:
-        if self._highs is None:
-            highs = _new_solver()
-            highs.passModel(self._as_highs())
-            if self._squares:
-                highs.passHessian(self._hessian())
-            self._highs = highs
-        highs = self._highs
-        highs.setOptionValue("random_seed", limits.seed)
-        highs.setOptionValue("mip_rel_gap", limits.gap)
-        left = limits.left_s
-        # The solver's clock goes on from solve to solve.
-        highs.setOptionValue(
-            "time_limit", highs.getRunTime() + max(0.01, left) if left < INFINITY else INFINITY
-        )
-        return highs
-
-    def _as_highs(self) -> Any:
-        lp = highspy.HighsLp()
-        lp.num_col_, lp.num_row_ = len(self._cost), len(self._row_lower)
-        lp.sense_ = highspy.ObjSense.kMaximize
-        lp.col_cost_ = np.array(self._cost)
-        lp.col_lower_, lp.col_upper_ = np.array(self._lower), np.array(self._upper)
-        lp.row_lower_, lp.row_upper_ = np.array(self._row_lower), np.array(self._row_upper)
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        lp.a_matrix_.start_ = np.array([*self._starts, len(self._columns)], dtype=np.int32)
-        lp.a_matrix_.index_ = np.array(self._columns, dtype=np.int32)
-        lp.a_matrix_.value_ = np.array(self._coefficients)
-        if any(self._integer):
-            kinds = highspy.HighsVarType
-            lp.integrality_ = [kinds.kInteger if each else kinds.kContinuous for each in self._integer]
-        return lp
 
     def _hessian(self) -> Any:
         hessian = highspy.HighsHessian()
@@ -282,20 +227,28 @@ class LinearProgram:
         hessian.value_ = np.array([-self._squares.get(column, 0.0) for column in range(self.columns)])
         return hessian
 
-    @staticmethod
-    def _look(limits: SolveLimits, on_progress: OnProgress | None) -> Callable[[Any], None]:
+    def _run_integer(
+        self, limits: SolveLimits, on_progress: OnProgress | None, on_solution: OnSolution | None
+    ) -> None:
         shown = time.monotonic()
 
         def look(event: Any) -> None:
             nonlocal shown
-            if limits.interrupt is not None and limits.interrupt.requested:
-                event.data_in.user_interrupt = True
+            event.data_in.user_interrupt = limits.interrupted
             now = time.monotonic()
             if on_progress is not None and now - shown >= _PROGRESS_INTERVAL_S:
                 shown = now
-                primal, bound = event.data_out.mip_primal_bound, event.data_out.mip_dual_bound
-                on_progress(
-                    primal if math.isfinite(primal) else math.nan, bound if math.isfinite(bound) else math.nan
-                )
+                both = event.data_out.mip_primal_bound, event.data_out.mip_dual_bound
+                on_progress(*(each if math.isfinite(each) else math.nan for each in both))
 
-        return look
+        def improved(event: Any) -> None:
+            if on_solution is not None:
+                on_solution(np.array(event.data_out.mip_solution, dtype=np.float64))
+
+        self._highs.cbMipInterrupt += look
+        self._highs.cbMipImprovingSolution += improved
+        try:
+            self._highs.run()
+        finally:
+            self._highs.cbMipInterrupt -= look
+            self._highs.cbMipImprovingSolution -= improved

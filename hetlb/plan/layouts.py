@@ -12,26 +12,17 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
-from hetlb.config.cluster import Cluster
-from hetlb.config.plan_tables import Machine, Model
-from hetlb.config.profile_file import ModelInfo, Profile
-from hetlb.plan.common.capacity import divide_layers
-from hetlb.plan.common.composition import (
-    ACTIVATION_BYTES,
-    LinkSeconds,
-    StageProfile,
-    compose_profile,
-    engine_stages,
-)
-from hetlb.plan.common.fleet_run import SimulatedServer, run_fleet
-from hetlb.plan.throughput import Mix, SloLimits, bubbles, engine_spec, slowed
-from hetlb.plan.tp_search import Estimator, Rows, memory, misfit
-from hetlb.workload.arrivals import make_plan
+from hetlb.config.plan_tables import Machine
+from hetlb.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
+from hetlb.plan.throughput import SloLimits
+from hetlb.plan.tp_search import Option, Part
+from hetlb.plan.trace_throughput import Rows
+from hetlb.sim.alone import batch_of
+from hetlb.sim.study import engine_of
 from hetlb.workload.records import summarize
-from hetlb.workload.traces import Row
 
 #: A run at a rate lasts so long in simulated time, within these numbers of requests.
 _RUN_S = 120.0
@@ -43,47 +34,12 @@ _GAIN = 1.01
 #: The most layouts of a machine that are simulated, and instances of a fleet.
 MOST_SIMULATED = 12
 MOST_INSTANCES = 64
-#: Link between stages inside a machine: bytes/s of a PCIe 4.0 link, seconds per batch.
-_LINK_BYTES_S = 25e9
-_LINK_BATCH_S = 5e-5
-#: Values of a token between layers where the model's shape is not known.
-_USUAL_HIDDEN = 8192
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Part:
-    """Degrees of one instance."""
-
-    tensor_parallel_size: int
-    pipeline_parallel_size: int = 1
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of the instance."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    @property
-    def name(self) -> str:
-        """Name in tables and of instances."""
-        stages = f"pp{self.pipeline_parallel_size}" if self.pipeline_parallel_size > 1 else ""
-        return f"tp{self.tensor_parallel_size}{stages}"
-
 
 #: Instances of a machine, the largest first.
 Layout = tuple[Part, ...]
 
 
-@dataclass(frozen=True)
-class LayoutInstance:
-    """A part that runs: its profile with the KV cache it has there, and its tokens/s alone while full."""
-
-    part: Part
-    profile: Profile
-    throughput_tok_s: float
-
-
 def gpus_of(layout: Layout) -> int:
-    """GPUs that a layout uses."""
     return sum(part.gpus for part in layout)
 
 
@@ -95,53 +51,6 @@ def counted(layout: Layout) -> list[tuple[Part, int]]:
 def layout_name(layout: Layout) -> str:
     """`1 x tp4 + 1 x tp2`."""
     return " + ".join(f"{count} x {part.name}" for part, count in counted(layout))
-
-
-def instances_of(
-    cluster: Cluster,
-    machine: Machine,
-    estimate: Estimator,
-    most_stages: int,
-    mix: Mix,
-) -> dict[Part, LayoutInstance]:
-    """Every part that runs on a machine; `estimate` gives tokens/s of a profile with so many KV tokens.
-
-    Pipelines count with the bubbles that they have on this mix of requests.
-
-    Of pipelines on equally many GPUs only the fastest is kept.
-    """
-    found: dict[Part, LayoutInstance] = {}
-    best: dict[int, LayoutInstance] = {}
-    for stages in range(1, most_stages + 1):
-        for degree, measured in machine.profiles.items():
-            part = Part(degree, stages)
-            if part.gpus > machine.gpus or misfit(cluster, machine, degree, stages):
-                continue
-            tokens = memory(cluster, machine, part.gpus).kv_cache_tokens
-            profile = _profile(cluster.model, machine, part, measured, tokens, mix)
-            instance = LayoutInstance(part, profile, estimate(profile, tokens))
-            if stages == 1:
-                found[part] = instance
-            elif part.gpus not in best or instance.throughput_tok_s > best[part.gpus].throughput_tok_s:
-                best[part.gpus] = instance
-    return found | {instance.part: instance for instance in best.values()}
-
-
-def _profile(model: Model, machine: Machine, part: Part, profile: Profile, tokens: int, mix: Mix) -> Profile:
-    stages, shape = part.pipeline_parallel_size, model.shape
-    hidden = shape.attention_heads * shape.head_dim if shape is not None else _USUAL_HIDDEN
-    links = [LinkSeconds(ACTIVATION_BYTES * hidden / _LINK_BYTES_S, _LINK_BATCH_S)] * (stages - 1)
-    held = [
-        StageProfile(profile, float(share), machine.gpu, part.tensor_parallel_size)
-        for share in divide_layers([1] * stages, shape.layers if shape is not None else None)
-    ]
-    info = ModelInfo(name=model.name, kv_bytes_per_token=model.kv_bytes_per_token)
-    whole = compose_profile(
-        f"{profile.name}-pp{stages}" if stages > 1 else profile.name, info, held, tokens, links
-    )
-    if stages == 1:
-        return whole
-    return slowed(whole, bubbles(engine_spec(whole), mix, engine_stages(held, links)))
 
 
 def layouts_of(gpus: int, parts: Sequence[Part], *, partly: bool) -> list[Layout]:
@@ -199,65 +108,52 @@ class Evaluated:
 
 @dataclass
 class LayoutFleet:
-    """Machines with what can run on each, and the requests to expect."""
+    """Machines with what can run on each kind of them, and the requests to expect."""
 
     machines: Sequence[Machine]
-    instances: Mapping[tuple[object, ...], Mapping[Part, LayoutInstance]]
+    instances: Mapping[tuple[object, ...], Mapping[Part, Option]]
     rows: Rows
     target: LayoutTarget
     seed: int = 0
 
-    def running(self, machine: Machine) -> Mapping[Part, LayoutInstance]:
-        """Instances that can run on a machine."""
-        return self.instances[machine.kind]
-
     def simulate(self, layouts: Mapping[str, Layout], request_rate: float) -> Worth:
         """The instances of these layouts, by machine, under the default policy at a rate."""
         servers = [
-            SimulatedServer(f"{machine.name}-{index}", engine_spec(self.running(machine)[part].profile))
+            SimulatedServer(f"{machine.name}-{index}", engine_of(profile))
             for machine in self.machines
             for index, part in enumerate(layouts.get(machine.name, ()))
+            if (profile := self.instances[machine.kind][part].profile) is not None
         ]
-        at_once = math.isinf(request_rate)
-        wanted = self._together(servers) * _TURNS if at_once else request_rate * _RUN_S
+        at_once, wanted = math.isinf(request_rate), request_rate * _RUN_S
+        if at_once:
+            mean = sum(i + o / 2 for i, o in self.rows) / len(self.rows)
+            wanted = _TURNS * sum(batch_of(server.engine, mean) for server in servers)
         count = round(min(_MOST, max(_FEWEST, wanted)))
-        rows = [Row(None, i, o) for i, o in self.rows]
+        rows = list(self.rows)
         random.Random(self.seed).shuffle(rows)
-        plan = make_plan(rows, count, request_rate, random.Random(self.seed))
-        records = run_fleet(servers, plan, [row.output_tokens for row in rows], seed=self.seed).records
+        planned = arrivals(rows, request_rate, random.Random(self.seed), count)
+        records = run_fleet(servers, planned, [output for _, output in rows], seed=self.seed).records
         met = self.target.slo.share_met(records)
         steady = summarize(records)["steady"]
         return Worth(
             steady["total_token_throughput"], 0.0 if at_once else met * request_rate, met, len(records)
         )
 
-    def _together(self, servers: Sequence[SimulatedServer]) -> float:
-        mean = sum(i + o / 2 for i, o in self.rows) / len(self.rows)
-        return sum(
-            min(limits.max_num_seqs, limits.kv_cache_tokens / max(1.0, mean))
-            for limits in (server.engine.limits for server in servers)
-        )
-
-    def evaluate(self, machine: Machine, request_rate: float | None) -> list[Evaluated]:
-        """Layouts of one machine, best first; with a rate those that could serve it best are simulated."""
-        running = self.running(machine)
-        at_rate = request_rate is not None and math.isfinite(request_rate)
-        found = []
-        price = machine.price_per_gpu_hour
+    def evaluate(self, machine: Machine, request_rate: float) -> list[Evaluated]:
+        """Layouts of one machine, best first; at a finite rate those that could be best are simulated."""
+        running, price, found = self.instances[machine.kind], machine.price_per_gpu_hour, []
+        at_rate = math.isfinite(request_rate)
         for layout in layouts_of(machine.gpus, list(running), partly=at_rate and price is not None):
             tokens = sum(running[part].throughput_tok_s for part in layout)
             found.append(Evaluated(layout, tokens, None if price is None else price * gpus_of(layout)))
         found.sort(key=lambda each: (-each.throughput_tok_s, len(each.layout), each.layout))
         if not at_rate:
             return found
-        assert request_rate is not None
         simulated = [
-            Evaluated(each.layout, each.throughput_tok_s, each.cost_per_hour, worth)
+            replace(each, worth=self.simulate({machine.name: each.layout}, request_rate))
             for each in _worth_simulating(found)
-            for worth in [self.simulate({machine.name: each.layout}, request_rate)]
         ]
-        simulated.sort(key=_rank)
-        return simulated
+        return sorted(simulated, key=_rank)
 
 
 def _worth_simulating(found: Sequence[Evaluated]) -> list[Evaluated]:
@@ -285,47 +181,39 @@ def _rank(each: Evaluated) -> tuple[float, float, float]:
 
 
 @dataclass(frozen=True)
-class FleetChoice:
-    """Layouts by machine, and what they serve; `one_by_one` is the fleet of each machine's own best.
-
-    The worths are None where the fleet was too large to simulate.
-    """
+class FleetLayouts:
+    """A layout of every machine that has one, and what they are worth together; None where not simulated."""
 
     layouts: dict[str, Layout]
-    worth: Worth | None
-    one_by_one: dict[str, Layout]
-    one_by_one_worth: Worth | None
-    simulations: int
+    worth: Worth | None = None
 
 
 def choose_together(
     fleet: LayoutFleet,
-    evaluated: Mapping[str, Sequence[Evaluated]],
-) -> FleetChoice:
-    """Layouts of all machines that serve best together: at least what the best of each by itself do.
-
-    Starts with those, and tries for one machine after the other what else it could have, until nothing helps.
-    """
-    first = {name: each[0].layout for name, each in evaluated.items() if each}
-    if not first or sum(map(len, first.values())) > MOST_INSTANCES:
-        return FleetChoice(first, None, first, None, 0)
+    evaluated: Mapping[tuple[object, ...], Sequence[Evaluated]],
+    *,
+    simulated: bool = True,
+) -> tuple[FleetLayouts, FleetLayouts]:
+    """Layouts that serve best together, and each machine's own best, which they were changed from."""
+    options = {machine.name: found for machine in fleet.machines if (found := evaluated[machine.kind])}
+    first = FleetLayouts({name: found[0].layout for name, found in options.items()})
+    if not simulated or not options or sum(map(len, first.layouts.values())) > MOST_INSTANCES:
+        return first, first
     rate = fleet.target.request_rate
-    start = fleet.simulate(first, rate)
-    chosen, best, count = dict(first), start, 1
-    # A machine alone is its own best; at a rate it has been simulated already.
-    names = [name for name in first if len(first) > 1]
+    worth = best = fleet.simulate(first.layouts, rate)
+    chosen, count = dict(first.layouts), 1
     at_rate = math.isfinite(rate)
-    improved = True
+    improved = len(options) > 1  # a machine alone is its own best; at a rate it has been simulated already
     while improved:
         improved = False
-        for name in names:
-            options = evaluated[name][: MOST_SIMULATED // len(names) + 1]
-            for option in options:
-                close = at_rate or option.throughput_tok_s >= 0.98 * options[0].throughput_tok_s
+        for name, found in options.items():
+            for option in found[: MOST_SIMULATED // len(options) + 1]:
+                close = at_rate or option.throughput_tok_s >= 0.98 * found[0].throughput_tok_s
                 if option.layout == chosen[name] or not close or count >= 2 * MOST_SIMULATED:
                     continue
-                worth = fleet.simulate({**chosen, name: option.layout}, rate)
+                changed = {**chosen, name: option.layout}
+                tried = fleet.simulate(changed, rate)
                 count += 1
-                if worth.figure > _GAIN * best.figure:
-                    chosen, best, improved = {**chosen, name: option.layout}, worth, True
-    return FleetChoice(chosen, best, first, start, count)
+                if tried.figure > _GAIN * best.figure:
+                    chosen, best, improved = changed, tried, True
+    return FleetLayouts(chosen, best), replace(first, worth=worth)

@@ -6,8 +6,8 @@ expected. Shares may be counts: they are divided by their sum. Paths are relativ
 
 from __future__ import annotations
 
-import math
 import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,6 +17,7 @@ from hetlb.config.plan_tables import LinkRates, Model, PlanModelTable, RooflineT
 from hetlb.config.profile_file import Profile, load_named
 from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml
 from hetlb.errors import ConfigError
+from hetlb.plan.common.capacity import usable_bytes
 from hetlb.plan.highs import INFINITY
 
 _NAME = re.compile(r"[A-Za-z0-9._/ +-]{1,100}")
@@ -37,6 +38,11 @@ class OfferTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     reserved_bytes_per_gpu: Annotated[int, msgspec.Meta(ge=0)] = 0
     profiles: dict[str, dict[str, str]] = {}
     roofline: RooflineTable | None = None
+
+    def usable(self, gpus: int) -> Fraction:
+        """Bytes of so many GPUs for weights and KV cache."""
+        memory = self.memory_bytes or 0
+        return usable_bytes(gpus, memory, self.gpu_memory_utilization, self.reserved_bytes_per_gpu)
 
 
 class WorkloadTypeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -100,8 +106,11 @@ class Market(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def offers(self) -> dict[str, OfferTable]:
-        """Offers by GPU, in file order."""
         return {offer.gpu: offer for offer in self.file.offers}
+
+    @property
+    def prices(self) -> dict[str, float]:
+        return {offer.gpu: offer.price_per_hour for offer in self.file.offers}
 
     @property
     def available(self) -> dict[str, float]:
@@ -113,7 +122,6 @@ class Market(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def budget(self) -> float:
-        """The budget per hour, infinite without one."""
         return INFINITY if self.file.budget_per_hour is None else self.file.budget_per_hour
 
     def model_of(self, stated: str | None, where: str) -> str:
@@ -141,7 +149,6 @@ def load_market(path: Path) -> Market:
     _check_names(path, "offers", "gpu", [offer.gpu for offer in file.offers])
     for kind in ("models", "workloads", "configurations"):
         _check_names(path, kind, "name", [each.name for each in getattr(file, kind)])
-    _check_finite(path, file)
     models = {table.name: read_model(table, path, f"models[{m}]") for m, table in enumerate(file.models)} or {
         "model": read_model(PlanModelTable(name="model"), path, "models")
     }
@@ -171,17 +178,6 @@ def _check_names(path: Path, table: str, key: str, names: list[str]) -> None:
             )
         if name in names[:index]:
             raise ConfigError(f"{path}: {table}[{index}].{key}: expected every name once, got {name!r} again")
-
-
-def _check_finite(path: Path, file: MarketFile) -> None:
-    values = [("budget_per_hour", file.budget_per_hour)]
-    values += [(f"offers[{i}].price_per_hour", each.price_per_hour) for i, each in enumerate(file.offers)]
-    values += [(f"workloads[{i}].share", each.share) for i, each in enumerate(file.workloads)]
-    if file.target is not None:
-        values.append(("target.request_rate", file.target.request_rate))
-    for key, value in values:
-        if value is not None and not math.isfinite(value):
-            raise ConfigError(f"{path}: {key}: expected a finite number, got {value}")
 
 
 def _profiles(file: MarketFile, path: Path, models: dict[str, Model]) -> dict[str, Profile]:

@@ -17,9 +17,7 @@ from hetlb.errors import ConfigError
 
 #: vLLM pads a vocabulary to a multiple of this (`DEFAULT_VOCAB_PADDING_SIZE`).
 _VOCAB_PADDING = 64
-#: Keys of feed-forward sizes that are split, where every layer has one...
-_DENSE = ("intermediate_size",)
-#: ...and of the experts of a mixture, whose layers need not have a dense part.
+#: Keys of the experts of a mixture, whose layers need not have a dense part.
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -77,13 +75,12 @@ def _feed_forward(config: Mapping[str, Any], whole: Any) -> Iterator[tuple[str, 
     experts = any(config.get(key) for key in _EXPERT_KEYS)
     own_size = experts and config.get("moe_intermediate_size") is not None
     sparse_only = own_size and not config.get("first_k_dense_replace") and not config.get("mlp_only_layers")
-    for key in _DENSE:
-        if config.get(key) is not None and not sparse_only:
-            yield key, whole(key)
-    if own_size:
-        yield "moe_intermediate_size", whole("moe_intermediate_size")
-    if experts and config.get("shared_expert_intermediate_size"):
-        yield "shared_expert_intermediate_size", whole("shared_expert_intermediate_size")
+    split = {
+        "intermediate_size": config.get("intermediate_size") is not None and not sparse_only,
+        "moe_intermediate_size": own_size,
+        "shared_expert_intermediate_size": experts and config.get("shared_expert_intermediate_size"),
+    }
+    yield from ((key, whole(key)) for key, held in split.items() if held)
 
 
 def _block(raw: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, int]:

@@ -12,16 +12,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hetlb.config.profile_file import Profile
 from hetlb.errors import ConfigError, PlanError
 from hetlb.plan import decompose
 from hetlb.plan.check import check_rent
-from hetlb.plan.configurations import ConfigurationCandidate, candidates
+from hetlb.plan.configurations import candidates
 from hetlb.plan.highs import INFINITY, OnProgress, SolveLimits
 from hetlb.plan.market import Market
-from hetlb.plan.rent_program import Configuration, Problem, RentPlan, WorkloadType, assign, prune
-from hetlb.plan.rent_simulation import SimulatedFleet, simulate
-from hetlb.plan.throughput import Measured, bubbles, engine_spec, slowed
+from hetlb.plan.rent_program import Configuration, Problem, RentPlan, assign
+from hetlb.plan.throughput import Measured
 from hetlb.plan.workloads import Clustering, RequestType, cluster
 
 #: Rounds of measuring mixes and planning anew, and the relative difference that ends them.
@@ -31,36 +29,21 @@ AGREED = 0.005
 
 @dataclass(frozen=True)
 class Table:
-    """All that a plan is made from: types, candidates with their throughput, and the problem they make.
-
-    `clustering` and `longest_tokens`, the longest request of a trace, are None for stated types.
-    """
+    """All that a plan is made from; the last two, of which `longest_tokens` is of a request, need a trace."""
 
     market: Market
-    types: tuple[RequestType, ...]
-    candidates: Mapping[str, ConfigurationCandidate]
     problem: Problem
     clustering: Clustering | None = None
     longest_tokens: int | None = None
 
     @property
     def simulated(self) -> bool:
-        """True if every configuration has a profile, so that a plan can be simulated."""
-        return all(each.profile is not None for each in self.candidates.values())
+        return all(each.profile is not None for each in self.problem.configurations)
 
     @property
     def lengths_known(self) -> bool:
-        """True if the types say how long their requests are."""
         stated = self.market.file.workloads
         return all(each.input_tokens is not None and each.output_tokens is not None for each in stated)
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """Throughput of renting or dividing in another way, None where it serves nothing."""
-
-    throughput: float
-    cost_per_hour: float
 
 
 # --- the table ------------------------------------------------------------------------------------------
@@ -111,39 +94,34 @@ def make_table(
         longest[kind.model] = max(longest.get(kind.model, 1), kind.longest_tokens)
     found = candidates(market, longest)
     known = {kind.name for kind in types}
-    configurations, with_rates = [], {}
+    configurations = []
     for done, candidate in enumerate(found):
         on_progress(done, len(found))
+        rates = candidate.throughput
         if candidate.profile is not None:
             rates = {
                 kind.name: measured.alone(candidate.profile, kind, candidate.engine_stages)
                 for kind in types
                 if kind.model == candidate.model
             }
-        else:
-            rates = dict(candidate.throughput or {})
-            for name in rates:
-                if name not in known:
-                    raise ConfigError(
-                        f"{market.path}: configurations.{candidate.name}.throughput: expected workloads out "
-                        f"of {', '.join(sorted(known))}, got {name!r}"
-                    )
-        with_rates[candidate.name] = replace(candidate, throughput=rates)
-        configurations.append(
-            Configuration(candidate.name, candidate.model, candidate.gpus, candidate.price_per_hour, rates)
-        )
+        for name in rates:
+            if name not in known:
+                raise ConfigError(
+                    f"{market.path}: configurations.{candidate.name}.throughput: expected workloads out "
+                    f"of {', '.join(sorted(known))}, got {name!r}"
+                )
+        configurations.append(replace(candidate, throughput=rates))
+    target = market.file.target
     problem = Problem(
-        tuple(
-            WorkloadType(kind.name, kind.model, kind.share, kind.input_tokens, kind.output_tokens)
-            for kind in types
-        ),
+        types,
         tuple(configurations),
         market.available,
+        market.prices,
         market.budget,
-        None if market.file.target is None else market.file.target.request_rate,
+        None if target is None else target.request_rate,
     )
     longest_row = None if rows is None else max(prompt + output for prompt, output in rows)
-    return Table(market, types, with_rates, problem, clustering, longest_row)
+    return Table(market, problem, clustering, longest_row)
 
 
 # --- the plan -------------------------------------------------------------------------------------------
@@ -173,7 +151,7 @@ def make_plan(
         return SolvedPlan(problem, plan)
     number = 1
     while True:
-        corrected, disagreement = correct_mixes(table, measured, problem, plan)
+        corrected, disagreement = correct_mixes(measured, problem, plan)
         if disagreement <= AGREED or number >= MOST_ROUNDS or limits.over:
             break
         problem, number = corrected, number + 1
@@ -181,7 +159,7 @@ def make_plan(
         check_rent(problem, plan)
     # What is promised is what was measured: rates that were too high are lowered, those too low are not
     # raised, so that the bound still holds.
-    lowered, disagreement = correct_mixes(table, measured, problem, plan, lower_only=True)
+    lowered, disagreement = correct_mixes(measured, problem, plan, lower_only=True)
     promised = assign(lowered, plan.counts, plan.bound)
     if promised is None:
         return SolvedPlan(problem, plan, number, disagreement)
@@ -191,26 +169,26 @@ def make_plan(
 
 
 def correct_mixes(
-    table: Table, measured: Measured, problem: Problem, plan: RentPlan, *, lower_only: bool = False
+    measured: Measured, problem: Problem, plan: RentPlan, *, lower_only: bool = False
 ) -> tuple[Problem, float]:
     """The problem with the plan's own mixes measured, and the largest relative difference to the plan.
 
     A mix that serves more than planned becomes a way to run its configuration; one that serves less lowers
     all rates of its configuration.
     """
-    kinds = {kind.name: kind for kind in table.types}
+    rows = {kind.name: kind.rows for kind in problem.workloads}
     worst = 0.0
     changed: dict[str, Configuration] = {}
     for configuration in problem.configurations:
         rates = {name: rate for (name, c), rate in plan.rates.items() if c == configuration.name}
-        candidate = table.candidates[configuration.name]
-        if len(rates) < 2 or candidate.profile is None:
+        if len(rates) < 2 or configuration.profile is None:
             continue
         total = math.fsum(rates.values())
         planned = total / plan.counts[configuration.name]
-        served = measured.together(candidate.profile, rates, kinds, candidate.engine_stages)
+        together = [(rate, rows[name]) for name, rate in sorted(rates.items())]
+        served = measured.of_mix(configuration.profile, together, configuration.engine_stages)
         # What the plan leaves idle is no disagreement: instances are whole, work is not.
-        load = least_load(configuration, rates) / plan.counts[configuration.name]
+        load = configuration.load(rates) / plan.counts[configuration.name]
         ratio = served / (planned / load) if planned > 0 else 1.0
         worst = max(worst, abs(ratio - 1.0))
         if ratio > 1.0 and not lower_only:
@@ -226,90 +204,37 @@ def correct_mixes(
     return replace(problem, configurations=configurations), worst
 
 
-def least_load(configuration: Configuration, rates: Mapping[str, float]) -> float:
-    """The fewest instances that serve these rates in the configuration's modes."""
-    workloads = tuple(WorkloadType(name, configuration.model, rate) for name, rate in rates.items())
-    one = Problem(workloads, (configuration,), dict.fromkeys(configuration.gpus, INFINITY))
-    plan = assign(one, {configuration.name: 1})
-    assert plan is not None, "expected a configuration to serve what it was planned for"
-    return 1.0 / plan.throughput
-
-
-def profile_of(table: Table, plan: RentPlan, name: str) -> Profile | None:
-    """The profile of a configuration under its part of a plan: of a pipeline with the bubbles it then has."""
-    candidate = table.candidates[name]
-    if candidate.profile is None or not candidate.engine_stages:
-        return candidate.profile
-    kinds = {kind.name: kind for kind in table.types}
-    mix = [(rate, kinds[kind].rows) for (kind, c), rate in sorted(plan.rates.items()) if c == name]
-    return slowed(candidate.profile, bubbles(engine_spec(candidate.profile), mix, candidate.engine_stages))
-
-
-def simulate_plan(
-    table: Table,
-    plan: RentPlan,
-    *,
-    policy: str = "hetlb",
-    predictor: str = "empirical",
-    seed: int = 0,
-    load: float = INFINITY,
-) -> SimulatedFleet | None:
-    """The plan's fleet under a policy (see `simulate`), None where some configuration has no profile."""
-    if not table.simulated:
-        return None
-    profiles = {
-        name: profile for name in plan.counts if (profile := profile_of(table, plan, name)) is not None
-    }
-    return simulate(plan, profiles, table.types, policy=policy, predictor=predictor, seed=seed, load=load)
-
-
 # --- baselines ------------------------------------------------------------------------------------------
 
 
-def baselines(table: Table, planned: SolvedPlan, limits: SolveLimits) -> dict[str, Baseline]:
+def baselines(planned: SolvedPlan, limits: SolveLimits) -> dict[str, dict[str, float]]:
     """The same budget (or target) spent otherwise; what serves nothing is left out."""
-    problem = planned.problem
-    found: dict[str, Baseline] = {}
-    gpus = sorted({gpu for c in problem.configurations for gpu in c.gpus})
-    unlimited = dict.fromkeys(gpus, INFINITY)
-    for key, available in (("homogeneous", problem.available), ("homogeneous, any number", unlimited)):
-        if (
-            key == "homogeneous, any number"
-            and problem.budget_per_hour == INFINITY
-            and not problem.request_rate
-        ):
-            continue
-        options = {
-            gpu: _solved(
-                replace(
-                    problem,
-                    configurations=tuple(c for c in problem.configurations if set(c.gpus) == {gpu}),
-                    available=available,
-                ),
-                limits,
-            )
-            for gpu in gpus
-        }
-        _keep_best(found, key, options, problem)
-    _keep_best(found, "uniform composition", {"": _solved(_uniform(problem), limits)}, problem)
-    degrees = {c.name: _degree(table, c) for c in problem.configurations}
-    options = {
-        f"TP {degree}": _solved(
-            replace(
-                problem,
-                configurations=tuple(c for c in problem.configurations if degrees[c.name] == degree),
-            ),
-            limits,
-        )
-        for degree in sorted(set(degrees.values()))
+    problem, plan, every = planned.problem, planned.plan, planned.problem.configurations
+    of_gpu = {
+        gpu: replace(problem, configurations=tuple(c for c in every if set(c.gpus) == {gpu}))
+        for gpu in sorted({gpu for c in every for gpu in c.gpus})
     }
-    _keep_best(found, "one TP for all", options, problem)
-    plan = planned.plan
-    found["round robin over the plan"] = Baseline(round_robin_rate(problem, plan.counts), plan.cost_per_hour)
-    found["in proportion over the plan"] = Baseline(
-        proportional_rate(problem, plan.counts), plan.cost_per_hour
-    )
-    return found
+    of_degree = {
+        f"TP {degree}": replace(
+            problem, configurations=tuple(c for c in every if c.stages[0].tensor_parallel_size == degree)
+        )
+        for degree in sorted({c.stages[0].tensor_parallel_size for c in every})
+    }
+    variants = {"homogeneous ({})": of_gpu}
+    if problem.budget_per_hour < INFINITY or problem.request_rate:
+        variants["homogeneous ({}), any number"] = {
+            gpu: replace(each, available={gpu: INFINITY}) for gpu, each in of_gpu.items()
+        }
+    variants |= {"uniform composition": {"": _uniform(problem)}, "one TP for all ({})": of_degree}
+    found = {}
+    for label, options in variants.items():
+        solved = [(name, each) for name, option in options.items() if (each := _solved(option, limits))]
+        if solved:
+            name, best = max(solved, key=lambda each: problem.worth(each[1]))
+            found[label.format(name)] = best.throughput, best.cost_per_hour
+    found["round robin over the plan"] = round_robin_rate(problem, plan.counts), plan.cost_per_hour
+    found["in proportion over the plan"] = proportional_rate(problem, plan.counts), plan.cost_per_hour
+    return {label: {"throughput_req_s": rate, "cost_per_hour": cost} for label, (rate, cost) in found.items()}
 
 
 def _solved(problem: Problem, limits: SolveLimits) -> RentPlan | None:
@@ -321,44 +246,16 @@ def _solved(problem: Problem, limits: SolveLimits) -> RentPlan | None:
     return plan
 
 
-def _keep_best(
-    found: dict[str, Baseline], key: str, options: Mapping[str, RentPlan | None], problem: Problem
-) -> None:
-    plans = {name: plan for name, plan in options.items() if plan is not None}
-    if not plans:
-        return
-    if problem.request_rate is None:
-        name = max(plans, key=lambda each: plans[each].throughput)
-    else:
-        name = min(plans, key=lambda each: plans[each].cost_per_hour)
-    head, _, rest = key.partition(",")
-    label = f"{head} ({name}){',' + rest if rest else ''}" if name else key
-    found[label] = Baseline(plans[name].throughput, plans[name].cost_per_hour)
-
-
 def _uniform(problem: Problem) -> Problem:
     """The budget divided evenly over the kinds of GPUs, as far as they are available."""
-    prices = {
-        gpu: _price(problem, gpu) for gpu in sorted({g for c in problem.configurations for g in c.gpus})
-    }
+    gpus = {gpu for c in problem.configurations for gpu in c.gpus}
     if problem.budget_per_hour == INFINITY:
         return problem
-    part = problem.budget_per_hour / len(prices)
-    available = {
-        gpu: min(problem.available.get(gpu, 0), part // price if price > 0 else INFINITY)
-        for gpu, price in prices.items()
-    }
+    part, available = problem.budget_per_hour / len(gpus), {}
+    for gpu in sorted(gpus):
+        price = problem.prices[gpu]
+        available[gpu] = min(problem.available.get(gpu, 0), part // price if price > 0 else INFINITY)
     return replace(problem, available=available)
-
-
-def _price(problem: Problem, gpu: str) -> float:
-    """Price per GPU and hour, from a configuration of that kind alone."""
-    own = [c for c in problem.configurations if set(c.gpus) == {gpu}]
-    return own[0].price_per_hour / own[0].gpus[gpu] if own else INFINITY
-
-
-def _degree(table: Table, configuration: Configuration) -> int:
-    return table.candidates[configuration.name].stages[0].tensor_parallel_size
 
 
 def round_robin_rate(problem: Problem, counts: Mapping[str, int]) -> float:
@@ -368,16 +265,9 @@ def round_robin_rate(problem: Problem, counts: Mapping[str, int]) -> float:
         own = [c for c in problem.configurations if c.model == model and counts.get(c.name, 0) > 0]
         number = sum(counts[c.name] for c in own)
         for c in own:
-            shares = {w.name: w.share / number for w in problem.workloads if w.model == model}
-            load = c.load(shares) if not c.mixes else _load_or_infinity(c, shares)
+            load = c.load({w.name: w.share / number for w in problem.workloads if w.model == model})
             rate = min(rate, 1.0 / load if load > 0 else INFINITY)
     return rate if rate < INFINITY else 0.0
-
-
-def _load_or_infinity(configuration: Configuration, rates: Mapping[str, float]) -> float:
-    if configuration.load(rates) == INFINITY:
-        return INFINITY
-    return least_load(configuration, rates)
 
 
 def proportional_rate(problem: Problem, counts: Mapping[str, int]) -> float:
@@ -397,8 +287,3 @@ def proportional_rate(problem: Problem, counts: Mapping[str, int]) -> float:
                 seconds += workload.share / total if total > 0 else INFINITY
         rate = min(rate, 1.0 / seconds if seconds > 0 else INFINITY)
     return rate
-
-
-def pruned_size(problem: Problem) -> int:
-    """Configurations that are left after exact pruning."""
-    return len(prune(problem).configurations)

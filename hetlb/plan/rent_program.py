@@ -16,93 +16,118 @@ With a target rate in place of a budget, lambda is fixed and the price is minimi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hetlb.config.profile_file import Profile
 from hetlb.errors import PlanError
 from hetlb.plan.highs import INFINITY, LinearProgram, OnProgress, SolveLimits
+from hetlb.plan.workloads import RequestType
+from hetlb.sim.staged_engine import EngineStage
 
 #: Loads and counts this close to a limit are at it.
 TOLERANCE = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
-class WorkloadType:
-    """A type of request: mean lengths in tokens, and its share among the requests for all models."""
+class ConfigurationStage:
+    """Part of an instance: GPUs of one kind with tensor parallelism, and their share of the layers."""
 
-    name: str
-    model: str
-    share: float
-    input_tokens: float = 0.0
-    output_tokens: float = 0.0
+    gpu: str
+    tensor_parallel_size: int
+    layers: Fraction
 
 
 @dataclass(frozen=True)
 class Configuration:
     """One way to run one instance. `throughput`: requests/s of each type if it served nothing else.
 
-    `mixes` are rates (requests/s by type) that one instance was measured to serve together.
+    `mixes` are rates (requests/s by type) that one instance was measured to serve together. The program needs
+    no more. `profile` is None where the throughput was stated; `origin` says what the throughput rests on,
+    `engine_stages` what a pipeline's profile was composed of.
     """
 
     name: str
     model: str
     gpus: Mapping[str, int]
-    price_per_hour: float
     throughput: Mapping[str, float]
     mixes: tuple[Mapping[str, float], ...] = ()
+    stages: tuple[ConfigurationStage, ...] = ()
+    origin: str = "stated"
+    profile: Profile | None = None
+    engine_stages: tuple[EngineStage, ...] = ()
 
     @cached_property
     def modes(self) -> tuple[Mapping[str, float], ...]:
-        """Rates that one instance can serve: every type alone, then the mixes."""
         alone = tuple({name: rate} for name, rate in self.throughput.items() if rate > 0)
         return alone + self.mixes
 
     def load(self, rates: Mapping[str, float]) -> float:
-        """Instances needed for these rates if the types took turns; infinite for one it does not serve."""
-        return math.fsum(
-            rate / self.throughput[name] if self.throughput.get(name, 0.0) > 0 else INFINITY
-            for name, rate in rates.items()
-            if rate > 0
-        )
+        """The fewest instances that serve these rates, in part and in any mode; infinite where none can."""
+        if not self.mixes:
+            return math.fsum(
+                rate / self.throughput[name] if self.throughput.get(name, 0.0) > 0 else INFINITY
+                for name, rate in rates.items()
+                if rate > 0
+            )
+        program = LinearProgram()
+        columns = [program.column(-1.0) for _ in self.modes]
+        for name, rate in rates.items():
+            program.row(zip(columns, (mode.get(name, 0.0) for mode in self.modes), strict=True), lower=rate)
+        solution = program.solve(SolveLimits())
+        return INFINITY if solution is None else -solution.objective
 
 
 @dataclass(frozen=True)
 class Problem:
     """The problem: what may be rented, and a budget per hour or a request rate at least cost.
 
-    `available`: GPUs of each kind, infinite where there is no limit. Shares of all workloads sum to 1.
+    `available`: GPUs of each kind, infinite where there is no limit; `prices` of one and hour. Shares of all
+    workloads sum to 1.
     """
 
-    workloads: tuple[WorkloadType, ...]
+    workloads: tuple[RequestType, ...]
     configurations: tuple[Configuration, ...]
     available: Mapping[str, float]
+    prices: Mapping[str, float]
     budget_per_hour: float = INFINITY
     request_rate: float | None = None
 
     @cached_property
+    def by_name(self) -> Mapping[str, Configuration]:
+        return {c.name: c for c in self.configurations}
+
+    @cached_property
     def models(self) -> tuple[str, ...]:
-        """Models that are asked for, in order."""
         return tuple(dict.fromkeys(workload.model for workload in self.workloads))
+
+    def price(self, configuration: Configuration) -> float:
+        """Price of one instance per hour."""
+        return math.fsum(self.prices[gpu] * count for gpu, count in configuration.gpus.items())
 
     def most(self, configuration: Configuration) -> float:
         """The most instances of a configuration that availability and budget allow."""
         most = [self.available.get(gpu, 0.0) / count for gpu, count in configuration.gpus.items()]
-        if configuration.price_per_hour > 0:
-            most.append(self.budget_per_hour / configuration.price_per_hour)
+        if (price := self.price(configuration)) > 0:
+            most.append(self.budget_per_hour / price)
         least = min(most, default=INFINITY)
         return math.floor(least + TOLERANCE) if least < INFINITY else INFINITY
 
-    def only(self, models: Sequence[str]) -> Problem:
-        """The same problem for some of its models alone."""
+    def only(self, model: str) -> Problem:
         return replace(
             self,
-            workloads=tuple(each for each in self.workloads if each.model in models),
-            configurations=tuple(each for each in self.configurations if each.model in models),
+            workloads=tuple(each for each in self.workloads if each.model == model),
+            configurations=tuple(each for each in self.configurations if each.model == model),
         )
+
+    def worth(self, plan: RentPlan) -> float:
+        """Throughput of a plan, or with a target rate its cost below 0: the more the better."""
+        return plan.throughput if self.request_rate is None else -plan.cost_per_hour
 
 
 @dataclass(frozen=True)
@@ -131,59 +156,29 @@ class RentPlan:
 def prune(problem: Problem) -> Problem:
     """The problem without configurations that cannot be part of it or that another makes superfluous.
 
-    Exact: a configuration goes where as many copies of another as fit in its GPUs and its price serve all
-    that it serves. Of equals the first stays.
+    Exact: a configuration goes where as many copies of another as fit in its GPUs serve all that it serves.
+    Of equals the first stays.
     """
-    usable = [c for c in problem.configurations if problem.most(c) >= 1 and c.modes]
     kept: list[Configuration] = []
-    for model in problem.models:
-        kept += _undominated([c for c in usable if c.model == model], problem)
-    order = {c.name: index for index, c in enumerate(problem.configurations)}
-    return replace(problem, configurations=tuple(sorted(kept, key=lambda c: order[c.name])))
+    for c in problem.configurations:
+        if problem.most(c) >= 1 and c.modes and not any(_replaces(other, c) for other in kept):
+            kept = [other for other in kept if not _replaces(c, other)] + [c]
+    return replace(problem, configurations=tuple(kept))
 
 
-def _undominated(configurations: list[Configuration], problem: Problem) -> list[Configuration]:
-    gpus = sorted({gpu for c in configurations for gpu in c.gpus})
-    names = [workload.name for workload in problem.workloads]
-    size = np.array([[c.gpus.get(g, 0) for g in gpus] for c in configurations], dtype=float)
-    price = np.array([c.price_per_hour for c in configurations])
-    rate = np.array([[c.throughput.get(w, 0.0) for w in names] for c in configurations])
-    gone = np.zeros(len(configurations), dtype=bool)
-    for i, c in enumerate(configurations):
-        with np.errstate(divide="ignore", invalid="ignore"):
-            copies = np.where(size > 0, np.floor(size[i] / size), INFINITY).min(axis=1, initial=INFINITY)
-            by_price = np.where(price > 0, np.floor(price[i] / price * (1 + 1e-12)), INFINITY)
-        copies = np.minimum(copies, by_price)
-        copies[i] = 0
-        able = (copies >= 1) & ~gone
-        for j in np.flatnonzero(able):
-            k = min(copies[j], 1e6)
-            if np.all(k * rate[j] >= rate[i]) and all(_covers(configurations[j], k, mix) for mix in c.mixes):
-                # Equals dominate each other: only the later one goes.
-                same = k == 1 and np.array_equal(rate[i], rate[j]) and np.array_equal(size[i], size[j])
-                if not same or price[j] < price[i] or j < i:
-                    gone[i] = True
-                    break
-    return [c for c, out in zip(configurations, gone, strict=True) if not out]
-
-
-def _covers(configuration: Configuration, copies: float, mix: Mapping[str, float]) -> bool:
-    if configuration.load(mix) <= copies:
-        return True
-    return any(
-        all(copies * other.get(name, 0.0) >= rate for name, rate in mix.items())
-        for other in configuration.mixes
-    )
+def _replaces(one: Configuration, other: Configuration) -> bool:
+    """True if copies of `one` on the GPUs of `other` serve all that it serves."""
+    if one.model != other.model:
+        return False
+    copies = min(other.gpus.get(gpu, 0) // count for gpu, count in one.gpus.items())
+    return copies >= 1 and all(one.load(mode) <= copies for mode in other.modes)
 
 
 # --- the program ----------------------------------------------------------------------------------------
 
 
 class Formulation:
-    """The program of a problem: columns lambda, y (one a configuration) and u (one a mode).
-
-    `counts` fixes y; `relaxed` lets it be fractional.
-    """
+    """The program: columns lambda, y (one a configuration, or `counts`, or `relaxed`) and u (one a mode)."""
 
     def __init__(
         self, problem: Problem, *, counts: Mapping[str, int] | None = None, relaxed: bool = False
@@ -202,7 +197,7 @@ class Formulation:
                 lower, upper = 0.0, problem.most(c)
             else:
                 lower = upper = float(counts.get(c.name, 0))
-            cost = -c.price_per_hour if cheapest else 0.0
+            cost = -problem.price(c) if cheapest else 0.0
             y = program.column(cost, lower, upper, integer=counts is None and not relaxed)
             modes = [program.column() for _ in c.modes]
             for column, rates in zip(modes, c.modes, strict=True):
@@ -219,17 +214,6 @@ class Formulation:
             program.row(zip(self.counts, row, strict=True), upper=limit)
             for row, limit in self.resources.values()
         ]
-
-    def plan(self, values: NDArray[np.float64], bound: float) -> RentPlan:
-        """The plan that a solution is, its y rounded."""
-        counts = self.counts_of(values)
-        return RentPlan(
-            counts,
-            self.rates(values),
-            float(values[self.rate]),
-            cost_of(self.problem, counts),
-            bound,
-        )
 
     def counts_of(self, values: NDArray[np.float64]) -> dict[str, int]:
         """The whole instances of a point of the program."""
@@ -261,7 +245,7 @@ def resource_rows(problem: Problem) -> dict[str, tuple[list[float], float]]:
     """Use by each instance of the budget (key "budget") and of each kind of GPU, and the limits."""
     rows: dict[str, tuple[list[float], float]] = {}
     if problem.budget_per_hour < INFINITY:
-        prices = [c.price_per_hour for c in problem.configurations]
+        prices = [problem.price(c) for c in problem.configurations]
         rows["budget"] = (prices, problem.budget_per_hour * (1.0 + 1e-12))
     for gpu in sorted({gpu for c in problem.configurations for gpu in c.gpus}):
         if (limit := problem.available.get(gpu, 0.0)) < INFINITY:
@@ -270,15 +254,11 @@ def resource_rows(problem: Problem) -> dict[str, tuple[list[float], float]]:
 
 
 def cost_of(problem: Problem, counts: Mapping[str, int]) -> float:
-    """Price per hour of these instances."""
-    return math.fsum(c.price_per_hour * counts.get(c.name, 0) for c in problem.configurations)
+    return math.fsum(problem.price(c) * counts.get(c.name, 0) for c in problem.configurations)
 
 
 def assign(problem: Problem, counts: Mapping[str, int], bound: float = INFINITY) -> RentPlan | None:
-    """The best assignment of requests to given instances (a linear program); instances without work go.
-
-    None where they cannot serve every type, or not at the target rate.
-    """
+    """The best assignment of requests to given instances, without those that idle; None if not all served."""
     used = replace(
         problem, configurations=tuple(c for c in problem.configurations if counts.get(c.name, 0) > 0)
     )
@@ -290,42 +270,28 @@ def assign(problem: Problem, counts: Mapping[str, int], bound: float = INFINITY)
     for c, modes in zip(used.configurations, formulation.modes, strict=True):
         if least := math.ceil(sum(solution.values[column] for column in modes) - TOLERANCE):
             needed[c.name] = min(counts[c.name], least)
-    return replace(
-        formulation.plan(solution.values, bound), counts=needed, cost_per_hour=cost_of(problem, needed)
-    )
+    rate = float(solution.values[formulation.rate])
+    return RentPlan(needed, formulation.rates(solution.values), rate, cost_of(problem, needed), bound)
 
 
-def solve(
-    problem: Problem,
-    limits: SolveLimits,
-    *,
-    start: RentPlan | None = None,
-    on_progress: OnProgress | None = None,
-) -> RentPlan:
+def solve(problem: Problem, limits: SolveLimits, on_progress: OnProgress | None = None) -> RentPlan:
     """The best plan by one mixed-integer program. Raises `PlanError` where there is none, in one line."""
     pruned = prune(problem)
     require_served(problem, pruned)
     formulation = Formulation(pruned)
     sign = 1.0 if problem.request_rate is None else -1.0
-    started = None if start is None else _start(formulation, start)
     report = None if on_progress is None else lambda best, bound: on_progress(sign * best, sign * bound)
-    solution = formulation.program.solve(limits, start=started, on_progress=report)
-    found = None if solution is None else formulation.plan(solution.values, sign * solution.bound)
-    if found is None or (problem.request_rate is None and found.throughput <= TOLERANCE):
-        if start is not None:
-            return start
-        raise PlanError(_why_nothing(pruned, out_of_time=limits.over))
-    best = assign(problem, found.counts, found.bound)
-    if best is None:  # what it serves is within the solver's tolerance of nothing
+    solution = formulation.program.solve(limits, on_progress=report)
+    best = None
+    if solution is not None and (sign < 0.0 or solution.values[formulation.rate] > TOLERANCE):
+        best = assign(problem, formulation.counts_of(solution.values), sign * solution.bound)
+    if best is None:  # also where what it serves is within the solver's tolerance of nothing
         raise PlanError(_why_nothing(pruned, out_of_time=limits.over))
     return best
 
 
 def relaxation(problem: Problem) -> tuple[float, dict[str, float]]:
-    """The bound of the linear relaxation (requests/s), and the price of each resource at it, summing to 1.
-
-    A price is what all of a resource is worth, as a share of the whole.
-    """
+    """The bound of the linear relaxation, and what all of each resource is worth, as a share of the whole."""
     formulation = Formulation(problem, relaxed=True)
     solution = formulation.program.solve(SolveLimits())
     if solution is None:
@@ -338,17 +304,6 @@ def relaxation(problem: Problem) -> tuple[float, dict[str, float]]:
     }
     total = sum(worth.values())
     return solution.objective, {name: value / total for name, value in worth.items()} if total > 0 else {}
-
-
-def _start(formulation: Formulation, plan: RentPlan) -> list[float] | None:
-    """A plan as a point of the program."""
-    problem = formulation.problem
-    known = {c.name for c in problem.configurations}
-    if not plan.counts.keys() <= known:
-        return None
-    fixed = Formulation(problem, counts=plan.counts)
-    solution = fixed.program.solve(SolveLimits())
-    return None if solution is None else [float(value) for value in solution.values]
 
 
 # --- why there is no plan -------------------------------------------------------------------------------
@@ -373,10 +328,10 @@ def require_served(problem: Problem, pruned: Problem) -> None:
             continue
         within = [c for c in able if all(problem.available.get(g, 0) >= n for g, n in c.gpus.items())]
         if within:
-            cheapest = min(within, key=lambda c: c.price_per_hour)
+            cheapest = min(within, key=problem.price)
             raise PlanError(
                 f"budget_per_hour: the cheapest instance for workload {workload.name} is {cheapest.name} at "
-                f"{cheapest.price_per_hour:g} per hour, the budget is {problem.budget_per_hour:g}"
+                f"{problem.price(cheapest):g} per hour, the budget is {problem.budget_per_hour:g}"
             )
         fewest = min(able, key=lambda c: sum(c.gpus.values()))
         missing = ", ".join(

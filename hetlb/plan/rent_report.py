@@ -13,24 +13,23 @@ from rich.table import Table as Grid
 
 from hetlb.errors import PlanError
 from hetlb.plan.highs import INFINITY, SolveLimits
-from hetlb.plan.hours import Hour
-from hetlb.plan.planning import SolvedPlan, Table, baselines, make_plan, pruned_size, simulate_plan
-from hetlb.plan.rent_program import RentPlan
-from hetlb.plan.replan import Replanned
+from hetlb.plan.planning import SolvedPlan, Table, baselines, make_plan
+from hetlb.plan.rent_program import RentPlan, prune
+from hetlb.plan.rent_simulation import simulate_plan
+from hetlb.plan.replan import Hour, Replanned
 from hetlb.plan.throughput import Measured
-from hetlb.plan.workloads import Clustering
 from hetlb.tables import table as grid
 
 
 def document_of(table: Table, planned: SolvedPlan, solve_s: float) -> dict[str, Any]:
     """The figures of the contract; what they rest on under further keys."""
     plan, problem = planned.plan, planned.problem
-    known = {c.name: c for c in problem.configurations}
+    known = problem.by_name
     requests = table.market.file.requests
     totals: dict[str, float] = {}
     for (name, _), rate in plan.rates.items():
         totals[name] = totals.get(name, 0.0) + rate
-    tokens = {kind.name: kind.input_tokens + kind.output_tokens for kind in table.types}
+    tokens = {kind.name: kind.input_tokens + kind.output_tokens for kind in table.problem.workloads}
     tokens_s = sum(tokens[name] * rate for name, rate in totals.items())
     target = problem.request_rate is not None
     gap = plan.gap(problem)
@@ -43,7 +42,7 @@ def document_of(table: Table, planned: SolvedPlan, solve_s: float) -> dict[str, 
                 "configuration": name,
                 "count": count,
                 "gpus": dict(known[name].gpus),
-                "price_per_hour": known[name].price_per_hour,
+                "price_per_hour": problem.price(known[name]),
             }
             for name, count in plan.counts.items()
         ],
@@ -63,12 +62,15 @@ def document_of(table: Table, planned: SolvedPlan, solve_s: float) -> dict[str, 
         "commands": [],
         "throughput_table": {
             name: {
-                "origin": table.candidates[name].origin,
-                "requests_per_s": dict(table.candidates[name].throughput or {}),
+                "origin": table.problem.by_name[name].origin,
+                "requests_per_s": table.problem.by_name[name].throughput,
             }
             for name in plan.counts
         },
-        "configurations": {"all": len(problem.configurations), "pruned": pruned_size(table.problem)},
+        "configurations": {
+            "all": len(problem.configurations),
+            "pruned": len(prune(table.problem).configurations),
+        },
         "mixes": {"rounds": planned.rounds, "disagreement": planned.disagreement},
         "workloads": [
             {
@@ -78,25 +80,11 @@ def document_of(table: Table, planned: SolvedPlan, solve_s: float) -> dict[str, 
                 "input_tokens": kind.input_tokens if table.lengths_known else None,
                 "output_tokens": kind.output_tokens if table.lengths_known else None,
             }
-            for kind in table.types
+            for kind in table.problem.workloads
         ],
-        "clustering": None if table.clustering is None else _clustering_document(table.clustering),
-    }
-
-
-def _clustering_document(clustering: Clustering) -> dict[str, float]:
-    return {
-        "explained": clustering.explained,
-        "input_error": clustering.prompt_error,
-        "output_error": clustering.output_error,
-    }
-
-
-def baselines_document(table: Table, planned: SolvedPlan, limits: SolveLimits) -> dict[str, dict[str, float]]:
-    """The same budget (or target) spent otherwise."""
-    return {
-        name: {"throughput_req_s": each.throughput, "cost_per_hour": each.cost_per_hour}
-        for name, each in baselines(table, planned, limits).items()
+        "clustering": None
+        if table.clustering is None
+        else {key: getattr(table.clustering, key) for key in ("explained", "input_error", "output_error")},
     }
 
 
@@ -106,16 +94,14 @@ def simulated_document(table: Table, plan: RentPlan, seed: int) -> dict[str, Any
     `planned` takes the plan's shares, so that each type runs where it is cheapest; `hetlb` weighs each
     request by itself. Of both within 1 % it is `hetlb`, which follows what the requests really are.
     """
-    by_policy = {
-        policy: simulate_plan(table, plan, policy=policy, predictor="empirical", seed=seed)
-        for policy in (("hetlb", "planned") if table.lengths_known else ("hetlb",))
-    }
-    served = {policy: 0.0 if each is None else each.request_throughput for policy, each in by_policy.items()}
-    policy = "planned" if served.get("planned", 0.0) > 1.01 * served["hetlb"] else "hetlb"
-    unknown = by_policy[policy]
-    found = simulate_plan(table, plan, policy=policy, predictor="oracle", seed=seed)
-    if found is None or unknown is None:
+    if not table.simulated:
         return None
+    policies = ("hetlb", "planned") if table.lengths_known else ("hetlb",)
+    runs = {policy: simulate_plan(table, plan, policy=policy, seed=seed) for policy in policies}
+    served = {policy: each.request_throughput for policy, each in runs.items()}
+    policy = "planned" if served.get("planned", 0.0) > 1.01 * served["hetlb"] else "hetlb"
+    unknown = runs[policy]
+    found = simulate_plan(table, plan, policy=policy, predictor="oracle", seed=seed)
     return {
         "total_token_throughput": found.total_token_throughput,
         "request_throughput": found.request_throughput,
@@ -133,7 +119,6 @@ def simulated_document(table: Table, plan: RentPlan, seed: int) -> dict[str, Any
 
 
 def replanning_document(replanned: Replanned) -> dict[str, Any]:
-    """The moves, beside those of a plan from scratch."""
     return {
         "start": dict(replanned.moves.start),
         "stop": dict(replanned.moves.stop),
@@ -148,28 +133,24 @@ def replanning_document(replanned: Replanned) -> dict[str, Any]:
 
 def print_plan(table: Table, planned: SolvedPlan, document: dict[str, Any]) -> None:
     """The plan for a person: the bill, the instances, what each serves, the others, how far to trust it."""
-    plan, console = planned.plan, Console()
+    plan, console = planned.plan, Console(highlight=False, soft_wrap=True)
     cost, rate = document["cost_per_hour"], document["throughput_req_s"]
-    console.print(f"{rate:.4g} requests/s for {cost:.2f} per hour", highlight=False, style="bold")
+    console.print(f"{rate:.4g} requests/s for {cost:.2f} per hour", style="bold")
     if document["cost_per_million_tokens"] is not None:
-        console.print(f"{document['cost_per_million_tokens']:.3g} per million tokens", highlight=False)
+        console.print(f"{document['cost_per_million_tokens']:.3g} per million tokens")
     if document["makespan_s"] is not None:
-        console.print(
-            f"{table.market.file.requests} requests in {document['makespan_s']:.10g} s", highlight=False
-        )
-    console.print(_rent_grid(document))
-    console.print(_share_grid(table, plan, document))
-    if document["baselines"]:
-        console.print(_baseline_grid(document))
+        console.print(f"{table.market.file.requests} requests in {document['makespan_s']:.10g} s")
+    tables = [_rent_grid(document), _share_grid(table, plan, document)]
+    tables += [_baseline_grid(document)] if document["baselines"] else []
+    for each in tables:
+        console.print(each, soft_wrap=False)
     for line in trust_lines(document):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line)
     if (moves := document.get("replanning")) is not None:
         console.print(
             f"moves: {moves['moves']} (start {listed(moves['start'])}; stop {listed(moves['stop'])}); "
             f"a plan from scratch has {moves['from_scratch']['throughput_req_s']:.4g} requests/s "
-            f"and {moves['from_scratch']['moves']} moves",
-            highlight=False,
-            soft_wrap=True,
+            f"and {moves['from_scratch']['moves']} moves"
         )
     for command in document["commands"]:
         print(command)
@@ -192,7 +173,7 @@ def _rent_grid(document: dict[str, Any]) -> Grid:
 def _share_grid(table: Table, plan: RentPlan, document: dict[str, Any]) -> Grid:
     shares = {(each["workload"], each["configuration"]): each["share"] for each in document["assignment"]}
     rows = []
-    for kind in table.types:
+    for kind in table.problem.workloads:
         known = (f"{kind.input_tokens:.0f}", f"{kind.output_tokens:.0f}")
         cells = [100 * shares.get((kind.name, name), 0.0) for name in plan.counts]
         lengths = known if table.lengths_known else ("", "")
@@ -216,10 +197,7 @@ def _baseline_grid(document: dict[str, Any]) -> Grid:
 def budgets_document(
     table: Table, measured: Measured, budgets: Sequence[float], limits: SolveLimits, each_s: float
 ) -> list[dict[str, Any]]:
-    """A plan for every budget, in ascending order; those are marked that serve more than all smaller ones.
-
-    Each has `each_s` seconds.
-    """
+    """A plan for every budget, `each_s` seconds each; marked if it serves more than all smaller ones."""
     points: list[dict[str, Any]] = []
     best = 0.0
     for budget in budgets:
@@ -232,15 +210,14 @@ def budgets_document(
             points.append(point | {"reason": str(error), "pareto": False})
             continue
         rate = planned.plan.throughput
-        baselines = baselines_document(within, planned, replace(mine, gap=1e-3))
-        figures = {"baselines": baselines, "pareto": rate > best * (1 + 1e-6)}
+        others = baselines(planned, replace(mine, gap=1e-3))
+        figures = {"baselines": others, "pareto": rate > best * (1 + 1e-6)}
         points.append(document_of(within, planned, 0.0) | point | figures)
         best = max(best, rate)
     return points
 
 
 def budgets_grid(points: list[dict[str, Any]]) -> Grid:
-    """A plan for every budget; `reason` says why there is none."""
     rows = []
     for point in points:
         budget = f"{point['budget_per_hour']:g}"
@@ -275,7 +252,6 @@ def hours_document(hours: list[Hour], found: list[Replanned]) -> dict[str, Any]:
 
 
 def hours_grid(document: dict[str, Any]) -> Grid:
-    """A rent schedule for a person."""
     rows = [
         (
             each["hour"],

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from hetlb.config.profile_file import Profile
 from hetlb.plan.common.capabilities import Form
-from hetlb.plan.common.servers import FIRST_PORT, ProfileOf, VllmServer, write_servers
-from hetlb.plan.configurations import ConfigurationCandidate
-from hetlb.plan.planning import Table, profile_of
-from hetlb.plan.rent_program import RentPlan
-from hetlb.plan.rent_simulation import instance_names, planned_shares
+from hetlb.plan.common.servers import ProfileOf, VllmServer, numbered, write_servers
+from hetlb.plan.planning import Table
+from hetlb.plan.rent_program import Configuration, RentPlan
+from hetlb.plan.rent_simulation import instance_names, planned_shares, profile_of
 
 
 def _places(table: Table, plan: RentPlan) -> dict[tuple[str, int], tuple[str, tuple[int, ...]]]:
@@ -22,7 +23,7 @@ def _places(table: Table, plan: RentPlan) -> dict[tuple[str, int], tuple[str, tu
         (-stage.tensor_parallel_size, stage.gpu, order, name, s)
         for order, (configuration, own) in enumerate(instance_names(plan).items())
         for name in own
-        for s, stage in enumerate(table.candidates[configuration].stages)
+        for s, stage in enumerate(table.problem.by_name[configuration].stages)
     ]
     machines: dict[str, list[int]] = {}  # GPU -> GPUs taken in each machine
     places: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = {}
@@ -41,55 +42,51 @@ def _places(table: Table, plan: RentPlan) -> dict[tuple[str, int], tuple[str, tu
 def servers_of(table: Table, plan: RentPlan) -> list[VllmServer]:
     """One server an instance, in the order of the plan; a pipeline across machines runs on a Ray cluster."""
     market, places = table.market, _places(table, plan)
-    ports: dict[str, int] = {}
     found = []
     for configuration, own in instance_names(plan).items():
-        candidate = table.candidates[configuration]
+        candidate = table.problem.by_name[configuration]
         stages, layers = candidate.stages, market.models[candidate.model].layers
         engine = candidate.profile.engine if candidate.profile is not None else None
+        profile = _profile(table, plan, candidate)
         for name in own:
             gpus: dict[str, tuple[int, ...]] = {}
             for s in range(len(stages)):
                 machine, held = places[name, s]
                 gpus[machine] = gpus.get(machine, ()) + held
-            first = next(iter(gpus))
-            ports[first] = ports.get(first, FIRST_PORT - 1) + 1
             found.append(
                 VllmServer(
                     name=name,
                     model=candidate.model,
                     form=Form(stages[0].tensor_parallel_size, len(stages), len(gpus)),
                     gpus=list(gpus.items()),
-                    port=ports[first],
                     utilization=min(market.offers[stage.gpu].gpu_memory_utilization for stage in stages),
                     layers=[] if not layers else [int(stage.layers * layers) for stage in stages],
                     max_model_len=table.longest_tokens or "auto",
                     max_num_seqs=None if engine is None else engine.max_num_seqs,
-                    profile=_profile(table, plan, candidate),
+                    profile=profile,
                 )
             )
-    return found
+    return numbered(found)
 
 
-def _profile(table: Table, plan: RentPlan, candidate: ConfigurationCandidate) -> ProfileOf | None:
-    if candidate.written is not None:
-        return table.market.path.parent / candidate.written
+def _profile(table: Table, plan: RentPlan, candidate: Configuration) -> ProfileOf | None:
+    """The file of a profile that the market names, else what makes it."""
     if candidate.profile is None:
         return None
+    for written, profile in table.market.profiles.items():
+        if profile == candidate.profile:
+            return table.market.path.parent / written
 
-    def made() -> tuple[str, Profile]:
-        profile = profile_of(table, plan, candidate.name)
-        assert profile is not None
-        return candidate.name.replace("/", "-").replace(" ", "-"), profile
+    def made() -> Profile:
+        composed = profile_of(plan, candidate, table.problem.workloads)
+        assert composed is not None
+        return msgspec.structs.replace(composed, name=candidate.name)
 
     return made
 
 
 def write_fleet(path: Path, table: Table, plan: RentPlan, servers: list[VllmServer], policy: str) -> None:
-    """Write the fleet file of a plan under a policy, with the plan's shares for `planned`.
-
-    Raises `InputError` where something cannot be written.
-    """
+    """Write a fleet file under a policy, with the plan's shares for `planned`. Raises `InputError`."""
     shares = [
         {
             "type": each.name,
@@ -99,7 +96,7 @@ def write_fleet(path: Path, table: Table, plan: RentPlan, servers: list[VllmServ
             "output_tokens": each.output_tokens,
             "instances": dict(each.instances),
         }
-        for each in planned_shares(plan, table.types)
+        for each in planned_shares(plan, table.problem.workloads)
         if table.lengths_known
     ]
     order = list(table.market.models)

@@ -13,13 +13,17 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from hetlb.config.profile_file import Profile
 from hetlb.core.policies.base import PlannedShares
 from hetlb.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
-from hetlb.plan.rent_program import RentPlan
-from hetlb.plan.throughput import engine_spec, interleave
+from hetlb.plan.planning import Table
+from hetlb.plan.rent_program import Configuration, RentPlan
+from hetlb.plan.throughput import interleave, with_bubbles
 from hetlb.plan.workloads import RequestType
+from hetlb.sim.fleet_engine import EngineSpec
+from hetlb.sim.study import engine_of
 from hetlb.workload.records import RequestResult, tokens_within
 
 #: A run lasts so many times as long as a request stays in the instance that turns its batch over most
@@ -74,86 +78,72 @@ def planned_shares(plan: RentPlan, kinds: Sequence[RequestType]) -> tuple[Planne
     return tuple(found)
 
 
-def simulate(
+def profile_of(plan: RentPlan, configuration: Configuration, kinds: Sequence[RequestType]) -> Profile | None:
+    """The profile of a configuration under its part of a plan: of a pipeline with the bubbles it then has."""
+    profile, stages = configuration.profile, configuration.engine_stages
+    if profile is None or not stages:
+        return profile
+    rows = {kind.name: kind.rows for kind in kinds}
+    mix = [(rate, rows[kind]) for (kind, c), rate in sorted(plan.rates.items()) if c == configuration.name]
+    return with_bubbles(profile, mix, stages)
+
+
+def simulate_plan(
+    table: Table,
     plan: RentPlan,
-    profiles: Mapping[str, Profile],
-    kinds: Sequence[RequestType],
     *,
     policy: str = "hetlb",
     predictor: str = "empirical",
     seed: int = 0,
     load: float = math.inf,
 ) -> SimulatedFleet:
-    """The whole fleet of a plan; `profiles` by configuration. Shares of `kinds` sum to 1.
-
-    `load`: Poisson arrivals at so many times the planned rate, infinite where all wait at the start.
-    """
+    """The plan's fleet at `load` times its rate (infinite: all at once); all configurations have profiles."""
+    kinds, configurations = table.problem.workloads, table.problem.by_name
+    profiles = {name: profile_of(plan, configurations[name], kinds) for name in plan.counts}
+    engines = {name: engine_of(each) for name, each in profiles.items() if each is not None}
+    serve = partial(
+        run_fleet, policy=policy, predictor=predictor, shares=planned_shares(plan, kinds), seed=seed
+    )
     rate, makespan_s = math.inf, 0.0
     records: list[RequestResult] = []
-    shares = planned_shares(plan, kinds)
-    for model in dict.fromkeys(kind.model for kind in kinds):
+    for model in table.problem.models:
         own = [kind for kind in kinds if kind.model == model]
         part = math.fsum(kind.share for kind in own)
-        served, last_s, own_records = _simulate_model(
-            plan, profiles, own, shares, policy=policy, predictor=predictor, seed=seed, load=load
+        rows, servers = _load_of(plan, engines, own, random.Random(seed))
+        planned = arrivals(rows, load * plan.throughput * part, random.Random(seed))
+        found = serve(servers, planned, [output for _, output in rows], model=model).records
+        ended = sorted(record.last_token_s for record in found if record.last_token_s is not None)
+        from_s, to_s = _ARRIVED * planned[-1].scheduled_s, planned[-1].scheduled_s
+        if math.isinf(load):
+            from_s, to_s = ended[int(_FROM * len(ended))], ended[int(_TO * len(ended))]
+        served = math.fsum(
+            tokens_within(record, from_s, to_s) / (record.prompt_tokens + record.output_tokens)
+            for record in found
+            if record.ok
         )
-        rate = min(rate, served / part)
-        makespan_s = max(makespan_s, last_s)
-        records += own_records
+        rate = min(rate, served / (to_s - from_s) / part if to_s > from_s else 0.0)
+        makespan_s = max(makespan_s, ended[-1])
+        records += found
     tokens = math.fsum(kind.share * (kind.input_tokens + kind.output_tokens) for kind in kinds)
     return SimulatedFleet(rate, rate * tokens, tuple(records), makespan_s)
 
 
-def _simulate_model(
-    plan: RentPlan,
-    profiles: Mapping[str, Profile],
-    kinds: Sequence[RequestType],
-    shares: tuple[PlannedShares, ...],
-    *,
-    policy: str,
-    predictor: str,
-    seed: int,
-    load: float,
-) -> tuple[float, float, Sequence[RequestResult]]:
-    model = kinds[0].model
+def _load_of(
+    plan: RentPlan, engines: Mapping[str, EngineSpec], kinds: Sequence[RequestType], rng: random.Random
+) -> tuple[list[tuple[int, int]], list[SimulatedServer]]:
+    """Requests of one model for a long enough run, and the servers that the plan has for them."""
+    share = math.fsum(kind.share for kind in kinds)
+    tokens = math.fsum(kind.share * (kind.input_tokens + kind.output_tokens / 2) for kind in kinds) / share
     serving = {c for (name, c), _ in plan.rates.items() if name in {kind.name for kind in kinds}}
-    names = instance_names(plan)
-    servers: list[SimulatedServer] = []
-    stay_s = 0.0
-    mix = [(kind.share, list(kind.rows)) for kind in kinds]
-    tokens = math.fsum(kind.share * (kind.input_tokens + kind.output_tokens / 2) for kind in kinds)
-    tokens /= math.fsum(kind.share for kind in kinds)
-    for configuration in plan.counts:
-        if configuration not in serving:
-            continue
-        engine = engine_spec(profiles[configuration])
-        servers += [SimulatedServer(name, engine) for name in names[configuration]]
-        batch = min(engine.limits.max_num_seqs, engine.limits.kv_cache_tokens / tokens)
-        own = math.fsum(rate for (_, c), rate in plan.rates.items() if c == configuration)
-        stay_s = max(stay_s, batch / (own / len(names[configuration])))
-    served = plan.throughput * math.fsum(kind.share for kind in kinds)
-    count = round(min(_MOST, max(_FEWEST, _TURNS * stay_s * served)))
-    rows = interleave(mix, count)
-    random.Random(seed).shuffle(rows)
-    at_once = math.isinf(load)
-    planned = arrivals(rows, load * served, random.Random(seed))
-    result = run_fleet(
-        servers,
-        planned,
-        [output for _, output in rows],
-        model=model,
-        policy=policy,
-        predictor=predictor,
-        shares=shares,
-        seed=seed,
-    )
-    ended = sorted(record.last_token_s for record in result.records if record.last_token_s is not None)
-    from_s, to_s = _ARRIVED * planned[-1].scheduled_s, planned[-1].scheduled_s
-    if at_once:
-        from_s, to_s = ended[int(_FROM * len(ended))], ended[int(_TO * len(ended))]
-    served = math.fsum(
-        tokens_within(record, from_s, to_s) / (record.prompt_tokens + record.output_tokens)
-        for record in result.records
-        if record.ok
-    )
-    return served / (to_s - from_s) if to_s > from_s else 0.0, ended[-1], result.records
+    servers, stay_s = [], 0.0
+    for configuration, names in instance_names(plan).items():
+        if configuration in serving:
+            engine = engines[configuration]
+            servers += [SimulatedServer(name, engine) for name in names]
+            batch = min(engine.limits.max_num_seqs, engine.limits.kv_cache_tokens / tokens)
+            own = math.fsum(rate for (_, c), rate in plan.rates.items() if c == configuration)
+            stay_s = max(stay_s, batch / (own / len(names)))
+    count = round(min(_MOST, max(_FEWEST, _TURNS * stay_s * plan.throughput * share)))
+    rows = interleave([(kind.share, kind.rows) for kind in kinds], count)
+    rng.shuffle(rows)
+    return rows, servers

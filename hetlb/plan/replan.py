@@ -4,27 +4,32 @@ An instance that is started loads its model for some minutes, and serves nothing
 (the time until the next change is expected) it is worth that much less than one that keeps running. First
 the fewest moves are found that keep a given share of what a plan from scratch would serve, then, with no
 more moves than that, the plan that serves most over the horizon.
+
+A schedule has a plan for every hour of a table, each following the one before it. The table is a CSV file
+with the columns `hour` (any text) and `request_rate` (requests/s), and where they change `price:GPU` (per GPU
+and hour) and `available:GPU`; an empty cell keeps the market's value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from hetlb.errors import PlanError
+from hetlb.csv_rows import csv_rows
+from hetlb.errors import ConfigError, PlanError
 from hetlb.plan import decompose
 from hetlb.plan.highs import INFINITY, OnProgress, SolveLimits
 from hetlb.plan.rent_program import Formulation, Problem, RentPlan, assign, cost_of
 
 #: The gap of all programs: a better plan than this is not worth a move.
 _GAP = 1e-3
+_MOST_HOURS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class MoveCost:
-    """Seconds that loading a model takes, seconds until the next change, and the share of a plan from
-    scratch that must be kept.
-    """
+    """Seconds to load a model and until the next change, and the share of a plan from scratch to be kept."""
 
     load_s: float = 300.0
     horizon_s: float = 3600.0
@@ -45,28 +50,33 @@ class Moves:
 
     @property
     def count(self) -> int:
-        """All of them."""
         return sum(self.start.values()) + sum(self.stop.values())
 
 
-@dataclass(frozen=True)
-class Replanned:
-    """The new plan and its moves, beside a plan from scratch and its moves."""
-
-    plan: RentPlan
-    moves: Moves
-    scratch: RentPlan
-    scratch_moves: Moves
-
-
 def moves_between(old: Mapping[str, int], new: Mapping[str, int]) -> Moves:
-    """Moves that lead from one set of instances to another."""
     names = dict.fromkeys([*old, *new])
     difference = {name: new.get(name, 0) - old.get(name, 0) for name in names}
     return Moves(
         {name: count for name, count in difference.items() if count > 0},
         {name: -count for name, count in difference.items() if count < 0},
     )
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """The new plan that follows `old` instances, beside a plan from scratch."""
+
+    old: Mapping[str, int]
+    plan: RentPlan
+    scratch: RentPlan
+
+    @property
+    def moves(self) -> Moves:
+        return moves_between(self.old, self.plan.counts)
+
+    @property
+    def scratch_moves(self) -> Moves:
+        return moves_between(self.old, self.scratch.counts)
 
 
 def replan(
@@ -81,24 +91,15 @@ def replan(
     scratch = decompose.solve(problem, limits, on_progress)
     best = scratch
     if old:
-        fewest = _solve(problem, old, cost, limits, kept=_kept(problem, scratch, cost.keep))
+        share = cost.keep if problem.request_rate is None else 1.0 / max(cost.keep, 1e-9)
+        kept = share * problem.worth(scratch)
+        fewest = _solve(problem, old, cost, limits, kept=kept)
         if fewest is not None:
             count = moves_between(old, fewest.counts).count
             best = _solve(problem, old, cost, limits, most_moves=count) or fewest
-            if not _keeps(problem, best, scratch, cost.keep):
+            if problem.worth(best) < kept - 1e-9 * abs(kept):
                 best = fewest
-    return Replanned(best, moves_between(old, best.counts), scratch, moves_between(old, scratch.counts))
-
-
-def _kept(problem: Problem, scratch: RentPlan, share: float) -> float:
-    """Throughput that the new plan has to keep; with a target rate: the most it may cost."""
-    return share * scratch.throughput if problem.request_rate is None else scratch.cost_per_hour / share
-
-
-def _keeps(problem: Problem, found: RentPlan, scratch: RentPlan, share: float) -> bool:
-    kept = _kept(problem, scratch, share) * (1.0 if problem.request_rate is None else -1.0)
-    value = found.throughput if problem.request_rate is None else -found.cost_per_hour
-    return value >= kept - 1e-9 * abs(kept)
+    return Replanned(old, best, scratch)
 
 
 def _solve(
@@ -110,7 +111,7 @@ def _solve(
     kept: float | None = None,
     most_moves: int | None = None,
 ) -> RentPlan | None:
-    """The plan with the fewest moves that keeps `kept`, or the best over the horizon within `most_moves`."""
+    """The plan of the fewest moves worth `kept`, or the best over the horizon within `most_moves`."""
     # What runs stays worth considering, whatever else would be better from scratch.
     usable = tuple(c for c in problem.configurations if problem.most(c) >= 1 and c.modes)
     formulation = Formulation(replace(problem, configurations=usable))
@@ -126,7 +127,7 @@ def _solve(
         if kept is not None:
             program.set_cost(y, 0.0)
         elif target is not None:
-            program.set_cost(started, -c.price_per_hour * cost.discount)
+            program.set_cost(started, -problem.price(c) * cost.discount)
         else:
             program.row([(y, -1.0), (started, cost.discount), *((u, 1.0) for u in modes)], upper=0.0)
     if kept is None:
@@ -138,8 +139,8 @@ def _solve(
         if target is None:
             program.set_bounds(formulation.rate, kept, INFINITY)
         else:
-            prices = ((y, c.price_per_hour) for c, y in zip(usable, formulation.counts, strict=True))
-            program.row(prices, upper=kept)
+            prices = ((y, problem.price(c)) for c, y in zip(usable, formulation.counts, strict=True))
+            program.row(prices, upper=-kept)
     solution = program.solve(limits)
     if solution is None:
         return None
@@ -152,12 +153,73 @@ def _solve(
 
 
 def require_known(problem: Problem, old: Mapping[str, int]) -> dict[str, int]:
-    """The running instances that the changed problem still knows; all others are lost.
-
-    Raises `PlanError` where none is.
-    """
+    """The running instances that the changed problem still knows. Raises `PlanError` where none is."""
     names = {c.name for c in problem.configurations}
     kept = {name: count for name, count in old.items() if name in names}
     if old and not kept:
         raise PlanError(f"the running plan: expected configurations of this market, got {', '.join(old)}")
     return kept
+
+
+# --- schedules ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hour:
+    """Demand in one hour, and its differences from the market: prices and numbers of GPUs."""
+
+    name: str
+    request_rate: float
+    prices: dict[str, float] = field(default_factory=dict)
+    available: dict[str, float] = field(default_factory=dict)
+
+
+def read_hours(path: Path, problem: Problem) -> list[Hour]:
+    """Read the table. Raises `ConfigError` naming file, line, column and value."""
+    gpus = {gpu for c in problem.configurations for gpu in c.gpus}
+    hours = []
+    for row in csv_rows(path, ("hour", "request_rate"), ConfigError):
+        hour = Hour(row.cells["hour"], row.number("request_rate"))
+        for name in row.cells:
+            if name in ("hour", "request_rate"):
+                continue
+            kind, _, gpu = name.partition(":")
+            if kind not in ("price", "available") or gpu not in gpus:
+                raise ConfigError(
+                    f"{path}: header: expected price:GPU or available:GPU of the market, got {name!r}"
+                )
+            if row.get(name):
+                (hour.prices if kind == "price" else hour.available)[gpu] = row.number(name)
+        hours.append(hour)
+    if not 1 <= len(hours) <= _MOST_HOURS:
+        raise ConfigError(f"{path}: expected 1 to {_MOST_HOURS} hours, got {len(hours)}")
+    return hours
+
+
+def schedule(problem: Problem, hours: Sequence[Hour], cost: MoveCost, limits: SolveLimits) -> list[Replanned]:
+    """The plan of every hour, from the instances of the hour before."""
+    found: list[Replanned] = []
+    running: dict[str, int] = {}
+    for index, hour in enumerate(hours):
+        if hour.request_rate == 0:
+            nothing = RentPlan({}, {}, 0.0, 0.0, 0.0)  # all that runs is stopped
+            found.append(Replanned(running, nothing, nothing))
+            running = {}
+            continue
+        now = limits.clock()
+        part = max(1.0, (limits.deadline - now) / (len(hours) - index))
+        each = replan(at_hour(problem, hour), running, cost, replace(limits, deadline=now + part))
+        found.append(each)
+        running = dict(each.plan.counts)
+    return found
+
+
+def at_hour(problem: Problem, hour: Hour) -> Problem:
+    """The problem of one hour: its rate at least cost, at its prices and with its GPUs."""
+    return replace(
+        problem,
+        available={**problem.available, **hour.available},
+        prices={**problem.prices, **hour.prices},
+        request_rate=hour.request_rate,
+        budget_per_hour=INFINITY,
+    )

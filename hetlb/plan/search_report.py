@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -13,8 +13,8 @@ from rich.table import Table
 from hetlb.config.plan_tables import Machine
 from hetlb.plan.cluster_layouts import LayoutsFound
 from hetlb.plan.common.servers import VllmServer
-from hetlb.plan.layouts import Evaluated, Layout, Part, Worth, counted, gpus_of, layout_name
-from hetlb.plan.tp_search import MachinePlan
+from hetlb.plan.layouts import Evaluated, FleetLayouts, Layout, Worth, counted, gpus_of, layout_name
+from hetlb.plan.tp_search import Option, whole_tok_s
 from hetlb.tables import table
 
 _SHOWN_LAYOUTS = 8
@@ -23,29 +23,24 @@ _BAR_WIDTH = 24
 
 def result_document(found: LayoutsFound, servers: list[VllmServer]) -> dict[str, Any]:
     """The figures of the contract, and those of layouts."""
-    choice, target = found.choice, found.target
-    running = {machine.name: found.instances[machine.kind] for machine in found.cluster.machines}
+    target, machines = found.target, found.cluster.machines
+    best = {machine.name: _best(found, machine) for machine in machines}
     return {
         "machines": [
             {
-                "name": plan.machine.name,
-                "ranking": [asdict(option) for option in plan.ranking],
-                "layouts": [_layout_document(each) for each in found.evaluated[plan.machine.name]],
+                "name": machine.name,
+                "ranking": [_option_document(machine, option) for option in found.rankings[machine.kind]],
+                "layouts": [_layout_document(each) for each in found.evaluated[machine.kind]],
             }
-            for plan in found.plans
+            for machine in machines
         ],
-        "best": {plan.machine.name: plan.best.tensor_parallel_size for plan in found.plans if plan.best},
+        "best": {name: option.part.tensor_parallel_size for name, option in best.items() if option},
         "throughput_tok_s": sum(
-            running[name][part].throughput_tok_s for name, layout in choice.layouts.items() for part in layout
+            found.instances[machine.kind][part].throughput_tok_s
+            for machine in machines
+            for part in found.choice.layouts.get(machine.name, ())
         ),
-        "fleet": {
-            "layouts": {name: _parts_document(layout) for name, layout in choice.layouts.items()},
-            "simulated": _worth_document(choice.worth),
-            "one_by_one": {
-                "layouts": {name: _parts_document(layout) for name, layout in choice.one_by_one.items()},
-                "simulated": _worth_document(choice.one_by_one_worth),
-            },
-        },
+        "fleet": _fleet_document(found.choice) | {"one_by_one": _fleet_document(found.one_by_one)},
         "commands": [server.command() for server in servers],
         "estimate": found.estimate,
         "requests": len(found.sample.rows),
@@ -53,6 +48,29 @@ def result_document(found: LayoutsFound, servers: list[VllmServer]) -> dict[str,
         "request_rate": None if math.isinf(target.request_rate) else target.request_rate,
         "degrees_checked": found.cluster.model.shape is not None,
     }
+
+
+def _best(found: LayoutsFound, machine: Machine) -> Option | None:
+    """The best degree of a machine, None where nothing fits."""
+    first = found.rankings[machine.kind][0]
+    return first if first.feasible else None
+
+
+def _option_document(machine: Machine, option: Option) -> dict[str, Any]:
+    return {
+        "tensor_parallel_size": option.part.tensor_parallel_size,
+        "instances": machine.gpus // option.part.gpus,
+        "throughput_tok_s": whole_tok_s(machine, option),
+        "kv_cache_tokens": option.memory.kv_cache_tokens,
+        "feasible": option.feasible,
+        "reason": option.reason,
+        "missing_bytes": option.memory.missing_bytes,
+    }
+
+
+def _fleet_document(fleet: FleetLayouts) -> dict[str, Any]:
+    layouts = {name: _parts_document(layout) for name, layout in fleet.layouts.items()}
+    return {"layouts": layouts, "simulated": _worth_document(fleet.worth)}
 
 
 def _parts_document(layout: Layout) -> list[dict[str, int]]:
@@ -85,16 +103,16 @@ def _worth_document(worth: Worth | None) -> dict[str, Any] | None:
 
 
 def print_result(found: LayoutsFound, document: Mapping[str, Any]) -> None:
-    """Tables and commands."""
     console = Console(highlight=False)
-    console.print(_table(found))
-    for plan in found.plans:
-        machine, evaluated = plan.machine, found.evaluated[plan.machine.name]
-        chosen = found.choice.layouts.get(machine.name)
-        uniform = (Part(plan.best.tensor_parallel_size),) * plan.best.instances if plan.best else None
-        first = next(each for each, _ in _kinds(found.plans) if each.kind == machine.kind)
-        if chosen is not None and machine is first and (evaluated[0].worth or chosen != uniform):
-            console.print(_layouts_table(found, machine, dict(_kinds(found.plans))[machine]))
+    # The first machine of every kind stands for those alike.
+    kinds = {machine.kind: machine for machine in reversed(found.cluster.machines)}
+    shown = [machine for machine in found.cluster.machines if kinds[machine.kind] is machine]
+    console.print(_table(found, shown))
+    for machine in shown:
+        best, chosen = _best(found, machine), found.choice.layouts.get(machine.name)
+        uniform = (best.part,) * (machine.gpus // best.part.gpus) if best else None
+        if chosen is not None and (found.evaluated[machine.kind][0].worth or chosen != uniform):
+            console.print(_layouts_table(found, machine))
     if any(part.pipeline_parallel_size > 1 for each in found.choice.layouts.values() for part in each):
         print("pipelines are composed from profiles of tensor parallelism: estimates, not measurements")
     sample = found.sample
@@ -111,59 +129,46 @@ def print_result(found: LayoutsFound, document: Mapping[str, Any]) -> None:
 
 
 def _simulated_line(found: LayoutsFound) -> str:
-    choice, worth = found.choice, found.choice.worth
+    worth, before = found.choice.worth, found.one_by_one.worth
     assert worth is not None
     words = f"the fleet under the router, simulated: {worth.total_token_throughput:,.0f} tokens/s"
     if worth.goodput_req_s > 0:
         words += f", {worth.slo_attainment:.1%} of {found.target.request_rate:g} requests/s meet the targets"
-    if choice.one_by_one_worth is not None and choice.layouts != choice.one_by_one:
-        before = choice.one_by_one_worth
+    if before is not None and found.choice.layouts != found.one_by_one.layouts:
         words += f" (each machine by itself: {before.total_token_throughput:,.0f} tokens/s"
         words += f", {before.slo_attainment:.1%})" if worth.goodput_req_s > 0 else ")"
     return words
 
 
-def _kinds(plans: Sequence[MachinePlan]) -> list[tuple[Machine, int]]:
-    """The first machine of every kind, and how many there are."""
-    groups: dict[tuple[object, ...], list[Machine]] = {}
-    for plan in plans:
-        groups.setdefault(plan.machine.kind, []).append(plan.machine)
-    return [(alike[0], len(alike)) for alike in groups.values()]
-
-
-def _named(machine: Machine, alike: int) -> str:
+def _named(found: LayoutsFound, machine: Machine) -> str:
+    alike = sum(other.kind == machine.kind for other in found.cluster.machines)
     return machine.name if alike == 1 else f"{machine.name} and {alike - 1} alike"
 
 
-def _table(found: LayoutsFound) -> Table:
+def _table(found: LayoutsFound, machines: list[Machine]) -> Table:
     rows = []
-    plans = {plan.machine.name: plan for plan in found.plans}
-    for machine, alike in _kinds(found.plans):
-        plan = plans[machine.name]
-        most = max((option.throughput_tok_s for option in plan.ranking), default=0.0)
-        for index, option in enumerate(plan.ranking):
-            cells = [
-                _named(machine, alike) if index == 0 else "",
-                str(option.tensor_parallel_size),
-                str(option.instances),
-                str(option.kv_cache_tokens),
-            ]
+    for machine in machines:
+        ranking, best = found.rankings[machine.kind], _best(found, machine)
+        for index, option in enumerate(ranking):
+            name = _named(found, machine) if index == 0 else ""
+            part, tokens_s = option.part, whole_tok_s(machine, option)
+            cells = [name, str(part.gpus), str(machine.gpus // part.gpus), str(option.memory.kv_cache_tokens)]
             if option.feasible:
-                bar = "█" * max(1, round(_BAR_WIDTH * option.throughput_tok_s / most))
-                cells += [f"{option.throughput_tok_s:.1f}", bar]
+                bar = "█" * max(1, round(_BAR_WIDTH * tokens_s / whole_tok_s(machine, ranking[0])))
+                cells += [f"{tokens_s:.1f}", bar]
             else:
                 cells += ["-", option.reason]
-            rows.append(_bold(cells) if option is plan.best else cells)
+            rows.append(_bold(cells) if option is best else cells)
     title = "tensor-parallel degrees; tokens/s: prompt and output of the whole machine while requests wait, "
     columns = ("machine", ">TP", ">instances", ">KV tokens", ">tokens/s", "")
     return table(f"{title}{found.estimate} estimate", columns, rows)
 
 
-def _layouts_table(found: LayoutsFound, machine: Machine, alike: int) -> Table:
-    evaluated = found.evaluated[machine.name]
+def _layouts_table(found: LayoutsFound, machine: Machine) -> Table:
+    evaluated = found.evaluated[machine.kind]
     at_rate, priced = evaluated[0].worth is not None, evaluated[0].cost_per_hour is not None
-    title = f"layouts of {_named(machine, alike)}"
-    title += ", each at its share of the rate" if at_rate and len(found.evaluated) > 1 else ""
+    title = f"layouts of {_named(found, machine)}"
+    title += ", each at its share of the rate" if at_rate and len(found.cluster.machines) > 1 else ""
     columns = ["layout", ">GPUs", ">tokens/s"]
     columns += [">goodput, requests/s", ">met"] if at_rate else []
     columns += [">per hour", ">per 1M tokens"] if priced else []

@@ -13,7 +13,7 @@ import hashlib
 import math
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -23,14 +23,14 @@ import msgspec
 from hetlb.config.profile_file import Profile, with_latency
 from hetlb.config.yaml_file import NonNegative
 from hetlb.core.latency import IterationRule
-from hetlb.errors import ProfileError
 from hetlb.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
 from hetlb.plan.workloads import RequestType
 from hetlb.sim.alone import batch_of, full_part
-from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.staged_engine import EngineStage, StagedEngine
+from hetlb.sim.study import engine_of
 from hetlb.workload.records import RequestResult
 
 #: Requests of one measurement: so many batches, within these bounds.
@@ -56,20 +56,11 @@ class SloLimits:
     attainment: float = 0.95
 
     def share_met(self, records: Sequence[RequestResult]) -> float:
-        """Share of the requests that completed within the limits."""
         met = 0
         for record in records:
             ttft, tpot = record.ttft_s, record.tpot_s
             met += record.ok and (ttft or 0.0) <= self.ttft_s and (tpot or 0.0) <= self.tpot_s
         return met / len(records) if records else 0.0
-
-
-def engine_spec(profile: Profile) -> EngineSpec:
-    """The simulated engine of a profile. Raises `ProfileError` naming what it lacks."""
-    try:
-        return EngineSpec(profile.latency, EngineLimits.from_capacity(profile.capacity))
-    except ValueError as error:
-        raise ProfileError(f"{profile.name}: {error}") from error
 
 
 def interleave(mix: Mix, count: int) -> list[tuple[int, int]]:
@@ -103,11 +94,11 @@ def saturated_rate(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage] = (
     rows = interleave(mix, count if len(mix) == 1 else _OF_A_MIX * count)
     if len(mix) > 1:
         random.Random(0).shuffle(rows)
+    engine: EngineModel | StagedEngine = spec.model(IterationRule.TOKEN)
     if len(stages) > 1:
         one = replace(limits, max_num_batched_tokens=max(1, limits.max_num_batched_tokens // len(stages)))
-        return StagedEngine(stages, one).run(rows, batch)
-    model = spec.model(IterationRule.TOKEN)
-    part = full_part(model, [EngineSequence(prompt, output) for prompt, output in rows], batch)
+        engine = StagedEngine(stages, one)
+    part = full_part(engine, [EngineSequence(prompt, output) for prompt, output in rows], batch)
     return (part.last - part.first) / part.seconds if part.seconds > 0 else 0.0
 
 
@@ -129,32 +120,26 @@ def slowed(profile: Profile, share: float) -> Profile:
     return profile if share >= 1.0 else with_latency(profile, slow)
 
 
-def rate_within(spec: EngineSpec, mix: Mix, slo: SloLimits, seed: int = 0) -> float:
+def with_bubbles(profile: Profile, mix: Mix, stages: Sequence[EngineStage]) -> Profile:
+    """The profile that a pipeline composed of these stages has on a mix; of no stages as it is."""
+    return slowed(profile, bubbles(engine_of(profile), mix, stages)) if stages else profile
+
+
+def rate_within(spec: EngineSpec, mix: Mix, slo: SloLimits) -> float:
     """The highest rate of Poisson arrivals (requests/s) at which enough requests meet the SLO."""
-    high = saturated_rate(spec, mix)
-    if high <= 0:
+    low, high = 0.0, saturated_rate(spec, mix)
+    if high <= 0.0:
         return 0.0
-    low = 0.0
     rows = interleave(mix, _SLO_REQUESTS)
-    random.Random(seed).shuffle(rows)
+    random.Random(0).shuffle(rows)
+    server, outputs = SimulatedServer("one", spec), [output for _, output in rows]
     for _ in range(_SLO_STEPS):
         rate = (low + high) / 2
-        if attainment(spec, rows, rate, slo, seed) >= slo.attainment:
-            low = rate
-        else:
-            high = rate
+        planned = arrivals(rows, rate, random.Random(0))
+        result = run_fleet([server], planned, outputs, policy="single", predictor="oracle")
+        met = slo.share_met(result.records) >= slo.attainment
+        low, high = (rate, high) if met else (low, rate)
     return low
-
-
-def attainment(
-    spec: EngineSpec, rows: Sequence[tuple[int, int]], rate: float, slo: SloLimits, seed: int = 0
-) -> float:
-    """Share of the requests that meet the SLO on one instance at this rate of Poisson arrivals."""
-    planned = arrivals(rows, rate, random.Random(seed))
-    server = SimulatedServer("one", spec)
-    outputs = [output for _, output in rows]
-    result = run_fleet([server], planned, outputs, policy="single", predictor="oracle", seed=seed)
-    return slo.share_met(result.records)
 
 
 # --- kept on disk ---------------------------------------------------------------------------------------
@@ -176,14 +161,8 @@ def default_cache() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "hetlb" / "throughput.jsonl"
 
 
-class _Entry(msgspec.Struct, frozen=True):
-    """One line of the cache: the digest of what was measured, and its result."""
-
-    key: str
-    requests_per_s: NonNegative
-
-
-_decode_entry = msgspec.json.Decoder(_Entry).decode
+#: One line of the cache: the digest of what was measured, and requests/s.
+_decode_entry = msgspec.json.Decoder(tuple[str, NonNegative]).decode
 
 
 @dataclass
@@ -192,7 +171,6 @@ class Measured:
 
     path: Path | None = None
     slo: SloLimits | None = None
-    on_run: Callable[[], None] = lambda: None
     runs: int = 0
     _known: dict[str, float] = field(default_factory=dict)
 
@@ -206,25 +184,15 @@ class Measured:
         for line in lines:
             # A line that is not whole was being written by another process: measured again.
             with contextlib.suppress(msgspec.DecodeError):
-                entry = _decode_entry(line)
-                self._known[entry.key] = entry.requests_per_s
+                key, rate = _decode_entry(line)
+                self._known[key] = rate
 
     def alone(self, profile: Profile, kind: RequestType, stages: Sequence[EngineStage] = ()) -> float:
-        """Requests/s of one type alone; `stages` where the profile is composed of them."""
-        return self._rate(profile, [(1.0, kind.rows)], stages)
+        return self.of_mix(profile, [(1.0, kind.rows)], stages)
 
-    def together(
-        self,
-        profile: Profile,
-        rates: Mapping[str, float],
-        kinds: Mapping[str, RequestType],
-        stages: Sequence[EngineStage] = (),
-    ) -> float:
-        """Requests/s of all types together, in the proportions of `rates`."""
-        return self._rate(profile, [(rate, kinds[name].rows) for name, rate in sorted(rates.items())], stages)
-
-    def _rate(self, profile: Profile, mix: Mix, stages: Sequence[EngineStage]) -> float:
-        spec = engine_spec(profile)
+    def of_mix(self, profile: Profile, mix: Mix, stages: Sequence[EngineStage]) -> float:
+        """Requests/s of all types of a mix together."""
+        spec = engine_of(profile)
         total = math.fsum(share for share, _ in mix)
         # Proportions to three digits: plans that differ in the tenth digit are the same to an engine.
         rounded = [(float(f"{share / total:.{_RATIO_DIGITS}g}"), list(rows)) for share, rows in mix]
@@ -234,12 +202,10 @@ class Measured:
             if self.slo is None:
                 rate = saturated_rate(spec, rounded, stages)
             else:
-                share = bubbles(spec, rounded, stages)
-                rate = rate_within(engine_spec(slowed(profile, share)), rounded, self.slo)
+                rate = rate_within(engine_of(with_bubbles(profile, rounded, stages)), rounded, self.slo)
             self._known[key] = rate
             self.runs += 1
             self._keep(key, rate)
-        self.on_run()
         return self._known[key]
 
     def _keep(self, key: str, rate: float) -> None:
@@ -247,7 +213,7 @@ class Measured:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(msgspec.json.encode(_Entry(key, rate)).decode() + "\n")
+            with self.path.open("ab") as file:
+                file.write(msgspec.json.encode((key, rate)) + b"\n")
         except OSError:
             self.path = None  # a cache that cannot be written is none

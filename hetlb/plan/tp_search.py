@@ -1,75 +1,101 @@
-"""Tensor-parallel degree per machine: the memory constraint and the exhaustive search of the paper.
+"""Instances that one machine can run: the memory constraint, and the exhaustive search of the paper.
 
-Every degree that divides the GPU count is ranked, the infeasible ones last with the reason and
-the missing bytes; what throughput a degree has is said by an estimator given as an argument, once per
-kind of machine. `static_estimate` is algorithm 1 of Xiong et al., arXiv 2504.15303. Memory is computed
-in exact fractions, so limits agree with a hand computation to the byte.
+Every tensor-parallel degree that divides the GPU count is ranked, the infeasible ones last with the reason
+and the missing bytes; what throughput an instance has is said by a function given as an argument, once per
+kind of machine. Pipelines of such degrees are options of the same form. Memory is computed in exact
+fractions, so limits agree with a hand computation to the byte.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
 from hetlb.config.cluster import Cluster
-from hetlb.config.plan_tables import Machine
+from hetlb.config.plan_tables import INSIDE, Machine
 from hetlb.config.profile_file import Profile
-from hetlb.core.latency import LatencyModel
 from hetlb.errors import PlanError
-from hetlb.plan.common.capacity import exact
+from hetlb.plan.common.capacity import divide_layers, exact, kv_bytes
+from hetlb.plan.common.composition import (
+    LinkSeconds,
+    StageProfile,
+    activation_link,
+    compose_profile,
+    engine_stages,
+)
 from hetlb.plan.model_shape import refusal
+from hetlb.plan.throughput import Mix, with_bubbles
 
-#: Requests of a trace: (input tokens, output tokens).
-Rows = Sequence[tuple[int, int]]
+#: Seconds per batch of the link between stages inside a machine.
+_LINK_BATCH_S = 5e-5
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Part:
+    """Degrees of one instance."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int = 1
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def name(self) -> str:
+        stages = f"pp{self.pipeline_parallel_size}" if self.pipeline_parallel_size > 1 else ""
+        return f"tp{self.tensor_parallel_size}{stages}"
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Memory that an instance of some degree leaves for the KV cache. `missing_bytes` is 0 where it fits."""
 
-    kv_bytes: Fraction
     kv_cache_tokens: int
     missing_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One degree of one machine. `throughput_tok_s` is of the whole machine, 0 if infeasible."""
+    """An instance on a machine: its profile with the KV cache it has there, its tokens/s alone while full.
 
-    tensor_parallel_size: int
-    instances: int
-    throughput_tok_s: float
-    kv_cache_tokens: int
-    feasible: bool
-    reason: str
-    missing_bytes: int = 0
+    One that cannot run has a reason, and neither profile nor throughput.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class MachinePlan:
-    """The ranking of one machine, best first; `best` is None where nothing fits."""
-
-    machine: Machine
-    ranking: tuple[Option, ...]
+    part: Part
+    memory: Memory
+    reason: str = ""
+    profile: Profile | None = None
+    throughput_tok_s: float = 0.0
 
     @property
-    def best(self) -> Option | None:
-        """The first of the ranking, if it can be used."""
-        return self.ranking[0] if self.ranking and self.ranking[0].feasible else None
+    def feasible(self) -> bool:
+        return not self.reason
 
 
-#: (profile, KV cache tokens) -> tokens/s of one instance.
-Estimator = Callable[[Profile, int], float]
+#: Tokens/s of one instance of a profile.
+Throughput = Callable[[Profile], float]
+#: Options of one stage of every kind of machine, best first.
+Rankings = Mapping[tuple[object, ...], list[Option]]
 
 
-def memory(cluster: Cluster, machine: Machine, gpus: int) -> Memory:
-    """`M_kv = t * (utilization * memory - reserved) - weights`, and whether the longest request fits it."""
-    model = cluster.model
-    kv_bytes = machine.usable(gpus) - exact(model.parameters) * exact(model.bytes_per_parameter)
-    missing = max(0, math.ceil(model.kv_bytes_per_token * cluster.limits.tokens - kv_bytes))
-    return Memory(kv_bytes, max(0, math.floor(kv_bytes / model.kv_bytes_per_token)), missing)
+def memory(cluster: Cluster, machine: Machine, part: Part) -> Memory:
+    """`M_kv = t * (utilization * memory - reserved) - weights`, and whether the longest request fits it.
+
+    Of a pipeline the stage with the least room for its share decides.
+    """
+    model, usable = cluster.model, machine.usable(part.tensor_parallel_size)
+    weights = exact(model.parameters) * exact(model.bytes_per_parameter)
+    room = kv_bytes([(usable, share) for share in _shares(cluster, part)], weights)
+    missing = max(0, math.ceil(model.kv_bytes_per_token * cluster.limits.tokens - room))
+    return Memory(max(0, math.floor(room / model.kv_bytes_per_token)), missing)
+
+
+def _shares(cluster: Cluster, part: Part) -> list[Fraction]:
+    """Shares of the layers of each stage."""
+    return divide_layers([1] * part.pipeline_parallel_size, cluster.model.layers or None)
 
 
 def degrees(machine: Machine) -> list[int]:
@@ -77,12 +103,59 @@ def degrees(machine: Machine) -> list[int]:
     return sorted({d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0} | machine.profiles.keys())
 
 
-def misfit(cluster: Cluster, machine: Machine, degree: int, pipeline_parallel_size: int = 1) -> str:
-    """Reason for which an instance of these degrees cannot run on a machine; empty where it can."""
-    shape = cluster.model.shape
-    if shape is not None and (why := refusal(shape, degree, pipeline_parallel_size)):
+def search(
+    cluster: Cluster, throughput: Throughput, on_option: Callable[[], None] = lambda: None
+) -> dict[tuple[object, ...], list[Option]]:
+    """Rank all degrees of every kind of machine. Raises `PlanError` where a throughput is none."""
+    rankings = {}
+    for kind, machine in {machine.kind: machine for machine in cluster.machines}.items():
+        options = []
+        for degree in degrees(machine):
+            options.append(_option(cluster, machine, Part(degree), throughput, []))
+            on_option()
+        options.sort(key=lambda option: (not option.feasible, -whole_tok_s(machine, option), option.part))
+        rankings[kind] = options
+    return rankings
+
+
+def whole_tok_s(machine: Machine, option: Option) -> float:
+    """Tokens/s of a machine with as many instances as fit."""
+    return machine.gpus // option.part.gpus * option.throughput_tok_s
+
+
+def best_pipelines(
+    cluster: Cluster, machine: Machine, throughput: Throughput, most_stages: int, mix: Mix
+) -> list[Option]:
+    """The best pipeline of every number of GPUs, with its bubbles on this mix."""
+    best: dict[int, Option] = {}
+    for stages in range(2, most_stages + 1):
+        for degree in machine.profiles:
+            part = Part(degree, stages)
+            if part.gpus > machine.gpus:
+                continue
+            option, known = _option(cluster, machine, part, throughput, mix), best.get(part.gpus)
+            if option.feasible and (known is None or option.throughput_tok_s > known.throughput_tok_s):
+                best[part.gpus] = option
+    return list(best.values())
+
+
+def _option(cluster: Cluster, machine: Machine, part: Part, throughput: Throughput, mix: Mix) -> Option:
+    room = memory(cluster, machine, part)
+    if reason := _misfit(cluster, machine, part, room):
+        return Option(part, room, reason)
+    profile = _profile(cluster, machine, part, room.kv_cache_tokens, mix)
+    tokens_s = throughput(profile)
+    if not (math.isfinite(tokens_s) and tokens_s > 0):
+        where = f"{machine.name}, degree {part.tensor_parallel_size}"
+        raise PlanError(f"{where}: expected a throughput above 0, got {tokens_s}")
+    return Option(part, room, "", profile, tokens_s)
+
+
+def _misfit(cluster: Cluster, machine: Machine, part: Part, room: Memory) -> str:
+    """Reason for which an instance cannot run on a machine; empty where it can."""
+    shape, degree = cluster.model.shape, part.tensor_parallel_size
+    if shape is not None and (why := refusal(shape, degree, part.pipeline_parallel_size)):
         return f"vLLM refuses it: {why}"
-    room = memory(cluster, machine, degree * pipeline_parallel_size)
     if room.missing_bytes:
         return f"does not fit: {room.missing_bytes} bytes missing"
     if degree not in machine.profiles:
@@ -90,82 +163,15 @@ def misfit(cluster: Cluster, machine: Machine, degree: int, pipeline_parallel_si
     return ""
 
 
-def search(
-    cluster: Cluster, estimate: Estimator, on_option: Callable[[], None] = lambda: None
-) -> list[MachinePlan]:
-    """One plan per machine, in their order. `on_option` is called after every degree of every kind.
-
-    Raises `PlanError` where an estimate is no throughput.
-    """
-    rankings: dict[tuple[object, ...], tuple[Option, ...]] = {}
-    for machine in cluster.machines:
-        if machine.kind in rankings:
-            continue
-        options = []
-        for degree in degrees(machine):
-            options.append(_option(cluster, machine, degree, estimate))
-            on_option()
-        options.sort(key=lambda o: (not o.feasible, -o.throughput_tok_s, o.tensor_parallel_size))
-        rankings[machine.kind] = tuple(options)
-    return [MachinePlan(machine, rankings[machine.kind]) for machine in cluster.machines]
-
-
-def _option(cluster: Cluster, machine: Machine, degree: int, estimate: Estimator) -> Option:
-    room = memory(cluster, machine, degree)
-    instances = machine.gpus // degree
-    reason = misfit(cluster, machine, degree)
-    if not reason:
-        throughput = instances * estimate(machine.profiles[degree], room.kv_cache_tokens)
-        if not (math.isfinite(throughput) and throughput > 0):
-            raise PlanError(
-                f"{machine.name}, degree {degree}: expected a throughput above 0, got {throughput}"
-            )
-        return Option(degree, instances, throughput, room.kv_cache_tokens, True, "")
-    return Option(degree, instances, 0.0, room.kv_cache_tokens, False, reason, room.missing_bytes)
-
-
-# --- algorithm 1 ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Requests prefilled and decoded together: their mean input, their longest output."""
-
-    size: int
-    input_tokens: float
-    output_tokens: int
-
-
-def pack(rows: Rows, kv_cache_tokens: int, max_num_seqs: int) -> list[Batch]:
-    """Greedily, in trace order: the largest batches whose inputs and outputs fit the KV cache.
-
-    A request that alone exceeds the cache is left out.
-    """
-    batches: list[Batch] = []
-    size = inputs = outputs = longest = 0
-    for input_tokens, output_tokens in rows:
-        need = input_tokens + output_tokens
-        if need > kv_cache_tokens:
-            continue
-        if size and (size >= max_num_seqs or inputs + outputs + need > kv_cache_tokens):
-            batches.append(Batch(size, inputs / size, longest))
-            size = inputs = outputs = longest = 0
-        size, inputs, outputs = size + 1, inputs + input_tokens, outputs + output_tokens
-        longest = max(longest, output_tokens)
-    if size:
-        batches.append(Batch(size, inputs / size, longest))
-    return batches
-
-
-def static_estimate(latency: LatencyModel, rows: Rows, kv_cache_tokens: int, max_num_seqs: int) -> float:
-    """Tokens/s (input and output) of one instance on these rows, by the paper's algorithm 1 from k1..k8.
-
-    It promises the order of degrees, not the absolute figure: a real engine refills its batch.
-    """
-    seconds = sum(
-        latency.paper_prefill_s(batch.size, batch.input_tokens)
-        + latency.paper_decode_s(batch.size, batch.input_tokens, batch.output_tokens)
-        for batch in pack(rows, kv_cache_tokens, max_num_seqs)
-    )
-    tokens = sum(i + o for i, o in rows if i + o <= kv_cache_tokens)
-    return tokens / seconds if seconds > 0 else 0.0
+def _profile(cluster: Cluster, machine: Machine, part: Part, tokens: int, mix: Mix) -> Profile:
+    """The profile of an instance with its KV cache; of a pipeline the stages' composed, with its bubbles."""
+    model, stages, degree = cluster.model, part.pipeline_parallel_size, part.tensor_parallel_size
+    measured, link = machine.profiles[degree], activation_link(model, INSIDE, _LINK_BATCH_S)
+    held = [
+        StageProfile(
+            measured, float(share), machine.gpu, degree, link if index < stages - 1 else LinkSeconds()
+        )
+        for index, share in enumerate(_shares(cluster, part))
+    ]
+    name = f"{measured.name}-pp{stages}" if stages > 1 else measured.name
+    return with_bubbles(compose_profile(name, model, held, tokens), mix, engine_stages(held))

@@ -6,7 +6,6 @@ The extra `aic` is needed only here. Its times leave the host out.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,9 +13,9 @@ from importlib.metadata import version
 from typing import Any
 
 from hetlb.config.profile_file import EngineInfo, Hardware, ModelInfo, ProfileSource
-from hetlb.errors import InputError, ProfileError
+from hetlb.errors import ProfileError
 from hetlb.profiler.fit import Point, StepKind
-from hetlb.profiler.measurements import Measurements
+from hetlb.profiler.sources import Measurements
 
 _DISTRIBUTION = "aiconfigurator-core"
 #: Asking costs nothing here: more points than a live sweep takes.
@@ -66,23 +65,21 @@ class Layout:
 def query(model: str, system: str, layout: Layout, *, scale: float = 1.0) -> Measurements:
     """Ask for the grid, of one data-parallel rank while all are alike busy.
 
-    Raises `InputError` or `ProfileError` where there is no answer. `engine.kv_cache_tokens` is None where the
-    model does not fit.
+    Raises `ProfileError` where there is no answer. `engine.kv_cache_tokens` is None where the model does not
+    fit.
     """
-    try:
-        engine = importlib.import_module("aiconfigurator_core.sdk.engine")
-        memory = importlib.import_module("aiconfigurator_core.sdk.memory")
-        utils = importlib.import_module("aiconfigurator_core.sdk.utils")
-        database = importlib.import_module("aiconfigurator_core.sdk.perf_database")
-    except ImportError as error:
-        raise InputError(
-            "--from aiconfigurator: expected aiconfigurator-core to be installed (pip install 'hetlb[aic]')"
-        ) from error
+    from aiconfigurator_core.sdk import (  # type: ignore[import-not-found, unused-ignore]
+        engine,
+        memory,
+        perf_database,
+        utils,
+    )
+
     with _quiet():
         try:
             handle = engine.EngineHandle.compile(model, system, "vllm", **layout.arguments)
             points = _points(handle, scale)
-            vllm_version = database.resolve_query_version(system, "vllm", "current")
+            vllm_version = perf_database.resolve_query_version(system, "vllm", "current")
             config = utils.get_model_config_from_model_path(model)
             all_reduce_bytes_s = _all_reduce_bytes_s(handle, int(config["hidden_size"]), layout.tp)
         except Exception as error:  # the library raises types of its own for names it does not know
@@ -147,23 +144,21 @@ def _split_blocks(system: str, config: dict[str, Any], tp: int) -> float | None:
 
 def _points(handle: Any, scale: float) -> list[Point]:
     """The default grid, and the corners beyond it for which the tables have data."""
+
+    def decode(batch: int, length: int) -> Point:
+        seconds = scale * handle.predict_decode_latency(batch, length, osl=2) / 1e3
+        return Point(StepKind.DECODE, batch, length, seconds)
+
     found = [
-        *(
-            Point(StepKind.PREFILL, b, n, scale * handle.predict_prefill_latency(b, n) / 1e3)
-            for b, n in _PREFILL
-        ),
-        *(
-            Point(StepKind.DECODE, b, n, scale * handle.predict_decode_latency(b, n, osl=2) / 1e3)
-            for b, n in _DECODE
-        ),
+        Point(StepKind.PREFILL, b, n, scale * handle.predict_prefill_latency(b, n) / 1e3) for b, n in _PREFILL
     ]
+    found += [decode(b, n) for b, n in _DECODE]
     for length in _LONG_PREFILL:
         with contextlib.suppress(Exception):
             found.append(_long_prefill(handle, length, scale))
     for batch, length in _LARGE_DECODE:
         with contextlib.suppress(Exception):
-            seconds = scale * handle.predict_decode_latency(batch, length, osl=2) / 1e3
-            found.append(Point(StepKind.DECODE, batch, length, seconds))
+            found.append(decode(batch, length))
     return found
 
 

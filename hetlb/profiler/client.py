@@ -1,19 +1,18 @@
 """One vLLM server as a profiler sees it: what it is, what it has done, and when tokens come.
 
-Prompts are token ids of exact length that share no beginning; a stamp is taken when bytes are
-read, before they are parsed; tokens are counted by the server's own running usage, so that events which
-bundle several are read right. What a person can mend (address, key, model) is an `InputError` of one
-line, a server that goes away or breaks its word is a `ServerFailed`.
+A stamp is taken when bytes are read, before they are parsed; tokens are counted by the server's own running
+usage. What a person can mend (address, key, model) is an `InputError`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import io
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -21,6 +20,7 @@ import msgspec
 from hetlb.core.engine_metrics import EngineCounters, has_prefix_cache, parse, parse_counters
 from hetlb.core.types import Capacity, EngineSample
 from hetlb.errors import HetlbError, InputError, reason_of
+from hetlb.openai.answer_events import AnswerError, AnswerEvent, EventReader
 from hetlb.served_models import longest_context, read_model_list, read_version
 
 #: Ids of prompts: in the vocabulary of any model, past the low ids where special tokens live.
@@ -33,23 +33,6 @@ _SILENCE_TIMEOUT_S = 120.0
 
 class ServerFailed(HetlbError):
     """The server went away, hangs, or does not do what it was asked."""
-
-
-class _Usage(msgspec.Struct, gc=False):
-    completion_tokens: int | None = None
-
-
-class _Choice(msgspec.Struct, gc=False):
-    index: int = 0
-
-
-class _Event(msgspec.Struct, gc=False):
-    choices: list[_Choice] | None = None
-    usage: _Usage | None = None
-    error: Any = None
-
-
-_decode = msgspec.json.Decoder(_Event).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +54,10 @@ class TokenTimes:
 
     @property
     def first_s(self) -> float:
-        """The first token."""
         return self.stamps[0][0]
 
     @property
     def last_s(self) -> float:
-        """The last token."""
         return self.stamps[-1][0]
 
     def step_s(self, start_s: float, end_s: float) -> float | None:
@@ -119,9 +100,16 @@ class CompletionStream:
             raise ServerFailed(f"the server broke off an answer: {reason_of(error)}") from error
         return _token_times(pieces, self._prompts, self._max_tokens)
 
-    def close(self) -> None:
-        """Leave: the server aborts what it has not answered."""
-        self._response.close()
+    @contextlib.asynccontextmanager
+    async def reading(self) -> AsyncIterator[asyncio.Task[list[TokenTimes]]]:
+        """Read beside what the block does; leaving it aborts what the server has not answered."""
+        task = asyncio.create_task(self.read())
+        try:
+            yield task
+        finally:
+            self._response.close()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 class EngineClient:
@@ -130,7 +118,7 @@ class EngineClient:
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self._url = url.rstrip("/")
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._session: aiohttp.ClientSession | None = None
+        self._session: aiohttp.ClientSession  # since it was entered
         self.model = ""
 
     async def __aenter__(self) -> EngineClient:
@@ -143,7 +131,6 @@ class EngineClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._session is not None, "entered before"
         await self._session.close()
 
     async def facts(self, model: str | None) -> ServerFacts:
@@ -184,16 +171,13 @@ class EngineClient:
         )
 
     async def sample(self) -> EngineSample:
-        """Requests that run and wait now."""
         return parse((await self._page("/metrics"))[1].decode("utf-8", "replace"))
 
     async def counters(self) -> EngineCounters:
-        """Counters until now."""
         return parse_counters((await self._page("/metrics"))[1].decode("utf-8", "replace"))
 
     async def send(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> CompletionStream:
         """Ask for `max_tokens` tokens of every prompt, in one request; returns once its head has come."""
-        assert self._session is not None, "entered before"
         body = msgspec.json.encode(
             {
                 "model": self.model,
@@ -226,11 +210,9 @@ class EngineClient:
         return CompletionStream(response, len(prompts), max_tokens)
 
     async def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[TokenTimes]:
-        """`send` and `read`."""
         return await (await self.send(prompts, max_tokens)).read()
 
     async def _page(self, path: str) -> tuple[int, bytes]:
-        assert self._session is not None, "entered before"
         try:
             async with self._session.get(
                 self._url + path, timeout=aiohttp.ClientTimeout(total=_PAGE_TIMEOUT_S)
@@ -244,32 +226,20 @@ def _token_times(pieces: Sequence[tuple[float, bytes]], prompts: int, max_tokens
     stamps: list[list[tuple[float, int]]] = [[] for _ in range(prompts)]
     events = [0] * prompts
     told, total = True, None
-    rest = b""
-    for at, piece in pieces:
-        lines = (rest + piece).split(b"\n")
-        rest = lines.pop()
-        for line in lines:
-            payload = line[5:].strip() if line.startswith(b"data:") else b""
-            if not payload or payload == b"[DONE]":
-                continue
-            try:
-                event = _decode(payload)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise ServerFailed(f"expected events of JSON, got {payload[:100]!r}") from error
-            if event.error is not None:
-                raise ServerFailed(f"the server reported an error: {str(event.error)[:200]}")
-            tokens = event.usage.completion_tokens if event.usage is not None else None
-            if not event.choices:
-                total = tokens
-                continue
-            index = event.choices[0].index
-            if not 0 <= index < prompts:
-                raise ServerFailed(f"expected choices 0 to {prompts - 1}, got {index}")
-            events[index] += 1
-            told = told and tokens is not None
-            count = events[index] if tokens is None else tokens
-            if count and (not stamps[index] or count > stamps[index][-1][1]):
-                stamps[index].append((at, count))
+    reader = EventReader()
+    for at, event in ((at, event) for at, piece in pieces for event in _events(reader, piece)):
+        tokens = event.usage.completion_tokens if event.usage is not None else None
+        if not event.choices:
+            total = tokens
+            continue
+        index = event.choices[0].index
+        if not 0 <= index < prompts:
+            raise ServerFailed(f"expected choices 0 to {prompts - 1}, got {index}")
+        events[index] += 1
+        told = told and tokens is not None
+        count = events[index] if tokens is None else tokens
+        if count and (not stamps[index] or count > stamps[index][-1][1]):
+            stamps[index].append((at, count))
     if not told and total != sum(events):
         raise ServerFailed(
             f"the server bundles tokens ({total} tokens in {sum(events)} events) and does not count them as "
@@ -280,3 +250,10 @@ def _token_times(pieces: Sequence[tuple[float, bytes]], prompts: int, max_tokens
             got = row[-1][1] if row else 0
             raise ServerFailed(f"expected {max_tokens} tokens of every prompt (ignore_eos), got {got} of one")
     return [TokenTimes(tuple(row)) for row in stamps]
+
+
+def _events(reader: EventReader, piece: bytes) -> list[AnswerEvent]:
+    try:
+        return reader.feed(piece)
+    except AnswerError as error:
+        raise ServerFailed(f"the server reported an error: {error.kind}: {error.detail[:200]}") from error

@@ -1,32 +1,29 @@
 """Measured points to the constants k1..k8 and to the better forms; with errors on points left out.
 
-No fitted model predicts a negative time, a time below its floor, or one that falls as batch or
-length grows. Errors are relative and come from points that the fit did not see. R2 is never looked at:
-plain least squares reaches 1.000 here and is 25 to 115 % wrong somewhere.
+No fitted model predicts a negative time, a time below its floor, or one that falls as batch or length grows.
+R2 is never looked at: plain least squares reaches 1.000 here and is 25 to 115 % wrong somewhere.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
 from statistics import median
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import OptimizeWarning, curve_fit, least_squares, nnls
 
+from hetlb.config.profile_file import PhaseReport
 from hetlb.core.latency import LatencyModel
 from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillGrid, in_tiles
 from hetlb.errors import ProfileError
 
 _Array = NDArray[np.float64]
-#: Seconds that `batch` requests of `length` tokens take, in so many equal passes.
-FittedTimes: TypeAlias = Callable[[float, float, int], float]
 #: The four constants of the paper's form, or a better form.
 Fitted: TypeAlias = tuple[float, float, float, float] | PnormPrefill | DecodeTable
 
@@ -91,44 +88,18 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorSummary:
-    """Relative errors over some points, and the point where it is worst."""
-
-    mean: float
-    median: float
-    p95: float
-    max: float
-    points: int
-    worst_batch: int
-    worst_length: int
-    worst_prefill_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseFit:
-    """One phase: the chosen form, and the held-out errors of every form that was tried."""
-
-    form: PrefillForm | DecodeForm
-    held_out: Mapping[PrefillForm | DecodeForm, ErrorSummary]
-
-    @property
-    def error(self) -> ErrorSummary:
-        """Held-out error of the chosen form."""
-        return self.held_out[self.form]
-
-
-@dataclass(frozen=True, slots=True)
 class FitResult:
-    """A fitted latency model, its times and their errors, and what a reader should be warned of."""
+    """A fitted latency model, the form taken of prefill and of decode, and what a reader should be warned of.
+
+    `reports` have the held-out errors of each phase (and, as `PHASE_paper`, those of the paper's form where
+    another was taken) under the names of `FitReport`. `tile` is None where no point shows it and none was
+    stated.
+    """
 
     latency: LatencyModel
-    predict: dict[StepKind, FittedTimes]
-    prefill: PhaseFit
-    decode: PhaseFit
+    forms: dict[StepKind, Fitted]
+    reports: dict[str, PhaseReport]
     warnings: tuple[str, ...]
-    #: Held-out errors of mixed steps, where there were enough of them.
-    mixed: ErrorSummary | None = None
-    #: The tile, where the points show it.
     tile: int | None = None
 
 
@@ -149,39 +120,38 @@ def fit(
     *,
     form: PrefillForm | None = None,
     tile: int | None = None,
+    usual_tile: int | None = None,
 ) -> FitResult:
     """Fit all phases. `form` fixes the prefill form, None chooses by held-out error.
 
-    `tile` fixes the tile; None takes what the points show, or none. Mixed points are fitted where there are
-    at least `LEAST_MIXED`. Raises `ProfileError` where a phase has too few or unusable points.
+    `tile` fixes the tile; None takes what the points show, or the usual one. Mixed points are fitted where
+    there are at least `LEAST_MIXED`. Raises `ProfileError` where a phase has too few or unusable points.
     """
     merged = merge_repeats(points)
     by_phase = {phase: [p for p in merged if p.phase is phase] for phase in StepKind}
     for phase, phase_points in by_phase.items():
         _check_enough(phase, phase_points)
     prefill, decode, mixed = by_phase[StepKind.PREFILL], by_phase[StepKind.DECODE], by_phase[StepKind.MIXED]
-    shown = None if form is PrefillForm.PAPER else shown_tile(prefill)
-    prefill_fit, better = _choose(prefill, tuple(PrefillForm), form, tile or shown or 1)
-    decode_fit, table = _choose(decode, tuple(DecodeForm), None, 1)
+    if tile is None and form is not PrefillForm.PAPER:
+        tile = shown_tile(prefill)
+    better, reports = _choose(prefill, tuple(PrefillForm), form, tile or usual_tile or 1)
+    table, of_decode = _choose(decode, tuple(DecodeForm), None, 1)
+    reports |= of_decode
     latency = LatencyModel(
         *fit_linear(_usual(prefill)),
         *fit_linear(_usual(decode)),
         better_prefill=better if isinstance(better, PnormPrefill) else None,
         better_decode=table if isinstance(table, DecodeTable) else None,
     )
-    mixed_error = None
     if len(mixed) >= LEAST_MIXED:
-        mixed_error = held_out_mixed_errors(latency, mixed)
+        reports[StepKind.MIXED] = _report("kernels", mixed, held_out_mixed_errors(latency, mixed))
         latency = replace(latency, mixed=fit_mixed(latency, mixed))
-    errors = zip(StepKind, (prefill_fit.error, decode_fit.error, mixed_error), strict=True)
     return FitResult(
         latency,
-        {StepKind.PREFILL: times_of(better), StepKind.DECODE: times_of(table)},
-        prefill_fit,
-        decode_fit,
-        tuple(line for phase, error in errors if error for line in _warnings(phase, error)),
-        mixed_error,
-        shown,
+        {StepKind.PREFILL: better, StepKind.DECODE: table},
+        reports,
+        tuple(line for phase in StepKind if phase in reports for line in _warnings(phase, reports[phase])),
+        tile,
     )
 
 
@@ -197,28 +167,32 @@ def _usual(points: Sequence[Point]) -> Sequence[Point]:
 
 def _choose(
     points: Sequence[Point], forms: Sequence[_AnyForm], form: _AnyForm | None, tile: int
-) -> tuple[PhaseFit, Fitted]:
+) -> tuple[Fitted, dict[str, PhaseReport]]:
     """Fit in the form asked for, or that of the least held-out error; the first of `forms` is the paper's."""
     paper = forms[0]
-    held_out: dict[_AnyForm, ErrorSummary] = {}
+    errors: dict[_AnyForm, _Array] = {}
     fitted: dict[_AnyForm, Fitted] = {}
     for each in forms if form is None else dict.fromkeys((paper, form)):
         try:
             error, fitted[each] = held_out_errors(points, each, tile=tile), fit_form(points, each, tile)
-            held_out[each] = error
+            errors[each] = error
         except ProfileError:
             if each in (paper, form):
                 raise  # else the points are too odd for this form: it is not a candidate
     # A plane has no attention to what was computed before: it is half the time of a prompt of 128k.
     long = any(point.length > _USUAL_LENGTH for point in points)
-    candidates = [each for each in held_out if not (long and each is paper)] or [paper]
+    candidates = [each for each in errors if not (long and each is paper)] or [paper]
     # By the median: with 12 points one that the others do not determine would decide the mean. Between
     # measured batches a table is right where a line is not, which few points can show: it is preferred.
     chosen = form or min(
         candidates,
-        key=lambda each: held_out[each].median * (_TABLE_GAIN if each is DecodeForm.TABLE else 1.0),
+        key=lambda each: np.median(errors[each]) * (_TABLE_GAIN if each is DecodeForm.TABLE else 1.0),
     )
-    return PhaseFit(chosen, held_out), fitted[chosen]
+    phase, (_, left_out) = points[0].phase, _corners(points)
+    reports = {str(phase): _report(chosen, left_out, errors[chosen])}
+    if chosen is not paper:
+        reports[f"{phase}_paper"] = _report(paper, left_out, errors[paper])
+    return fitted[chosen], reports
 
 
 def _check_enough(phase: StepKind, points: Sequence[Point]) -> None:
@@ -238,62 +212,66 @@ def _check_enough(phase: StepKind, points: Sequence[Point]) -> None:
         )
 
 
-def _warnings(phase: StepKind, error: ErrorSummary) -> list[str]:
+def _warnings(phase: StepKind, error: PhaseReport) -> list[str]:
     lines = []
-    if error.mean > MEAN_ERROR_LIMIT:
-        lines.append(f"{phase}: the mean held-out error is {error.mean:.1%} (over {MEAN_ERROR_LIMIT:.0%})")
-    if error.max > MAX_ERROR_LIMIT:
-        lines.append(
-            f"{phase}: the largest held-out error is {error.max:.1%} (over {MAX_ERROR_LIMIT:.0%}), at batch "
-            f"{error.worst_batch}, length {error.worst_length}"
-        )
+    if error.mean_error > MEAN_ERROR_LIMIT:
+        over = f"{error.mean_error:.1%} (over {MEAN_ERROR_LIMIT:.0%})"
+        lines.append(f"{phase}: the mean held-out error is {over}")
+    if error.max_error > MAX_ERROR_LIMIT:
+        over = f"{error.max_error:.1%} (over {MAX_ERROR_LIMIT:.0%})"
+        worst = ", ".join(f"{key} {size}" for key, size in (error.worst or {}).items())
+        lines.append(f"{phase}: the largest held-out error is {over}, at {worst}")
     return lines
 
 
 # --- errors ------------------------------------------------------------------------------------------
 
 
-def errors_on(predict: FittedTimes, points: Sequence[Point]) -> ErrorSummary:
-    """Relative errors of `predict(batch, length)` on `points`."""
-    return _summary(points, _errors(predict, points))
+def errors_on(fitted: Fitted, points: Sequence[Point]) -> _Array:
+    """Relative errors of a fit on `points`."""
+    return np.array([abs(seconds_of(fitted, p.batch, p.length, p.passes) / p.seconds - 1.0) for p in points])
 
 
-def _errors(predict: FittedTimes, points: Sequence[Point]) -> list[float]:
-    return [abs(predict(p.batch, p.length, p.passes) / p.seconds - 1.0) for p in points]
+def _corners(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
+    """The corners of the grid, and the other points (all, where there are no others)."""
+    batches, lengths = [p.batch for p in points], [p.length for p in points]
+    ends = {min(batches), max(batches)}, {min(lengths), max(lengths)}
+    corners = [p for p in points if p.batch in ends[0] and p.length in ends[1]]
+    return corners, [p for p in points if p not in corners] or list(points)
 
 
-def held_out_errors(points: Sequence[Point], form: _AnyForm, *, tile: int = 1) -> ErrorSummary:
+def held_out_errors(points: Sequence[Point], form: _AnyForm, *, tile: int = 1) -> _Array:
     """Relative errors on points left out of the fit, each once (cross-validation, no randomness).
 
     The four corners of the grid are never left out: without its corner a fit would have to extrapolate
     to it, which the finished one never has to within the grid.
     """
-    ends = [{min(axis), max(axis)} for axis in ([p.batch for p in points], [p.length for p in points])]
-    corners = [p for p in points if p.batch in ends[0] and p.length in ends[1]]
-    points = [p for p in points if p not in corners] or points
+    corners, points = _corners(points)
     folds = min(len(points), _FOLDS)
-    errors = [0.0] * len(points)
+    errors = np.zeros(len(points))
     for fold in range(folds):
         # A stride that shares no factor with the grid's rows, so that no fold is a whole row of it.
         group = [i for i in range(len(points)) if (i * 7 + i // folds) % folds == fold]
         left_in = [*corners, *(p for i, p in enumerate(points) if i not in group)]
-        predict = fit_phase(left_in, form, tile=tile)
-        for i, error in zip(group, _errors(predict, [points[i] for i in group]), strict=True):
-            errors[i] = error
-    return _summary(points, errors)
+        errors[group] = errors_on(fit_form(left_in, form, tile), [points[i] for i in group])
+    return errors
 
 
-def _summary(points: Sequence[Point], errors: Sequence[float]) -> ErrorSummary:
-    worst = max(range(len(points)), key=errors.__getitem__)
-    return ErrorSummary(
-        float(np.mean(errors)),
-        float(np.median(errors)),
-        float(np.percentile(errors, 95)),
-        errors[worst],
-        len(points),
-        points[worst].batch,
-        points[worst].length,
-        points[worst].prefill_tokens,
+def _report(form: str, points: Sequence[Point], errors: _Array) -> PhaseReport:
+    worst = points[int(errors.argmax())]
+    place: dict[Literal["batch", "length", "prefill_tokens"], int] = {
+        "batch": worst.batch,
+        "length": worst.length,
+    }
+    if worst.prefill_tokens:
+        place["prefill_tokens"] = worst.prefill_tokens
+    return PhaseReport(
+        form=str(form),
+        mean_error=float(errors.mean()),
+        p95_error=float(np.percentile(errors, 95)),
+        max_error=float(errors.max()),
+        points=len(points),
+        worst=place,
     )
 
 
@@ -307,44 +285,26 @@ def fit_form(points: Sequence[Point], form: _AnyForm, tile: int = 1) -> Fitted:
     return with_grid(better, points) if form is PrefillForm.GRID else better
 
 
-def times_of(fitted: Fitted) -> FittedTimes:
-    """The times of a fitted form."""
+def seconds_of(fitted: Fitted, batch: float, length: float, passes: int = 1) -> float:
+    """Seconds that `batch` requests of `length` tokens take, in so many equal passes.
+
+    Each pass is over whole prompts or a piece of one; attention is over the whole prompt.
+    """
     if isinstance(fitted, PnormPrefill):
-        return partial(_passes_s, fitted)
+        attended = batch * length * length / passes
+        return passes * fitted.pass_s(batch * length / passes, max(1.0, batch / passes), attended)
     if isinstance(fitted, DecodeTable):
-        return partial(_steps_s, fitted)
+        return passes * fitted.step_s(batch, batch * length)
     a, b, c, d = fitted
-
-    def linear_s(batch: float, length: float, passes: int = 1) -> float:
-        longest = min(length, batch * length / passes)
-        return a * batch * length + b * batch + passes * (c * longest + d)
-
-    return linear_s
-
-
-def fit_phase(points: Sequence[Point], form: _AnyForm, *, tile: int = 1) -> FittedTimes:
-    """The times of prefill or decode, fitted in one form."""
-    return times_of(fit_form(points, form, tile))
-
-
-def _steps_s(table: DecodeTable, batch: float, length: float, passes: int = 1) -> float:
-    return passes * table.step_s(batch, batch * length)
-
-
-def _passes_s(form: PnormPrefill, batch: float, length: float, passes: int = 1) -> float:
-    """Equal passes, each over whole prompts or a piece of one; attention is over the whole prompt."""
-    return passes * form.pass_s(
-        batch * length / passes, max(1.0, batch / passes), batch * length * length / passes
-    )
+    longest = min(length, batch * length / passes)
+    return a * batch * length + b * batch + passes * (c * longest + d)
 
 
 # --- the paper's four terms ---------------------------------------------------------------------------
 
 
-def fit_linear(
-    points: Sequence[Point], *, relative: bool = True, bounded: bool = True
-) -> tuple[float, float, float, float]:
-    """Coefficients of batch*length, batch, length and 1, none negative unless `bounded` is false.
+def fit_linear(points: Sequence[Point]) -> tuple[float, float, float, float]:
+    """Coefficients of batch*length, batch, length and 1, weighted by 1/seconds, none negative.
 
     Non-negative coefficients are what keeps a prediction from falling with batch or length or below
     its floor at every batch and length, not only where it was measured.
@@ -355,13 +315,8 @@ def fit_linear(
     terms = np.stack([batch * length, batch, longest * passes, passes])
     # Every term is scaled to the size of the answer: the system is well conditioned then.
     scale = np.median(seconds) / terms.max(axis=1)
-    weights = 1.0 / seconds if relative else np.ones_like(seconds)
-    system = (terms.T * scale) * weights[:, None]
-    if bounded:
-        shares, _ = nnls(system, seconds * weights)
-        shares = np.where(shares < 1e-9, 0.0, shares)  # rounding, not work
-    else:
-        shares, *_ = np.linalg.lstsq(system, seconds * weights, rcond=None)
+    shares, _ = nnls((terms.T * scale) / seconds[:, None], np.ones(len(points)))
+    shares = np.where(shares < 1e-9, 0.0, shares)  # rounding, not work
     k1, k2, k3, k4 = (float(value) for value in shares * scale)
     return k1, k2, k3, k4
 
@@ -428,7 +383,7 @@ def shown_tile(points: Sequence[Point]) -> int | None:
 
     def error(tile: int) -> float:
         try:
-            return held_out_errors(points, PrefillForm.PNORM, tile=tile).mean
+            return float(held_out_errors(points, PrefillForm.PNORM, tile=tile).mean())
         except ProfileError:
             return math.inf
 
@@ -452,25 +407,23 @@ def with_grid(base: PnormPrefill, points: Sequence[Point]) -> PnormPrefill:
     batches = sorted({p.batch for p in points})
     lengths = sorted({p.length for p in points})
     ratio: dict[tuple[int, int], float] = {
-        (p.batch, p.length): math.log(p.seconds / _passes_s(base, p.batch, p.length, p.passes))
+        (p.batch, p.length): math.log(p.seconds / seconds_of(base, p.batch, p.length, p.passes))
         for p in points
     }
     measured = np.array([[_nearest(ratio, b, n) for n in lengths] for b in batches])
     steps_b, steps_l = _least_rises(base, batches, lengths)
     upper, lower = measured.copy(), measured.copy()
-    rows, columns = measured.shape
-    for i in range(rows):
-        for j in range(columns):
-            if i:
-                upper[i, j] = max(upper[i, j], upper[i - 1, j] - steps_b[i - 1, j])
-            if j:
-                upper[i, j] = max(upper[i, j], upper[i, j - 1] - steps_l[i, j - 1])
-    for i in reversed(range(rows)):
-        for j in reversed(range(columns)):
-            if i + 1 < rows:
-                lower[i, j] = min(lower[i, j], lower[i + 1, j] + steps_b[i, j])
-            if j + 1 < columns:
-                lower[i, j] = min(lower[i, j], lower[i, j + 1] + steps_l[i, j])
+    nodes = list(np.ndindex(measured.shape))
+    for i, j in nodes:
+        if i:
+            upper[i, j] = max(upper[i, j], upper[i - 1, j] - steps_b[i - 1, j])
+        if j:
+            upper[i, j] = max(upper[i, j], upper[i, j - 1] - steps_l[i, j - 1])
+    for i, j in reversed(nodes):
+        if i + 1 < len(batches):
+            lower[i, j] = min(lower[i, j], lower[i + 1, j] + steps_b[i, j])
+        if j + 1 < len(lengths):
+            lower[i, j] = min(lower[i, j], lower[i, j + 1] + steps_l[i, j])
     logs = (upper + lower) / 2
     ratios = tuple(tuple(float(x) for x in row) for row in logs)
     return replace(base, grid=PrefillGrid(tuple(batches), tuple(lengths), ratios))
@@ -493,14 +446,12 @@ def _least_rises(base: PnormPrefill, batches: Sequence[int], lengths: Sequence[i
     log_b, log_l = np.log(batches), np.log(lengths)
     steps_b = np.empty((len(batches) - 1, len(lengths)))
     steps_l = np.empty((len(batches), len(lengths) - 1))
-    for i in range(len(batches) - 1):
-        for j in range(len(lengths)):
-            slope = base.elasticity(batches[i], lengths[max(0, j - 1)])[0]
-            steps_b[i, j] = slope * (log_b[i + 1] - log_b[i])
-    for i in range(len(batches)):
-        for j in range(len(lengths) - 1):
-            slope = base.elasticity(batches[max(0, i - 1)], lengths[j])[1]
-            steps_l[i, j] = slope * (log_l[j + 1] - log_l[j])
+    for i, j in np.ndindex(steps_b.shape):
+        slope = base.elasticity(batches[i], lengths[max(0, j - 1)])[0]
+        steps_b[i, j] = slope * (log_b[i + 1] - log_b[i])
+    for i, j in np.ndindex(steps_l.shape):
+        slope = base.elasticity(batches[max(0, i - 1)], lengths[j])[1]
+        steps_l[i, j] = slope * (log_l[j + 1] - log_l[j])
     # Beyond the grid's lower edges the correction is constant along one axis and varies along the other,
     # where the base is flatter still: there the slope at batch 1 and one token counts.
     steps_b[:, 0] = [base.elasticity(b, 1)[0] * (log_b[i + 1] - log_b[i]) for i, b in enumerate(batches[:-1])]
@@ -551,7 +502,6 @@ def assumed_mixed(latency: LatencyModel) -> MixedTerm:
 
 
 def mixed_s(latency: LatencyModel, point: Point) -> float:
-    """Seconds that a model predicts for a mixed point."""
     tokens = point.prefill_tokens
     return latency.mixed_step_s(tokens, 1.0, tokens, point.batch, point.batch * point.length)
 
@@ -574,11 +524,11 @@ def fit_mixed(latency: LatencyModel, points: Sequence[Point]) -> MixedTerm:
     return MixedTerm(*(float(value) for value in start * np.exp(best.x)))
 
 
-def held_out_mixed_errors(latency: LatencyModel, points: Sequence[Point]) -> ErrorSummary:
+def held_out_mixed_errors(latency: LatencyModel, points: Sequence[Point]) -> _Array:
     """Relative errors of mixed points, each left out of the fit once."""
     errors = []
     for index, point in enumerate(points):
         others = [p for i, p in enumerate(points) if i != index]
         model = replace(latency, mixed=fit_mixed(latency, others))
         errors.append(abs(mixed_s(model, point) / point.seconds - 1.0))
-    return _summary(points, errors)
+    return np.array(errors)

@@ -1,8 +1,4 @@
-"""Grid of a sweep: the points, clipped to what the server can hold, and their purpose.
-
-Pure. Every point fits the server's context, its KV cache with room to spare (no sequence is
-preempted) and its number of sequences; what was clipped or left out is said.
-"""
+"""Grid of a sweep, clipped to the server: its context, its KV cache, its number of sequences."""
 
 from __future__ import annotations
 
@@ -39,7 +35,6 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all requests together."""
         return self.batch * self.length + self.prefill_tokens
 
     def __str__(self) -> str:

@@ -1,7 +1,4 @@
-"""A picture of a fit: measured points against the fitted lines, and the residuals, for both phases.
-
-A line is what the profile predicts, a point what was measured; nothing is left out.
-"""
+"""A picture of a fit: measured points against the fitted lines, and the residuals, for both phases."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hetlb.plots import line_style, new_figure, save_figure, tidy
-from hetlb.profiler.fit import FitResult, Point, StepKind
+from hetlb.profiler.fit import FitResult, Point, StepKind, seconds_of
 
 
 def write_plot(
@@ -26,12 +23,9 @@ def write_plot(
     """
     figure = new_figure(11, 7)
     axes = figure.subplots(2, 2, height_ratios=(3, 1.3), sharex="col")
-    phases = (
-        (StepKind.PREFILL, result.prefill, "prompt tokens"),
-        (StepKind.DECODE, result.decode, "cached tokens"),
-    )
-    for column, (phase, phase_fit, tokens) in enumerate(phases):
-        predict, top, bottom = result.predict[phase], axes[0][column], axes[1][column]
+    phases = ((StepKind.PREFILL, "prompt tokens"), (StepKind.DECODE, "cached tokens"))
+    for column, (phase, tokens) in enumerate(phases):
+        fitted, top, bottom = result.forms[phase], axes[0][column], axes[1][column]
         of_phase = [p for p in points if p.phase is phase]
         measured = sorted({p.length for p in of_phase})
         low, high = measured[0], measured[-1]
@@ -41,15 +35,15 @@ def write_plot(
             group = [p for p in of_phase if p.batch == batch]
             at = [p.length for p in group]
             passes = [_passes(phase, batch * n, max_num_batched_tokens) for n in lengths]
-            curve = [predict(batch, n, k) * 1e3 for n, k in zip(lengths, passes, strict=True)]
+            curve = [seconds_of(fitted, batch, n, k) * 1e3 for n, k in zip(lengths, passes, strict=True)]
             top.plot(lengths, curve, **look)
             seconds = [p.seconds * 1e3 for p in group]
             top.plot(at, seconds, "o", color=look["color"], markersize=4.5, label=f"batch {batch}")
-            residuals = [100 * (predict(batch, p.length, p.passes) / p.seconds - 1) for p in group]
+            residuals = [100 * (seconds_of(fitted, batch, p.length, p.passes) / p.seconds - 1) for p in group]
             bottom.plot(at, residuals, "o-", color=look["color"], markersize=3, linewidth=0.7)
-        error = phase_fit.error
-        figures = f"held-out error mean {error.mean:.1%}, p95 {error.p95:.1%}, max {error.max:.1%}"
-        top.set_title(f"{phase} ({phase_fit.form}): {figures}", fontsize=10)
+        of = result.reports[phase]
+        figures = f"mean {of.mean_error:.1%}, p95 {of.p95_error:.1%}, max {of.max_error:.1%}"
+        top.set_title(f"{phase} ({of.form}): held-out error {figures}", fontsize=10)
         top.set(xscale="log", yscale="log", ylabel="ms" if column == 0 else "ms a step")
         top.legend(fontsize=7, ncols=3, loc="upper left")
         bottom.set(ylabel="fitted / measured - 1, %", xlabel=tokens)

@@ -1,7 +1,6 @@
 """Samples on disk as they are measured, so that an interrupted sweep goes on where it was.
 
-A line is one sample, written and flushed before the next is measured; a half-written last line
-is dropped. A file of another server, model or version is refused, not mixed in.
+A half-written last line is dropped. A file of another server, model or version is refused.
 """
 
 from __future__ import annotations
@@ -62,20 +61,12 @@ class SampleFile:
             ) from error
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Keep samples."""
         for sample in samples:
             self._write(sample)
             self.samples.append(sample)
 
     def close(self) -> None:
-        """Close the file; it stays."""
         self._file.close()
-
-    def __enter__(self) -> SampleFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def remove(self) -> None:
         """The profile is written: the samples are in it."""

@@ -37,7 +37,6 @@ def errors_table(profile: Profile) -> Table:
 
 
 def print_profile(profile: Profile) -> None:
-    """Origin, constants, errors and predicted times."""
     console = Console(highlight=False)
     console.print(f"[bold]{profile.name}[/bold]")
     for key in ("hardware", "model", "engine", "source"):
@@ -106,7 +105,6 @@ def listing(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def listing_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """The rows of `listing`."""
     cells = [
         (
             Path(row["file"]).name,
@@ -155,7 +153,6 @@ def comparison(a: Profile, b: Profile) -> dict[str, Any]:
 
 
 def print_comparison(found: Mapping[str, Any]) -> None:
-    """The document of `comparison` as a table."""
     rows = []
     for each in found["points"]:
         a_s, b_s = each["a_s"], each["b_s"]

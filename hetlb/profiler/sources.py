@@ -1,15 +1,12 @@
-"""Points without a live server: measured grids in CSV files, and the roofline of a GPU.
-
-Wrong input is one `ProfileError` line with file, line, column and value; what no hardware has
-confirmed says so (`measured: false`).
-"""
+"""Points without a live server: grids in CSV files, the roofline of a GPU; and profiles of points."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from statistics import median
+from typing import Any
 
 import msgspec
 
@@ -19,7 +16,6 @@ from hetlb.config.profile_file import (
     Hardware,
     HostTime,
     ModelInfo,
-    PhaseReport,
     Profile,
     ProfileSource,
     RawGrid,
@@ -36,8 +32,6 @@ from hetlb.profiler.fit import (
     DEFAULT_DECODE_GRID,
     DEFAULT_PREFILL_GRID,
     MIXED_FACTOR,
-    DecodeForm,
-    ErrorSummary,
     FitResult,
     Point,
     PrefillForm,
@@ -45,9 +39,50 @@ from hetlb.profiler.fit import (
     assumed_mixed,
     fit,
     merge_repeats,
-    shown_tile,
 )
-from hetlb.profiler.measurements import Measurements
+
+#: Tokens of a tile where no point shows it: the usual size of GPU kernels of matrix products.
+ASSUMED_TILE = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """Points, their source, and the engine, hardware and model as far as the source knows them.
+
+    `host` is None where the points hold no host time. `tile` is taken where they show none. `lone` are prompt
+    tokens and seconds of single requests. `split_blocks`: sequences that fill the GPU with one block per KV
+    head, where contexts are split (`SplitKv`). `where` leads errors; `name` is the profile's where nothing
+    else names it.
+    """
+
+    points: tuple[Point, ...]
+    source: ProfileSource
+    engine: EngineInfo
+    hardware: Hardware | None = None
+    model: ModelInfo | None = None
+    host: HostTime | None = None
+    tile: int | None = ASSUMED_TILE
+    lone: tuple[tuple[int, float], ...] = ()
+    split_blocks: float | None = None
+    assumed: tuple[str, ...] = ()
+    where: str = ""
+    name: str = ""
+
+    @property
+    def gpu(self) -> str | None:
+        return None if self.hardware is None else self.hardware.gpu
+
+    @property
+    def own_name(self) -> str:
+        """Name of a profile of these points: GPU, model and degree."""
+        degree = self.engine.tensor_parallel_size
+        parts = (self.gpu, self.model and self.model.name, degree and f"tp{degree}")
+        return "-".join(part for part in parts if part).lower().replace("/", "-") or self.name
+
+    def request_s(self, latency: LatencyModel) -> float:
+        """Seconds that the server adds to a request beyond its prefill: the median of the lone ones."""
+        return max(0.0, median(seconds - latency.prefill_s(tokens) for tokens, seconds in self.lone))
+
 
 REQUIRED_COLUMNS = ("phase", "batch", "length", "latency_ms")
 #: Of mixed rows: the prompt tokens beside `batch` decodes over `length` cached tokens each.
@@ -133,7 +168,6 @@ class Roofline:
     step_overhead_s: float = 0.002
 
     def seconds(self, phase: StepKind, batch: int, length: int) -> float:
-        """The estimate for one point."""
         tokens = batch * (length if phase is StepKind.PREFILL else 1)
         # Two FLOPs a weight; attention's own FLOPs are left out, as a roofline of dense work does.
         flops = 2.0 * self.parameters * tokens
@@ -143,7 +177,6 @@ class Roofline:
         return max(compute_s, memory_s) + self.step_overhead_s
 
     def points(self) -> list[Point]:
-        """The default sweep."""
         grids = ((StepKind.PREFILL, DEFAULT_PREFILL_GRID), (StepKind.DECODE, DEFAULT_DECODE_GRID))
         return [Point(phase, b, n, self.seconds(phase, b, n)) for phase, grid in grids for b, n in grid]
 
@@ -183,77 +216,43 @@ def profile_of(
     host = found.host
     if host is None:
         host = assumed_host(asynchronous) if iteration_s is None else HostTime(iteration_s=iteration_s)
-    prefill = [point for point in found.points if point.phase is StepKind.PREFILL]
-    usual = None if shown_tile(prefill) else found.tile
     try:
-        result = fit(found.points, form=form, tile=tile or usual)
+        result = fit(found.points, form=form, tile=tile, usual_tile=found.tile)
     except (ProfileError, RuntimeError, ValueError) as error:
         lead = "" if isinstance(error, ProfileError) else "expected points that a model can be fitted to: "
         where = f"{found.where}: " if found.where else ""
         raise ProfileError(f"{where}{lead}{error}") from error
-    if tile is not None:
-        result = replace(result, tile=tile)
     result, assumed = complete(result, found.points, host, asynchronous, found.split_blocks)
     if found.lone:
         host = msgspec.structs.replace(host, request_s=found.request_s(result.latency))
-    profile = make_profile(
-        name or found.own_name,
-        found.points,
-        result,
-        source=found.source,
-        hardware=found.hardware,
-        model=found.model,
-        engine=found.engine,
-        host=host,
-        assumed=(*assumed, *found.assumed),
-    )
-    return profile, result
+    found = replace(found, host=host, assumed=(*assumed, *found.assumed))
+    return make_profile(name or found.own_name, found, result), result
 
 
-def make_profile(
-    name: str,
-    points: tuple[Point, ...],
-    result: FitResult,
-    *,
-    source: ProfileSource,
-    hardware: Hardware | None = None,
-    model: ModelInfo | None = None,
-    engine: EngineInfo | None = None,
-    host: HostTime | None = None,
-    assumed: tuple[str, ...] = (),
-) -> Profile:
+def make_profile(name: str, found: Measurements, result: FitResult) -> Profile:
     """A profile of fitted points, its errors and the points themselves."""
-    prefill, decode, latency = result.prefill.error, result.decode.error, result.latency
+    prefill, decode = result.reports["prefill"], result.reports["decode"]
     weight = prefill.points + decode.points
-    reports = {
-        "prefill": _report(result.prefill.form, prefill),
-        "decode": _report(result.decode.form, decode),
-    }
-    if latency.better_prefill is not None:
-        reports["prefill_paper"] = _report(PrefillForm.PAPER, result.prefill.held_out[PrefillForm.PAPER])
-    if latency.better_decode is not None:
-        reports["decode_paper"] = _report(DecodeForm.PAPER, result.decode.held_out[DecodeForm.PAPER])
-    if result.mixed is not None:
-        reports["mixed"] = _report("kernels", result.mixed)
-    by_phase = {phase: [p for p in points if p.phase is phase] for phase in StepKind}
+    mean = (prefill.mean_error * prefill.points + decode.mean_error * decode.points) / weight
+    by_phase = {phase: [p for p in found.points if p.phase is phase] for phase in StepKind}
     passes = tuple(p.passes for p in by_phase[StepKind.PREFILL])
     return Profile(
         version=2,
         name=name,
-        hardware=hardware,
-        model=model,
-        engine=engine or EngineInfo(),
-        **sections(latency),
-        host=host,
-        assumed=assumed,
+        hardware=found.hardware,
+        model=found.model,
+        engine=found.engine,
+        **sections(result.latency),
+        host=found.host,
+        assumed=found.assumed,
         fit=FitReport(
-            mean_error=(prefill.mean * prefill.points + decode.mean * decode.points) / weight,
-            p95_error=max(prefill.p95, decode.p95),
-            max_error=max(prefill.max, decode.max),
+            mean_error=mean,
+            p95_error=max(prefill.p95_error, decode.p95_error),
+            max_error=max(prefill.max_error, decode.max_error),
             points=weight,
-            **reports,
+            **result.reports,
         ),
-        source=source,
+        source=found.source,
         grid=RawGrid(
             prefill=tuple((p.batch, p.length, p.seconds) for p in by_phase[StepKind.PREFILL]),
             decode=tuple((p.batch, p.length, p.seconds) for p in by_phase[StepKind.DECODE]),
@@ -338,30 +337,12 @@ def complete(
 _LONG = 16384
 
 
-def _report(form: str, error: ErrorSummary) -> PhaseReport:
-    worst: dict[Literal["batch", "length", "prefill_tokens"], int] = {
-        "batch": error.worst_batch,
-        "length": error.worst_length,
-    }
-    if error.worst_prefill_tokens:
-        worst["prefill_tokens"] = error.worst_prefill_tokens
-    return PhaseReport(
-        form=str(form),
-        mean_error=error.mean,
-        p95_error=error.p95,
-        max_error=error.max,
-        points=error.points,
-        worst=worst,
-    )
-
-
 def profile_text(profile: Profile) -> str:
     """The profile as YAML that reads well: one line per row of a grid, 6 digits, nothing that is empty."""
     return yaml_text(_written(msgspec.to_builtins(profile)))
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Write the file whole or not at all. Raises `ProfileError`."""
     write_text(path, profile_text(profile), ProfileError)
 
 

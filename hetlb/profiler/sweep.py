@@ -3,8 +3,7 @@
 A prefill is timed from the moment the engine is free for it (a short prompt before it keeps the
 engine busy while the server reads the request) to the last first token, so that HTTP is left out of it; a
 decode step is timed while all of the batch run, from the stream. The engine's own counters say whether
-other requests ran on it or a sequence was preempted meanwhile: such a sample is not kept. Every sample is in
-the file before the next begins. No point is measured again while another waits for its first sample.
+other requests ran on it or a sequence was preempted meanwhile: such a sample is not kept.
 """
 
 from __future__ import annotations
@@ -14,17 +13,12 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from statistics import median
 
 from hetlb.core.engine_metrics import EngineCounters
 from hetlb.errors import HetlbError, InputError
-from hetlb.profiler.client import (
-    EngineClient,
-    ServerFacts,
-    TokenTimes,
-    distinct_prompts,
-)
+from hetlb.profiler.client import EngineClient, ServerFacts, TokenTimes, distinct_prompts
 from hetlb.profiler.fit import Point, StepKind, merge_repeats
 from hetlb.profiler.grid import DECODE_ROOM, Size, token_budget
 from hetlb.profiler.sample_file import Sample, SampleFile
@@ -63,16 +57,6 @@ class BusyError(HetlbError):
 
 
 @dataclass(frozen=True, slots=True)
-class SweepProgress:
-    """Progress of a sweep: samples taken and planned, and the one measured now."""
-
-    done: int
-    planned: int
-    now: Size
-    left_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class SweepResult:
     """Result of a sweep: points (medians of their samples), and the facts learnt of the engine."""
 
@@ -103,77 +87,63 @@ async def learn_max_num_seqs(client: EngineClient, facts: ServerFacts, rng: rand
     blocks = capacity.kv_cache_tokens // (capacity.block_size or 16)
     count = min(_MOST_SEQS, blocks // 2)
     answer = await client.send(distinct_prompts(rng, count, 4), 64)
-    reading = asyncio.create_task(answer.read())
-    seen: int | None = None
-    try:
-        while not reading.done():
+    seen = found = None
+    async with answer.reading() as reading:
+        while not reading.done() and found is None:
             sample = await client.sample()
             running = sample.running or 0
             if sample.waiting and (sample.kv_usage or 0.0) < 0.9:
                 # vLLM admits prompts over several iterations: two looks alike and a queue mean the limit.
-                if running and running == seen:
-                    return running
+                found = running if running and running == seen else None
                 seen = running
             await asyncio.sleep(_POLL_S * 2)
-        await reading
-        return None
-    finally:
-        answer.close()
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-        await settled(client, facts)
+        if found is None:
+            await reading
+    await settled(client, facts)
+    return found
 
 
+@dataclass
 class Sweep:
     """One sweep over one server."""
 
-    def __init__(
-        self,
-        client: EngineClient,
-        facts: ServerFacts,
-        sizes: Sequence[Size],
-        file: SampleFile,
-        *,
-        budget_s: float,
-        repeats: int = REPEATS,
-        force: bool = False,
-        max_num_batched_tokens: int | None = None,
-        rng: random.Random,
-        on_progress: Callable[[SweepProgress], None] = lambda _: None,
-    ) -> None:
-        self._client = client
-        self._facts = facts
-        self._sizes = list(sizes)
-        self._file = file
-        self._budget_s = budget_s
-        self._repeats = repeats
-        self._force = force
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._rng = rng
-        self._on_progress = on_progress
-        self._deadline = 0.0
-        self._token_s = 0.0
-        self._first_step_s = 0.0
+    client: EngineClient
+    facts: ServerFacts
+    sizes: Sequence[Size]
+    file: SampleFile
+    _: KW_ONLY
+    budget_s: float
+    repeats: int = REPEATS
+    force: bool = False
+    max_num_batched_tokens: int | None = None
+    rng: random.Random
+    on_progress: Callable[..., object] = lambda **_: None
+
+    def __post_init__(self) -> None:
+        #: Tokens of a request at most.
+        self._context = self.facts.capacity.max_model_len or 1 << 20
+        self._deadline = self._token_s = self._first_step_s = 0.0
         self._step_s: dict[Size, float] = {}
-        most = max((size.batch for size in sizes if size.phase is not StepKind.PREFILL), default=0)
-        longest = max((size.length for size in sizes if size.phase is not StepKind.PREFILL), default=0)
+        decodes = [size for size in self.sizes if size.phase is not StepKind.PREFILL]
+        most = max((size.batch for size in decodes), default=0)
+        longest = max((size.length for size in decodes), default=0)
         # Decode points share their prompts, each a beginning of the same: where the engine keeps
         # prefixes, a prompt is prefilled once and not once per point.
-        self._decode_prompts = distinct_prompts(rng, most, longest)
+        self._decode_prompts = distinct_prompts(self.rng, most, longest)
 
     async def run(self) -> SweepResult:
         """Measure. Raises `BusyError`, `InputError` (the budget is too small) or `ServerFailed`."""
-        self._deadline = time.monotonic() + self._budget_s
+        self._deadline = time.monotonic() + self.budget_s
         await self._warm_up()
         given_up: dict[Size, str] = {
-            sample.size: sample.reason for sample in self._file.samples if sample.reason is not None
+            sample.size: sample.reason for sample in self.file.samples if sample.reason is not None
         }
-        taken = {size: 0 for size in self._sizes if size not in given_up}
-        for sample in self._file.samples:
+        taken = {size: 0 for size in self.sizes if size not in given_up}
+        for sample in self.file.samples:
             if sample.size in taken:
                 taken[sample.size] += 1
         self._leave_out(taken, given_up)
-        for repeat in range(1, self._repeats * _MORE_REPEATS + 1):
+        for repeat in range(1, self.repeats * _MORE_REPEATS + 1):
             for size in sorted(taken, key=_order):
                 if taken.get(size, repeat) >= repeat or not self._wanted(size, taken):
                     continue
@@ -182,7 +152,7 @@ class Sweep:
                     continue
                 self._tell(size, taken, left_s)
                 sample = await self._undisturbed(size)
-                self._file.add([sample])
+                self.file.add([sample])
                 if sample.reason is None:
                     taken[size] += 1
                 else:
@@ -194,17 +164,18 @@ class Sweep:
         more = {size: self._wanted(size, taken) for size in taken}
         rest_s = sum(self._cost_s(size) * count for size, count in more.items())
         done = sum(taken.values())
-        left_s = max(0.0, min(rest_s, left_s))
-        self._on_progress(SweepProgress(done, done + sum(more.values()), now, left_s))
+        total = done + sum(more.values())
+        note = f"{done}/{total}, about {max(0.0, min(rest_s, left_s)):.0f} s left"
+        self.on_progress(description=str(now), completed=done, total=total, note=note)
 
     # --- planning ---
 
     def _wanted(self, size: Size, taken: dict[Size, int]) -> int:
         """Further samples wanted of a point: those asked for, then one more while they differ."""
         count = taken.get(size, 0)
-        if count < self._repeats:
-            return self._repeats - count
-        seconds = [s.seconds for s in self._file.samples if s.size == size and s.seconds is not None]
+        if count < self.repeats:
+            return self.repeats - count
+        seconds = [s.seconds for s in self.file.samples if s.size == size and s.seconds is not None]
         middle = median(seconds)
         return int(median(abs(each / middle - 1.0) for each in seconds) > _NOISY)
 
@@ -212,14 +183,14 @@ class Sweep:
         """Leave out the dearest points until one sample of each fits most of the budget."""
         while True:
             cost = {size: self._cost_s(size) for size, count in taken.items() if not count}
-            if sum(cost.values()) <= 0.85 * self._budget_s:
+            if sum(cost.values()) <= 0.85 * self.budget_s:
                 return
             by_phase = {phase: [size for size in taken if size.phase is phase] for phase in StepKind}
             droppable = [size for size in cost if len(by_phase[size.phase]) > _LEAST[size.phase]]
             if not droppable:
                 raise InputError(
                     f"--budget: expected at least {math.ceil(sum(cost.values()) / 0.85)}s for a server as "
-                    f"slow as this one, got {self._budget_s:.1f}s for measuring"
+                    f"slow as this one, got {self.budget_s:.1f}s for measuring"
                 )
             dearest = max(droppable, key=lambda size: (cost[size], size))
             del taken[dearest]
@@ -231,7 +202,7 @@ class Sweep:
             return (size.tokens + self._plug_tokens(size)) * self._token_s + 0.05
         step_s = self._step_s.get(size, self._near_step_s(size.batch))
         # With prefixes kept, a point's first sample prefills its prompts; what longer ones left counts.
-        read = 0 if self._facts.prefix_cache and size in self._step_s else size.tokens
+        read = 0 if self.facts.prefix_cache and size in self._step_s else size.tokens
         return read * self._token_s + self._steps(size) * step_s + 0.05
 
     def _near_step_s(self, batch: int) -> float:
@@ -241,8 +212,7 @@ class Sweep:
     def _plug_tokens(self, size: Size, lead_s: float = _LEAD_S) -> int:
         seconds = lead_s + _READ_S + _READ_S_PER_TOKEN * size.tokens
         least, most = _PLUG_TOKENS
-        limit = self._facts.capacity.max_model_len
-        most = min(most, limit - 1) if limit is not None else most
+        most = min(most, self._context - 1)
         return max(1, min(most, max(least, round(seconds / max(self._token_s, 1e-9)))))
 
     def _steps(self, size: Size) -> int:
@@ -253,16 +223,15 @@ class Sweep:
 
     async def _warm_up(self) -> None:
         """First requests compile and allocate; they also say how fast the server is, roughly."""
-        limit = self._facts.capacity.max_model_len
-        length = min(_WARM_UP_TOKENS, (limit or _WARM_UP_TOKENS + 9) - 9)
+        length = max(1, min(_WARM_UP_TOKENS, self._context - 9))
         for _ in range(2):
-            prompts = distinct_prompts(self._rng, 2, max(1, length))
+            prompts = distinct_prompts(self.rng, 2, length)
             started = time.monotonic()
-            times = await self._client.complete(prompts, 8)
+            times = await self.client.complete(prompts, 8)
             first_s = max(one.first_s for one in times)
             self._token_s = (first_s - started) / (2 * length)
             self._first_step_s = (max(one.last_s for one in times) - first_s) / 7
-        if not await settled(self._client, self._facts) and not self._force:
+        if not await settled(self.client, self.facts) and not self.force:
             raise BusyError("the server is busy with the work of others (--force measures all the same)")
 
     async def _undisturbed(self, size: Size) -> Sample:
@@ -270,7 +239,7 @@ class Sweep:
         whole, merged = True, False
         for attempt in range(_TRIES):
             whole, merged = True, False
-            if not await settled(self._client, self._facts) and not self._force:
+            if not await settled(self.client, self.facts) and not self.force:
                 break
             before = await self._counters()
             if size.phase is StepKind.PREFILL:
@@ -279,7 +248,7 @@ class Sweep:
                 seconds, expected = await (self._decode if size.phase is StepKind.DECODE else self._mixed)(
                     size
                 )
-            await settled(self._client, self._facts)
+            await settled(self.client, self.facts)
             after = await self._counters()
             iterations = None
             if before is not None and after is not None:
@@ -287,7 +256,7 @@ class Sweep:
                     return Sample(size, reason="the engine preempted requests: its KV cache was full")
                 read = _more(before.prompt_tokens, after.prompt_tokens)
                 cached = size.phase is StepKind.PREFILL and _more(before.cached_tokens, after.cached_tokens)
-                if (read != expected or cached) and not self._force:
+                if (read != expected or cached) and not self.force:
                     continue
                 if size.phase is StepKind.PREFILL and read == expected:
                     more = _more(before.iterations, after.iterations)
@@ -304,21 +273,17 @@ class Sweep:
         return Sample(size, reason="its requests never ran all at once")
 
     async def _counters(self) -> EngineCounters | None:
-        return await self._client.counters() if self._facts.counts else None
+        return await self.client.counters() if self.facts.counts else None
 
     async def _prefill(self, size: Size, lead_s: float) -> tuple[float | None, int]:
         """Seconds to prefill a batch, and the prompt tokens that all of it took."""
         plug = self._plug_tokens(size, lead_s)
-        prompts = distinct_prompts(self._rng, size.batch, size.length)
-        ahead = await self._client.send(distinct_prompts(self._rng, 1, plug), 1)
-        read = asyncio.create_task(ahead.read())
-        try:
+        prompts = distinct_prompts(self.rng, size.batch, size.length)
+        ahead = await self.client.send(distinct_prompts(self.rng, 1, plug), 1)
+        async with ahead.reading() as read:
             await asyncio.sleep(lead_s)
-            answer = await self._client.send(prompts, 1)
+            answer = await self.client.send(prompts, 1)
             times, (plugged,) = await answer.read(), await read
-        finally:
-            read.cancel()
-            await asyncio.gather(read, return_exceptions=True)
         # Where the plug was too short the engine began when the request had been read.
         began = max(plugged.last_s, answer.head_s)
         seconds = max(one.first_s for one in times) - began
@@ -333,11 +298,8 @@ class Sweep:
         prompts, tokens = await self._fill(size, length)
         # Until the last prompt is prefilled those before it decode already.
         behind = self._passes(self._unread_tokens(size.batch, length))
-        asked = min(steps + behind + 4, DECODE_ROOM + steps // 2)
-        limit = self._facts.capacity.max_model_len
-        if limit is not None:
-            asked = min(asked, limit - length)
-        times = await self._client.complete(prompts, asked)
+        asked = min(steps + behind + 4, DECODE_ROOM + steps // 2, self._context - length)
+        times = await self.client.complete(prompts, asked)
         seconds = _together(times)
         if seconds is not None:
             self._step_s[size] = seconds
@@ -347,16 +309,16 @@ class Sweep:
         """The prompts of the decodes of a point, kept where prefixes are; and the tokens it took."""
         prompts = [prompt[:length] for prompt in self._decode_prompts[: size.batch]]
         tokens = size.batch * length
-        if self._facts.prefix_cache and size.batch > 1:
-            await self._client.complete(prompts, 1)
+        if self.facts.prefix_cache and size.batch > 1:
+            await self.client.complete(prompts, 1)
             tokens *= 2
         return prompts, tokens
 
     def _unread_tokens(self, batch: int, length: int) -> int:
         """Prompt tokens left to prefill after `_fill`: a cache of prefixes keeps whole blocks."""
-        if not self._facts.prefix_cache or batch == 1:
+        if not self.facts.prefix_cache or batch == 1:
             return batch * length
-        block = self._facts.capacity.block_size or 1
+        block = self.facts.capacity.block_size or 1
         return batch * (length - (length - 1) // block * block)
 
     def _passes(self, tokens: int) -> int:
@@ -371,52 +333,43 @@ class Sweep:
         prompts, tokens = await self._fill(size, length)
         read_tokens = self._unread_tokens(size.batch, length)
         behind = self._passes(read_tokens)
-        asked = 2 * behind + steps
-        limit = self._facts.capacity.max_model_len
-        if limit is not None:
-            asked = min(asked, limit - length)
-        answer = await self._client.send(prompts, asked)
-        reading = asyncio.create_task(answer.read())
-        try:
+        asked = min(2 * behind + steps, self._context - length)
+        answer = await self.client.send(prompts, asked)
+        async with answer.reading() as reading:
             # Until the last prompt of the decodes is prefilled, and some steps more.
             await asyncio.sleep(1.2 * read_tokens * self._token_s + _BEFORE_PROMPT * step_s)
-            prompt = distinct_prompts(self._rng, 1, size.prefill_tokens)
-            (alone,) = await self._client.complete(prompt, 1)
+            prompt = distinct_prompts(self.rng, 1, size.prefill_tokens)
+            (alone,) = await self.client.complete(prompt, 1)
             times = await reading
-        finally:
-            answer.close()
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
         return _gap_at(times, alone.first_s), tokens + size.prefill_tokens
 
     async def lone_requests(self) -> list[tuple[int, float]]:
         """Prompt tokens and seconds to the first token of requests that nothing else disturbs."""
         found = []
-        limit = (self._facts.capacity.max_model_len or 512) - 2
         for number in range(_LONE):
-            await settled(self._client, self._facts)
-            tokens = max(1, min(limit, 32 * (1 + number)))
-            prompts = distinct_prompts(self._rng, 1, tokens)
+            await settled(self.client, self.facts)
+            tokens = max(1, min(self._context - 2, 32 * (1 + number)))
+            prompts = distinct_prompts(self.rng, 1, tokens)
             started = time.monotonic()
-            (times,) = await self._client.complete(prompts, 1)
+            (times,) = await self.client.complete(prompts, 1)
             found.append((tokens, times.first_s - started))
         return found
 
     # --- the result ---
 
     def _budget_tokens(self) -> int | None:
-        if self._max_num_batched_tokens is not None:
-            return self._max_num_batched_tokens
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
         return token_budget(
             (sample.size.batch, sample.size.length, sample.iterations)
-            for sample in self._file.samples
+            for sample in self.file.samples
             if sample.size.phase is StepKind.PREFILL and sample.iterations
         )
 
     def _result(self, given_up: dict[Size, str]) -> SweepResult:
         budget = self._budget_tokens()
         points = []
-        for sample in self._file.samples:
+        for sample in self.file.samples:
             size, passes = sample.size, 1
             if sample.seconds is None or size in given_up:
                 continue

@@ -1,7 +1,7 @@
 """Access: tokens, keys, certificates and networks of clients, operators and engines.
 
-Files and variables are read whole at start and at reload, never for a request; an error names the
-key of the fleet file and where it points, never what stands there, and no secret is in a `repr`.
+Files and variables are read at start and at reload; an error names the key of the fleet file and where it
+points, never what stands there, and no secret is in a `repr`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hetlb.addresses import Network, is_loopback
-from hetlb.config.api_keys import LimitsTable, load_api_keys
-from hetlb.config.fleet import EngineSource, Fleet, SecretSource, secret_source
+from hetlb.config.api_keys import LimitsTable, Tenant, load_api_keys
+from hetlb.config.fleet import Fleet
 from hetlb.config.fleet_tables import TlsTable
 from hetlb.errors import ConfigError
 
@@ -39,23 +39,8 @@ class EngineAccess:
     confined: bool = False
 
 
-_UNLISTED = EngineSource(key="instance")
 #: Access to an engine of which nothing is said: no key, no TLS.
 PLAIN_ACCESS = EngineAccess()
-
-
-@dataclass(frozen=True, slots=True)
-class Tenant:
-    """The owner of a client's key; `models` or `classes` None is all of them."""
-
-    name: str
-    models: frozenset[str] | None = None
-    limits: LimitsTable | None = None
-    classes: tuple[str, ...] | None = None
-
-    def may_use(self, model: str) -> bool:
-        """True if this key is for that model."""
-        return self.models is None or model in self.models
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +55,11 @@ class Access:
     admin_tls: ssl.SSLContext | None
     networks: tuple[Network, ...]
     passthrough: bool
-    authorities: _Authorities
+    contexts: dict[Path | None, ssl.SSLContext]
 
     def unlisted(self, url: str, model: str, address: str | None) -> EngineAccess:
         """Access to an instance that is in no file: the system's authorities, the key of its model."""
-        tls = self.authorities.context(_UNLISTED) if url.startswith("https:") else None
+        tls = _engine_context(None, "instance", self.contexts) if url.startswith("https:") else None
         key = _bearer(self.model_keys.get(model))
         return EngineAccess(key, self.passthrough, tls, address, confined=address is None)
 
@@ -97,102 +82,89 @@ def load_access(fleet: Fleet) -> Access:
     )
     for text in fleet.file.proxy.trusted_proxies:
         _network(text, f"{where}proxy.trusted_proxies")
-    if admin.registration and not networks:
-        _check_unconfined(fleet)
-    token = secret_source(admin.token_file, admin.token_env, f"{where}admin.token", base)
+    model_keys = {}
+    for m, model in enumerate(fleet.file.models):
+        key = read_secret(model.api_key_file, model.api_key_env, f"{where}models[{m}].api_key", base)
+        if key is not None:
+            model_keys[model.name] = key
+    gives_keys = model_keys or proxy.passthrough_authorization
+    if admin.registration and not networks and (gives_keys or not is_loopback(admin.host)):
+        raise ConfigError(
+            f"{where}admin.registration_networks: expected the networks in which instances may be registered "
+            "where keys are sent to engines or admin.host is not on loopback, but the key is missing"
+        )
+    token = read_secret(admin.token_file, admin.token_env, f"{where}admin.token", base)
     if token is None and not is_loopback(admin.host):
         raise ConfigError(
             f"{where}admin.host: expected a loopback address like 127.0.0.1 where neither admin.token_file "
             f"nor admin.token_env is set, got {admin.host!r}"
         )
-    model_keys = {name: read_secret(source) for name, source in fleet.model_keys.items()}
-    tenants = None if proxy.api_keys_file is None else _tenants(base / proxy.api_keys_file)
-    authorities = _Authorities()
+    tenants = None
+    if proxy.api_keys_file is not None:
+        tenants = {bytes.fromhex(each.sha256): each for each in load_api_keys(base / proxy.api_keys_file)}
+    contexts: dict[Path | None, ssl.SSLContext] = {}
+    engines = {}
+    for spec in fleet.instances:
+        named, table = fleet.listed[spec.name].key, fleet.listed[spec.name].table
+        key = read_secret(table.api_key_file, table.api_key_env, f"{named}.api_key", base)
+        authorities = None if table.ca_file is None else base / table.ca_file
+        engines[spec.name] = EngineAccess(
+            authorization=_bearer(model_keys.get(spec.model) if key is None else key),
+            passthrough=proxy.passthrough_authorization,
+            tls=_engine_context(authorities, named, contexts) if spec.url.startswith("https:") else None,
+            kv_bootstrap=table.kv_bootstrap,
+        )
+    listen = fleet.file.listen.tls
     return Access(
-        engines={
-            spec.name: EngineAccess(
-                authorization=_bearer(_engine_key(fleet.engines[spec.name], model_keys.get(spec.model))),
-                passthrough=proxy.passthrough_authorization,
-                tls=authorities.context(fleet.engines[spec.name]) if spec.url.startswith("https:") else None,
-                kv_bootstrap=fleet.engines[spec.name].kv_bootstrap,
-            )
-            for spec in fleet.instances
-        },
+        engines=engines,
         model_keys=model_keys,
-        admin_token=None if token is None else read_secret(token),
+        admin_token=token,
         tenants=tenants,
-        tls=_listener_context(fleet.file.listen.tls, f"{where}listen.tls", base),
-        admin_tls=_listener_context(admin.tls, f"{where}admin.tls", base),
+        tls=None if listen is None else server_context(listen, f"{where}listen.tls", base),
+        admin_tls=None if admin.tls is None else server_context(admin.tls, f"{where}admin.tls", base),
         networks=networks,
         passthrough=proxy.passthrough_authorization,
-        authorities=authorities,
+        contexts=contexts,
     )
-
-
-def _check_unconfined(fleet: Fleet) -> None:
-    """Raise `ConfigError` where registration in any network would reach or give away too much."""
-    expected = f"{fleet.where}admin.registration_networks: expected the networks "
-    if fleet.model_keys:
-        model = next(iter(fleet.model_keys))
-        raise ConfigError(f"{expected}to which the api key of {model!r} may be sent, but the key is missing")
-    if fleet.file.proxy.passthrough_authorization:
-        raise ConfigError(f"{expected}to which the clients' keys may be sent, but the key is missing")
-    if not is_loopback(fleet.file.admin.host):
-        raise ConfigError(
-            f"{expected}in which instances may be registered where admin.host is not on loopback, "
-            "but the key is missing"
-        )
 
 
 # --- secrets -----------------------------------------------------------------------------------------
 
 
-def read_secret(source: SecretSource) -> bytes:
-    """The secret of a file (without the line end) or of a variable. Raises `ConfigError`."""
-    if source.file is not None:
-        key, shown = f"{source.key}_file", repr(str(source.file))
+def read_secret(file: str | None, env: str | None, key: str, base: Path) -> bytes | None:
+    """The secret of a file (without the line end) or of a variable, None without both. Raises `ConfigError`.
+
+    `key` is what the two keys of the fleet file have in common.
+    """
+    if file is not None:
+        key, path = f"{key}_file", base / file
+        shown = repr(str(path))
         try:
-            data = source.file.read_bytes().strip()
+            data = path.read_bytes().strip()
         except OSError as caught:
             raise ConfigError(
                 f"{key}: expected a readable file, got {shown}: {os.strerror(caught.errno or 0)}"
             ) from caught
-    else:
-        assert source.env is not None, "expected a file or a variable"
+    elif env is not None:
         # A secret written here by mistake must not reach a log.
-        key = f"{source.key}_env"
-        shown = repr(source.env) if re.fullmatch("[A-Z_][A-Z0-9_]*", source.env) else "something else"
-        text = os.environ.get(source.env)
+        key = f"{key}_env"
+        shown = repr(env) if re.fullmatch("[A-Z_][A-Z0-9_]*", env) else "something else"
+        text = os.environ.get(env)
         if text is None:
             raise ConfigError(f"{key}: expected the name of a variable that is set, got {shown}")
         data = text.strip().encode("utf-8", "surrogateescape")
+    else:
+        return None
     if not re.fullmatch(rb"[!-~]{1,4096}", data):
         raise ConfigError(f"{key}: expected one word of visible ASCII in {shown}, got something else")
     return data
-
-
-def _engine_key(source: EngineSource, model_key: bytes | None) -> bytes | None:
-    return model_key if source.api_key is None else read_secret(source.api_key)
 
 
 def _bearer(key: bytes | None) -> bytes | None:
     return None if key is None else b"Bearer " + key
 
 
-def _tenants(path: Path) -> dict[bytes, Tenant]:
-    return {
-        bytes.fromhex(key.sha256): Tenant(
-            key.name, None if key.models is None else frozenset(key.models), key.limits, key.classes
-        )
-        for key in load_api_keys(path)
-    }
-
-
 # --- certificates ------------------------------------------------------------------------------------
-
-
-def _listener_context(table: TlsTable | None, key: str, base: Path) -> ssl.SSLContext | None:
-    return None if table is None else server_context(table, key, base)
 
 
 def server_context(table: TlsTable, key: str, base: Path) -> ssl.SSLContext:
@@ -229,27 +201,23 @@ def show_newest(context: ssl.SSLContext, newest: Callable[[], ssl.SSLContext | N
     context.sni_callback = choose
 
 
-class _Authorities:
-    """Contexts for connections to engines, one per file: reading the system's authorities takes a while."""
+def _engine_context(path: Path | None, key: str, known: dict[Path | None, ssl.SSLContext]) -> ssl.SSLContext:
+    """TLS context for connections to an engine: its certificate is verified. Raises `ConfigError`.
 
-    def __init__(self) -> None:
-        self._contexts: dict[Path | None, ssl.SSLContext] = {}
-
-    def context(self, source: EngineSource) -> ssl.SSLContext:
-        """Certificates are verified, the name in them too; TLS 1.2 or newer. Raises `ConfigError`."""
-        path = source.ca_file
-        if path not in self._contexts:
-            if path is not None:
-                _pem(path, f"{source.key}.ca_file")
-            try:
-                context = ssl.create_default_context(cafile=path)
-            except (ssl.SSLError, OSError) as caught:
-                raise ConfigError(
-                    f"{source.key}.ca_file: expected PEM certificates of authorities, got {str(path)!r}"
-                ) from caught
-            context.minimum_version = ssl.TLSVersion.TLSv1_2
-            self._contexts[path] = context
-        return self._contexts[path]
+    `known` has one for each file of authorities, None for the system's, which takes a while to read.
+    """
+    if path not in known:
+        if path is not None:
+            _pem(path, f"{key}.ca_file")
+        try:
+            context = ssl.create_default_context(cafile=path)
+        except (ssl.SSLError, OSError) as caught:
+            raise ConfigError(
+                f"{key}.ca_file: expected PEM certificates of authorities, got {str(path)!r}"
+            ) from caught
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        known[path] = context
+    return known[path]
 
 
 def _pem(path: Path, key: str) -> bytes:

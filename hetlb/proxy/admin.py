@@ -1,33 +1,36 @@
 """The admin listener: what the fleet is doing, and the switches. aiohttp, apart from the hot path.
 
-It reads the scheduler's state on the event loop, so that every answer is one consistent moment;
-wrong input is a 4xx with one sentence. With a token, everything but `/healthz`, `/readyz` and the dashboard's
-files needs it; without one, a page in a browser on this machine cannot use the listener.
+With a token, everything but `/healthz`, `/readyz` and the dashboard's files needs it; without one, a page in
+a browser on this machine cannot use the listener.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
 import re
-from collections.abc import Awaitable, Callable, Mapping
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from aiohttp import web
 
+from hetlb.app_listener import AppListener
+from hetlb.config.fleet_tables import Admin
 from hetlb.config.mistakes import short
 from hetlb.core.instance import Instance
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, AdminStateSet
-from hetlb.errors import InputError
+from hetlb.errors import HetlbError, InputError
+from hetlb.proxy.access import show_newest
 from hetlb.proxy.beliefs import believed
-from hetlb.proxy.dashboard.routes import files, pools
-from hetlb.proxy.dashboard.samples import Levels
-from hetlb.proxy.scheduling import DECISIONS_KEPT
+from hetlb.proxy.scheduler_driver import DECISIONS_KEPT
 from hetlb.proxy.telemetry.prometheus import CONTENT_TYPE, MetricsPage, usage_document
 from hetlb.proxy.telemetry.recent import BIN_S
 
@@ -36,9 +39,26 @@ if TYPE_CHECKING:
     from hetlb.proxy.service import FleetService
 
 _MAX_BODY_BYTES = 64 << 10
+#: Files of the dashboard.
+_PAGE_FILES = r"/{file:(?:|(?:dashboard|theme)\.css|(?:charts|dashboard|dom)\.js)}"
 #: An instance that leaves later than this has not been given notice yet.
 _MOST_NOTICE_S = 86_400
+#: Connections without a request at most, and seconds that one may take for a head. (Prometheus asks
+#: at most every minute or so, and connects again.)
+MOST_CONNECTIONS: Final = 256
+IDLE_S: Final = 20.0
+#: Seconds that a body may take.
+_BODY_S: Final = 10.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def pools(scheduler: Scheduler) -> dict[str, list[Instance]]:
+    """The instances by model, as the fleet's document has them."""
+    found: dict[str, list[Instance]] = {}
+    for instance in scheduler.instances:
+        name = instance.spec.model or (instance.served or ("",))[0]
+        found.setdefault(name, []).append(instance)
+    return found
 
 
 def fleet_document(
@@ -158,12 +178,9 @@ class _AdminApi:
     def __init__(self, control: FleetService) -> None:
         self._control = control
         self._page = MetricsPage(control)
-        self._files = files()
-        self._levels = Levels()
         self._sampler: asyncio.TimerHandle | None = None
 
     def app(self) -> web.Application:
-        """The application with all routes."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors, self._guard])
         app.add_routes(
             [
@@ -183,7 +200,7 @@ class _AdminApi:
                 web.get("/v1/status", self._get_status),
                 web.get("/v1/events", self._events, allow_head=False),
                 web.get(r"/v1/decisions/{lease:\d{1,18}}", self._get_decision),
-                *(web.get(path, handler) for path, handler in self._files.items()),
+                web.get(_PAGE_FILES, self._page_file),
             ]
         )
         app.on_startup.append(self._start)
@@ -195,7 +212,6 @@ class _AdminApi:
         self._sample()
 
     async def _close(self, _: web.Application) -> None:
-        """End the streams and the sampling."""
         if "_snapshots" in vars(self):
             self._snapshots.events.close()
         if self._sampler is not None:
@@ -203,19 +219,19 @@ class _AdminApi:
 
     def _sample(self) -> None:
         self._sampler = asyncio.get_running_loop().call_later(BIN_S, self._sample)
-        self._levels.sample(self._control.scheduler, self._control.now())
+        self._control.recent.sample(self._control.scheduler, self._control.now())
 
     @cached_property
     def _snapshots(self) -> Snapshots:
         """Maker of what the page shows; imported when one is open."""
         from hetlb.proxy.dashboard.snapshot import Snapshots
 
-        return Snapshots(self._control, self._fleet, self._levels)
+        return Snapshots(self._control, self._fleet)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         # By what the request was routed to, not by how its path is spelt.
-        if request.match_info.handler in (self._healthz, self._readyz, *self._files.values()):
+        if request.match_info.handler in (self._healthz, self._readyz, self._page_file):
             return await handler(request)
         token = self._control.access.admin_token
         if token is not None and not _has_token(request, token):
@@ -252,6 +268,11 @@ class _AdminApi:
     async def _metrics(self, _: web.Request) -> web.Response:
         await self._control.refresh()
         return web.Response(body=await self._page.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _page_file(self, request: web.Request) -> web.Response:
+        from hetlb.proxy.dashboard.page import page_file
+
+        return page_file(request.path)
 
     async def _get_fleet(self, _: web.Request) -> web.Response:
         return _reply(self._fleet())
@@ -357,5 +378,30 @@ class _AdminApi:
 
 
 def make_app(control: FleetService) -> web.Application:
-    """The admin application over `control`."""
     return _AdminApi(control).app()
+
+
+class AdminListener(AppListener):
+    """Listener of the admin application. `tls` may be replaced: who connects then is shown the new one."""
+
+    def __init__(self, tls: ssl.SSLContext | None) -> None:
+        super().__init__(tls, most_idle=MOST_CONNECTIONS, idle_s=IDLE_S, body_s=_BODY_S)
+
+    async def listen(
+        self, app: web.Application, table: Admin, listeners: Sequence[socket.socket] = ()
+    ) -> None:
+        """Listen, on sockets that are bound already if there are any. Raises `HetlbError`."""
+        if self.tls is not None:
+            show_newest(self.tls, lambda: self.tls)
+        with named("admin", table.host, table.port):
+            await self.open(app, table.host, table.port, listeners)
+
+
+@contextlib.contextmanager
+def named(what: str, host: str, port: int) -> Iterator[None]:
+    """Turn a failed bind into one line that names the address."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise HetlbError(f"{what}: {host}:{port} cannot be listened on: {reason}") from error

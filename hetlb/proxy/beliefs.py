@@ -27,8 +27,7 @@ def slots_source(instance: Instance) -> BeliefSource:
 
 
 def speed_source(instance: Instance) -> BeliefSource:
-    """Origin of its latency model."""
-    if instance.speed.factor != 1.0 or (instance.speed.seen and not instance.profiled):
+    if instance.speed.seen and (instance.speed.factor != 1.0 or not instance.profiled):
         return BeliefSource.LEARNT
     return BeliefSource.MEASURED if instance.profiled else BeliefSource.ASSUMED
 
@@ -40,32 +39,22 @@ def believed(instance: Instance, tokens_per_s: float, now: float) -> dict[str, A
     profile (or the default) it takes; `age_s` is that of the newest evidence, None for what has none;
     `confidence` 0 to 1. `host` are seconds of the host for each step, `value`, and for each request.
     """
-    speed, latency = instance.speed, instance.latency
-    learnt = speed_source(instance) is BeliefSource.LEARNT
-    kv = instance.capacity.kv_cache_tokens is not None
-    reported = instance.sample is not None and instance.sample.capacity.kv_cache_tokens is not None
-    host = BeliefSource.MEASURED if latency.host_s or latency.request_s else BeliefSource.ASSUMED
+    speed, latency, sample = instance.speed, instance.latency, instance.sample
+    slots, model, learnt = slots_source(instance), speed_source(instance), BeliefSource.LEARNT
+    kv = host = BeliefSource.ASSUMED
+    kv_at = None
+    if instance.capacity.kv_cache_tokens is not None:
+        kv = BeliefSource.MEASURED
+        if sample is not None and sample.capacity.kv_cache_tokens is not None:
+            kv_at = instance.sample_at
+    if latency.host_s or latency.request_s:
+        host = BeliefSource.MEASURED
+    slots_at = instance.slots_learnt_at if slots is learnt else None
+    seen_at = speed.seen_at if model is learnt else None
     return {
-        "max_num_seqs": _belief(
-            instance.max_num_seqs,
-            slots_source(instance),
-            None if slots_source(instance) is not BeliefSource.LEARNT else instance.slots_learnt_at,
-            now,
-            0.8,
-        ),
-        "speed": {
-            **_belief(
-                tokens_per_s, speed_source(instance), speed.seen_at if learnt else None, now, speed.confidence
-            ),
-            "factor": speed.factor,
-        },
-        "kv_cache_tokens": _belief(
-            instance.kv_cache_tokens,
-            BeliefSource.MEASURED if kv else BeliefSource.ASSUMED,
-            instance.sample_at if kv and reported else None,
-            now,
-            1.0,
-        ),
+        "max_num_seqs": _belief(instance.max_num_seqs, slots, slots_at, now, 0.8),
+        "speed": {**_belief(tokens_per_s, model, seen_at, now, speed.confidence), "factor": speed.factor},
+        "kv_cache_tokens": _belief(instance.kv_cache_tokens, kv, kv_at, now, 1.0),
         "host": {**_belief(latency.host_s, host, None, now, 1.0), "request_s": latency.request_s},
     }
 

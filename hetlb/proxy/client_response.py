@@ -1,13 +1,11 @@
 """Response to one client: its head, its framing, heartbeats before it, and answers in hetlb's own words.
 
-Nothing goes out before the first byte of the engine's body, so that until then a failure is an honest status.
-Only where heartbeats are asked for a head goes out before; what fails then is an error event.
+Nothing but heartbeats goes out before the first byte of the engine's body: a failure is an honest status.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -17,11 +15,10 @@ from hetlb.proxy.exchange_states import COMMITTED, HEARTBEAT, STREAM_FOLLOWS, Re
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.error_responses import Answer
 from hetlb.proxy.http.forward_headers import response_lines
-from hetlb.proxy.http.http1 import RequestHead, ResponseHead
+from hetlb.proxy.http.http1 import RequestHead, ResponseHead, number
 
 #: Headers that say how long a client waits, and the seconds in their units: OpenAI's SDKs, Envoy.
 _PATIENCE: Final = {b"x-stainless-read-timeout": 1.0, b"x-envoy-expected-rq-timeout-ms": 1e-3}
-_NUMBER = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})?")
 #: Seconds before a client's own timeout at which it gets an answer.
 _MARGIN_S: Final = 1.0
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
@@ -31,18 +28,13 @@ STARTED: Final = Response.STARTED
 _HEARTBEAT: Final = b": waiting\n\n"
 _WAITING: Final = ResponseHead()
 _WAITING.status, _WAITING.reason = 200, b"OK"
-_WAITING.headers = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-]
+_WAITING.headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 _LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
 class ClientSide(Protocol):
     """Interface of an exchange's client connection."""
 
-    @property
-    def http11(self) -> bool: ...
     @property
     def address(self) -> str: ...
     @property
@@ -59,19 +51,15 @@ class ClientResponse:
     """Everything that one client is sent in answer to one request, and whether it reads it."""
 
     __slots__ = (
-        "_closes", "_comments", "_head", "_held_s", "_label", "_path", "_patience_s", "beat_at",
-        "chunked", "client", "held_since", "state", "write",
+        "_comments", "_head", "_held_s", "_label", "_patience_s", "beat_at", "chunked", "client", "closes",
+        "held_since", "state", "write",
     )  # fmt: skip
 
     def __init__(self, client: ClientSide, head: RequestHead, label: str, now: float, comments: bool) -> None:
-        """`head` is that of the request, `label` its `x-request-id`.
-
-        `comments`: the answer is a stream that may hold some.
-        """
+        """`label` is the request's `x-request-id`; `comments`: the answer is a stream that may hold some."""
         self.client = client
         self._head = head
-        self._label = label
-        self._path = head.path
+        self._label = label.encode("ascii")
         self._comments = comments
         #: Seconds that the client waits; read from the head only if it does have to wait.
         self._patience_s: float | None = None
@@ -83,15 +71,10 @@ class ClientResponse:
         #: True if the body goes out in chunks.
         self.chunked = False
         #: True if the client was told that the connection ends with this answer.
-        self._closes = False
+        self.closes = False
         #: Since when the client does not read, and for how long it did not before.
         self.held_since: float | None = None
         self._held_s = 0.0
-
-    def enter(self, transition: Transition[Response]) -> None:
-        """Take a row of `exchange_states.RESPONSE_TRANSITIONS`."""
-        assert self.state in transition.before, f"{self.state}: {transition.event}"
-        self.state = transition.after
 
     # --- the engine's answer ---
 
@@ -107,9 +90,8 @@ class ClientResponse:
         `answer` is the engine's, `length` that of its body where it is known, `lines` are of hetlb's own.
         """
         asked, delimited = self._head, True
-        self.enter(transition)
-        label = self._label.encode("ascii")
-        out = b"%b%b%bx-request-id: %b\r\n" % (response_lines(answer), lines, self.client.cors, label)
+        self.state = transition.take(self.state)
+        out = b"%b%b%bx-request-id: %b\r\n" % (response_lines(answer), lines, self.client.cors, self._label)
         if length is not None:
             if asked.method == b"HEAD":
                 out += b"content-length: %b\r\n" % answer.fields.get(b"content-length", b"0")
@@ -121,7 +103,7 @@ class ClientResponse:
         else:
             delimited = False  # the client can tell where the answer ends by the end of the connection alone
         if not asked.keep_alive or not delimited:
-            self._closes = True
+            self.closes = True
             out += b"connection: close\r\n"
         elif not asked.http11:
             out += b"connection: keep-alive\r\n"
@@ -134,20 +116,18 @@ class ClientResponse:
         return payload
 
     def last(self, payload: bytes) -> bytes:
-        """The last part of the body as it is written."""
         return self.frame(payload) + _LAST_CHUNK if self.chunked else payload
 
     def stream_follows(self) -> None:
-        """After heartbeats the engine's stream begins."""
         if self.state is HEARTBEATS:
-            self.enter(STREAM_FOLLOWS)
+            self.state = STREAM_FOLLOWS.take(self.state)
 
     # --- in hetlb's own words ---
 
     @property
     def may_beat(self) -> bool:
         """True if heartbeats have begun, or the client understands comments, and unknown lengths."""
-        return self.state is HEARTBEATS or (self._comments and self.client.http11)
+        return self.state is HEARTBEATS or (self._comments and self._head.http11)
 
     def given_up_at(self, since: float, arrived_at: float) -> float:
         """Time at which the client is about to give up waiting: for the rest of an answer since `since`."""
@@ -165,16 +145,15 @@ class ClientResponse:
         self.write(self.frame(_HEARTBEAT))
 
     def error_event(self, answer: Answer, message: str) -> None:
-        """Say in a stream that has begun what went wrong."""
-        self.write(self.frame(error_responses.error_event(answer, message, self._path)))
+        self.write(self.frame(error_responses.error_event(answer, message, self._head.path)))
 
     def refuse(self, answer: Answer, message: str, retry_after_s: float | None, lines: bytes) -> None:
         """A whole answer with an error; `lines` are header lines of it."""
-        lines = b"x-request-id: %b\r\n%b%b" % (self._label.encode("ascii"), lines, self.client.cors)
+        lines = b"x-request-id: %b\r\n%b%b" % (self._label, lines, self.client.cors)
         close, head_only = not self._head.keep_alive, self._head.method == b"HEAD"
         self.write(
             error_responses.refusal(
-                answer, message, retry_after_s, lines, self._path, close=close, head_only=head_only
+                answer, message, retry_after_s, lines, self._head.path, close=close, head_only=head_only
             )
         )
 
@@ -198,22 +177,11 @@ class ClientResponse:
         """True if the client did not read for so long that the answer may have broken off for it."""
         return self.held_since is not None or self._held_s >= ends.HELD_UP_S
 
-    # --- the end ---
-
-    def end(self) -> None:
-        """The answer is out."""
-        self.client.end(keep=not self._closes)
-
-    def break_off(self) -> None:
-        """The answer must not look complete."""
-        self.client.break_off()
-
 
 def _patience_s(head: RequestHead) -> float:
     """Seconds that the client says it waits for an answer; infinity if it does not say."""
     patience_s = math.inf
     for name, value in head.headers:
-        unit_s = _PATIENCE.get(name)
-        if unit_s is not None and _NUMBER.fullmatch(value) is not None and float(value) > 0.0:
-            patience_s = min(patience_s, float(value) * unit_s)
+        if (unit_s := _PATIENCE.get(name)) is not None and (stated := number(value)):
+            patience_s = min(patience_s, stated * unit_s)
     return patience_s

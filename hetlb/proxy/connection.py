@@ -1,9 +1,7 @@
 """Connections of clients: requests are read, one at a time, and answered in order.
 
-A client that leaves is noticed in every phase; nothing is routed before its head passed the gate,
-nor before its whole body passed the reader; what is held of bodies and of requests behind the one being
-answered is bounded. No connection has more than one read, or what `RequestReader` takes at once, looked at
-before the others have their turn; its time limits run from the first byte.
+A client that leaves is noticed in every phase. What is held of bodies and of requests behind the one being
+answered is bounded; no connection has more than one read looked at before the others have their turn.
 """
 
 from __future__ import annotations
@@ -14,24 +12,10 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, cast
 
+from hetlb.config.api_keys import Tenant
 from hetlb.core.transition import Transition
-from hetlb.proxy.access import Tenant
-from hetlb.proxy.connection_states import (
-    ANSWERED,
-    ANSWERED_HERE,
-    BODY_READ,
-    CLIENT_GONE,
-    HEAD_BEGUN,
-    HEAD_PASSED,
-    LAST_ANSWERED,
-    LAST_HERE,
-    REFUSED,
-    SUBMITTED,
-    UNUSED,
-    UPGRADED,
-    ClientState,
-    Reading,
-)
+from hetlb.proxy import connection_states as states
+from hetlb.proxy.connection_states import ClientState, Reading
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.error_responses import Refusal
@@ -48,6 +32,8 @@ _MAX_PIPELINED: Final = 64 << 10
 _LARGE_READ: Final = 128 << 10
 #: Bodies of at least this many bytes are parsed in a turn of their own.
 _LARGE_BODY: Final = 256 << 10
+#: Bytes of another protocol than HTTP that are handed on in one turn.
+_RELAYED_BYTES: Final = 4 << 10
 #: Seconds before the minimum rate of a body applies.
 _BODY_GRACE_S: Final = 5.0
 _LEAST_BODY_BYTES_PER_S: Final = 1024.0
@@ -107,8 +93,8 @@ class ClientConnection(PacedReader):
     # --- asyncio's side ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport = cast(asyncio.Transport, transport)  # uvloop has its own class
-        self._transport = transport
+        super().connection_made(transport)
+        transport = cast(asyncio.Transport, transport)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -127,17 +113,16 @@ class ClientConnection(PacedReader):
             if len(data) >= _LARGE_READ:
                 self._continue_later()  # what is thrown away has its turn like anything else
             return
-        if state is _UPGRADED and self._raw is not None:
-            self._raw(data)
+        self._reader.feed(data)
+        if state is _UPGRADED:
+            if self.reading is _OPEN:
+                self._hand_on()
             return
         if state is _ANSWERING or self._stalled_since is not None or self.reading is _TURN:
-            self._reader.backlog += data
             self._bound_reading()
             return
         if state is _IDLE:
             self._since = self._now()  # the head's time begins with its first byte
-        reader = self._reader
-        reader.buffer, reader.at = data, 0
         if len(data) >= _LARGE_READ:
             self._continue_later()
         self._advance()
@@ -154,7 +139,7 @@ class ClientConnection(PacedReader):
         self._transport = None
         if self.state is _CLOSED:
             return
-        self._enter(CLIENT_GONE)
+        self.state = states.CLIENT_GONE.take(self.state)
         self._server.left(self)
         self._release()
         exchange, self._exchange = self._exchange, None
@@ -176,41 +161,49 @@ class ClientConnection(PacedReader):
     # --- the exchange's side ---
 
     @property
-    def http11(self) -> bool:
-        """True if the client understands chunked answers."""
-        return self._head is not None and self._head.http11
-
-    @property
     def write(self) -> Callable[[bytes], None]:
-        """Sends bytes of an answer."""
         return _nowhere if self._transport is None else self._transport.write
 
     def upgraded(self, take: Callable[[bytes], None]) -> None:
         """The connection has another protocol from now on: `take` gets all that comes."""
-        early = self._reader.rest()
         self._raw = take
-        self._enter(UPGRADED)
+        self.state = states.UPGRADED.take(self.state)
         self.hold(False)
-        if early:
-            take(early)
+        if self.reading is _OPEN and self._reader.unread:
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Hand on part of what came in another protocol than HTTP; the others have their turn before more."""
+        reader, start = self._reader, self._reader.at
+        reader.at = min(start + _RELAYED_BYTES, len(reader.buffer))
+        part = reader.buffer[start : reader.at]
+        if reader.unread:
+            self._continue_later()
+        else:
+            reader.buffer, reader.at = b"", 0
+            if self.reading is _TURN:
+                self._resume_reading()
+        if part and self._raw is not None:
+            self._raw(part)
 
     def hold(self, held: bool) -> None:
         """Stop (`held`) or resume reading the client: backpressure of the engine."""
-        if self._transport is None or held is not (self.reading is _OPEN):
+        if self._transport is None or held is (self.reading is _HELD):
             return
         if held:
             self._hold_back()
+        elif self._reader.unread:
+            self._continue_later()
         else:
             self._resume_reading()
 
     def end(self, *, keep: bool) -> None:
         """The answer is out; `keep` says that the client can tell where it ended."""
-        here = self.state is _BODY or self.state is _READ
         head, self._head, self._exchange = self._head, None, None
         if not keep or head is None or not head.keep_alive or self._server.stopping:
-            self._close(LAST_HERE if here else LAST_ANSWERED)
+            self._close(states.LAST_ANSWERED)
             return
-        self._enter(ANSWERED_HERE if here else ANSWERED)
+        self.state = states.ANSWERED.take(self.state)
         self._since = self._now()
         self._read_on()
 
@@ -221,15 +214,10 @@ class ClientConnection(PacedReader):
             self._raw = None
             if self._transport is not None:
                 self._server.parting.add(self)
-            self._linger(LAST_ANSWERED)  # the client may still be sending: a reset would lose the Close frame
+            # The client may still be sending: a reset would lose the Close frame.
+            self._linger(states.LAST_ANSWERED)
         else:
-            self._close(LAST_ANSWERED)
-
-    # --- states ---
-
-    def _enter(self, transition: Transition[ClientState]) -> None:
-        assert self.state in transition.before, f"connection, {self.state}: {transition.event}"
-        self.state = transition.after
+            self._close(states.LAST_ANSWERED)
 
     # --- from the listener ---
 
@@ -244,21 +232,19 @@ class ClientConnection(PacedReader):
         """Read on, or go on throwing away what is of no use."""
         if self.state is _CLOSING:
             self._resume_reading()
+        elif self.state is _UPGRADED:
+            self._hand_on()
         else:
             self._hold_back()
             self._advance()
             self._bound_reading()  # a request that was whole is being answered, and its client may leave
 
     def _bound_reading(self) -> None:
-        """Read from the socket only while few requests wait behind the one being answered.
-
-        A head is smaller than the bound and a body leaves the buffer as it comes, so more than that can
-        only be requests whose turn has not come.
-        """
+        """Read from the socket only while few requests wait behind the one being answered."""
         reading, reader = self.reading, self._reader
         if reading is _TURN or self.state is _CLOSING or self._transport is None:
             return
-        full = len(reader.buffer) - reader.at + len(reader.backlog) > _MAX_PIPELINED
+        full = len(reader.buffer) - reader.at > _MAX_PIPELINED
         if full and reading is _OPEN:
             self._hold_back()
         elif not full and reading is _HELD:
@@ -272,12 +258,10 @@ class ClientConnection(PacedReader):
         return self._transport is not None and not self._transport.get_write_buffer_size()
 
     def close_if_idle(self) -> None:
-        """Close a connection that has no request."""
         if self.state is _IDLE and not self._reader.unread:
-            self._close(UNUSED)
+            self._close(states.UNUSED)
 
     def abort(self) -> None:
-        """Drop the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -303,7 +287,7 @@ class ClientConnection(PacedReader):
             if now - self._since > table.head_timeout_s:
                 self._refuse(GateError(408, "The request head took too long."))
         elif now - self._since > table.keepalive_timeout_s:
-            self._close(UNUSED)
+            self._close(states.UNUSED)
 
     # --- reading requests ---
 
@@ -314,15 +298,13 @@ class ClientConnection(PacedReader):
         if self._stalled_since is not None or state not in _READS:
             return
         reader = self._reader
-        if reader.at >= len(reader.buffer) and reader.backlog and not reader.searched:
-            reader.take_backlog()
         try:
             if not (state is _BODY or state is _READ or self._read_head()):
                 if reader.unread:
                     self._continue_later()
             elif reader.read_body():
                 if reader.held >= _LARGE_BODY and state is not _READ:
-                    self._enter(BODY_READ)  # to look at it is a turn of its own
+                    self.state = states.BODY_READ.take(self.state)  # to look at it is a turn of its own
                     self._continue_later()
                 else:
                     self._serve()
@@ -342,17 +324,16 @@ class ClientConnection(PacedReader):
         raw = reader.find_head()
         if not raw:
             if self.state is _IDLE and reader.begun:
-                self._enter(HEAD_BEGUN)
+                self.state = states.HEAD_BEGUN.take(self.state)
             return False
         head, length = server.heads.find(raw)
         self._head, self._tenant = head, None  # first: how a refusal is written depends on them
         self._since = self._fed_at = self._now()
-        self._enter(HEAD_PASSED)
+        self.state = states.HEAD_PASSED.take(self.state)
         router = server.router
         self.cors = router.cors_lines(head)
         self._tenant = router.authenticate(head)
         reader.begin_body(length, head.chunked, server.table.max_body_bytes)
-        reader.form = router.form(head)
         if head.expects is not None:
             if head.expects != b"100-continue":
                 raise GateError(417, "The only expectation understood is 100-continue.")
@@ -381,22 +362,22 @@ class ClientConnection(PacedReader):
     # --- answering ---
 
     def _serve(self) -> None:
-        head, server, form = self._head, self._server, self._reader.form
+        head, server = self._head, self._server
         assert head is not None
-        pieces = self._reader.body()
+        body = self._reader.body()
         server.held_bytes -= self._held
         self._held = 0
         if server.leaving:
             head = self._head = head.closing()
         elif server.stopping:
             raise Refusal(error_responses.SHUTTING_DOWN, "The proxy is shutting down.")
-        taken = server.router.handle(self, head, pieces, self._tenant, form)
+        taken = server.router.handle(self, head, body, self._tenant)
         if isinstance(taken, bytes):
             self._send(taken.replace(b"\r\n", b"\r\n" + self.cors, 1) if self.cors else taken)
             self.end(keep=True)
         else:
             self._exchange = taken
-            self._enter(SUBMITTED)
+            self.state = states.SUBMITTED.take(self.state)
             server.driver.submit(taken)
 
     def _send(self, data: bytes) -> None:
@@ -425,11 +406,11 @@ class ClientConnection(PacedReader):
         if keep:
             self.end(keep=True)
         else:
-            self._linger(REFUSED)
+            self._linger(states.REFUSED)
 
     def _linger(self, transition: Transition[ClientState]) -> None:
         """Close our side only: bytes still on their way would otherwise reset what was just written."""
-        self._enter(transition)
+        self.state = transition.take(self.state)
         self._head = None
         self._since = self._now()
         if self._transport is None or self._transport.is_closing():
@@ -443,7 +424,7 @@ class ClientConnection(PacedReader):
 
     def _close(self, transition: Transition[ClientState]) -> None:
         """End the connection when what was written is out."""
-        self._enter(transition)
+        self.state = transition.take(self.state)
         self._since = self._now()
         if self._transport is not None:
             self._transport.close()

@@ -1,8 +1,6 @@
 """States of connections and their transitions: the tables that connections obey.
 
-Both kinds of connections have a state of their requests (`ClientState`, `EngineState`) and, beside it, one of
-reading from the socket (`Reading`). Every change is one row; a connection that is not in a row's `before`
-must not take it.
+A connection has a state of its requests (`ClientState`, `EngineState`) and one of its socket (`Reading`).
 """
 
 from __future__ import annotations
@@ -21,16 +19,9 @@ class Reading(Enum):
     HELD = "held"
 
 
-TURN_TAKEN: Final = Transition(
-    "more was read than one turn looks at", (Reading.OPEN, Reading.HELD), Reading.TURN
-)
-HELD_BACK: Final = Transition(
-    "what was read can't go on yet: a slow client, an answer that comes first",
-    (Reading.OPEN, Reading.TURN),
-    Reading.HELD,
-)
+TURN_TAKEN: Final = Transition("more came than a turn looks at", (Reading.OPEN, Reading.HELD), Reading.TURN)
+HELD_BACK: Final = Transition("what was read can't go on yet", (Reading.OPEN, Reading.TURN), Reading.HELD)
 READ_ON: Final = Transition("what was read has gone on", (Reading.TURN, Reading.HELD), Reading.OPEN)
-READING: Final = (TURN_TAKEN, HELD_BACK, READ_ON)
 
 
 class ClientState(Enum):
@@ -54,20 +45,14 @@ HEAD_PASSED: Final = Transition(
 )
 BODY_READ: Final = Transition("a large body is whole", (ClientState.BODY,), ClientState.READ)
 SUBMITTED: Final = Transition("a whole request goes to the scheduler", _REQUEST, ClientState.ANSWERING)
-ANSWERED_HERE: Final = Transition(
-    "answered or refused by the proxy itself, the client may go on", _REQUEST, ClientState.IDLE
-)
 REFUSED: Final = Transition("refused, what follows can't be trusted", _UNANSWERED, ClientState.CLOSING)
-LAST_HERE: Final = Transition("answered by the proxy itself for the last time", _REQUEST, ClientState.CLOSING)
 ANSWERED: Final = Transition(
-    "the answer is out, and the client may go on", (ClientState.ANSWERING,), ClientState.IDLE
+    "the answer is out, an engine's or the proxy's own", (*_REQUEST, ClientState.ANSWERING), ClientState.IDLE
 )
-UPGRADED: Final = Transition(
-    "the engine agrees to a WebSocket", (ClientState.ANSWERING,), ClientState.UPGRADED
-)
+UPGRADED: Final = Transition("it is a WebSocket from now on", (ClientState.ANSWERING,), ClientState.UPGRADED)
 LAST_ANSWERED: Final = Transition(
     "the last answer is out, or broken off",
-    (ClientState.ANSWERING, ClientState.UPGRADED),
+    (*_REQUEST, ClientState.ANSWERING, ClientState.UPGRADED),
     ClientState.CLOSING,
 )
 UNUSED: Final = Transition("idle for too long, or the proxy stops", (ClientState.IDLE,), ClientState.CLOSING)
@@ -76,10 +61,6 @@ CLIENT_GONE: Final = Transition(
     tuple(state for state in ClientState if state is not ClientState.CLOSED),
     ClientState.CLOSED,
 )
-CLIENT: Final = (
-    HEAD_BEGUN, HEAD_PASSED, BODY_READ, SUBMITTED, ANSWERED_HERE, ANSWERED, UPGRADED, REFUSED, LAST_HERE,
-    LAST_ANSWERED, UNUSED, CLIENT_GONE,
-)  # fmt: skip
 
 
 class EngineState(Enum):
@@ -101,9 +82,7 @@ class EngineState(Enum):
 
 _UNHEADED: Final = (EngineState.SENT, EngineState.SENDING, EngineState.RESENT, EngineState.HEAD)
 BEGUN: Final = Transition("the first request", (EngineState.FRESH,), EngineState.SENT)
-UNREAD: Final = Transition(
-    "the engine does not read all of the request", (EngineState.SENT,), EngineState.SENDING
-)
+UNREAD: Final = Transition("not all of the request is read", (EngineState.SENT,), EngineState.SENDING)
 READ: Final = Transition("the engine has read it", (EngineState.SENDING,), EngineState.SENT)
 REUSED: Final = Transition("one more request", (EngineState.IDLE,), EngineState.RESENT)
 ANSWER_BEGUN: Final = Transition(
@@ -118,4 +97,3 @@ CLOSED: Final = Transition(
     tuple(state for state in EngineState if state is not EngineState.CLOSED),
     EngineState.CLOSED,
 )
-ENGINE: Final = (BEGUN, UNREAD, READ, ANSWER_BEGUN, HEAD_READ, KEPT, REUSED, CLOSED)

@@ -1,9 +1,7 @@
 """Driver of the exchanges of one process: it carries out the scheduler's commands and reports facts to it.
 
-It owns the connections to engines and the counters; it has a `SchedulerSide`, in this process or over a
-socket. Every accepted request has one exchange until its one terminal outcome, every lease ends once; with
-nothing in flight, every figure is zero. What is only counted, kept or logged of a request is done for many at
-once (`settle`), and before the counters are read.
+Every accepted request has one exchange until its one terminal outcome, every lease ends once. What is only
+counted or logged of a request is done for many at once (`settle`), and before the counters are read.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from typing import Final
 
 from hetlb.config.fleet_tables import ProxyTable
 from hetlb.core.instance import NOTICE_MARGIN_S, Instance
-from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Dispatch, Lease, Outcome, Reject, Request, RequestId
 from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.ends import End
@@ -25,7 +22,7 @@ from hetlb.proxy.exchange_states import TURNED_AWAY, Phase
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.forward_headers import ForwardRules
 from hetlb.proxy.http.openai_body import Call
-from hetlb.proxy.scheduler_driver import EMITS_S, SchedulerDriver
+from hetlb.proxy.scheduler_driver import EMITS_S
 from hetlb.proxy.scheduler_side import SWEEP_S, Carrier, SchedulerSide
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.request_record import RequestRecord
@@ -38,16 +35,12 @@ SETTLED_AT_ONCE: Final = 64
 #: streams; so many of those beyond are looked at in one sweep, 3 us each.
 MOST_KEPT: Final = 200_000
 _LOOKED_AT: Final = 10_000
-#: After a pause of the process this long, what came meanwhile is read before a request times out.
+#: After a pause of the process this long, what came meanwhile is read before anything times out.
 GAP_S: Final = 1.0
 
 
 class Driver(Carrier):
-    """Exchanges, connections to engines and counters of one process; `scheduling` is set by its maker.
-
-    `access` says how the engines are reached, by instance; the owner of this mapping alone changes it.
-    Requests are numbered from `first_id` on.
-    """
+    """Exchanges, connections to engines and counters of one process; `scheduling` is set by its maker."""
 
     scheduling: SchedulerSide
 
@@ -72,6 +65,8 @@ class Driver(Carrier):
         #: Called with the requests that ended, some at once, and with each that did not pass.
         self.on_ended: Callable[[list[Exchange]], None] | None = None
         self.on_refused: Callable[[RequestRecord], None] | None = None
+        #: Called in a sweep with its time: what clients have to do in time.
+        self.on_swept: Callable[[float], None] | None = None
         self._next_id = first_id
         self.pools = EnginePools(loop, table, access, self.stalls.since)
         self._idle_waiters: list[asyncio.Future[None]] = []
@@ -85,7 +80,6 @@ class Driver(Carrier):
         return request_id
 
     def submit(self, exchange: Exchange) -> None:
-        """A whole request came in."""
         self.exchanges[exchange.request.id] = exchange
         self.scheduling.submit(exchange)
 
@@ -106,7 +100,6 @@ class Driver(Carrier):
         return scheduling.drain_rate.retry_after_s(scheduling.waiting, now)
 
     def finished(self, request_id: RequestId) -> None:
-        """An exchange has its terminal outcome."""
         exchange = self.exchanges.pop(request_id)
         outcome, ended_at = exchange.outcome, exchange.ended_at
         assert outcome is not None
@@ -137,7 +130,6 @@ class Driver(Carrier):
             self.on_refused(record)
 
     def settle(self) -> None:
-        """Count and log the requests that ended since the last time."""
         self.scheduling.count_calls()
         if not self._ended:
             return
@@ -151,18 +143,16 @@ class Driver(Carrier):
 
     @property
     def totals(self) -> Totals:
-        """Everything counted so far."""
         self.settle()
         return self.counted
 
     def learn_prompt(self, model: str, call: Call, tokens: int) -> None:
         """The engine counted `tokens` in the prompts of a body that were estimated."""
-        self.token_estimator.learn(model, call.text_bytes, call.images, tokens)
-        if not call.images:  # what their sizes mean each process learns by itself
+        self.token_estimator.learn(model, call.text_bytes, call.media, tokens)
+        if not call.media:  # what one counts each process learns by itself
             self.scheduling.learn_prompt(model, call.text_bytes, tokens)
 
     def streaming(self, since: float) -> set[str]:
-        """The instances of which part of an answer came since then."""
         return {
             exchange.lease.instance
             for exchange in self.exchanges.values()
@@ -170,7 +160,6 @@ class Driver(Carrier):
         }
 
     def tokens_so_far(self, lease: Lease) -> int:
-        """Output tokens of a lease: all of them, or those that came until now."""
         exchange = None if lease.ended else self.exchanges.get(lease.request.id)
         if exchange is None or exchange.lease is not lease:  # a request that is tried again has another lease
             return lease.output_tokens
@@ -191,9 +180,6 @@ class Driver(Carrier):
         answer = error_responses.REJECTIONS[command.reason]
         self.exchanges[command.request_id].refuse(answer, command.detail, retry_after_s)
 
-    def abort(self, request_id: RequestId) -> None:
-        self.exchanges[request_id].client_gone()
-
     def turned_away(self, lease: Lease) -> None:
         self.exchanges[lease.request.id].back_to_queue(TURNED_AWAY)
         self.counted.tried_again(lease.instance, Outcome.UPSTREAM_BUSY)
@@ -208,18 +194,15 @@ class Driver(Carrier):
         self.forward_rules = ForwardRules((table or self.table).forward_headers, own)
 
     def configure(self, table: ProxyTable) -> None:
-        """New limits, times and keys, for what begins from now on."""
         if table.forward_headers != self.table.forward_headers:
             self.identify(self.forward_rules.own.decode("ascii"), table)
         self.table = table
         self.pools.configure(table, self.scheduling.targets())
 
     def open_pool(self, incarnation: int, name: str, url: str) -> None:
-        """Open a pool for an instance that gets a request."""
         self.pools.open(incarnation, name, url)
 
     def pool(self, lease: Lease) -> Upstream:
-        """The way to the incarnation a lease is tied to."""
         return self.pools.of(lease)
 
     def instances_changed(self) -> None:
@@ -231,9 +214,12 @@ class Driver(Carrier):
     def swept(self, lag_s: float) -> None:
         self.settle()
         now, table = self.now(), self.table
-        for exchange in list(self.exchanges.values()) if lag_s <= GAP_S else ():
-            if exchange.phase is not Phase.DONE:
-                exchange.sweep(now, table.first_byte_timeout_s, table.idle_timeout_s, table.heartbeat_s)
+        if lag_s <= GAP_S:
+            if self.on_swept is not None:
+                self.on_swept(now)
+            for exchange in list(self.exchanges.values()):
+                if exchange.phase is not Phase.DONE:
+                    exchange.sweep(now, table.first_byte_timeout_s, table.idle_timeout_s, table.heartbeat_s)
         targets = self.scheduling.targets()
         for each in targets:
             if each.leaves_at is not None:
@@ -263,11 +249,12 @@ class Driver(Carrier):
     def _keep_less(self) -> None:
         """Read some of what is kept of streams that may go on elsewhere, where that is much."""
         rests = [each.rest for each in self.exchanges.values() if each.rest is not None]
-        left = min(sum([each.kept for each in rests]) - MOST_KEPT, _LOOKED_AT)
+        found = [each.progress for each in rests if each.progress is not None]
+        left = min(sum([len(each.raw) for each in found]) - MOST_KEPT, _LOOKED_AT)
         if left > 0:
-            for rest in sorted(rests, key=lambda each: each.kept, reverse=True):
-                left -= rest.kept
-                rest.read()
+            for progress in sorted(found, key=lambda each: len(each.raw), reverse=True):
+                left -= len(progress.raw)
+                progress.read()
                 if left <= 0:
                     return
 
@@ -282,7 +269,6 @@ class Driver(Carrier):
         self.shut_down()
 
     def shut_down(self) -> None:
-        """End every request that is open."""
         for exchange in list(self.exchanges.values()):
             if exchange.phase is not Phase.DONE:
                 exchange.shut_down()
@@ -293,9 +279,3 @@ class Driver(Carrier):
         super().close()
         self.scheduling.close()
         self.pools.close()
-
-
-def with_scheduler(driver: Driver, scheduler: Scheduler) -> SchedulerDriver:
-    """Make the driver of a scheduler in the same process as the exchanges."""
-    driver.scheduling = scheduling = SchedulerDriver(scheduler, driver, driver.pools)
-    return scheduling

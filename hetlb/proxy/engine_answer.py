@@ -8,7 +8,7 @@ from typing import Final
 from hetlb.proxy import ends
 from hetlb.proxy.ends import End
 from hetlb.proxy.http import error_responses
-from hetlb.proxy.http.http1 import ResponseHead
+from hetlb.proxy.http.http1 import ResponseHead, number
 from hetlb.proxy.http.sse import TAIL_BYTES, usage_in_tail
 from hetlb.proxy.http.transfer_fields import TransferFilter, harmless
 from hetlb.proxy.streamed_answer import StreamedAnswer
@@ -17,7 +17,6 @@ from hetlb.proxy.streamed_answer import StreamedAnswer
 LOOP_STATUS: Final = 508
 #: Statuses of an engine that has no room now, if it says when to come again.
 _BUSY: Final = (429, 503)
-_NUMBER = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})?")
 _RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[A-Za-z0-9_-]{1,100})"')
 #: Content types of answers with fields that are looked at.
 _WITH_FIELDS: Final = (b"application/json", b"text/event-stream")
@@ -26,12 +25,12 @@ _WITH_FIELDS: Final = (b"application/json", b"text/event-stream")
 class EngineAnswer:
     """Answer of one lease. `length` is that of the body where it is known, `stream` None of a plain answer.
 
-    `begun`: a byte of the body came. `whole_only`: nothing goes out before all of it is there. `tail`: the
-    last bytes of a plain body. `waits`: what comes is `kept` until it is known that the client gets it.
+    `whole_only`: nothing goes out before all of it is there. `tail`: the last bytes of a plain body. `waits`:
+    what comes is `kept` until it is known that the client gets it.
     """
 
     __slots__ = (
-        "_transfers", "begun", "failure", "head", "kept", "kept_whole", "length", "stream", "tail",
+        "_transfers", "failure", "head", "kept", "kept_whole", "length", "stream", "tail",
         "waits", "whole_only",
     )  # fmt: skip
 
@@ -39,7 +38,7 @@ class EngineAnswer:
         self.head = head
         self.length = length
         self.stream: StreamedAnswer | None = None
-        self.begun = self.waits = self.whole_only = False
+        self.waits = self.whole_only = False
         self.tail = b""
         #: Empties fields about KV transfers, None before the first part.
         self._transfers: TransferFilter | None = None
@@ -59,11 +58,7 @@ class EngineAnswer:
     @property
     def busy_s(self) -> float | None:
         """Seconds after which to come again, None unless the engine has no room now and says so."""
-        head = self.head
-        if head.status not in _BUSY:
-            return None
-        again = head.fields.get(b"retry-after")
-        return None if again is None or _NUMBER.fullmatch(again) is None else float(again)
+        return number(self.head.fields.get(b"retry-after")) if self.head.status in _BUSY else None
 
     @property
     def tokens_so_far(self) -> int:
@@ -76,7 +71,6 @@ class EngineAnswer:
         return None if self.stream is None else self.stream.lost
 
     def read(self, payload: bytes, now: float) -> bytes:
-        """Look at the next bytes of the body; returns those to pass on."""
         if self.stream is not None:
             return self.stream.read(payload, now)
         self.tail = (self.tail + payload)[-TAIL_BYTES:]
@@ -108,16 +102,15 @@ class EngineAnswer:
         stream = self.stream
         if stream is None:
             return usage_in_tail(self.tail)
-        completion, prompt, seam = stream.completion_tokens, stream.prompt_tokens, stream.seam
-        if seam is not None:
+        completion, prompt, rest = stream.completion_tokens, stream.prompt_tokens, stream.rest
+        if rest is not None:
             # What earlier leases said was part of this one's prompt.
-            completion = 0 if seam.only_end and completion is not None else completion
-            prompt = None if prompt is None else prompt - seam.generated
+            completion = 0 if rest.only_end and completion is not None else completion
+            prompt = None if prompt is None else prompt - rest.generated
         return completion, prompt, stream.cached_tokens
 
     @property
     def end(self) -> End:
-        """The end of the lease, now that all of it is there."""
         stream, status = self.stream, self.head.status
         if stream is not None and stream.failed:
             return ends.REFUSED_IN_STREAM if stream.refused else ends.ERROR_EVENT

@@ -1,8 +1,7 @@
 """Connections to the engines of a fleet: a pool for each incarnation of an instance.
 
 An idle connection is reused for at most `upstream_idle_s` (uvicorn closes them after 5 s); trouble of this
-machine is told apart from the engine's. What every request to an engine carries (its Host, its key) is put
-together once, not for each.
+machine is told apart from the engine's.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
 from hetlb.proxy.connection_states import EngineState
 from hetlb.proxy.ends import End
 from hetlb.proxy.http.http1 import KnownHeads, ResponseHead, parse_response_head
-from hetlb.proxy.upstream import Carried, EngineConnection, SideCall, Upstream, head_of
+from hetlb.proxy.upstream import Carried, EngineConnection, SideCall, Upstream
 from hetlb.turns import turns
 
 #: Errors of this machine, not of the engine.
@@ -31,7 +30,6 @@ LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno
 _TLS_SHUTDOWN_S: Final = 1.0
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
 _IDLE: Final = EngineState.IDLE
-_CLOSED: Final = EngineState.CLOSED
 
 
 class Target(NamedTuple):
@@ -117,11 +115,9 @@ class EnginePool(Upstream):
 
     @property
     def open_connections(self) -> int:
-        """Connections in use, idle or being made."""
         return len(self.busy) + len(self._idle) + len(self._connecting)  # checks are among the busy ones
 
     def send(self, exchange: Carried, *, fresh: bool = False) -> None:
-        """Send the exchange's request on an idle connection, or on a new one."""
         if not fresh:
             idle, oldest = self._idle, self._now() - self._idle_s
             while idle:
@@ -132,8 +128,11 @@ class EnginePool(Upstream):
                 connection.close()
         self._connecting[exchange] = self._loop.create_task(self._connect(exchange))
 
+    def head(self, request_line: bytes, fields: bytes = b"") -> bytes:
+        """The head of a request of the proxy's own, with these fields and the engine's."""
+        return b"%b HTTP/1.1\r\n%b%b" % (request_line, self.own_headers, fields)
+
     def cancel(self, exchange: Carried) -> None:
-        """Stop connecting for an exchange, if that is going on."""
         task = self._connecting.pop(exchange, None)
         if task is not None:
             task.cancel()
@@ -153,7 +152,6 @@ class EnginePool(Upstream):
         self._idle.append(connection)
 
     def forget(self, connection: EngineConnection) -> None:
-        """A connection is gone."""
         self.busy.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
@@ -184,7 +182,7 @@ class EnginePool(Upstream):
                 )
             if self._confined:
                 connection.refuse_special_peer()
-            if connection.state is _CLOSED:  # before anything was sent
+            if connection.state is EngineState.CLOSED:  # before anything was sent
                 end, detail = ends.NOT_ACCEPTED, "the engine closed the connection"
         except asyncio.CancelledError:
             return
@@ -217,13 +215,13 @@ class EnginePool(Upstream):
         def done(head: ResponseHead, body: bytes) -> None:
             self._checked(exchange, body if head.status == 200 else None)
 
-        def failed(end: End | None, detail: str) -> None:
-            if end is None or end is ends.JUNK or end is ends.HEAD_CUT:
+        def failed(end: End, detail: str) -> None:
+            if end is ends.JUNK or end is ends.HEAD_CUT:
                 self._checked(exchange, None)  # the path may not be known there
             elif self._checks.pop(exchange, None) is not None:
                 exchange.engine_failed(ends.NOT_ACCEPTED, detail)
 
-        check = SideCall(self, head_of(b"GET /v1/models"), b"", done, failed)
+        check = SideCall(self, self.head(b"GET /v1/models"), b"", done, failed)
         self._checks[exchange] = check, self._now()
         connection.begin(check)
 
@@ -234,7 +232,10 @@ class EnginePool(Upstream):
         self._lost = False
         if body is not None and self._on_reconnect is not None:
             self._on_reconnect(body)
-        exchange.engine_identified()
+        if exchange.still_served():
+            self.send(exchange)
+        else:
+            exchange.engine_failed(ends.MOVED, "another model is served there")
 
 
 class EnginePools:
@@ -260,7 +261,6 @@ class EnginePools:
         return self._pools[lease.incarnation]
 
     def all(self) -> list[EnginePool]:
-        """Every pool."""
         return list(self._pools.values())
 
     def open(self, incarnation: int, name: str, url: str) -> EnginePool:
@@ -286,7 +286,6 @@ class EnginePools:
         return None if url is None else self._pools[url]
 
     def configure(self, table: ProxyTable, targets: Iterable[Target]) -> None:
-        """New times and keys, for what begins from now on."""
         self._table = table
         names = {target.incarnation: target.name for target in targets}
         for key, pool in self._pools.items():
@@ -297,14 +296,10 @@ class EnginePools:
 
     @property
     def open_connections(self) -> int:
-        """Connections to engines and bootstrap servers, in use or idle."""
         return sum(pool.open_connections for pool in self.all())
 
     def drop_unused(self, live: set[int]) -> None:
-        """Close the connections to all other incarnations, as soon as they carry nothing.
-
-        Those to a bootstrap server that no instance has any more end when they have been idle for long.
-        """
+        """Close connections to other incarnations and unused bootstrap servers, once they carry nothing."""
         known = {each.kv_bootstrap for each in self._access.values()}
         for key, pool in list(self._pools.items()):
             if isinstance(key, int) and key not in live:
@@ -313,12 +308,10 @@ class EnginePools:
                 del self._pools[key]
 
     def sweep(self, now: float) -> None:
-        """Close connections that were idle for too long."""
         for pool in self.all():
             pool.sweep(now)
 
     def close(self) -> None:
-        """Close idle connections, and the others when their request ends."""
         for pool in self.all():
             pool.close()
 

@@ -1,9 +1,7 @@
 """One request on its way through the proxy: from the client's whole request to its one terminal outcome.
 
-A small state machine. `phase` says what is waited for; `finish` is the only way out and is taken exactly
-once; the lease is given back there or when it is lost. A lease may be preceded by another: that of a prefill
-leg (`kv_transfers.py`), or one whose engine was lost in the middle of its answer (`continuation.py`). What
-passes for every token is `engine_events`: it allocates nothing but what it counts.
+`finish` is the only way out. The lease may be preceded by another: that of a prefill leg (`kv_transfers.py`),
+or one whose engine was lost in the middle of its answer (`continuation.py`).
 """
 
 from __future__ import annotations
@@ -14,20 +12,12 @@ from typing import TYPE_CHECKING, Final
 from hetlb.core.transition import Transition
 from hetlb.core.types import Lease, Outcome, RejectReason, Request
 from hetlb.proxy import ends
+from hetlb.proxy import exchange_states as states
 from hetlb.proxy.client_response import HEARTBEATS, NOTHING, STARTED, ClientResponse, ClientSide
 from hetlb.proxy.ends import End
 from hetlb.proxy.engine_answer import LOOP_STATUS, EngineAnswer, response_id
 from hetlb.proxy.engine_request import EngineRequest
-from hetlb.proxy.exchange_states import (
-    DISPATCHED,
-    ENDED,
-    FIRST_BYTE,
-    RECONNECTING,
-    RESUMED,
-    RETRIED,
-    WRITTEN,
-    Phase,
-)
+from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.error_responses import Answer
@@ -41,6 +31,7 @@ from hetlb.proxy.upstream import EngineConnection
 if TYPE_CHECKING:
     from hetlb.proxy.continuation import Continuation
     from hetlb.proxy.driver import Driver
+    from hetlb.proxy.engine_pools import EnginePool
     from hetlb.proxy.kv_transfers import KvTransfer
     from hetlb.proxy.realtime import Session
 
@@ -56,6 +47,7 @@ _RESPONSES: Final = Kind.RESPONSES
 _QUEUED: Final = Phase.QUEUED
 _PREFILLING: Final = Phase.PREFILLING
 _CONNECTING: Final = Phase.CONNECTING
+_STREAMING: Final = Phase.STREAMING
 
 
 class Exchange(RequestRecord):
@@ -63,7 +55,7 @@ class Exchange(RequestRecord):
 
     __slots__ = (
         "_call", "_sent", "answer", "driver", "dropped", "end", "engine", "now", "outgoing", "phase",
-        "plain", "response", "rest", "session", "since", "transfer",
+        "response", "rest", "session", "since", "transfer",
     )  # fmt: skip
 
     def __init__(
@@ -94,8 +86,6 @@ class Exchange(RequestRecord):
         self.engine: EngineConnection | None = None
         #: Answer of this lease, None before its head.
         self.answer: EngineAnswer | None = None
-        #: True if what comes of the answer is passed on as it stands.
-        self.plain = True
         #: True if an engine dropped it and may have run it.
         self.dropped = False
         #: Leases by which its answer goes on at another instance, None where it does not.
@@ -129,7 +119,7 @@ class Exchange(RequestRecord):
             self.expected_first_s = lease.expected_first_s
             self.mixed = lease.beside
             self.dispatched_at = now
-        self.enter(DISPATCHED, now)
+        self.enter(states.DISPATCHED, now)
         if self.rest is not None and not self.rest.dispatched(gives_ids):
             self._break(ends.OTHERWISE, "no other instance can go on with it")
             return
@@ -138,25 +128,21 @@ class Exchange(RequestRecord):
     # --- from the engine's connection ---
 
     def send(self, lease: Lease, *, fresh: bool = False) -> None:
-        """Send the request to the instance of a lease."""
         self._sent = lease
         self.driver.pool(lease).send(self, fresh=fresh)
 
-    def head_lines(self, own_headers: bytes, passthrough: bool) -> bytes:
-        """The head for an engine, but for `x-request-id`: without hop-by-hop headers.
-
-        `own_headers` has the engine's Host and key; `passthrough` lets the client's key through.
-        """
-        lines = self.driver.forward_rules.request_lines(self.outgoing.head, passthrough=passthrough)
+    def head_lines(self, pool: EnginePool) -> bytes:
+        """The head for the engine of a pool, but for `x-request-id`: without hop-by-hop headers."""
+        lines = self.driver.forward_rules.request_lines(self.outgoing.head, passthrough=pool.passthrough)
         if self.rest is not None:
             lines = self.rest.head_lines(lines, self.path)
-        return (lines if self.trace is None else self.trace.onto(lines)) + own_headers
+        return (lines if self.trace is None else self.trace.onto(lines)) + pool.own_headers
 
-    def engine_connected(self, connection: EngineConnection, own_headers: bytes, passthrough: bool) -> None:
+    def engine_connected(self, connection: EngineConnection) -> None:
         """Send the request, the body as it came unless this lease has one of its own."""
         self.engine = connection
         if self.phase is not _PREFILLING:
-            self.enter(WRITTEN, self.now())
+            self.enter(states.WRITTEN, self.now())
         instead: bytes | None = None
         if self.transfer is not None:
             instead = self.transfer.body
@@ -164,15 +150,12 @@ class Exchange(RequestRecord):
             instead = self.rest.body
         if self.response.held_since is not None:
             connection.pause()
-        self.outgoing.send(connection, self.head_lines(own_headers, passthrough), instead)
+        self.outgoing.send(connection, self.head_lines(connection.pool), instead)
 
-    def engine_identified(self) -> None:
-        """After a reconnect it was looked at what the engine serves: it may be another by now."""
+    def still_served(self) -> bool:
+        """True if what a reconnect led to has the model: it may be another engine."""
         assert self._sent is not None
-        if self.driver.scheduling.serves(self._sent):
-            self.send(self._sent)
-        else:
-            self.engine_failed(ends.MOVED, "another model is served there")
+        return self.driver.scheduling.serves(self._sent)
 
     def engine_lost_idle(self) -> None:
         """A reused connection was closed: once more on a fresh one. The engine may have run the request."""
@@ -182,7 +165,7 @@ class Exchange(RequestRecord):
         self.dropped = True
         self.engine = None
         if self.phase is not _PREFILLING:
-            self.enter(RECONNECTING, self.now())
+            self.enter(states.RECONNECTING, self.now())
         assert self._sent is not None
         self.send(self._sent, fresh=True)
 
@@ -215,20 +198,21 @@ class Exchange(RequestRecord):
                 assert lease is not None
                 self.driver.scheduling.busy(lease, busy_s, self.now())
         elif answer.is_stream:
-            self.plain = False
             # The first event of a chat only says who speaks: it is no text.
             silent = self.kind is _CHAT
             answer.stream = (
                 StreamedAnswer(self._call.hold_usage, silent) if rest is None else rest.stream(silent)
             )
-        elif rest is not None and rest.seam is None and status < 400 and length is not None:
+        elif rest is not None and rest.second is None and status < 400 and length is not None:
             answer.whole_only = length <= TAIL_BYTES
 
-    def engine_events(self, chunks: bytes) -> bool:
-        """A read of a stream between two chunks: passed on if it is whole events of text.
+    @property
+    def plain(self) -> bool:
+        """True if what comes of the answer is passed on as it stands."""
+        return self.session is None and (self.answer is None or self.answer.stream is None)
 
-        False where it takes a closer look, and nothing was done.
-        """
+    def engine_events(self, chunks: bytes) -> bool:
+        """Pass on a read of a stream if it is whole events of text; False, and nothing is done, if not."""
         answer = self.answer
         stream = None if answer is None else answer.stream
         if stream is None or not (passed := stream.pass_text(chunks)):
@@ -250,14 +234,13 @@ class Exchange(RequestRecord):
                 return None
             payload, answer.waits = answer.kept, False
         stream, rest = answer.stream, self.rest
-        if stream is None and rest is not None and rest.seam is not None and self.response.state is STARTED:
+        if stream is None and rest is not None and rest.second is not None and self.response.state is STARTED:
             self.stop_engine()
             self._break(answer.not_the_rest, "another instance would not go on with it")
             return None
         if whole and not payload:
             return payload
         now, lease = self.now(), self.lease
-        answer.begun = True
         if self.first_byte_at is None:
             self.first_byte_at = now
         assert lease is not None
@@ -269,7 +252,7 @@ class Exchange(RequestRecord):
             self.response.stream_follows()
             if self.request.sequences == 1:
                 stream.count_gaps(self.driver.counted.model(self.request.model).gaps)
-        self.enter(FIRST_BYTE, now)
+        self.enter(states.FIRST_BYTE, now)
         return payload
 
     def let_go(self) -> None:
@@ -291,9 +274,12 @@ class Exchange(RequestRecord):
 
     def engine_body(self, payload: bytes) -> None:
         """More of the answer's body: passed on in the same turn."""
+        if self.session is not None:
+            self.session.engine_body(payload)
+            return
         answer = self.answer
         assert answer is not None, "expected a head before a body"
-        if not answer.begun:
+        if self.phase is not _STREAMING:
             first = self._begin(answer, payload, whole=False)
             if first is None:
                 return
@@ -306,7 +292,6 @@ class Exchange(RequestRecord):
             self._pass(answer, payload)
 
     def _pass(self, answer: EngineAnswer, payload: bytes) -> None:
-        """Send the client a part of the body."""
         response = self.response
         passed = answer.emptied(payload)
         if response.state is NOTHING:
@@ -319,9 +304,12 @@ class Exchange(RequestRecord):
     def engine_end(self, payload: bytes) -> None:
         """The answer is whole and its framing was clean; `payload` is its last part."""
         self.engine = None
+        if self.session is not None:
+            self.session.engine_left()
+            return
         answer, response = self.answer, self.response
         assert answer is not None, "expected a head before the end"
-        if not answer.begun:
+        if self.phase is not _STREAMING:
             first = self._begin(answer, payload, whole=True)
             if first is None:
                 return
@@ -353,10 +341,13 @@ class Exchange(RequestRecord):
         """The engine, or this machine, failed: `end` says how."""
         response, answer = self.response, self.answer
         self.engine = self._sent = None
+        if self.session is not None:
+            self.session.engine_left()
+            return
         if answer is not None and answer.waits and self.transfer is None:
             answer.failure = end, detail
             return
-        begun = answer is not None and answer.begun
+        begun = self.phase is _STREAMING
         if self.rest is not None and not begun and end in (ends.HEAD_CUT, ends.BROKEN):
             end = ends.DROPPED  # a head is no answer where the request may be run again
         elif end is ends.HEAD_CUT:
@@ -399,7 +390,7 @@ class Exchange(RequestRecord):
             return
         if response.resume(now):
             self.since = now
-        if engine is not None and (self.session is None or not self.session.waits):
+        if engine is not None:
             engine.resume()
 
     # --- from the clock ---
@@ -420,8 +411,8 @@ class Exchange(RequestRecord):
         silent_s = now - self.since
         if self.transfer is not None and self.transfer.sweep(now, silent_s, first_byte_s):
             return
-        begun = self.answer is not None and self.answer.begun
-        if heartbeat_s and not begun and now - response.beat_at >= heartbeat_s and response.may_beat:
+        quiet = phase is not _STREAMING and now - response.beat_at >= heartbeat_s
+        if heartbeat_s and quiet and response.may_beat:
             response.beat(now)  # the first time this commits the answer
         if phase is Phase.SENT and silent_s > first_byte_s:
             self.stop_engine()
@@ -429,12 +420,11 @@ class Exchange(RequestRecord):
                 return
             answer = error_responses.FIRST_BYTE_TIMEOUT
             self.refuse(answer, "The instance did not begin to answer in time.", end=ends.SILENT)
-        elif phase is Phase.STREAMING and silent_s > idle_s:
+        elif phase is _STREAMING and silent_s > idle_s:
             self.stop_engine()
             self._lost(ends.STALLED, "the instance stopped in the middle of its answer")
 
     def shut_down(self) -> None:
-        """The grace period is over."""
         self.stop_engine()
         if self.session is not None:
             self.session.shut_down()
@@ -447,17 +437,16 @@ class Exchange(RequestRecord):
         """Go on at another instance, since this one is about to leave; False where that cannot be."""
         if self.transfer is not None or self.request.pinned is not None:
             return False
-        if self.phase is Phase.STREAMING:
+        if self.phase is _STREAMING:
             return self.rest is not None and self.rest.go_on(self, ends.NOTICE)
-        self.driver.goes_on(self.request, self.back_to_queue(RETRIED), ends.NOTICE)
+        self.driver.goes_on(self.request, self.back_to_queue(states.RETRIED), ends.NOTICE)
         return True
 
     # --- on the way ---
 
     def enter(self, transition: Transition[Phase], now: float) -> None:
         """Take a row of `exchange_states.TRANSITIONS`."""
-        assert self.phase in transition.before, f"request {self.request.id}, {self.phase}: {transition.event}"
-        self.phase = transition.after
+        self.phase = transition.take(self.phase)
         self.since = now
 
     def _commit(self) -> bytes:
@@ -492,10 +481,9 @@ class Exchange(RequestRecord):
         lease = self.lease
         assert lease is not None
         self.lease = self.answer = self.prefill_instance = None
-        self.plain = True
         if self.response.state is not STARTED:
             self.status = 0
-        if transition is not RESUMED:
+        if transition is not states.RESUMED:
             self.retries += 1
         self.enter(transition, self.now())
         return lease
@@ -515,9 +503,9 @@ class Exchange(RequestRecord):
         if dropped and self.rest is not None and self.transfer is None:
             self.resumed += 1  # it may have been half done
         if self.resumed:
-            self.driver.goes_on(self.request, self.back_to_queue(RETRIED), end)
+            self.driver.goes_on(self.request, self.back_to_queue(states.RETRIED), end)
         else:
-            self.driver.try_again(self.back_to_queue(RETRIED), end.told)
+            self.driver.try_again(self.back_to_queue(states.RETRIED), end.told)
 
     def _lost(self, end: End, detail: str, rest: bytes = b"", event: bytes | None = None) -> None:
         """The engine is lost in the middle of its answer, of which `rest` is the last.
@@ -562,7 +550,7 @@ class Exchange(RequestRecord):
             response.error_event(answer, message)
             self.finish(end, answer.outcome, broken=True)
             return
-        if answer.should_retry and (self.dropped or self.phase in (Phase.SENT, Phase.STREAMING)):
+        if answer.should_retry and (self.dropped or self.phase in (Phase.SENT, _STREAMING)):
             answer = replace(answer, should_retry=False)
         self.status = answer.status
         response.refuse(answer, message, retry_after_s, lines)
@@ -577,7 +565,7 @@ class Exchange(RequestRecord):
             response.write(self._commit())
         if stream is not None and (rest := stream.cut()):
             response.write(response.frame(rest))
-        going_on = self.rest is not None and self.rest.seam is not None
+        going_on = self.rest is not None and self.rest.second is not None
         if stream is not None or going_on or response.state is HEARTBEATS:
             response.error_event(error_responses.BROKEN_STREAM, f"The answer broke off: {detail}.")
         self.finish(end, broken=True)
@@ -595,17 +583,17 @@ class Exchange(RequestRecord):
             self.transfer.leave()
         self.ended_at = self.now()
         self.ended_in = self.phase
-        self.enter(ENDED, self.ended_at)
+        self.enter(states.ENDED, self.ended_at)
         if self.response.state is HEARTBEATS:
             self.status = 200
         self.end = end
         self.outcome = outcome if end is None else end.outcome
         answer, lease, rest = self.answer, self.lease, self.rest
         stream = None if answer is None else answer.stream
-        self.streamed = stream is not None or (rest is not None and rest.seam is not None)
+        self.streamed = stream is not None or (rest is not None and rest.second is not None)
         if stream is not None and lease is not None and not lease.output_tokens:
             lease.output_tokens = stream.events
-        self.outgoing.drop()
+        self.outgoing.body = b""
         if answer is not None:
             answer.tail = b""
         self.rest = None
@@ -613,6 +601,6 @@ class Exchange(RequestRecord):
         if client_gone:
             return
         if broken:
-            self.response.break_off()
+            self.response.client.break_off()
         else:
-            self.response.end()
+            self.response.client.end(keep=not self.response.closes)

@@ -1,15 +1,11 @@
-"""States of an exchange and their transitions: the table that the exchange obeys and the docs show.
-
-An exchange has two states. `Phase` is its side towards the engine, `Response` its side towards the client.
-Every change is one row of `TRANSITIONS`; an exchange that is not in a row's `before` must not take it.
-"""
+"""States of an exchange and their transitions: the table that the exchange obeys and the docs show."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from typing import Final
 
-from hetlb.core.transition import Transition, edges
+from hetlb.core.transition import Transition
 
 
 class Phase(StrEnum):
@@ -33,32 +29,18 @@ class Response(StrEnum):
 
 DISPATCHED: Final = Transition("the scheduler chooses an instance", (Phase.QUEUED,), Phase.CONNECTING)
 WRITTEN: Final = Transition("connected: the request is written", (Phase.CONNECTING,), Phase.SENT)
-RECONNECTING: Final = Transition(
-    "a reused connection closed before it answered: once more on a new one", (Phase.SENT,), Phase.CONNECTING
-)
+RECONNECTING: Final = Transition("a reused connection was closed: a new one", (Phase.SENT,), Phase.CONNECTING)
 RETRIED: Final = Transition(
-    "failed before anything of an answer came",
-    (Phase.PREFILLING, Phase.CONNECTING, Phase.SENT),
-    Phase.QUEUED,
+    "failed before anything of an answer came", (Phase.PREFILLING, Phase.CONNECTING, Phase.SENT), Phase.QUEUED
 )
-PREFILL_DISPATCHED: Final = Transition(
-    "the scheduler chooses a pair: one prefills", (Phase.QUEUED,), Phase.PREFILLING
-)
+PREFILL_DISPATCHED: Final = Transition("a pair is chosen: one prefills", (Phase.QUEUED,), Phase.PREFILLING)
 PREFILLED: Final = Transition("the prompt is prefilled", (Phase.PREFILLING,), Phase.QUEUED)
-PREFILL_REFUSED: Final = Transition(
-    "the first of a pair refuses the request", (Phase.PREFILLING,), Phase.SENT
-)
-DECODE_UNDER_WAY: Final = Transition(
-    "both of a pair were sent the request at once", (Phase.QUEUED,), Phase.SENT
-)
-TURNED_AWAY: Final = Transition(
-    "429 or 503 with `Retry-After`, and room elsewhere", (Phase.SENT,), Phase.QUEUED
-)
+PREFILL_REFUSED: Final = Transition("the first of a pair refuses it", (Phase.PREFILLING,), Phase.SENT)
+DECODE_UNDER_WAY: Final = Transition("both of a pair have it already", (Phase.QUEUED,), Phase.SENT)
+TURNED_AWAY: Final = Transition("429 or 503 with `Retry-After`, room elsewhere", (Phase.SENT,), Phase.QUEUED)
 FIRST_BYTE: Final = Transition("the first byte of the answer's body", (Phase.SENT,), Phase.STREAMING)
 RESUMED: Final = Transition(
-    "the engine is lost in the middle of its answer, which goes on elsewhere",
-    (Phase.SENT, Phase.STREAMING),
-    Phase.QUEUED,
+    "the engine is lost: the answer goes on elsewhere", (Phase.SENT, Phase.STREAMING), Phase.QUEUED
 )
 ENDED: Final = Transition(
     "its one outcome",
@@ -75,15 +57,6 @@ HEARTBEAT: Final = Transition(
 )
 STREAM_FOLLOWS: Final = Transition("the engine's stream begins", (Response.HEARTBEATS,), Response.STARTED)
 COMMITTED: Final = Transition(
-    "the engine's status and headers go out with the first bytes", (Response.NOTHING,), Response.STARTED
+    "the engine's head goes out with the first bytes", (Response.NOTHING,), Response.STARTED
 )
 RESPONSE_TRANSITIONS: Final = (HEARTBEAT, STREAM_FOLLOWS, COMMITTED)
-
-
-def diagram() -> str:
-    """Both tables as one Mermaid state diagram, as docs/reference/states.md has it."""
-    lines = ["```mermaid", "stateDiagram-v2", "    [*] --> QUEUED: a whole request"]
-    lines += [f"    {each}" for each in edges(TRANSITIONS)]
-    lines += ["    DONE --> [*]", "    state response {", f"        [*] --> {Response.NOTHING.name}"]
-    lines += [f"        {each}" for each in edges(RESPONSE_TRANSITIONS)]
-    return "\n".join([*lines, "    }", "```"])

@@ -1,11 +1,11 @@
 """Status of the fleet in one line: how well it is, load against capacity, what limits it, what to do.
 
-`status` is what the dashboard, `hetlb top` and `hetlb status` begin with. Load is what is taken of the
-scarcest thing that a model's instances have: slots, KV cache or computing time.
+Load is what is taken of the scarcest thing that a model's instances have: slots, KV cache or computing time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -16,9 +16,13 @@ from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, Health
 from hetlb.proxy.beliefs import BeliefSource, slots_source, speed_source
-from hetlb.proxy.dashboard.samples import WINDOW_S, Levels
-from hetlb.proxy.telemetry.recent import InstanceShare, Recent
+from hetlb.proxy.telemetry.recent import BIN_S, InstanceShare, Recent
 
+#: Requests that ended within so many seconds count; a queue grows in the half of it.
+WINDOW_S: Final = 30.0
+#: So many times the size of `WINDOW_S` before, and more than a few: a queue grows.
+GROWN: Final = 1.3
+LEAST_QUEUE: Final = 8
 #: From this load on a model is busy.
 BUSY: Final = 0.8
 #: An instance that takes so many times as long as its profile says is slow.
@@ -60,7 +64,6 @@ class ModelStatus:
     able: int
 
     def document(self) -> dict[str, Any]:
-        """The status as JSON has it."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         del found["instances"], found["able"]
         figures = {name: round(value, 4) for name, value in found.items() if isinstance(value, float)}
@@ -91,17 +94,13 @@ def _rate(value: float) -> str:
 
 
 def status(
-    scheduler: Scheduler,
-    pools: dict[str, list[Instance]],
-    recent: Recent,
-    levels: Levels,
-    now: float,
+    scheduler: Scheduler, pools: dict[str, list[Instance]], recent: Recent, now: float
 ) -> dict[str, Any]:
     """The body of `GET /v1/status`: the fleet as the worst of its models has it, and each model."""
     waiting = scheduler.queue.by_model()
     shares = recent.shares(WINDOW_S, now)
     found = [
-        _of_model(scheduler, model, instances, waiting.get(model, 0), shares, levels, now)
+        _of_model(scheduler, model, instances, waiting.get(model, 0), shares, recent, now)
         for model, instances in pools.items()
     ]
     none = ModelStatus("", State.DOWN, 0.0, 0.0, None, "", None, "The fleet has no server: add one.", 0, 0)
@@ -121,7 +120,7 @@ def _of_model(
     instances: Sequence[Instance],
     waiting: int,
     shares: Mapping[str, InstanceShare],
-    levels: Levels,
+    recent: Recent,
     now: float,
 ) -> ModelStatus:
     wanted = [each for each in instances if each.admin is AdminState.READY and not each.asleep]
@@ -135,7 +134,7 @@ def _of_model(
     capacity = _capacity(scheduler, model, able)
     load, limited_by = _load(able, waiting, rate, capacity)
     headroom = None if capacity is None else max(0.0, capacity * (1.0 - load))
-    advice = _trouble(wanted, able, waiting, shares, levels.grows(model, waiting, now))
+    advice = _trouble(wanted, able, waiting, shares, _grows(recent, model, waiting, now))
     if advice:
         state = State.DEGRADED
     elif load >= BUSY or waiting:
@@ -143,6 +142,15 @@ def _of_model(
     else:
         state, advice = State.WELL, _when_well(able, rate, load)
     return ModelStatus(model, state, load, rate, capacity, limited_by, headroom, advice, total, len(able))
+
+
+def _grows(recent: Recent, model: str, waiting: int, now: float) -> bool:
+    """True if the queue of a model has grown throughout: half a window ago, and since."""
+    first, last = math.ceil((now - WINDOW_S / 2) / BIN_S), math.floor((now - WINDOW_S / 6) / BIN_S)
+    shown = [recent.stretches[number] for number in range(first, last + 1) if number in recent.stretches]
+    half = [each.levels[0].get(model, 0) for each in shown if each.levels is not None]
+    grown = bool(half) and waiting >= GROWN * max(half) and half[-1] >= half[0]
+    return grown and waiting >= LEAST_QUEUE
 
 
 def _capacity(scheduler: Scheduler, model: str, able: Sequence[Instance]) -> float | None:
@@ -216,14 +224,14 @@ def _trouble(
         names = _listed([each.name for each in dead])
         return f"{names} {are} out{reason}: bring {'it' if len(dead) == 1 else 'them'} back.{wait}"
     for each in able:
-        if each.spec.model and each.served is not None and not each.serves(each.spec.model):
+        if each.spec.model and each.served is not None and each.spec.model not in each.models:
             serves = _listed(list(each.served)) or "nothing"
             return f"{each.name} serves {serves}, not {each.spec.model}: correct the name in the fleet file."
         share = shares.get(each.name)
         if share is not None and share.failed >= LEAST_FAILED and share.failed > FAILING * share.ended:
             percent = 100 * share.failed / share.ended
             return f"{percent:.0f} % of what {each.name} answers fails: its log says why."
-    slow = [each for each in able if each.profiled and each.speed.factor >= SLOW]
+    slow = [each for each in able if each.profiled and each.speed.seen and each.speed.factor >= SLOW]
     if slow:
         worst = max(slow, key=lambda each: each.speed.factor)
         return (

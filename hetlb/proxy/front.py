@@ -1,8 +1,4 @@
-"""The side of a serving process that clients meet: the listener, the request log, spans, the ended requests.
-
-Every process that serves has one, beside its driver; `Service` and a relay build it alike. A fleet and its
-keys configure it whole, at start and at every reload.
-"""
+"""The side of a serving process that clients meet: the listener, the request log, spans, ended requests."""
 
 from __future__ import annotations
 
@@ -18,9 +14,7 @@ from hetlb.config.fleet_tables import ProxyTable
 from hetlb.proxy.access import Access
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.exchange import Exchange
-from hetlb.proxy.model_names import ModelNames
 from hetlb.proxy.router import Router
-from hetlb.proxy.service_classes import ServiceClasses
 from hetlb.proxy.telemetry.access_log import FORMATS
 from hetlb.proxy.telemetry.log_writer import LogWriter
 from hetlb.proxy.telemetry.request_record import RequestRecord
@@ -40,8 +34,7 @@ class Listener(Protocol):
     def connections(self) -> Collection[object]: ...
     @property
     def stopping(self) -> bool: ...
-    def configure(self, table: ProxyTable) -> None: ...
-    def secure(self, access: Access) -> None: ...
+    def configure(self, table: ProxyTable, access: Access) -> None: ...
     @property
     def descriptors(self) -> list[int]: ...
     async def start(self, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> tuple[str, int]: ...
@@ -64,7 +57,7 @@ class Front:
         if fleet.file.tracing is not None:
             from hetlb.proxy.telemetry.tracing import Tracing
 
-            self._tracing = Tracing(fleet.file.tracing, fleet.where)
+            self._tracing = Tracing(fleet.file.tracing)
         self.server.router.tracing = self._tracing
         self._write_line = FORMATS[fleet.file.proxy.request_log_format]
         self._lines: LogWriter | None = None
@@ -80,21 +73,24 @@ class Front:
         return 0 if self._lines is None else self._lines.lost
 
     def configure(self, fleet: Fleet, access: Access) -> None:
-        """New limits, keys and certificates, for what begins from now on."""
         self._driver.configure(fleet.file.proxy)
-        self.server.configure(fleet.file.proxy)
         self._apply(fleet, access)
 
     def _apply(self, fleet: Fleet, access: Access) -> None:
-        """Give the listener a fleet's keys and certificates, model names, classes and ways of resuming."""
-        self.server.secure(access)
+        self.server.configure(fleet.file.proxy, access)
         router = self.server.router
-        router.names = ModelNames.of(fleet.written) or None
-        router.classes = ServiceClasses(fleet.service_classes) or None
+        router.names = router.classes = None
+        if any(each.aliases or each.fallback for each in fleet.written.models):
+            from hetlb.proxy.model_names import ModelNames
+
+            router.names = ModelNames.of(fleet.written)
+        if any(each.classes for each in fleet.file.models):
+            from hetlb.proxy.service_classes import ServiceClasses
+
+            router.classes = ServiceClasses(fleet.service_classes)
         router.resume = fleet.resume
 
     def _requests_ended(self, ended: Sequence[Exchange]) -> None:
-        """Trace and log requests that have their outcome."""
         now = self._driver.now()
         epoch_s = time.time() - now
         if self._tracing is not None:
@@ -104,7 +100,6 @@ class Front:
             self._lines.write(*[self._write_line(exchange, epoch_s) for exchange in ended])
 
     def _request_refused(self, record: RequestRecord) -> None:
-        """Log a request that did not pass."""
         if self._lines is not None:
             self._lines.write(self._write_line(record, time.time() - self._driver.now()))
 

@@ -110,10 +110,7 @@ _MOST_EXTRAS: Final = 64 << 10
 
 
 def read_batch(payload: bytes) -> Iterator[KvEvent]:
-    """The events of one message that concern the engine's own cache, in parts of `PART_BLOCKS` at most.
-
-    Raises `ValueError` where the message is no batch.
-    """
+    """Parts (`PART_BLOCKS`) of a message that concern the engine's own cache. Raises `ValueError`."""
     try:
         yield from _events(payload)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -185,7 +182,6 @@ class KvEventReader:
             self._tasks[name] = asyncio.get_running_loop().create_task(self._read(name, table))
 
     async def close(self) -> None:
-        """Stop reading."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -238,7 +234,6 @@ class _Stream:
             connection.close()
 
     def lose(self, reason: str, *, exc_info: bool = False) -> None:
-        """Events are missing."""
         name, text = self._name, "%s: %s; what it has cached is estimated"
         self._losses.tell(
             logger, Event.INSTANCE_KV_EVENTS, text, name, reason, exc_info=exc_info, instance=name

@@ -2,12 +2,9 @@
 
 The prefill leg asks for one token with `kv_transfer_params`; those of its answer go on, as they are, in the
 body of the decode leg (NIXL). With Mooncake both legs are sent at once, with an engine id from the bootstrap
-server of the prefill instance. Shared storage needs no parameters.
-
-A prefill instance keeps the KV blocks for `lease_s` and then gives them to others: KV that is fetched later
-is that of another prompt, and the answer is wrong with status 200. So the first token must come before the
-lease can have ended, by the clock of this process; else the answer is dropped and one instance gets the whole
-request.
+server of the prefill instance. Shared storage needs no parameters. A prefill instance keeps the KV blocks for
+`lease_s`: KV that is fetched later is that of another prompt, and the answer is wrong with status 200. So the
+first token must come before the lease can have ended, by our clock, or one instance gets the whole request.
 """
 
 from __future__ import annotations
@@ -24,25 +21,17 @@ from hetlb.core.scheduler import Scheduler
 from hetlb.core.transition import Transition
 from hetlb.core.types import Command, Connector, Hold, KvLink, Lease, Outcome, Role
 from hetlb.proxy import ends
+from hetlb.proxy import exchange_states as states
 from hetlb.proxy.ends import End
 from hetlb.proxy.engine_answer import EngineAnswer
 from hetlb.proxy.engine_pools import EnginePools
-from hetlb.proxy.engine_request import with_field
-from hetlb.proxy.exchange_states import (
-    DECODE_UNDER_WAY,
-    DISPATCHED,
-    PREFILL_DISPATCHED,
-    PREFILL_REFUSED,
-    PREFILLED,
-    RETRIED,
-    Phase,
-)
+from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import ResponseHead
+from hetlb.proxy.http.openai_body import with_field
 from hetlb.proxy.http.openai_fields import BootstrapEntry, PrefillFields, TransferFields
-from hetlb.proxy.http.split_bodies import may_split, prefill_body, release_body
 from hetlb.proxy.http.sse import SseWatcher
-from hetlb.proxy.upstream import SideCall, head_of
+from hetlb.proxy.upstream import SideCall
 
 if TYPE_CHECKING:
     from hetlb.proxy.exchange import Exchange
@@ -62,6 +51,22 @@ _ASK: Final = (
 )
 #: Part of the names of transfers: no other process has it.
 _PROCESS: Final = secrets.token_hex(8).encode("ascii")
+#: Kinds whose requests can be split.
+_SPLIT_KINDS: Final = (Kind.COMPLETION, Kind.CHAT, Kind.RESPONSES, Kind.MESSAGES)
+#: Fields of a body that a prefill leg does not have: they make no difference to the KV cache of its prompt,
+#: or could end it in a way in which its blocks are not kept.
+_NOT_PREFILLED: Final = (
+    "stream", "stream_options", "min_tokens", "stop", "stop_token_ids", "logprobs", "top_logprobs",
+    "max_completion_tokens",
+)  # fmt: skip
+#: Fields that a body may not hold: a decode instance that did not prefill the prompt cannot answer it.
+_WHOLE_ONLY: Final = (
+    b'"prompt_logprobs"', b'"echo"', b'"use_beam_search"', b'"prompt_embeds"', b'"return_token_ids"',
+    b'"prompt_token_ids"',
+)  # fmt: skip
+#: More tokens than any engine takes: a request that asks for them is refused before it runs.
+_TOO_MANY_TOKENS: Final = 1 << 30
+_raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _answer = msgspec.json.Decoder(PrefillFields)
 _transfer = msgspec.json.Decoder(TransferFields)
 _bootstrap = msgspec.json.Decoder(dict[str, BootstrapEntry])
@@ -78,12 +83,8 @@ class TransferState(StrEnum):
 
 
 _UNDER_WAY: Final = (TransferState.ASKING, TransferState.PREFILL, TransferState.BOTH, TransferState.DECODE)
-BOTH_SENT: Final = Transition(
-    "the bootstrap server told the engine's id: both legs are sent",
-    (TransferState.ASKING,),
-    TransferState.BOTH,
-)
-PROMPT_READ: Final = Transition(
+BOTH_SENT: Final = Transition("the engine's id is known", (TransferState.ASKING,), TransferState.BOTH)
+PREFILL_ENDED: Final = Transition(
     "the prefill leg ended well", (TransferState.PREFILL, TransferState.BOTH), TransferState.DECODE
 )
 LEFT: Final = Transition("the first token, or a failure", _UNDER_WAY, TransferState.OVER)
@@ -120,15 +121,6 @@ class KvTransfer:
         self._until = float("inf")
         self._pushed = self.stopped = False
 
-    def _enter(self, transition: Transition[TransferState]) -> None:
-        assert self.state in transition.before, f"KV transfer, {self.state}: {transition.event}"
-        self.state = transition.after
-
-    @property
-    def _read(self) -> bool:
-        """True if the prompt has been read."""
-        return self.state is TransferState.DECODE
-
     # --- the prefill leg ---
 
     def begin(self, now: float) -> None:
@@ -136,31 +128,26 @@ class KvTransfer:
         exchange, lease = self._exchange, self._lease
         driver = exchange.driver
         exchange.dispatched_at = now
-        exchange.enter(PREFILL_DISPATCHED, now)
+        exchange.enter(states.PREFILL_DISPATCHED, now)
         params: bytes | None = _ASK
         if self._link.connector is Connector.SHARED_STORAGE:
             params = None
         elif self._link.concurrent:
             params = b'{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"%b"}' % self._name()
-        body = prefill_body(exchange.kind, self.body, params)
-
-        def lines(own_headers: bytes, passthrough: bool) -> bytes:
-            return b"%bx-request-id: %b\r\n" % (
-                exchange.head_lines(own_headers, passthrough), exchange.outgoing.label,
-            )  # fmt: skip
-
+        body = _prefill_body(exchange.kind, self.body, params)
+        pool = driver.pools.of(lease)
+        head = b"%bx-request-id: %b\r\n" % (exchange.head_lines(pool), exchange.outgoing.label)
         self._call = SideCall(
-            driver.pools.of(lease), lines, body, self._prefilled, self._prefill_failed,
-            lambda: driver.scheduling.serves(lease),
-        )  # fmt: skip
+            pool, head, body, self._prefilled, self._prefill_failed, lambda: driver.scheduling.serves(lease)
+        )
         if self.state is TransferState.PREFILL:
             self._call.send()
             return
         query = driver.pools.bootstrap(lease.instance)
         if query is None:
-            self._query_failed(None, "its bootstrap server is not known")
+            self._query_failed(ends.NOT_HANDED_OVER, "its bootstrap server is not known")
             return
-        self._query = SideCall(query, head_of(b"GET /query"), b"", self._queried, self._query_failed)
+        self._query = SideCall(query, query.head(b"GET /query"), b"", self._queried, self._query_failed)
         self._query.send()
 
     def _name(self) -> bytes:
@@ -174,7 +161,7 @@ class KvTransfer:
         except (msgspec.DecodeError, KeyError, UnicodeDecodeError):
             entry = None
         if entry is None or query is None or self._call is None:
-            self._query_failed(None, "its bootstrap server does not tell the engine")
+            self._query_failed(ends.NOT_HANDED_OVER, "its bootstrap server does not tell the engine")
             return
         self._params = msgspec.json.encode(
             {
@@ -186,16 +173,15 @@ class KvTransfer:
             }
         )
         self.body = with_field(self.body, b"kv_transfer_params", self._params)
-        self._enter(BOTH_SENT)
+        self.state = BOTH_SENT.take(self.state)
         self._call.send()
         self._exchange.send(self.decode, fresh=True)
 
-    def _query_failed(self, end: End | None, detail: str) -> None:
+    def _query_failed(self, end: End, detail: str) -> None:
         self._query = None
         self._unsplit(ends.NOT_HANDED_OVER, "no_bootstrap")
 
-    def _prefill_failed(self, end: End | None, detail: str) -> None:
-        """The prefill instance did not answer."""
+    def _prefill_failed(self, end: End, detail: str) -> None:
         exchange, self._call = self._exchange, None
         if end is ends.NOT_ACCEPTED or end is ends.LOOP:
             exchange.try_again(end)
@@ -204,10 +190,9 @@ class KvTransfer:
             self.leave()
             exchange.engine_failed(end, detail)
         else:
-            self._unsplit(ends.MOVED if end is None else ends.DROPPED, "prefill_failed")
+            self._unsplit(end if end is ends.MOVED else ends.DROPPED, "prefill_failed")
 
     def _prefilled(self, head: ResponseHead, body: bytes) -> None:
-        """The prefill instance has answered."""
         self._call = None
         exchange = self._exchange
         if head.status != 200:
@@ -228,11 +213,11 @@ class KvTransfer:
             if self._pushed and exchange.kind is Kind.RESPONSES and answer.id:
                 # Blocks go to the request of the same id, which vLLM takes from the body of a response alone.
                 self.body = with_field(self.body, b"request_id", msgspec.json.encode(answer.id))
-        self._enter(PROMPT_READ)
+        self.state = PREFILL_ENDED.take(self.state)
         lease, exchange.lease = exchange.lease, None
         assert lease is not None
         exchange.prefill_instance = lease.instance
-        exchange.enter(PREFILLED, self._transfers.now())
+        exchange.enter(states.PREFILLED, self._transfers.now())
         self._transfers.prefilled(lease)
 
     def _prefill_refused(self, head: ResponseHead, body: bytes) -> None:
@@ -244,7 +229,7 @@ class KvTransfer:
         lease = exchange.lease
         exchange.stop_engine()
         self.leave()
-        exchange.enter(PREFILL_REFUSED, self._transfers.now())
+        exchange.enter(states.PREFILL_REFUSED, self._transfers.now())
         exchange.engine_head(head, len(body))
         if exchange.lease is lease and exchange.phase is Phase.SENT:  # no other instance has room for it
             exchange.engine_end(body)
@@ -266,13 +251,13 @@ class KvTransfer:
                 now + max(_LEAST_PATIENCE_S, _PATIENCE * expected_s),
             )
         if exchange.engine is None and exchange.answer is None:
-            exchange.enter(DISPATCHED, now)
+            exchange.enter(states.DISPATCHED, now)
             if not self._link.concurrent:
                 # Its parameters may be used once: an idle connection that turned out to be closed would
                 # leave open whether they were.
                 exchange.send(lease, fresh=True)
             return
-        exchange.enter(DECODE_UNDER_WAY, now)
+        exchange.enter(states.DECODE_UNDER_WAY, now)
         exchange.let_go()
 
     def may_begin(self, answer: EngineAnswer) -> bool:
@@ -284,7 +269,7 @@ class KvTransfer:
         if status >= 500:
             self._unsplit(ends.NOT_HANDED_OVER, "decode_error")
             return False
-        if not self._read:  # the prefill leg has not answered yet
+        if self.state is not TransferState.DECODE:  # the prefill leg has not answered yet
             return False
         if answer.stream is not None:
             watcher = SseWatcher(False)
@@ -295,7 +280,7 @@ class KvTransfer:
                     return False
             elif not watcher.events and not watcher.done and not answer.kept_whole:
                 return False
-        self._enter(LEFT)
+        self.state = LEFT.take(self.state)
         self._exchange.transfer = None
         if status < 400:
             self._transfers.ended()
@@ -304,8 +289,7 @@ class KvTransfer:
         return True
 
     def decode_failed(self, end: End) -> None:
-        """The decode instance failed before its first token."""
-        if not self._read:
+        if self.state is not TransferState.DECODE:
             self._unsplit(ends.NOT_HANDED_OVER, "decode_failed")
         elif end in ends.NOTHING_SENT:
             self._transfers.ended("decode_failed")
@@ -329,7 +313,6 @@ class KvTransfer:
         return True
 
     def _late(self) -> None:
-        """The decode instance did not get the KV blocks in time."""
         if self._exchange.engine is not None:
             # What it may have fetched too late is of another prompt, and is in its prefix cache by now.
             self._exchange.outgoing.salt()
@@ -338,12 +321,12 @@ class KvTransfer:
     def _unsplit(self, end: End, why: str) -> None:
         """Send the whole request to one instance. `end` is that of the leg that was going on."""
         self._exchange.stop_engine()
-        lease = self._exchange.back_to_queue(RETRIED)
+        lease = self._exchange.back_to_queue(states.RETRIED)
         self._transfers.unsplit(lease, end.told, why)
 
     def leave(self) -> None:
         """No leg goes on."""
-        self._enter(LEFT)
+        self.state = LEFT.take(self.state)
         self._exchange.transfer = None
         for call in (self._call, self._query):
             if call is not None:
@@ -356,8 +339,7 @@ class KvTransfer:
             # The decode engine says so to the other as soon as it notices.
             self._transfers.released(hold)
         elif self._params is not None:
-            model = self._exchange.request.model
-            self._transfers.release(hold, model, release_body(model, self._params))
+            self._transfers.release(hold, self._exchange.request.model, self._params)
 
 
 class KvTransfers:
@@ -381,20 +363,19 @@ class KvTransfers:
 
     def may_split(self, kind: Kind, path: str, body: bytes) -> bool:
         """True if a request with one prompt and one sequence can be split."""
-        return may_split(kind, path, body)
+        return (
+            kind in _SPLIT_KINDS and path.startswith("/v1/") and not any(key in body for key in _WHOLE_ONLY)
+        )
 
     def transfer(self, exchange: Exchange, lease: Lease) -> KvTransfer:
-        """The two legs of a request, of which `lease` is the prefill."""
         return KvTransfer(exchange, self, lease)
 
     def link(self, lease: Lease) -> KvLink:
-        """Link for KV blocks of the instance of a lease."""
         link = self._scheduler.ledger.leased[lease.id].spec.kv_transfer
         assert link is not None, f"{lease.instance} takes part in no KV transfer"
         return link
 
     def prefilled(self, lease: Lease) -> None:
-        """A prefill leg ended well."""
         self._totals.instance(lease.instance).ended(Outcome.OK)
         self._carry_out(self._scheduler.on_prefilled(lease, self.now()))
 
@@ -405,15 +386,21 @@ class KvTransfers:
         self._carry_out(self._scheduler.on_unsplit(lease, outcome, self.now()))
 
     def ended(self, result: str = "done") -> None:
-        """A transfer has ended."""
         self._totals.kv_transferred(result)
 
     def released(self, hold: Hold) -> None:
-        """A prefill instance keeps a prompt no longer."""
         self._carry_out(self._scheduler.on_hold_released(hold, self.now()))
 
-    def release(self, hold: Hold, model: str, body: bytes) -> None:
-        """Free a prompt at its prefill instance, by a request that a decode instance refuses."""
+    def release(self, hold: Hold, model: str, params: bytes) -> None:
+        """Free a prompt at its prefill instance: a decode instance is sent a request that it refuses."""
+        body = msgspec.json.encode(
+            {
+                "model": model,
+                "prompt": [1],
+                "max_tokens": _TOO_MANY_TOKENS,
+                "kv_transfer_params": msgspec.Raw(params),
+            }
+        )
         able = [
             each
             for each in self._scheduler.instances
@@ -421,7 +408,7 @@ class KvTransfers:
             and each.name != hold.instance
             and each.spec.role is not Role.PREFILL
             and each.spec.kv_transfer is not None
-            and each.serves(model)
+            and model in each.models
         ]
         able.sort(key=lambda each: each.name != hold.target)
         self._release_by(able, hold, body)
@@ -432,18 +419,18 @@ class KvTransfers:
             return
         asked, *others = able
 
-        def done(head: ResponseHead, answer: bytes) -> None:
+        def done(answer: ResponseHead, _: bytes) -> None:
             self._releases.discard(call)
-            if head.status == 400:
+            if answer.status == 400:
                 self.released(hold)
 
-        def failed(end: End | None, detail: str) -> None:
+        def failed(end: End, detail: str) -> None:
             self._releases.discard(call)
             self._release_by(others, hold, body)
 
         pool = self._pools.open(asked.incarnation, asked.name, asked.spec.url)
-        lines = head_of(b"POST /v1/completions", b"content-type: application/json\r\n")
-        call = SideCall(pool, lines, body, done, failed)
+        head = pool.head(b"POST /v1/completions", b"content-type: application/json\r\n")
+        call = SideCall(pool, head, body, done, failed)
         self._releases.add(call)
         call.send()
 
@@ -451,3 +438,18 @@ class KvTransfers:
         """Break off the requests of the proxy's own."""
         for call in self._releases:
             call.abort()
+
+
+def _prefill_body(kind: Kind, body: bytes, params: bytes | None) -> bytes:
+    """The body of a prefill leg: that of the client, but for one token of output and no stream."""
+    fields = _raw_fields.decode(body)
+    for name in _NOT_PREFILLED:
+        fields.pop(name, None)
+    fields["max_output_tokens" if kind is Kind.RESPONSES else "max_tokens"] = msgspec.Raw(b"1")
+    if kind is Kind.RESPONSES:
+        fields["store"] = msgspec.Raw(b"false")
+    elif kind is not Kind.MESSAGES:
+        fields["ignore_eos"] = msgspec.Raw(b"true")
+    if params is not None:
+        fields["kv_transfer_params"] = msgspec.Raw(params)
+    return msgspec.json.encode(fields)

@@ -30,12 +30,10 @@ _FAILURES: Final = (aiohttp.ClientError, SourceFailedError, TimeoutError, OSErro
 
 
 class Leader:
-    """State of an election: `leads` says whether this process does, `epoch` is its number as a leader.
+    """State of an election by a Lease, as Kubernetes' own components elect theirs (coordination.k8s.io/v1).
 
-    The election is by a Lease, as Kubernetes' own components elect theirs (coordination.k8s.io/v1). A Lease
-    is another's until it has not changed for its duration by the clock here: times in it are not compared,
-    since clocks differ. It is written with the `resourceVersion` that was read, so that of several
-    that want it one gets it (409 for the others). `leaseTransitions` is the leader's number.
+    A Lease is another's until it has not changed for its duration by the clock here. It is written with the
+    `resourceVersion` that was read: of several that want it one gets it (409 for the others).
     """
 
     def __init__(self, table: LeaseTable, base: Path, name: str, key: str) -> None:
@@ -55,7 +53,6 @@ class Leader:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to lead, or to wait for it."""
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
@@ -68,16 +65,16 @@ class Leader:
         if self.leads:
             self.leads = False
             with contextlib.suppress(*_FAILURES):
-                lease = await self._get(self._session())
-                if lease is not None and _spec(lease).get("holderIdentity") == self._name:
-                    await self._put(self._session(), lease, {"holderIdentity": "", "leaseDurationSeconds": 1})
+                lease = await self._get()
+                if _spec(lease).get("holderIdentity") == self._name:
+                    await self._write(lease, {"holderIdentity": "", "leaseDurationSeconds": 1})
         await self._disconnect()
 
     async def _run(self) -> None:
         while True:
             failed = ""
             try:
-                await self._look(self._session(), asyncio.get_running_loop().time())
+                await self._look(asyncio.get_running_loop().time())
             except _FAILURES as error:
                 failed = " ".join(str(error).split())[:200] or type(error).__name__
                 await self._disconnect()
@@ -98,33 +95,22 @@ class Leader:
             logger, Event.LEADS_NO_MORE, "shared state: this process leads no more: %s", reason, reason=reason
         )
 
-    def _session(self) -> aiohttp.ClientSession:
-        if self._http is None:
-            timeout = aiohttp.ClientTimeout(total=self._every_s)
-            connector = aiohttp.TCPConnector(ssl=self._api.tls())
-            self._http = aiohttp.ClientSession(timeout=timeout, connector=connector)
-        return self._http
-
     async def _disconnect(self) -> None:
         session, self._http = self._http, None
         if session is not None:
             await session.close()
 
-    async def _look(self, session: aiohttp.ClientSession, now: float) -> None:
+    async def _look(self, now: float) -> None:
         """Renew the Lease, take one that has run out, or see that it is another's."""
-        lease = await self._get(session)
-        if lease is None:
-            if await self._create(session):
-                self._won(1)
-            return
+        lease = await self._get()
         spec, version = _spec(lease), str(lease["metadata"].get("resourceVersion", ""))
         holder = spec.get("holderIdentity") or ""
         if holder == self._name:
-            stays = await self._put(session, lease, {})
+            stays = await self._write(lease, {})
             if stays and not self.leads:
                 self._won(_number(spec, "leaseTransitions"))
             return
-        if self.leads:
+        if self.leads and version:
             self._resign(f"its lease is held by {holder or 'none'}")
         if version != self._version:
             self._version, self._changed_at = version, now
@@ -132,59 +118,43 @@ class Leader:
         if not holder or now - self._changed_at > lasts_s:
             epoch = _number(spec, "leaseTransitions") + 1
             fields = {"holderIdentity": self._name, "leaseTransitions": epoch, "acquireTime": _now()}
-            if await self._put(session, lease, fields):
+            if await self._write(lease, fields):
                 self._won(epoch)
 
-    async def _get(self, session: aiohttp.ClientSession) -> dict[str, Any] | None:
-        """The Lease as it is, None where there is none yet. Raises `SourceFailedError`."""
-        url = f"{self._api.url}{self._path}/{self._table.name}"
-        async with session.get(url, headers=self._api.headers()) as reply:
-            body = await reply.read()
-            if reply.status == 404:
-                return None
-            if reply.status != 200:
-                raise SourceFailedError(f"the API server answers {reply.status}")
+    async def _ask(self, method: str, name: str = "", lease: object = None) -> tuple[int, bytes]:
+        if self._http is None:
+            timeout = aiohttp.ClientTimeout(total=self._every_s)
+            connector = aiohttp.TCPConnector(ssl=self._api.tls())
+            self._http = aiohttp.ClientSession(timeout=timeout, connector=connector)
+        url = f"{self._api.url}{self._path}{name}"
+        async with self._http.request(method, url, json=lease, headers=self._api.headers()) as reply:
+            return reply.status, await reply.read()
+
+    async def _get(self) -> dict[str, Any]:
+        """The Lease as it is; one without a version where there is none yet. Raises `SourceFailedError`."""
+        status, body = await self._ask("GET", f"/{self._table.name}")
+        if status == 404:
+            metadata = {"name": self._table.name, "namespace": self._api.namespace}
+            return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata}
+        if status != 200:
+            raise SourceFailedError(f"the API server answers {status}")
         try:
             return msgspec.convert(msgspec.json.decode(body), dict[str, Any])
         except msgspec.MsgspecError as error:
             raise SourceFailedError(f"expected a Lease: {error}") from error
 
-    async def _create(self, session: aiohttp.ClientSession) -> bool:
-        lease = {
-            "apiVersion": "coordination.k8s.io/v1",
-            "kind": "Lease",
-            "metadata": {"name": self._table.name, "namespace": self._api.namespace},
-            "spec": {
-                "holderIdentity": self._name,
-                "leaseDurationSeconds": self._table.duration_s,
-                "acquireTime": _now(),
-                "renewTime": _now(),
-                "leaseTransitions": 1,
-            },
-        }
-        url = f"{self._api.url}{self._path}"
-        async with session.post(url, json=lease, headers=self._api.headers()) as reply:
-            return self._written(reply.status, 201)
-
-    async def _put(
-        self, session: aiohttp.ClientSession, lease: dict[str, Any], fields: dict[str, Any]
-    ) -> bool:
+    async def _write(self, lease: dict[str, Any], fields: dict[str, Any]) -> bool:
         """Write a Lease that was read; False where it has changed since. Raises `SourceFailedError`."""
         spec = {**_spec(lease), "leaseDurationSeconds": self._table.duration_s, "renewTime": _now(), **fields}
-        url = f"{self._api.url}{self._path}/{self._table.name}"
-        document = {**lease, "spec": spec}
-        async with session.put(url, json=document, headers=self._api.headers()) as reply:
-            return self._written(reply.status, 200)
-
-    @staticmethod
-    def _written(status: int, good: int) -> bool:
-        if status not in (good, 409):
+        there = "resourceVersion" in lease["metadata"]
+        method, name = ("PUT", f"/{self._table.name}") if there else ("POST", "")
+        status, _ = await self._ask(method, name, {**lease, "spec": spec})
+        if status not in (200, 201, 409):
             raise SourceFailedError(f"the API server answers {status}")
-        return status == good
+        return status != 409
 
 
 def _spec(lease: dict[str, Any]) -> dict[str, Any]:
-    """`spec` of a Lease. Raises `SourceFailedError`."""
     spec = lease.get("spec") or {}
     if not isinstance(spec, dict) or not isinstance(lease.get("metadata"), dict):
         raise SourceFailedError("expected a Lease")
@@ -197,5 +167,4 @@ def _number(spec: dict[str, Any], key: str) -> int:
 
 
 def _now() -> str:
-    """The time as Kubernetes writes it (MicroTime)."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -1,8 +1,7 @@
 """Encoding of the journal of leases (`core/journal.py`): MessagePack arrays, typed and bounded.
 
-A change is an array that begins with its kind; a request is the array of its facts. Peers over Redis, the
-process that takes this one's place and relays send the same. Fields may be appended within a version: a
-reader ignores those that it does not know. Times are ages in seconds: two processes need no common clock.
+Fields may be appended within a version: a reader ignores those that it does not know. Times are ages in
+seconds: two processes need no common clock.
 """
 
 from __future__ import annotations
@@ -59,46 +58,23 @@ class RequestFacts(msgspec.Struct, array_like=True, gc=False, frozen=True):
     @classmethod
     def of(cls, request: Request, *, blocks: bool = True) -> RequestFacts:
         """Facts of a request; `blocks`: with the digests of its prompt's blocks."""
+        service = request.service
         return cls(
-            request.id,
-            request.model,
-            request.prompt_tokens,
-            request.max_tokens,
-            request.sequences,
-            request.longest_prompt_tokens,
-            request.generates,
-            request.body_bytes,
-            request.prompt_exact,
-            request.prefix_keys,
-            request.priority,
-            request.tenant,
-            request.samples,
-            request.blocks if blocks else None,
-            request.generated,
-            request.service.parts if request.service.name else None,
-        )
+            request.id, request.model, request.prompt_tokens, request.max_tokens, request.sequences,
+            request.longest_prompt_tokens, request.generates, request.body_bytes, request.prompt_exact,
+            request.prefix_keys, request.priority, request.tenant, request.samples,
+            request.blocks if blocks else None, request.generated, service.parts if service.name else None,
+        )  # fmt: skip
 
     def request(self, model: str | None = None, pinned: str | None = None) -> Request:
         """The request, with the model and the instance that were found for it."""
         return Request(
-            self.id,
-            self.model if model is None else model,
-            self.prompt_tokens,
-            self.max_tokens,
-            self.sequences,
-            self.longest_prompt_tokens,
-            self.generates,
-            self.body_bytes,
-            self.prompt_exact,
-            pinned,
-            self.prefix_keys,
-            self.priority,
-            self.tenant,
-            self.samples,
-            self.blocks,
+            self.id, self.model if model is None else model, self.prompt_tokens, self.max_tokens,
+            self.sequences, self.longest_prompt_tokens, self.generates, self.body_bytes, self.prompt_exact,
+            pinned, self.prefix_keys, self.priority, self.tenant, self.samples, self.blocks,
             generated=self.generated,
             service=UNSTATED if self.service is None else ServiceClass(*self.service),
-        )
+        )  # fmt: skip
 
 
 class WireBooked(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
@@ -112,35 +88,26 @@ class WireBooked(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
     age_s: _Amount
     begun: bool
 
+    def __post_init__(self) -> None:
+        """Refuse a lease whose request is like no own one. Raises `ValueError`, in decoding `DecodeError`."""
+        finite = math.isfinite(self.predicted_output) and math.isfinite(self.age_s)
+        if self.request.samples > self.request.sequences or not finite:
+            raise ValueError("a lease of more samples than sequences, or of no finite length")
+
     @classmethod
     def of(cls, change: journal.Booked) -> WireBooked:
         """Encode a lease, without the digests of its prompt: they may be many."""
+        request, age_s = RequestFacts.of(change.request, blocks=False), max(0.0, change.age_s)
         return cls(
-            change.number,
-            change.instance,
-            RequestFacts.of(change.request, blocks=False),
-            change.work_ns,
-            change.predicted_output,
-            max(0.0, change.age_s),
+            change.number, change.instance, request, change.work_ns, change.predicted_output, age_s,
             change.begun,
-        )
+        )  # fmt: skip
 
     def change(self) -> journal.Booked:
-        """The lease. Raises `ValueError` where no request is like its own."""
-        facts = self.request
-        if facts.samples > facts.sequences or not all(
-            map(math.isfinite, (self.predicted_output, self.age_s))
-        ):
-            raise ValueError("a lease of more samples than sequences, or of no finite length")
         return journal.Booked(
-            self.number,
-            self.instance,
-            facts.request(),
-            self.work_ns,
-            self.predicted_output,
-            self.age_s,
-            self.begun,
-        )
+            self.number, self.instance, self.request.request(), self.work_ns, self.predicted_output,
+            self.age_s, self.begun,
+        )  # fmt: skip
 
 
 class WireBegun(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
@@ -149,7 +116,6 @@ class WireBegun(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     number: _Number
 
     def change(self) -> journal.Begun:
-        """The change."""
         return journal.Begun(self.number)
 
 
@@ -162,7 +128,6 @@ class WireEnded(msgspec.Struct, array_like=True, tag=2, gc=False, frozen=True):
     cached_tokens: _Count | None
 
     def change(self) -> journal.Ended:
-        """The change."""
         return journal.Ended(self.number, self.outcome, self.output_tokens, self.cached_tokens)
 
 
@@ -172,7 +137,6 @@ class WireWaiting(msgspec.Struct, array_like=True, tag=3, frozen=True):
     sizes: Annotated[dict[_Name, _Count], msgspec.Meta(max_length=4096)]
 
     def change(self) -> journal.Waiting:
-        """The change."""
         return journal.Waiting(self.sizes)
 
 
@@ -180,7 +144,6 @@ WireChange: TypeAlias = WireBooked | WireBegun | WireEnded | WireWaiting
 
 
 def to_wire(changes: Iterable[Change]) -> list[WireChange]:
-    """Encode changes."""
     return [_wire(each) for each in changes]
 
 
@@ -209,5 +172,4 @@ def parts(changes: Iterable[Change]) -> list[list[msgspec.Raw]]:
 
 
 def from_wire(changes: Sequence[WireChange]) -> list[Change]:
-    """The changes of a message. Raises `ValueError`."""
     return [each.change() for each in changes]

@@ -1,8 +1,7 @@
 """Limits of a client's key: requests and tokens of the last 60 seconds, and requests in flight.
 
-The window slides. Tokens are reserved when a request comes (its prompt and `max_tokens`, or the mean answer
-of the key where it names none) and settled when it ends, so that many requests at once do not pass together.
-A request that alone is over the limit passes only an empty window.
+Tokens are reserved when a request comes (its prompt and `max_tokens`, or the mean answer of the key) and
+settled when it ends. A request that alone is over the limit passes only an empty window.
 """
 
 from __future__ import annotations
@@ -27,10 +26,6 @@ _WEIGHT: Final = 0.1
 _IN_FLIGHT_AGAIN_S: Final = 1.0
 
 
-#: Texts of durations with a line end, by tenths of a second: a window has 601 of them.
-_DURATIONS: dict[int, bytes] = {}
-
-
 class _Slot:
     """The amount counted within `_SLOT_S`; `until` is its end."""
 
@@ -51,13 +46,11 @@ class Window:
         self.total = 0
 
     def forget(self, now: float) -> None:
-        """Drop what is too old."""
         slots = self._slots
         while slots and slots[0].until + WINDOW_S <= now:
             self.total -= slots.popleft().amount
 
     def add(self, amount: int, now: float) -> _Slot:
-        """Count `amount`; the slot is for `settle`."""
         slots = self._slots
         if not slots or slots[-1].until < now:
             slots.append(_Slot(now + _SLOT_S))
@@ -84,23 +77,15 @@ class Window:
                 break
         return max(_CLOCK_S, until + WINDOW_S - now + _CLOCK_S)
 
-    def lines(self, limit: int, names: tuple[bytes, bytes], now: float) -> bytes:
+    def lines(self, name: bytes, limit: int, now: float) -> bytes:
         """Header lines: the limit, what is left of it, and when nothing counts any more."""
         slots = self._slots
         if slots and slots[0].until + WINDOW_S <= now:
             self.forget(now)
         tenths = int((slots[-1].until + WINDOW_S - now) * 10.0) if slots else 0
-        text = _DURATIONS.get(tenths)
-        if text is None:
-            text = _DURATIONS[tenths] = duration(tenths / 10.0) + b"\r\n"
-        left = limit - self.total
-        return names[0] + str(left if left > 0 else 0).encode("ascii") + names[1] + text
-
-
-def _names(name: bytes, limit: int | None) -> tuple[bytes, bytes]:
-    """The text before the figure of what is left, and after it."""
-    begin = b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-remaining-%b: " % (name, limit or 0, name)
-    return begin, b"\r\nx-ratelimit-reset-%b: " % name
+        left, reset = max(0, limit - self.total), duration(tenths / 10.0)
+        lines = b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-remaining-%b: %d\r\nx-ratelimit-reset-%b: %b\r\n"
+        return lines % (name, limit, name, left, name, reset)
 
 
 class Limiters:
@@ -112,17 +97,11 @@ class Limiters:
 
     def configure(self, limits: Mapping[str, LimitsTable]) -> None:
         """Limits that hold from now on, by the name of the key."""
-        self._in_force = {}
         for name, table in limits.items():
-            limiter = self._all.get(name)
-            if limiter is None:
-                limiter = self._all[name] = Limiter(table)
-            else:
-                limiter.configure(table)
-            self._in_force[name] = limiter
+            self._all.setdefault(name, Limiter(table)).limits = table
+        self._in_force = {name: self._all[name] for name in limits}
 
     def of(self, name: str) -> Limiter | None:
-        """Limiter of a key, None where it has no limits."""
         return self._in_force.get(name)
 
 
@@ -134,17 +113,11 @@ class Limiter:
         self._tokens = Window()
         self._in_flight = 0
         self._answer = _FIRST_ANSWER
-        self.configure(limits)
-
-    def configure(self, limits: LimitsTable) -> None:
-        """Limits that hold from now on; the parts of header lines that are the same for every answer."""
-        self._limits = limits
-        self._request_lines = _names(b"requests", limits.requests_per_minute)
-        self._token_lines = _names(b"tokens", limits.tokens_per_minute)
+        self.limits = limits
 
     def admit(self, prompt_tokens: int, max_tokens: int, now: float) -> Ticket:
         """Count a request that comes; `max_tokens` 0: it names none. Raises `Refusal` (429)."""
-        limits, requests, tokens = self._limits, self._requests, self._tokens
+        limits, requests, tokens = self.limits, self._requests, self._tokens
         requests.forget(now)
         if limits.tokens_per_minute is not None:
             tokens.forget(now)
@@ -169,7 +142,6 @@ class Limiter:
         return Ticket(self, self._tokens.add(0, now), 0)
 
     def ended(self, ticket: Ticket, prompt_tokens: int, output_tokens: int, now: float) -> None:
-        """A request that was let in has ended with so many tokens."""
         self._in_flight -= 1
         assert ticket.slot is not None, "expected a ticket of this limiter"
         self._tokens.settle(ticket.slot, prompt_tokens + output_tokens - ticket.reserved, now)
@@ -177,18 +149,17 @@ class Limiter:
             self._answer += _WEIGHT * (output_tokens - self._answer)
 
     def used(self, tokens: int, now: float) -> None:
-        """Count tokens of a request that goes on."""
         self._tokens.forget(now)
         self._tokens.add(tokens, now)
 
     def headers(self, now: float) -> bytes:
         """The lines that OpenAI's SDKs read: limits, what is left of them, when they are whole again."""
-        limits = self._limits
+        limits = self.limits
         lines = b""
         if limits.requests_per_minute is not None:
-            lines = self._requests.lines(limits.requests_per_minute, self._request_lines, now)
+            lines = self._requests.lines(b"requests", limits.requests_per_minute, now)
         if limits.tokens_per_minute is not None:
-            lines += self._tokens.lines(limits.tokens_per_minute, self._token_lines, now)
+            lines += self._tokens.lines(b"tokens", limits.tokens_per_minute, now)
         return lines
 
     def _refusal(self, what: str, wait_s: float, now: float) -> Refusal:
@@ -209,19 +180,16 @@ class Ticket:
         self.reserved = reserved
 
     def used(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
-        """Count tokens used so far: now, and not again at the end."""
         assert self.limiter is not None, "expected a limiter in this process"
         tokens = prompt_tokens + output_tokens
         self.limiter.used(tokens, now)
         self.reserved += tokens
 
     def ended(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
-        """The request has ended with so many tokens."""
         assert self.limiter is not None, "expected a limiter in this process"
         self.limiter.ended(self, prompt_tokens, output_tokens, now)
 
     def headers(self, now: float) -> bytes:
-        """The header lines of its answer."""
         assert self.limiter is not None, "expected a limiter in this process"
         return self.limiter.headers(now)
 

@@ -1,11 +1,8 @@
 """One end of a channel between two processes of this machine: batches of messages over a Unix socket.
 
-A frame is a length of four bytes (big-endian) and a MessagePack array of messages (`workers/protocol.py`
-between a relay and the scheduler process, `takeover.py` between a process and its successor).
-
-What is sent in one turn of the event loop goes out as one frame, in order; a frame arrives whole or the
-channel closes. A frame that is none of the protocol closes it, with one line in the log. A peer that does not
-read is dropped when `MOST_UNREAD` bytes wait for it.
+A frame is a length of four bytes (big-endian) and a MessagePack array of messages (`workers/protocol.py`,
+`offer.py`): what is sent in one turn of the event loop. A frame that is none of the protocol closes the
+channel; a peer that does not read is dropped when `MOST_UNREAD` bytes wait for it.
 """
 
 from __future__ import annotations
@@ -108,7 +105,6 @@ class MessageChannel(asyncio.Protocol, Generic[_In]):
         self.flush()
 
     def flush(self) -> None:
-        """Send what there is now."""
         self._flushes = False
         unsent, self._unsent = self._unsent, []
         transport = self._transport

@@ -24,14 +24,10 @@ class ModelNames:
 
     @classmethod
     def of(cls, file: FleetFile) -> ModelNames:
-        """Those of a fleet file."""
         return cls(
             {alias: model.name for model in file.models for alias in model.aliases},
             {model.name: model.fallback for model in file.models if model.fallback is not None},
         )
-
-    def __bool__(self) -> bool:
-        return bool(self.aliases or self.fallbacks)
 
     def served(self, asked: str, available: Callable[[str], bool]) -> str:
         """The model that serves a request for `asked`: where that one is not available, its fallback."""
@@ -44,15 +40,16 @@ class ModelNames:
             model = self.aliases.get(other, other)
         return model
 
+    def entries(self, models: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        known = {entry["id"]: entry for entry in models}
+        return [
+            {**known[model], "id": alias, "root": model}
+            for alias, model in self.aliases.items()
+            if model in known and alias not in known
+        ]
 
-def alias_entries(names: ModelNames, models: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The entries of `/v1/models` for aliases of models that are there."""
-    known = {entry["id"]: entry for entry in models}
-    return [
-        {**known[model], "id": alias, "root": model}
-        for alias, model in names.aliases.items()
-        if model in known and alias not in known
-    ]
+    def rename(self, body: bytes, asked: str, model: str, *, is_form: bool) -> bytes:
+        return rename_in_form(body, asked, model) if is_form else rename_in_json(body, model)
 
 
 def rename_in_json(body: bytes, model: str) -> bytes:

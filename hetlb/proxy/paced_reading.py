@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from typing import Final, cast
 
 from hetlb.core.transition import Transition
 from hetlb.proxy.connection_states import HELD_BACK, READ_ON, TURN_TAKEN, Reading
@@ -25,12 +25,14 @@ class PacedReader(asyncio.Protocol):
         self._queued = False
         self.reading = _OPEN
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop has its own class
+
     def turn_came(self) -> None:
         """The others had their turn: read on."""
         raise NotImplementedError
 
     def _continue_later(self) -> None:
-        """Read on when the others have had their turn."""
         if self.reading is not _TURN:
             self._stop_reading(TURN_TAKEN)
         if not self._queued:
@@ -43,21 +45,15 @@ class PacedReader(asyncio.Protocol):
             self.turn_came()
 
     def _hold_back(self) -> None:
-        """Read no more for now."""
         self._stop_reading(HELD_BACK)
 
     def _stop_reading(self, transition: Transition[Reading]) -> None:
         reads = self.reading is _OPEN
-        self._enter_reading(transition)
+        self.reading = transition.take(self.reading)
         if reads and self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
 
     def _resume_reading(self) -> None:
-        """Read as it comes."""
-        self._enter_reading(READ_ON)
+        self.reading = READ_ON.take(self.reading)
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
-
-    def _enter_reading(self, transition: Transition[Reading]) -> None:
-        assert self.reading in transition.before, f"connection, {self.reading}: {transition.event}"
-        self.reading = transition.after

@@ -1,7 +1,6 @@
 """Prefix keys: names of what a prompt begins with, so that its engine's prefix cache can be reckoned with.
 
-Keys are digests of the prompt's raw JSON or of its token ids, or the client's own name of its
-conversation; no text is kept. Work is linear in the prompt and bounded; a short prompt is not hashed at all.
+Keys are digests of the prompt's raw JSON or token ids, or the client's own name of its conversation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Progress of a streamed answer: what has come of it, as a second lease needs it to go on from there.
 
-While an answer passes, its bytes are kept as they came, which costs next to nothing. They are read once an
-engine is lost, or where those of all streams together are many (`Driver`): then text and token ids are left.
+Bytes are kept as they came, and read once an engine is lost, or where those of all streams together are many
+(`Driver`).
 """
 
 from __future__ import annotations
@@ -112,7 +112,6 @@ class Progress:
             self.keep(text or "", given)
 
     def named(self, id: str | None, created: int | None, model: str | None) -> None:
-        """Note what the client knows the answer by."""
         self.id, self.created, self.model = id or "", created or 0, model or ""
 
     def keep(self, text: str, ids: bytes) -> None:
@@ -132,7 +131,6 @@ class Progress:
         self.settled = len(texts)
 
     def forget(self) -> None:
-        """Begin anew: no token stands."""
         self.texts, self.ids, self.ahead, self.settled = bytearray(), bytearray(), "", 0
 
     def spoil(self) -> None:

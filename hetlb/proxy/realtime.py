@@ -1,15 +1,14 @@
 """`/v1/realtime`: a request for a WebSocket, and the session that its answer is.
 
-Until the engine answers, it is an exchange like any other. A 101 is the head of the answer; then bytes
-pass both ways as they come, and its one lease lasts until either side ends. What the engine sends is read
-along: where a frame ends (only there may a Close frame of our own stand), its Close frame, and the token
-counts of `transcription.done`. Extensions are not offered to the engine: compressed frames cannot be read.
+Bytes pass both ways as they come. What the engine sends is read along: where a frame ends (only there may a
+Close frame of our own stand), its Close frame, and the token counts of `transcription.done`. Extensions are
+not offered to the engine: compressed frames cannot be read.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qs
 
@@ -26,9 +25,7 @@ from hetlb.proxy.http.forward_headers import response_lines
 from hetlb.proxy.http.http1 import GateError, RequestHead, ResponseHead
 from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.http.sse import usage_in_tail
-from hetlb.proxy.upstream import EngineConnection
-from hetlb.turns import turns
-from hetlb.websocket import (
+from hetlb.proxy.http.websocket import (
     BAD_DATA,
     BAD_GATEWAY,
     CLOSE,
@@ -47,24 +44,22 @@ from hetlb.websocket import (
     frame,
     is_key,
 )
+from hetlb.proxy.upstream import EngineConnection
 
 if TYPE_CHECKING:
     from hetlb.proxy.exchange import Exchange
 
 #: The end of an engine's message, where its usage stands.
 _TAIL_BYTES: Final = 1 << 10
+#: Random bytes drawn at once, 4 for each frame to an engine.
+_MASK_BYTES: Final = 256
 #: Maximum bytes of a client's message: uvicorn's limit.
 _MOST_MESSAGE: Final = 16 << 20
 #: Close codes with which an engine gives up by itself.
 _GAVE_UP: Final = (GOING_AWAY, SERVICE_RESTART, TRY_AGAIN_LATER)
 _AGREED: Final = b"upgrade: websocket\r\nconnection: upgrade\r\n"
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
-#: Frames between two looks at the clock.
-_AT_ONCE: Final = 32
 _NEEDED: Final = b"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\n"
-
-
-Message = tuple[int, bytes]
 
 
 def check_upgrade(head: RequestHead, body: bytes, *, open_to_all: bool) -> None:
@@ -114,19 +109,18 @@ class Handshake(EngineRequest):
     __slots__ = ("call", "may_use")
 
     def __init__(self, outgoing: EngineRequest, call: Call, may_use: Callable[[str], bool] | None) -> None:
-        super().__init__(outgoing.head, [b""], 0, outgoing.label.decode("ascii"))
+        super().__init__(outgoing.head, b"", outgoing.label.decode("ascii"))
         self.call = call
         self.may_use = may_use
 
     def send(self, connection: EngineConnection, lines: bytes, instead: bytes | None) -> None:
-        """Send it with these lines as its head."""
         fields = (self.label, _NEEDED, self.head.fields[b"sec-websocket-key"])
         lines += b"x-request-id: %b\r\n%bsec-websocket-key: %b\r\n" % fields
         for name, value in self.head.headers:
             if name == b"sec-websocket-protocol":
                 lines += b"sec-websocket-protocol: %b\r\n" % value
         connection.may_upgrade = True
-        connection.send(lines + b"\r\n", [b""])
+        connection.send(lines + b"\r\n", b"")
 
     def agreed(self, exchange: Exchange, head: ResponseHead) -> None:
         """The engine agrees: the session begins."""
@@ -142,95 +136,23 @@ class Handshake(EngineRequest):
         exchange.session = Session(exchange, head, self)
 
 
-class FrameFlow:
-    """Frames of one side, read a turn of the event loop at a time: its side is not read while some wait.
-
-    `take` gets bytes that were read and the messages that end in them. It may raise `ProtocolError`, as the
-    reader does: `failed` is told of it, and nothing more is read. `hold` is told when something waits (True)
-    and when nothing does any more.
-    """
-
-    __slots__ = ("_at", "_failed", "_hold", "_reader", "_rest", "_take", "_turns", "closed", "waits")
-
-    def __init__(
-        self,
-        reader: FrameReader,
-        take: Callable[[bytes, list[Message]], None],
-        failed: Callable[[ProtocolError], None],
-        hold: Callable[[bool], None],
-    ) -> None:
-        self._reader = reader
-        self._take = take
-        self._failed = failed
-        self._hold = hold
-        self._turns = turns()
-        #: Bytes that came, and the position up to which they were read.
-        self._rest = b""
-        self._at = 0
-        #: True while something waits for its turn.
-        self.waits = False
-        self.closed = False
-
-    def feed(self, data: bytes) -> None:
-        """More came."""
-        if self.waits:
-            self._rest, self._at = self._rest[self._at :] + data, 0
-        else:
-            self._rest, self._at = data, 0
-            self._go_on()
-
-    def close(self) -> None:
-        """Nothing more is read."""
-        self.closed = True
-        self._rest, self._at = b"", 0
-
-    def _go_on(self) -> None:
-        """Read until the turn is over."""
-        end = self._turns.begin()
-        try:
-            while self._at < len(self._rest):
-                found: list[Message] = []
-                start = self._at
-                self._at = self._reader.read(self._rest, start, _AT_ONCE, found)
-                self._take(self._rest[start : self._at], found)
-                if self._turns.over(end):
-                    break
-        except ProtocolError as error:
-            self.close()
-            self._failed(error)
-        left = self._at < len(self._rest)
-        if left:
-            self._turns.later(self._go_on)
-        else:
-            self._rest, self._at = b"", 0
-        if left is not self.waits and not self.closed:
-            self.waits = left
-            self._hold(left)
-
-
 class Session:
-    """One WebSocket, from the engine's agreement to its one end.
-
-    `method` and `plain` are those of what a connection to an engine carries.
-    """
+    """One WebSocket, from the engine's agreement to its one end."""
 
     __slots__ = (
-        "_alias", "_closed", "_engine_left", "_exchange", "_frames", "_from_client", "_from_engine",
-        "_full_since", "_heard_at", "_may_use", "_now", "_to_engine", "method", "plain",
+        "_alias", "_closed", "_exchange", "_from_client", "_from_engine", "_full_since", "_heard_at",
+        "_may_use", "_now", "_to_engine",
     )  # fmt: skip
 
     def __init__(self, exchange: Exchange, head: ResponseHead, asked: Handshake) -> None:
         engine, response = exchange.engine, exchange.response
         assert engine is not None, "expected an answer on a connection"
-        self.method, self.plain = b"GET", True
         self._exchange = exchange
         self._may_use = asked.may_use
         #: Alias that the client uses for the engine's model, None where it uses none.
         self._alias = asked.call.asked if asked.call.renamed else None
         #: Code of the Close frame, None until that came.
         self._closed: int | None = None
-        #: True if the engine's connection is closed, and part of what it sent waits.
-        self._engine_left = False
         #: Since when the engine takes no more, and when either side was heard last.
         self._full_since: float | None = None
         self._now = exchange.now
@@ -238,135 +160,85 @@ class Session:
         exchange.status, exchange.answer = 101, EngineAnswer(head, None)
         exchange.first_byte_at = now
         exchange.enter(FIRST_BYTE, now)
-        response.enter(COMMITTED)
+        response.state = COMMITTED.take(response.state)
         own, label = exchange.own_lines(now), exchange.label.encode("ascii")
         out = b"%b%b%bx-request-id: %b\r\n\r\n" % (response_lines(head), _AGREED, own, label)
         response.write(out)
-        self._frames = FrameReader(masked=False, most_kept=_TAIL_BYTES)
-        self._from_engine = FrameFlow(self._frames, self._engine_said, self._engine_broke, self._hold_engine)
+        self._from_engine = FrameReader(masked=False, most_kept=_TAIL_BYTES)
         #: Frames of the client are read where it uses an alias, or where its key is not for all models.
-        self._from_client: FrameFlow | None = None
+        self._from_client: FrameReader | None = None
         if self._alias is not None or self._may_use is not None:
-            reader = FrameReader(masked=True, most_kept=_MOST_MESSAGE, strict=True)
-            self._from_client = FrameFlow(reader, self._client_said, self._client_broke, self._hold_client)
-        engine.exchange = self
+            self._from_client = FrameReader(masked=True, most_kept=_MOST_MESSAGE, strict=True)
         self._to_engine = engine.relay(self._engine_has_room)
         response.client.upgraded(self.client_data)
 
     # --- from the engine's connection ---
 
-    def engine_head(self, head: ResponseHead, length: int | None) -> None:
-        """Never called: the head has come."""
-
-    def engine_lost_idle(self) -> None:
-        """Never called: the engine has answered."""
-
-    def engine_events(self, chunks: bytes) -> bool:
-        """False: frames are no events."""
-        return False
-
     def engine_body(self, payload: bytes) -> None:
-        """Pass on what the engine says."""
         self._exchange.since = self._heard_at = self._now()
-        self._from_engine.feed(payload)
+        try:
+            for opcode, message in self._from_engine.feed(payload):
+                if opcode == CLOSE:
+                    self._closed = close_code(message)
+                elif opcode == TEXT:
+                    self._count(message)
+        except ProtocolError as error:
+            self._give_up(ends.BROKEN, f"the instance broke the protocol: {error}", whole=False)
+            return
+        self._exchange.response.write(payload)
 
-    def _engine_said(self, data: bytes, messages: Sequence[Message]) -> None:
-        self._exchange.response.write(data)
-        for opcode, message in messages:
-            if opcode == CLOSE:
-                self._closed = close_code(message)
-            elif opcode == TEXT:
-                self._count(message)
-
-    def _engine_broke(self, error: ProtocolError) -> None:
-        self._give_up(ends.BROKEN, f"the instance broke the protocol: {error}", whole=False)
-
-    @property
-    def waits(self) -> bool:
-        """True if part of what the engine sent waits."""
-        return self._from_engine.waits
-
-    def _hold_engine(self, held: bool) -> None:
-        """Read the engine no further while what it sent waits, or the client is slow."""
-        engine = self._exchange.engine
-        if engine is not None and held:
-            engine.pause()
-        elif engine is not None and self._exchange.response.held_since is None:
-            engine.resume()
-        if not held and self._engine_left:
-            self._engine_over()
-
-    def engine_end(self, payload: bytes) -> None:
-        """The engine closed the connection, after a Close frame or without one."""
-        self._exchange.engine = None
-        if self._from_engine.waits:
-            self._engine_left = True
-        else:
-            self._engine_over()
-
-    def engine_failed(self, end: End, detail: str) -> None:
-        """The connection to the engine is lost."""
-        self.engine_end(b"")
-
-    def _engine_over(self) -> None:
-        """All that the engine sent was passed on, and its connection is closed."""
+    def engine_left(self) -> None:
+        """The engine's connection is closed or lost, after a Close frame or without one."""
         if self._closed is None:
             self._give_up(ends.BROKEN, "the instance closed the connection")
         else:
-            self._finish(self._close_end)
+            self._exchange.finish(self._close_end, broken=True)
 
     def _engine_has_room(self, room: bool) -> None:
         self._full_since = None if room else self._now()
-        self._hold_client(not room)
+        if self._exchange.phase is not Phase.DONE:
+            self._exchange.response.client.hold(not room)
 
     # --- from the client's connection ---
 
     def client_data(self, data: bytes) -> None:
-        """Pass on what the client says."""
         if self._exchange.engine is None:
             return
         self._heard_at = self._now()
-        if self._from_client is None:
+        if self._from_client is not None:
+            try:
+                data = self._checked(self._from_client.feed(data))
+            except ProtocolError as error:
+                self._end(ends.LEFT, error.code, str(error))
+                return
+        if data:
             self._to_engine(data)
-        else:
-            self._from_client.feed(data)
 
-    def _client_said(self, data: bytes, messages: Sequence[Message]) -> None:
-        """Pass on whole messages. Raises `ProtocolError` at one that the client may not send."""
-        masks = os.urandom(4 * len(messages))
-        out = []
-        for number, (opcode, message) in enumerate(messages):
+    def _checked(self, messages: Iterator[tuple[int, bytes]]) -> bytes:
+        """Messages as they go on. Raises `ProtocolError` at one that the client may not send."""
+        out, masks, at = bytearray(), b"", 0
+        for opcode, message in messages:
             if opcode == TEXT:
-                message = self._checked(message)
-            out.append(frame(opcode, message, masks[4 * number : 4 * number + 4]))
-        if out:
-            self._to_engine(b"".join(out))
-
-    def _client_broke(self, error: ProtocolError) -> None:
-        self._end(ends.LEFT, error.code, str(error))
-
-    def _hold_client(self, held: bool) -> None:
-        """Read the client no further while what it sent waits, or the engine has no room."""
-        waits = self._from_client is not None and self._from_client.waits
-        if self._exchange.phase is not Phase.DONE:
-            self._exchange.response.client.hold(waits or self._full_since is not None)
+                message = self._renamed(message)
+            if at == len(masks):
+                masks, at = os.urandom(_MASK_BYTES), 0
+            out += frame(opcode, message, masks[at : at + 4])
+            at += 4
+        return bytes(out)
 
     def client_gone(self) -> End:
         """The client left: for the engine the session ends now. The end of its lease."""
-        self._close_flows()
         return ends.LEFT if self._closed is None else self._close_end
 
     # --- from the clock ---
 
     def sweep(self, now: float, idle_s: float) -> None:
-        """End what has waited for too long."""
         if self._full_since is not None and now - self._full_since > idle_s:
             self._give_up(ends.STALLED, "the instance does not read")
         elif now - self._heard_at > idle_s:
             self._end(ends.IDLE, GOING_AWAY, "nothing was said for too long")
 
     def shut_down(self) -> None:
-        """The grace period is over."""
         self._end(ends.STOPPED, GOING_AWAY, "the proxy is shutting down")
 
     # --- inside ---
@@ -386,19 +258,10 @@ class Session:
     def _end(self, end: End, code: int | None, reason: str) -> None:
         """End the session, with a Close frame unless there was one or it would stand inside a frame."""
         self._exchange.stop_engine()
-        if code is not None and self._closed is None and self._frames.between:
+        if code is not None and self._closed is None and self._from_engine.between:
             self._closed = code
             self._exchange.response.write(close_frame(code, reason))
-        self._finish(end)
-
-    def _finish(self, end: End) -> None:
-        self._close_flows()
         self._exchange.finish(end, broken=True)
-
-    def _close_flows(self) -> None:
-        self._from_engine.close()
-        if self._from_client is not None:
-            self._from_client.close()
 
     def _count(self, message: bytes) -> None:
         """Count the tokens of `transcription.done`."""
@@ -414,7 +277,7 @@ class Session:
         if exchange.ticket is not None:
             exchange.ticket.used(prompt, output, self._now())
 
-    def _checked(self, message: bytes) -> bytes:
+    def _renamed(self, message: bytes) -> bytes:
         """A message with the engine's name of the model in place of the alias.
 
         Raises `ProtocolError` where the key is not for that model, or cannot be told.

@@ -1,17 +1,61 @@
-"""Reload of the fleet file: what is read again, and what only a restart changes."""
+"""Reload of the fleet file: when it has changed, what is read again, and what only a restart changes.
+
+Files are looked at every `poll_s` (a network file system tells of no changes).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 
 from hetlb.config.fleet import Fleet
 from hetlb.config.fleet_tables import FleetFile
 from hetlb.errors import ConfigError
+
+#: Seconds after a change was seen until a file is read.
+_SETTLED_S = 0.05
+#: One file: its path, time of change (ns), size and inode.
+Stamp: TypeAlias = tuple[tuple[str, int, int, int], ...]
+
+
+def stamp(paths: Sequence[Path]) -> Stamp:
+    """The state of files and of the YAML files in folders."""
+    found: list[tuple[str, int, int, int]] = []
+    for path in paths:
+        for each in files_of(path):
+            with contextlib.suppress(OSError):
+                status = each.stat()
+                found.append((str(each), status.st_mtime_ns, status.st_size, status.st_ino))
+    return tuple(found)
+
+
+def files_of(path: Path) -> list[Path]:
+    """A file, or the files of a folder; those that begin with a dot are being written."""
+    if not path.is_dir():
+        return [path]
+    names = sorted(each for each in path.iterdir() if each.suffix in (".yaml", ".yml"))
+    return [each for each in names if not each.name.startswith(".")]
+
+
+async def changes(paths: Sequence[Path], poll_s: float) -> AsyncIterator[Stamp]:
+    """The state of the files at the beginning and after every change."""
+    last: Stamp | None = None
+    while True:
+        now = stamp(paths)
+        if now == last:
+            await asyncio.sleep(poll_s)
+            continue
+        if last is not None:  # an editor writes in several steps
+            await asyncio.sleep(_SETTLED_S)
+            now = stamp(paths)
+        last = now
+        yield now
 
 
 def read_again(running: Fleet, load: Callable[[Path], Fleet]) -> Fleet:
@@ -23,10 +67,7 @@ def read_again(running: Fleet, load: Callable[[Path], Fleet]) -> Fleet:
     return read.with_tables(
         listen=replace(listen, tls=read.file.listen.tls if listen.tls else None),
         admin=replace(
-            read.file.admin,
-            host=admin.host,
-            port=admin.port,
-            tls=read.file.admin.tls if admin.tls else None,
+            read.file.admin, host=admin.host, port=admin.port, tls=read.file.admin.tls if admin.tls else None
         ),
     )
 
@@ -45,9 +86,6 @@ _FIXED: Final[dict[str, Callable[[FleetFile], object]]] = {
     "admin.tls": lambda file: file.admin.tls is None,
     "policy": lambda file: msgspec.structs.replace(file.policy, name=""),
     "models[].tokenizer": lambda file: {each.name: each.tokenizer for each in file.models if each.tokenizer},
-    "models[].image_tokens": lambda file: {
-        each.name: each.image_tokens for each in file.models if each.image_tokens is not None
-    },
 }  # fmt: skip
 
 

@@ -1,21 +1,20 @@
 """Roster of a running fleet: its instances as they come and go, and what an operator sets of each.
 
 An instance that comes is in the scheduler, is watched and has its keys when the call returns; one that goes
-has none of them, and what it is answering goes on. Instances come with the fleet file, from a source
-(`discovery/`) or by registration.
+has none of them, and what it is answering goes on.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from hetlb.addresses import allowed_address, is_special
 from hetlb.config.fleet import Fleet
-from hetlb.config.fleet_tables import InstanceTable
 from hetlb.config.urls import Origin, origin
 from hetlb.core.types import (
     AdminState,
@@ -28,17 +27,22 @@ from hetlb.core.types import (
 )
 from hetlb.errors import ConfigError
 from hetlb.proxy.access import Access, EngineAccess
-from hetlb.proxy.discovery.members import AT_ONCE, REGISTRATION, Members
-from hetlb.proxy.discovery.source import Found
 from hetlb.proxy.scheduler_driver import SchedulerDriver
-from hetlb.proxy.scrape import Scraper
+from hetlb.proxy.scrape import EngineWatch
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.turns import Share
 
 if TYPE_CHECKING:
     from hetlb.config.profile_file import Profile
+    from hetlb.proxy.discovery.members import Members
+    from hetlb.proxy.discovery.source import Found
 
 logger = logging.getLogger("hetlb.proxy")
+
+#: The source of instances that were registered over HTTP.
+REGISTRATION: Final = "registration"
+#: Instances that come or go in one turn of the event loop.
+AT_ONCE: Final = 64
 
 
 def _nothing(*_: object) -> None:
@@ -46,11 +50,7 @@ def _nothing(*_: object) -> None:
 
 
 class Roster:
-    """The instances of a fleet, wherever they are from.
-
-    `engines` are their keys and certificates, by instance: the driver and the scraper read it, the roster
-    alone changes it.
-    """
+    """The instances of a fleet, wherever they are from; it alone changes `engines`, their keys."""
 
     def __init__(
         self,
@@ -58,18 +58,18 @@ class Roster:
         access: Access,
         engines: dict[str, EngineAccess],
         scheduling: SchedulerDriver,
-        scraper: Scraper,
+        watch: EngineWatch,
     ) -> None:
         self._fleet = fleet
         self._access = access
         self._engines = engines
         self._scheduling = scheduling
         self._scheduler = scheduling.scheduler
-        self._scraper = scraper
-        #: Instances that stand in no file, and where they are from.
-        self.members = Members(self)
+        self._watch = watch
         #: Address that each of them must have; None where its name resolves itself.
         self.registered: dict[str, str | None] = {}
+        #: Source of each instance that stands in no file; "" until one gives it that an earlier process had.
+        self.source_of: dict[str, str] = {}
         self._profiles: dict[Path, Profile] = {}
         #: Names of the instances by their addresses.
         self._at: dict[Origin, str] = {origin(spec.url): spec.name for spec in fleet.instances if spec.url}
@@ -79,31 +79,28 @@ class Roster:
         #: Called after each change by an operator or a source.
         self.on_edited: Callable[[], None] = _nothing
 
+    @cached_property
+    def members(self) -> Members:
+        """Instances that stand in no file, and where they are from."""
+        from hetlb.proxy.discovery.members import Members
+
+        return Members(self)
+
     def specs(self) -> Mapping[str, InstanceSpec]:
-        """All instances, by name."""
         return {each.name: each.spec for each in self._scheduler.instances}
 
     def spec(self, name: str) -> InstanceSpec | None:
-        """An instance, None where there is none of that name."""
         instance = self._scheduler.fleet.instances.get(name)
         return None if instance is None else instance.spec
 
     def name_at(self, place: Origin) -> str | None:
-        """The instance at an address, None where there is none."""
         return self._at.get(place)
 
     # --- sources ---
 
     def spec_of(self, found: Found) -> InstanceSpec:
         """The scheduler's view of a server that was found. Raises `InputError`."""
-        table = InstanceTable(
-            name=found.name,
-            url=found.url,
-            profile=found.profile or None,
-            weight=found.weight,
-            labels=dict(found.labels),
-        )
-        spec = self._fleet.resolve_found(table, found.model, self._profiles)
+        spec = self._fleet.resolve_found(found, found.model, self._profiles)
         if is_special(host := urlsplit(spec.url).hostname or ""):
             raise ConfigError(f"url: expected the address of a server, got {host}")
         return spec
@@ -116,12 +113,10 @@ class Roster:
         self.on_edited()
 
     def leave(self, names: Sequence[str]) -> None:
-        """Instances go; what they are answering goes on."""
         self._leave(names)
         self.on_edited()
 
     def update(self, spec: InstanceSpec) -> None:
-        """An instance has another profile or weight."""
         self.change(InstanceUpdated(spec))
         tell(logger, Event.INSTANCE_UPDATED, "%s has another profile, capacity or weight", spec.name,
              instance=spec.name)  # fmt: skip
@@ -129,28 +124,23 @@ class Roster:
     # --- operators ---
 
     def change(self, change: InstanceChange) -> None:
-        """An operator changed an instance."""
         self._scheduling.change(change)
         if isinstance(change, AdminStateSet):
             text = "%s is set to %s"
             tell(logger, Event.INSTANCE_STATE, text, change.name, change.state, instance=change.name)
             if change.state is AdminState.MAINT:
-                self._scraper.pause(change.name)
-            elif not self._scraper.watches(change.name):
-                self._scraper.add(change.name, self._scheduler.fleet.instances[change.name].spec.url)
+                self._watch.pause(change.name)
+            elif not self._watch.watches(change.name):
+                self._watch.add(change.name, self._scheduler.fleet.instances[change.name].spec.url)
         self.on_edited()
 
     def notice(self, name: str, deadline_s: float | None) -> None:
         """An instance is gone after so many seconds; None takes that back."""
         self.change(AdminStateSet(name, self._scheduler.fleet.instances[name].admin, deadline_s))
 
-    def take_out(self, name: str) -> None:
-        """An instance is this proxy itself: it stays out until an operator sets it ready."""
-        self.change(AdminStateSet(name, AdminState.MAINT))
-
     async def register(self, table: Mapping[str, Any]) -> bool:
         """Add an instance, or say again that it is there. True where it is new. Raises `InputError`."""
-        from hetlb.proxy.registration import addresses, read_registration
+        from hetlb.proxy.discovery.members import addresses, read_registration
 
         instance, discovery = read_registration(table), self._fleet.file.discovery
         ttl_s = instance.ttl_s
@@ -158,7 +148,7 @@ class Roster:
             ttl_s = 0.0 if discovery is None else discovery.ttl_s
         spec = self._fleet.resolve_found(instance, instance.model, self._profiles)
         known = self.spec(spec.name)
-        ours = self.members.source_of(spec.name) in (REGISTRATION, "")
+        ours = self.source_of.get(spec.name) in (REGISTRATION, "")
         if known is not None and ours and _same_place(known, spec):
             self.members.registered(spec.name, ttl_s)
             if known != spec:
@@ -176,12 +166,9 @@ class Roster:
     # --- the fleet file ---
 
     async def replace(self, fleet: Fleet, access: Access) -> str:
-        """Take the instances of another fleet file; what is the same keeps its load. Says what changed.
-
-        Many instances go and come in turns of the event loop.
-        """
+        """Take the instances of another fleet file; what is the same keeps its load. Says what changed."""
         old, new = self.specs(), {spec.name: spec for spec in fleet.instances}
-        found = {name for name in old if self.members.source_of(name) not in (None, REGISTRATION)}
+        found = {name for name in old if self.source_of.get(name) not in (None, REGISTRATION)}
         same = {name for name in old if name in new and _same_place(old[name], new[name])}
         updated = [new[name] for name in old if name in same and old[name] != new[name]]
         gone = [name for name in old if name not in same and (name in new or name not in found)]
@@ -207,7 +194,12 @@ class Roster:
     def refresh(self) -> None:
         """Choose profiles again after `replace`, and have what was found since names became free."""
         self._profiles.clear()
-        self.members.refresh()
+        if "members" in vars(self):
+            self.members.refresh()
+
+    def close(self) -> None:
+        if "members" in vars(self):
+            self.members.close()
 
     def adopt(self, spec: InstanceSpec, address: str | None) -> None:
         """Adopt an instance of an earlier process; the first source that gives it takes it over."""
@@ -215,7 +207,7 @@ class Roster:
         self._engines[spec.name] = self._access.unlisted(spec.url, spec.model, address)
         self._at[origin(spec.url)] = spec.name
         self._scheduling.change(InstanceAdded(spec))
-        self.members.adopt(spec.name)
+        self.source_of[spec.name] = ""
 
     # --- inside ---
 
@@ -227,22 +219,23 @@ class Roster:
         if specs:
             self._scheduling.change(InstanceAdded(specs[0], tuple(specs[1:])))
         for spec in specs:
-            if self._scraper.started:
-                self._scraper.add(spec.name, spec.url)
-            source = self.members.source_of(spec.name) or "file"
+            if self._watch.started:
+                self._watch.add(spec.name, spec.url)
+            source = self.source_of.get(spec.name) or "file"
             tell(logger, Event.INSTANCE_ADDED, "%s (%s) came", spec.name, spec.url,
                  instance=spec.name, url=spec.url, source=source)  # fmt: skip
 
     def _leave(self, names: Sequence[str]) -> None:
-        """Those of these instances that are there go."""
         names = [name for name in names if self.spec(name) is not None]
         for name in names:
-            self.members.gone(name)
+            if "members" in vars(self):
+                self.members.gone(name)
+            self.source_of.pop(name, None)
             self.registered.pop(name, None)
             place = origin(self._scheduler.fleet.instances[name].spec.url)
             if self._at.get(place) == name:
                 del self._at[place]
-            self._scraper.remove(name)
+            self._watch.remove(name)
             self.on_gone(name)
         if names:
             self._scheduling.change(InstanceRemoved(names[0], tuple(names[1:])))

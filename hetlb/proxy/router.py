@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 
 import hetlb
+from hetlb.config.api_keys import Tenant
 from hetlb.config.fleet_tables import ProxyTable, Resume
 from hetlb.core.objective import UNSTATED, ServiceClass
 from hetlb.core.prefix_index import PrefixKey
 from hetlb.core.types import RejectReason, Request
-from hetlb.proxy.access import Tenant
 from hetlb.proxy.client_response import ClientSide
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.engine_request import EngineRequest
@@ -29,18 +29,16 @@ from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.endpoints import ENDPOINTS, REALTIME_PATH, Kind, kept_response
 from hetlb.proxy.http.error_responses import Answer, Refusal
 from hetlb.proxy.http.http1 import GateError, RequestHead
-from hetlb.proxy.http.openai_body import MAX_INJECT_BYTES, Call, inject_usage, read_json
-from hetlb.proxy.http.transfer_fields import without_transfer_fields
-from hetlb.proxy.model_names import ModelNames, alias_entries, rename_in_form, rename_in_json
+from hetlb.proxy.http.openai_body import MAX_INJECT_BYTES, Call, read_json
 from hetlb.proxy.prefix_keys import id_keys, session_key, text_keys, token_ids
-from hetlb.proxy.scheduling import several_models
-from hetlb.proxy.service_classes import ServiceClasses
+from hetlb.proxy.scheduler_driver import several_models
 from hetlb.proxy.telemetry.request_record import RequestRecord
 
 if TYPE_CHECKING:
     from hetlb.core.block_index import PromptBlocks
     from hetlb.proxy.continuation import Continuation
-    from hetlb.proxy.http.multipart import FormReader
+    from hetlb.proxy.model_names import ModelNames
+    from hetlb.proxy.service_classes import ServiceClasses
     from hetlb.proxy.telemetry.tracing import Tracing
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
@@ -134,28 +132,10 @@ class Router:
         """True if something that takes a body is at a path."""
         return path in ENDPOINTS or path in self._extra_paths or kept_response(path) is not None
 
-    def form(self, head: RequestHead) -> FormReader | None:
-        """Reader of a body that is a form, fed while it arrives. Raises `GateError` (400)."""
-        if not head.content_type.startswith(_MULTIPART):
-            return None
-        if head.path in self._extra_paths or (head.method == b"POST" and head.path in ENDPOINTS):
-            from hetlb.proxy.http.multipart import FormReader
-
-            return FormReader(head.fields[b"content-type"])
-        return None
-
     def handle(
-        self,
-        client: ClientSide,
-        head: RequestHead,
-        pieces: list[bytes],
-        tenant: Tenant | None,
-        form: FormReader | None = None,
+        self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
     ) -> Exchange | bytes:
-        """The exchange of a request, not yet submitted, or the whole answer to it. Raises `GateError`.
-
-        Its body is in `pieces`, which `form` has read where it is one.
-        """
+        """The exchange of a request, not yet submitted, or the whole answer to it. Raises `GateError`."""
         if b"via" in head.fields and self._driver.forward_rules.came_back(head.headers):
             raise Refusal(
                 error_responses.LOOP,
@@ -165,39 +145,40 @@ class Router:
         if self._origins and head.method == b"OPTIONS":
             asked = head.fields.get(b"access-control-request-headers", b"*")
             return error_responses.response(200, b"", lines=_PREFLIGHT % asked, close=not head.keep_alive)
-        if form is None and len(pieces) != 1:
-            pieces = [b"".join(pieces)]
         path = head.path
         kind: Kind | None = ENDPOINTS.get(path)
         if kind is None and path in self._extra_paths:
             kind = _PLAIN
         if kind is None:
             if path == REALTIME_PATH:
-                return self._session(client, head, pieces[0], tenant)
+                return self._session(client, head, body, tenant)
             kept = kept_response(path)
             if kept is None:
                 return self._own(head, tenant)
             allowed = (b"POST",) if kept[1] else (b"GET", b"DELETE")
             if head.method not in allowed:
                 raise _method_not_allowed(allowed)
-            return self._exchange(client, head, _PINNED, Call(), pieces, kept[0], tenant)
+            call = Call(body)
+            call.continues = kept[0]
+            return self._exchange(client, head, _PINNED, call, tenant)
         if head.method != b"POST" and kind is not _PLAIN:
             raise _method_not_allowed((b"POST",))
-        if form is not None:
-            call = form.finish()
+        is_form = head.content_type.startswith(_MULTIPART)
+        if is_form:
+            from hetlb.proxy.http.multipart import read_form
+
+            call = read_form(head.fields[b"content-type"], body)
         elif kind is _AUDIO and head.content_type.startswith(_FORM):
             raise GateError(415, "This form is expected as multipart/form-data.")
-        elif kind is _PLAIN and not pieces[0]:
+        elif kind is _PLAIN and not body:
             call = Call()
         else:
-            call = read_json(kind, pieces[0])
-            if call.transfers:
-                pieces = [without_transfer_fields(pieces[0])]
-            if call.stream:
-                pieces = [inject_usage(kind, call, pieces[0])]
+            call = read_json(kind, body)
         if self.names is not None and call.model is not None:
-            pieces = self._rename(self.names, call, pieces, form is not None, tenant)
-        return self._exchange(client, head, kind, call, pieces, call.continues, tenant)
+            model = self._resolve(self.names, call, tenant)
+            if call.renamed:
+                call.body = self.names.rename(call.body, call.asked, model, is_form=is_form)
+        return self._exchange(client, head, kind, call, tenant)
 
     def _session(
         self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
@@ -212,50 +193,29 @@ class Router:
         call.model = model_asked_for(head.query)
         if self.names is not None and call.model is not None:
             self._resolve(self.names, call, tenant)
-        exchange = self._exchange(client, head, _REALTIME, call, [b""], None, tenant)
+        exchange = self._exchange(client, head, _REALTIME, call, tenant)
         may_use = None if tenant is None or tenant.models is None else tenant.may_use
         exchange.outgoing = Handshake(exchange.outgoing, call, may_use)
         return exchange
 
-    def _resolve(self, names: ModelNames, call: Call, tenant: Tenant | None) -> None:
+    def _resolve(self, names: ModelNames, call: Call, tenant: Tenant | None) -> str:
         """Set the model that serves a request in place of the one it asks for. Raises `GateError` (403)."""
         asked = call.asked = call.model or ""
-        model = names.served(asked, self._driver.scheduling.available)
-        if model == asked:
-            return
+        model = call.model = names.served(asked, self._driver.scheduling.available)
+        call.renamed = model != asked
         # The right to an alias is one to what it stands for, and to what stands in for that.
-        if tenant is not None and not tenant.may_use(asked) and not tenant.may_use(model):
+        if call.renamed and tenant is not None and not tenant.may_use(asked) and not tenant.may_use(model):
             raise GateError(403, f"This API key is not for the model `{asked}`.")
-        call.model = model
-        call.renamed = True
-
-    def _rename(
-        self, names: ModelNames, call: Call, pieces: list[bytes], is_form: bool, tenant: Tenant | None
-    ) -> list[bytes]:
-        """Rename the request's model to the one that serves it. Raises `GateError` (403)."""
-        self._resolve(names, call, tenant)
-        model = call.model
-        if not call.renamed or model is None:
-            return pieces
-        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        return [rename_in_form(body, call.asked, model) if is_form else rename_in_json(body, model)]
+        return model
 
     def _exchange(
-        self,
-        client: ClientSide,
-        head: RequestHead,
-        kind: Kind,
-        call: Call,
-        pieces: list[bytes],
-        response: str | None,
-        tenant: Tenant | None,
+        self, client: ClientSide, head: RequestHead, kind: Kind, call: Call, tenant: Tenant | None
     ) -> Exchange:
-        """The exchange of a request; `response` is the id of an answer that it asks for or continues."""
         driver, scheduling = self._driver, self._driver.scheduling
         owner = None if tenant is None else tenant.name
         pinned: str | None = None
-        if response is not None:
-            model, pinned = scheduling.pin(call.model or "", response, owner, strict=kind is _PINNED)
+        if call.continues is not None:
+            model, pinned = scheduling.pin(call.model or "", call.continues, owner, strict=kind is _PINNED)
         else:
             model = call.model or scheduling.only_model or several_models()
         if tenant is not None and kind is not _PINNED and not call.renamed and not tenant.may_use(model):
@@ -263,19 +223,19 @@ class Router:
         service = UNSTATED
         if self.classes is not None:
             service = self.classes.of(model, head, None if tenant is None else tenant.classes)
-        request = self._request(head, kind, call, pieces, model, pinned, service, owner)
+        request = self._request(head, kind, call, model, pinned, service, owner)
         text = label_of(head)
         if text is None:
             text = engine_text = self._label_prefix + hex(request.id)[2:]
         else:  # engines take it for their own id: no tenant may choose that of another
             engine_text = text if tenant is None else f"{text}.{hex(request.id)[2:]}"
-        outgoing = EngineRequest(head, pieces, request.body_bytes, engine_text)
+        outgoing = EngineRequest(head, call.body, engine_text)
         exchange = Exchange(driver, client, outgoing, kind, call, request, text, driver.now(), owner)
         exchange.address = self._address_of(head, client.address) if self._trusted else client.address
         if request.generates and pinned is None and head.path in _RESUMED_PATHS:
             how = self.resume.get((model, service.name), driver.table.resume)
             exchange.rest = self._rest(kind, call, outgoing, how)
-        call.text = call.tools = call.ids = b""  # the prompt is in the body; not twice in memory
+        call.body = call.text = call.tools = call.ids = b""  # no prompt is in memory twice, or for longer
         if self.tracing is not None:
             exchange.trace = self.tracing.begin(head.fields.get(b"traceparent"))
         return exchange
@@ -285,7 +245,6 @@ class Router:
         head: RequestHead,
         kind: Kind,
         call: Call,
-        pieces: list[bytes],
         model: str,
         pinned: str | None,
         service: ServiceClass,
@@ -298,39 +257,33 @@ class Router:
             call.prompt_tokens_total, call.prompts = 0, 1
         elif call.prompt_tokens_total is None:
             call.prompt_tokens_total = driver.token_estimator.tokens(
-                model, call.text, call.text_bytes, call.images
+                model, call.text, call.text_bytes, call.media
             )
-        prompts = call.prompts
-        each = max(1, -(-call.prompt_tokens_total // prompts))
+        each = max(1, -(-call.prompt_tokens_total // call.prompts))
+        sequences = call.prompts * call.n
         generates: bool = kind.generates
         prefix_keys: tuple[PrefixKey, ...] = ()
         blocks: PromptBlocks | None = None
         if generates:
             prefix_keys, blocks = self._prefix(head, call, model, owner)
-        transfers = scheduling.transfers if scheduling.splits else None
-        splittable = (
-            transfers is not None
-            and prompts * call.n == 1
-            and pinned is None
-            and transfers.may_split(kind, head.path, pieces[0])
-        )
+        transfers = scheduling.transfers if sequences == 1 and pinned is None else None
         return Request(
             id=driver.next_id(),
             model=model,
             prompt_tokens=each,
             max_tokens=call.max_tokens,
-            sequences=prompts * call.n,
+            sequences=sequences,
             samples=call.n,
             longest_prompt_tokens=call.longest_tokens or each,
             generates=generates,
-            body_bytes=len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces)),
+            body_bytes=len(call.body),
             prompt_exact=exact,
             pinned=pinned,
             prefix_keys=prefix_keys,
             blocks=blocks,
             priority=call.priority,
             tenant=owner if self._tenant_header is None else self._claimed(head, owner),
-            splittable=splittable,
+            splittable=transfers is not None and transfers.may_split(kind, head.path, call.body),
             streamed=call.stream,
             service=service,
         )
@@ -362,7 +315,7 @@ class Router:
         asks_ids = (
             call.stream
             and not call.tools
-            and outgoing.size <= MAX_INJECT_BYTES
+            and len(outgoing.body) <= MAX_INJECT_BYTES
             and outgoing.body.find(b'"return_token_ids"') < 0
         )
         return Continuation(
@@ -414,12 +367,9 @@ class Router:
 
     def _own(self, head: RequestHead, tenant: Tenant | None) -> bytes:
         path, status, body = head.path, 200, b""
-        methods = _READS
-        if path == "/health":
+        methods = (*_READS, b"POST") if path == "/ping" else _READS
+        if path in _OPEN_PATHS:
             status = 200 if self._view.routable() else 503
-        elif path == "/ping":
-            status = 200 if self._view.routable() else 503
-            methods = (*_READS, b"POST")
         elif path == "/version":
             body = msgspec.json.encode({"version": hetlb.__version__})
         elif path == "/v1/models":
@@ -438,7 +388,7 @@ class Router:
         """The models that a client may use."""
         models = self._view.models()
         if self.names is not None:
-            models = [*models, *alias_entries(self.names, models)]
+            models = [*models, *self.names.entries(models)]
         return models if tenant is None else [entry for entry in models if tenant.may_use(entry["id"])]
 
     def _model(self, name: str, tenant: Tenant | None) -> dict[str, Any]:

@@ -1,25 +1,26 @@
 """Driver of the scheduler of this process: facts go in, commands come out and are carried out at once.
 
-A process that serves alone and the scheduler process of several have one alike; they differ in the `Carrier`,
-where a command goes. Timers, answers that can be asked for again, decisions and limits of keys are kept here.
+A process that serves alone and the scheduler process of several differ in the `Carrier`, where commands go.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     HAND_OVER,
-    Abort,
     AdminState,
     AdminStateSet,
     Command,
     Dispatch,
     EngineSample,
+    Health,
     HealthChanged,
     InstanceAdded,
     InstanceChange,
@@ -36,9 +37,10 @@ from hetlb.core.types import (
 )
 from hetlb.proxy.engine_pools import EnginePools, Target
 from hetlb.proxy.http.error_responses import Refusal
-from hetlb.proxy.http.retry_after import DrainRate
-from hetlb.proxy.scheduler_side import Carrier, SchedulerSide
-from hetlb.proxy.scheduling import Responses, log_health, log_loop, newest, several_models
+from hetlb.proxy.http.http1 import GateError
+from hetlb.proxy.scheduler_side import Carrier, DrainRate, SchedulerSide
+from hetlb.proxy.telemetry.counters import Totals
+from hetlb.proxy.telemetry.events import Event, tell
 
 if TYPE_CHECKING:
     from hetlb.config.api_keys import LimitsTable
@@ -47,8 +49,63 @@ if TYPE_CHECKING:
     from hetlb.proxy.exchange import Exchange
     from hetlb.proxy.limits import Limiter, Limiters, Ticket
 
+logger = logging.getLogger("hetlb.proxy")
+
 #: An instance from which something came within so many seconds is not failed by a probe.
 EMITS_S: Final = 2.0
+DECISIONS_KEPT: Final = 1000
+#: A decision keeps figures of every instance: of a large fleet fewer are kept, so that they stay some 10 MB.
+CANDIDATES_KEPT: Final = 50_000
+RESPONSES_KEPT: Final = 10_000
+_HEALTH: Final = {
+    Health.UP: Event.INSTANCE_UP,
+    Health.SUSPECT: Event.INSTANCE_SUSPECT,
+    Health.EJECTED: Event.INSTANCE_EJECTED,
+}
+
+
+def newest(decisions: Iterable[Dispatch], instances: int) -> deque[Dispatch]:
+    """The last dispatches, the oldest first: as many as suit a fleet of this size."""
+    return deque(decisions, min(DECISIONS_KEPT, CANDIDATES_KEPT // max(1, instances)))
+
+
+class Responses:
+    """Instance and owner of the last `RESPONSES_KEPT` answers that can be asked for again."""
+
+    __slots__ = ("_made_at", "_made_for")
+
+    def __init__(self) -> None:
+        self._made_at: dict[str, tuple[str, str | None]] = {}
+        #: The ids by their owners, the oldest first.
+        self._made_for: dict[str | None, deque[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._made_at)
+
+    def __contains__(self, response_id: str) -> bool:
+        return response_id in self._made_at
+
+    def add(self, response_id: str, instance: str, tenant: str | None) -> None:
+        """An answer was made. Its id is its first owner's; a full table forgets of the one with most."""
+        if response_id in self._made_at:
+            return
+        self._made_at[response_id] = instance, tenant
+        self._made_for.setdefault(tenant, deque()).append(response_id)
+        if len(self._made_at) > RESPONSES_KEPT:
+            most = max(self._made_for.values(), key=len)
+            del self._made_at[most.popleft()]
+
+    def find(self, response_id: str, tenant: str | None, scheduler: Scheduler, *, strict: bool) -> str | None:
+        """The instance that keeps an answer. Raises `GateError` (404).
+
+        Unless `strict`, None where it is not known and may have been made before: the engine decides.
+        """
+        known = self._made_at.get(response_id)
+        if known is None and tenant is None and not strict:
+            return None
+        if known is None or known[1] != tenant or all(i.name != known[0] for i in scheduler.instances):
+            raise GateError(404, f"Response with id '{response_id[:128]}' not found.")
+        return known[0]
 
 
 class SchedulerDriver(SchedulerSide):
@@ -70,8 +127,8 @@ class SchedulerDriver(SchedulerSide):
         self.probe_timeout_s = 0.0
         #: True if a request may leave a busy engine for another one.
         self.moves_busy = True
-        #: Called with the name of an instance that turned out to be this proxy.
-        self.on_loop: Callable[[str], None] | None = None
+        #: Takes an instance out that turned out to be this proxy.
+        self.take_out: Callable[[InstanceChange], None] = self.change
         #: Seconds of the scheduler's calls that were not counted yet: arrivals, ends of leases.
         self._arrival_s: list[float] = []
         self._end_s: list[float] = []
@@ -80,10 +137,9 @@ class SchedulerDriver(SchedulerSide):
 
     def _look_for_splits(self) -> None:
         pools = self._pools
-        if pools is None:
+        if pools is None or self.transfers is not None:
             return
-        self.splits = any(each.spec.kv_transfer is not None for each in self.scheduler.instances)
-        if self.splits and self.transfers is None:
+        if any(each.spec.kv_transfer is not None for each in self.scheduler.instances):
             from hetlb.proxy.kv_transfers import KvTransfers
 
             self.transfers = KvTransfers(self.scheduler, pools, self.carrier, self.carry_out)
@@ -100,7 +156,6 @@ class SchedulerDriver(SchedulerSide):
             self._limiters.configure(limits)
 
     def limiter(self, owner: str | None) -> Limiter | None:
-        """Limiter of a key, None where it has no limits."""
         return None if self._limiters is None or owner is None else self._limiters.of(owner)
 
     def admit(self, request: Request, owner: str | None, prompt_tokens: int, now: float) -> Ticket | None:
@@ -156,7 +211,6 @@ class SchedulerDriver(SchedulerSide):
             self.arrive(request, now)
 
     def arrive(self, request: Request, now: float) -> None:
-        """A request that its limits let pass came in."""
         view = self.view
         started = perf_counter()
         commands = self.scheduler.on_arrival(request, now) if view is None else view.on_arrival(request, now)
@@ -186,11 +240,9 @@ class SchedulerDriver(SchedulerSide):
         self.carry_out(self.scheduler.on_cancelled(request_id, now))
 
     def came_back(self, instance: str) -> None:
-        log_loop(instance)
-        if self.on_loop is not None:
-            self.on_loop(instance)
-        else:
-            self.change(AdminStateSet(instance, AdminState.MAINT))
+        text = "%s is this proxy itself, or leads back to it: taken out (state maint)"
+        tell(logger, Event.INSTANCE_LOOP, text, instance, instance=instance)
+        self.take_out(AdminStateSet(instance, AdminState.MAINT))
 
     def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None:
         self.responses.add(response_id, instance, tenant)
@@ -211,7 +263,6 @@ class SchedulerDriver(SchedulerSide):
     # --- facts about instances ---
 
     def change(self, change: InstanceChange) -> None:
-        """Something about an instance changed."""
         carrier = self.carrier
         now = carrier.now()
         if isinstance(change, Probed) and change.result is ProbeResult.FAILED:
@@ -229,7 +280,6 @@ class SchedulerDriver(SchedulerSide):
         self.carry_out(commands)
 
     def sample(self, name: str, sample: EngineSample) -> None:
-        """An engine's metrics were read."""
         instance = self.scheduler.fleet.instances.get(name)
         slept = instance is not None and instance.asleep
         self.carry_out(self.scheduler.on_scrape(name, sample, self.carrier.now()))
@@ -237,20 +287,17 @@ class SchedulerDriver(SchedulerSide):
             self.carrier.view_changed()
 
     def kv_events(self, name: str, batch: KvEventBatch) -> None:
-        """An engine told what came into its prefix cache and what left it."""
         known = self.block_tokens
         self.carry_out(self.scheduler.on_kv_events(name, batch, self.carrier.now()))
         if self.block_tokens != known:
             self.carrier.view_changed()
 
     def set_policy(self, name: str) -> None:
-        """Switch the policy."""
         self.carry_out(self.scheduler.set_policy(name, self.carrier.now()))
 
     # --- commands ---
 
     def carry_out(self, commands: list[Command]) -> None:
-        """Do what the scheduler said."""
         carrier = self.carrier
         for command in commands:
             if type(command) is Dispatch:
@@ -265,17 +312,14 @@ class SchedulerDriver(SchedulerSide):
                 again_s = _retry_after_s(command, self.drain_rate, self.waiting, carrier.now())
                 carrier.reject(command, again_s)
             elif isinstance(command, HealthChanged):
-                log_health(command, carrier.counted)
+                _log_health(command, carrier.counted)
                 carrier.view_changed()
-            elif isinstance(command, PassOn):
-                carrier.pass_on(command.request_id)
             else:
-                assert isinstance(command, Abort), f"expected a command, got {command!r}"
-                carrier.abort(command.request_id)
+                assert isinstance(command, PassOn), f"expected a command, got {command!r}"
+                carrier.pass_on(command.request_id)
         self.tick_later()
 
     def tick_later(self) -> None:
-        """Schedule the scheduler's next call."""
         if self._ticker is None and (deadline := self.scheduler.next_deadline()) is not None:
             self._ticker = self.carrier.loop.call_at(deadline, self._tick)
 
@@ -285,7 +329,6 @@ class SchedulerDriver(SchedulerSide):
         self.carrier.ticked()
 
     def count_calls(self) -> None:
-        """Count the seconds of the scheduler's calls since the last time."""
         counted = self.carrier.counted
         counted.arrival.observe_all(self._arrival_s)
         counted.end.observe_all(self._end_s)
@@ -293,12 +336,25 @@ class SchedulerDriver(SchedulerSide):
         self._end_s.clear()
 
     def close(self) -> None:
-        """Stop the timers."""
         if self.transfers is not None:
             self.transfers.close()
         if self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None
+
+
+def several_models() -> NoReturn:
+    """Refuse a request that names no model where there are several. Raises `GateError` (400)."""
+    raise GateError(400, "model: expected the name of a model, since several are served here.")
+
+
+def _log_health(command: HealthChanged, totals: Totals) -> None:
+    if command.health is Health.EJECTED:
+        totals.instance(command.instance).ejections += 1
+    tell(
+        logger, _HEALTH[command.health], "%s is %s: %s", command.instance, command.health, command.reason,
+        instance=command.instance, reason=command.reason,
+    )  # fmt: skip
 
 
 def _retry_after_s(reject: Reject, drain_rate: DrainRate, waiting: int, now: float) -> float | None:

@@ -8,6 +8,7 @@ reached over a channel (`workers/relay_driver.py`). Commands go to a `Carrier`: 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Collection
@@ -17,8 +18,6 @@ from typing import TYPE_CHECKING, Final
 from hetlb.core.instance import Instance
 from hetlb.core.types import Dispatch, Lease, Outcome, Reject, RequestId
 from hetlb.proxy.engine_pools import Target
-from hetlb.proxy.http.retry_after import DrainRate
-from hetlb.proxy.scheduling import StallWatch
 from hetlb.proxy.telemetry.counters import Totals
 
 if TYPE_CHECKING:
@@ -27,6 +26,46 @@ if TYPE_CHECKING:
 
 #: Deadlines of requests are looked at this often.
 SWEEP_S: Final = 0.5
+#: A timer that is so late says that this process stood still; it is due this often.
+STALL_S: Final = 0.25
+BEAT_S: Final = 0.1
+#: Seconds over which ended requests are counted, in slices of one.
+WINDOW_S: Final = 10
+#: Longest `Retry-After` in seconds, and the part of each by which it is spread: not all come back together.
+_LONGEST_S: Final = 40.0
+_SPREAD: Final = 0.5
+
+
+class DrainRate:
+    """Rate at which requests ended lately, and the `Retry-After` of clients that are turned away."""
+
+    __slots__ = ("_counts", "_rng", "_second")
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._counts = [0] * WINDOW_S
+        self._second = 0
+
+    def ended(self, now: float) -> None:
+        self._turn(now)
+        self._counts[self._second % WINDOW_S] += 1
+
+    def retry_after_s(self, waiting: int, now: float) -> float:
+        """Seconds until another try makes sense, with `waiting` requests in the queue."""
+        self._turn(now)
+        rate_rps = max(1, sum(self._counts)) / WINDOW_S
+        return self.spread(waiting / rate_rps)
+
+    def spread(self, wait_s: float) -> float:
+        """A wait within the bounds, up to half as long again by chance."""
+        return min(_LONGEST_S, max(1.0, wait_s)) * (1.0 + _SPREAD * self._rng.random())
+
+    def _turn(self, now: float) -> None:
+        """Forget the slices that have left the window."""
+        second = int(now)
+        for passed in range(max(self._second + 1, second - WINDOW_S + 1), second + 1):
+            self._counts[passed % WINDOW_S] = 0
+        self._second = max(self._second, second)
 
 
 class SchedulerSide(ABC):
@@ -34,8 +73,6 @@ class SchedulerSide(ABC):
 
     def __init__(self) -> None:
         self.drain_rate = DrainRate(random.Random())
-        #: True if some requests are prefilled at one instance and decoded at another.
-        self.splits = False
         #: KV transfers, None while no instance has ever taken part in any.
         self.transfers: KvTransfers | None = None
 
@@ -133,6 +170,35 @@ class SchedulerSide(ABC):
         """Stop the timers."""
 
 
+class StallWatch:
+    """True if this process stood still: what came meanwhile was not heard, and no engine was slow."""
+
+    __slots__ = ("_beater", "_due", "_loop", "_stalled_at")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._stalled_at = -math.inf
+        self._due = loop.time() + BEAT_S
+        self._beater = loop.call_at(self._due, self._beat)
+
+    def since(self, then: float) -> bool:
+        """True if it stood still for a while since `then`."""
+        now = self._loop.time()
+        if now - self._due > STALL_S:  # the timer below is as late as this call
+            self._stalled_at = now
+        return self._stalled_at >= then
+
+    def close(self) -> None:
+        self._beater.cancel()
+
+    def _beat(self) -> None:
+        now = self._loop.time()
+        if now - self._due > STALL_S:
+            self._stalled_at = now
+        self._due = now + BEAT_S
+        self._beater = self._loop.call_at(self._due, self._beat)
+
+
 class Carrier(ABC):
     """Base of what carries out a scheduler's commands: the clock, counters and sweeps of its process."""
 
@@ -151,10 +217,6 @@ class Carrier(ABC):
     @abstractmethod
     def reject(self, command: Reject, retry_after_s: float | None) -> None:
         """Turn a request down; `retry_after_s` is None where another try is of no use."""
-
-    @abstractmethod
-    def abort(self, request_id: RequestId) -> None:
-        """Stop a request's work at its engine and end it."""
 
     def pass_on(self, request_id: RequestId) -> None:
         """A busy engine's answer is the client's; it goes on by itself unless something holds it."""
@@ -193,6 +255,5 @@ class Carrier(ABC):
         """Sweep, twice a second; this time `lag_s` late."""
 
     def close(self) -> None:
-        """Stop the timers."""
         self.stalls.close()
         self._sweeper.cancel()

@@ -1,16 +1,16 @@
-"""Watching the engines: health, what they serve, how full they are. The only user of aiohttp's client.
+"""Watch over the engines: health, what they serve, how full they are, for the scheduler and for the log.
 
-One request at a time per instance, each with its own deadline; whatever an engine answers, the
-watcher goes on. A refused connection is told apart from a slow answer, and trouble of our own (no file
-descriptors, no ports) is no instance's failure. A certificate or a key that is not accepted is said once.
+Whatever an engine answers, the watch goes on. A refused connection is told apart from a slow answer, and
+trouble of our own (no file descriptors, no ports) is no instance's failure.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -20,10 +20,13 @@ from hetlb.config.fleet_tables import ScrapeTable
 from hetlb.config.urls import bracketed
 from hetlb.core.engine_metrics import parse
 from hetlb.core.engine_tables import OTHER_PAGE
+from hetlb.core.instance import Instance
 from hetlb.core.types import (
+    AdminState,
     Capacity,
     CapacityLearned,
     EngineSample,
+    Health,
     InstanceChange,
     ModelsLearned,
     Probed,
@@ -31,8 +34,13 @@ from hetlb.core.types import (
 )
 from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
 from hetlb.proxy.engine_pools import LOCAL_ERRNOS
+from hetlb.proxy.scheduler_driver import SchedulerDriver
+from hetlb.proxy.telemetry.access_log import escape
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.served_models import longest_context, read_model_list, read_version
+
+if TYPE_CHECKING:
+    from hetlb.config.profile_file import Profile
 
 logger = logging.getLogger("hetlb.scrape")
 
@@ -52,24 +60,19 @@ class _LocalTroubleError(Exception):
     """We could not even try."""
 
 
-class Scraper:
-    """One watching task per instance; facts go to the two callbacks, on the event loop."""
+class EngineWatch:
+    """One watching task per instance; what it finds out goes to the scheduler as it is."""
 
     def __init__(
-        self,
-        table: ScrapeTable,
-        *,
-        on_change: Callable[[InstanceChange], None],
-        on_sample: Callable[[str, EngineSample], None],
-        access: Mapping[str, EngineAccess] | None = None,
+        self, table: ScrapeTable, scheduling: SchedulerDriver, access: Mapping[str, EngineAccess]
     ) -> None:
         self._table = table
+        self._scheduling = scheduling
+        self._scheduler = scheduling.scheduler
         #: Keys and certificates of the engines, by instance. The owner of this mapping alone changes it.
-        self._access = {} if access is None else access
+        self._access = access
         #: Reasons logged for instances that are not let in: each is logged once.
         self._told: dict[str, str] = {}
-        self._on_change = on_change
-        self._on_sample = on_sample
         self._urls: dict[str, str] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._first_rounds: dict[str, asyncio.Event] = {}
@@ -84,25 +87,28 @@ class Scraper:
         self._pages: dict[str, str] = {}
         self.invalid_samples: dict[str, int] = {}
 
-    async def start(self, urls: Mapping[str, str], first_round_s: float = 1.0) -> None:
-        """Watch servers, by name; returns after every one has answered once, or after `first_round_s`."""
+    async def start(self, profiles: Mapping[str, Profile], most_s: float) -> None:
+        """Begin to watch all instances; returns once every one was probed, after `most_s` at the latest."""
         self._session = self._make_session()
         self._confined = self._make_session(socket_factory=confined_socket)
-        for name, url in urls.items():
-            self.add(name, url)
-        rounds = [asyncio.create_task(event.wait()) for event in self._first_rounds.values()]
-        if rounds:
-            _, pending = await asyncio.wait(rounds, timeout=first_round_s)
-            for task in pending:
-                task.cancel()
+        for instance in self._scheduler.instances:
+            if instance.admin is not AdminState.MAINT:
+                self.add(instance.name, instance.spec.url)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                for event in list(self._first_rounds.values()):
+                    await event.wait()
+        for instance in self._scheduler.instances:
+            _log_absent(instance)
+            if (profile := profiles.get(instance.name)) is not None:
+                entries, version = self.models.get(instance.name, []), self.versions.get(instance.name)
+                _log_other_than_profiled(instance.name, profile, entries, version)
 
     @property
     def started(self) -> bool:
-        """True if `start` was called."""
         return self._session is not None
 
     def add(self, name: str, url: str) -> None:
-        """Begin to watch one more server."""
         self._urls[name] = url
         self._first_rounds[name] = asyncio.Event()
         self._tasks[name] = asyncio.create_task(self._watch(name), name=f"watch {name}")
@@ -113,11 +119,9 @@ class Scraper:
             task.cancel()
 
     def watches(self, name: str) -> bool:
-        """True if a server is being watched."""
         return name in self._tasks
 
     def remove(self, name: str) -> None:
-        """Stop watching a server for good."""
         self.pause(name)
         for known in (
             self.models, self.versions, self.invalid_samples, self._first_rounds, self._told, self._urls,
@@ -126,7 +130,6 @@ class Scraper:
             known.pop(name, None)
 
     async def close(self) -> None:
-        """Stop watching everything."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -135,6 +138,49 @@ class Scraper:
         for session in (self._session, self._confined):
             if session is not None:
                 await session.close()
+
+    def reconnected(self, name: str, body: bytes) -> None:
+        """An engine that closed connections was asked what it serves now: `body` is its `/v1/models`."""
+        entries = read_model_list(body)
+        names = tuple(dict.fromkeys(entry["id"] for entry in entries))
+        instance = self._scheduler.fleet.instances.get(name)
+        if names and instance is not None and instance.served != names:
+            self.models[name] = entries
+            self._learned(models_learned(name, entries))
+
+    def model_list(self) -> list[dict[str, Any]]:
+        union: dict[str, dict[str, Any]] = {}
+        for instance in self._scheduler.instances:
+            if instance.health.state is Health.EJECTED:
+                continue
+            entries = self.models.get(instance.name)
+            if entries is None and instance.spec.model:
+                entries = [{"id": instance.spec.model, "object": "model", "owned_by": "hetlb"}]
+            for entry in entries or ():
+                known = union.setdefault(entry["id"], entry)
+                longest, mine = known.get("max_model_len"), entry.get("max_model_len")
+                if isinstance(mine, int) and (not isinstance(longest, int) or mine > longest):
+                    union[entry["id"]] = entry
+        return list(union.values())
+
+    def _learned(self, change: InstanceChange) -> None:
+        if not isinstance(change, ModelsLearned):
+            self._scheduling.change(change)
+            return
+        instance = self._scheduler.fleet.instances.get(change.name)
+        before, model = (None, "") if instance is None else (instance.served, instance.spec.model)
+        self._scheduling.change(change)
+        if change.models != before:
+            _log_models(change.name, model, before, change.models)
+
+    def _sampled(self, name: str, sample: EngineSample) -> None:
+        instance = self._scheduler.fleet.instances.get(name)
+        slept = instance is not None and instance.asleep
+        self._scheduling.sample(name, sample)
+        if instance is not None and instance.asleep is not slept:
+            event = Event.INSTANCE_ASLEEP if instance.asleep else Event.INSTANCE_AWAKE
+            now = "sleeps: it gets no requests" if instance.asleep else "woke up"
+            tell(logger, event, "%s %s", name, now, instance=name)
 
     async def _watch(self, name: str) -> None:
         loop = asyncio.get_running_loop()
@@ -149,7 +195,7 @@ class Scraper:
                 # What it serves is known before it is said to be up: another may be at its address by now.
                 rounds_until_models = _MODELS_EVERY if await self._read_models(name) else 0
             if result is not None:
-                self._on_change(Probed(name, result, detail))
+                self._learned(Probed(name, result, detail))
             if result is ProbeResult.OK:
                 rounds_until_models -= 1
                 sample = None
@@ -166,7 +212,7 @@ class Scraper:
                         if began is not None:
                             await self._read_models(name)  # another process has its address
                         began = sample.began
-                    self._on_sample(name, sample)
+                    self._sampled(name, sample)
                     if sample.invalid:
                         self.invalid_samples[name] = self.invalid_samples.get(name, 0) + 1
                     if sample.missing and not told_missing:
@@ -233,7 +279,8 @@ class Scraper:
             self._tell_once(name, detail)
             return ProbeResult.FAILED, detail
         except aiohttp.ClientConnectorDNSError as error:
-            return ProbeResult.REFUSED, _no_address(self._urls[name], error.os_error)
+            host, why = urlsplit(self._urls[name]).hostname, error.os_error.strerror or error.os_error
+            return ProbeResult.REFUSED, f"the name has no address: {host}: {why}"
         except aiohttp.ClientConnectorError as error:
             if isinstance(error.os_error, ConnectionRefusedError):
                 return ProbeResult.REFUSED, "connection refused"
@@ -241,7 +288,9 @@ class Scraper:
         except TimeoutError:
             return ProbeResult.FAILED, f"no answer to /health within {self._table.timeout_s:g} s"
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            return ProbeResult.FAILED, f"/health: {_one_line(str(error) or type(error).__name__)}"
+            text = (str(error) or type(error).__name__)[:200]
+            shown = "".join(each if each.isprintable() else "?" for each in text)
+            return ProbeResult.FAILED, f"/health: {shown}"
         except _TooLargeError:
             status = 200
         if status == 200:
@@ -249,7 +298,6 @@ class Scraper:
         return ProbeResult.FAILED, f"/health answers {status}"
 
     async def _read_metrics(self, name: str) -> EngineSample | None:
-        """Samples of the engine's metrics page. Raises `_TooLargeError`."""
         try:
             status, body = await self._get(name, self._pages.get(name, "/metrics"))
         except (_LocalTroubleError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
@@ -276,9 +324,9 @@ class Scraper:
         self.models[name] = entries
         if text := read_version(version):
             self.versions[name] = text
-        self._on_change(models_learned(name, entries))
+        self._learned(models_learned(name, entries))
         if (longest := longest_context(entries)) is not None:
-            self._on_change(CapacityLearned(name, Capacity(max_model_len=longest)))
+            self._learned(CapacityLearned(name, Capacity(max_model_len=longest)))
         return True
 
     def _tell_once(self, name: str, text: str) -> None:
@@ -286,16 +334,6 @@ class Scraper:
             self._told[name] = text
             event = Event.INSTANCE_METRICS if "/metrics" in text else Event.INSTANCE_ACCESS
             tell(logger, event, "%s: %s", name, text, instance=name)
-
-
-def _one_line(text: str) -> str:
-    """Text of an engine as one line, shortened."""
-    return "".join(each if each.isprintable() else "?" for each in text[:200])
-
-
-def _no_address(url: str, error: OSError) -> str:
-    """`the name has no address: engine.example: Name or service not known`."""
-    return f"the name has no address: {urlsplit(url).hostname}: {error.strerror or error}"
 
 
 def _tls_reason(error: aiohttp.ClientSSLError) -> str:
@@ -311,3 +349,39 @@ def models_learned(name: str, entries: list[dict[str, Any]]) -> ModelsLearned:
     """The fact that an engine lists these; an adapter has a `parent`."""
     names = tuple(dict.fromkeys(entry["id"] for entry in entries))
     return ModelsLearned(name, names, tuple({entry["id"]: None for entry in entries if entry.get("parent")}))
+
+
+def _log_absent(instance: Instance) -> None:
+    """Log that an engine did not answer the first round of probes, if so."""
+    if instance.health.state is Health.UP:
+        return
+    url, reason = instance.spec.url, instance.health.reason
+    tell(
+        logger, Event.INSTANCE_ABSENT, "%s (%s) is not answering: %s; the others are served",
+        instance.name, url, reason, instance=instance.name, url=url, reason=reason,
+    )  # fmt: skip
+
+
+def _log_models(name: str, model: str, before: tuple[str, ...] | None, now: tuple[str, ...]) -> None:
+    """Log that an engine serves other models than `before`, or than `model`, that of the file ("": none)."""
+    shown = ", ".join(map(escape, now))
+    if model and model not in now:
+        text = "%s serves %s, not %s: it gets requests for what it serves"
+        tell(logger, Event.INSTANCE_OTHER_MODEL, text, name, shown, model, instance=name)
+    elif before is not None:
+        text, old = "%s now serves %s (before: %s)", ", ".join(map(escape, before))
+        tell(logger, Event.INSTANCE_MODELS, text, name, shown, old, instance=name)
+
+
+def _log_other_than_profiled(
+    name: str, profile: Profile, entries: Sequence[Mapping[str, Any]], version: str | None
+) -> None:
+    """Warn where an engine is not what its profile was measured on; `entries` are of its `/v1/models`."""
+    serves = {str(entry[key]) for entry in entries for key in ("id", "root") if entry.get(key)}
+    if profile.model is not None and serves and profile.model.name not in serves:
+        shown = ", ".join(sorted(map(escape, serves)))
+        text = "%s: its profile is of the model %s, it serves %s"
+        tell(logger, Event.INSTANCE_PROFILE, text, name, profile.model.name, shown, instance=name)
+    if profile.engine.version is not None and version not in (None, profile.engine.version):
+        shown, text = escape(str(version)), "%s: its profile is of vLLM %s, it runs %s"
+        tell(logger, Event.INSTANCE_PROFILE, text, name, profile.engine.version, shown, instance=name)

@@ -18,7 +18,6 @@ from hetlb.proxy.http.http1 import KnownHeads, parse_request_head
 from hetlb.proxy.router import FleetView, Router
 from hetlb.turns import turns
 
-_SWEEP_S: Final = 0.5
 #: Seconds in which clients of WebSocket sessions close their side when the process ends.
 _PART_S: Final = 1.0
 
@@ -48,7 +47,7 @@ class ProxyServer:
         self.tls: ssl.SSLContext | None = None
         #: uvloop gives a list of sockets where asyncio gives a tuple: compiled, neither type is asserted.
         self._servers: list[Any] = []
-        self._sweeper: asyncio.TimerHandle | None = None
+        driver.on_swept = self.sweep
 
     # --- its connections ---
 
@@ -56,7 +55,7 @@ class ProxyServer:
         """True if there is room for a new connection; where not, the oldest without a request makes it."""
         limit = self.table.max_connections or _half_of_the_descriptors()
         full = len(self.connections) >= limit
-        idle = self._oldest_idle() if full else None
+        idle = next((each for each in self.connections if each.idle), None) if full else None
         self.connections[connection] = None
         if idle is not None:
             idle.abort()
@@ -65,7 +64,6 @@ class ProxyServer:
         return not full or idle is not None
 
     def left(self, connection: ClientConnection) -> None:
-        """A connection is gone."""
         self.connections.pop(connection, None)
         if connection in self.parting:
             self.parting.remove(connection)
@@ -73,32 +71,20 @@ class ProxyServer:
             if not self.parting and waiter is not None and not waiter.done():
                 waiter.set_result(None)
 
-    def sweep(self) -> None:
-        """End what has taken too long."""
-        now = self.driver.now()
+    def sweep(self, now: float) -> None:
         for connection in list(self.connections):
             connection.sweep(now)
 
     def abort(self) -> None:
-        """Drop all connections."""
         for connection in list(self.connections):
             connection.abort()
 
-    def _oldest_idle(self) -> ClientConnection | None:
-        for connection in self.connections:
-            if connection.idle:
-                return connection
-        return None
-
     # --- its listener ---
 
-    def configure(self, table: ProxyTable) -> None:
-        """Limits and names that hold from now on."""
+    def configure(self, table: ProxyTable, access: Access) -> None:
+        """Limits, names, keys and certificate that hold from now on; a listener with TLS stays one."""
         self.table = table
         self.router.configure(table)
-
-    def secure(self, access: Access) -> None:
-        """Clients' keys and the certificate that hold from now on; a listener with TLS stays one."""
         self.router.tenants = access.tenants
         if access.tls is not None:
             self.tls = access.tls
@@ -123,7 +109,6 @@ class ProxyServer:
             self._servers.append(
                 await loop.create_server(lambda: ClientConnection(self), backlog=2048, **where, **tls)
             )
-        self._sweeper = loop.call_later(_SWEEP_S, self._sweep)
         name = self._servers[0].sockets[0].getsockname()
         return name[0], name[1]
 
@@ -135,7 +120,6 @@ class ProxyServer:
 
     @property
     def descriptors(self) -> list[int]:
-        """Descriptors of the listening sockets."""
         return [each.fileno() for server in self._servers for each in server.sockets]
 
     def stop_accepting(self) -> None:
@@ -152,16 +136,10 @@ class ProxyServer:
         if self.parting:
             waiter = self._all_parted = self.driver.loop.create_future()
             await asyncio.wait([waiter], timeout=_PART_S)
-        if self._sweeper is not None:
-            self._sweeper.cancel()
         self.abort()
         for server in self._servers:
             server.close()
             await server.wait_closed()
-
-    def _sweep(self) -> None:
-        self._sweeper = self.driver.loop.call_later(_SWEEP_S, self._sweep)
-        self.sweep()
 
 
 def _half_of_the_descriptors() -> int:

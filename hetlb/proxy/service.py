@@ -1,9 +1,8 @@
 """`hetlb serve`, whole: start-up, the running fleet, reload, shutdown, in this order and in one file.
 
-`FleetService` has the scheduler, the probes and the admin listener; `Service` adds the clients' side for one
-process that serves alone (several: `workers/`). The listener opens only after the first round of probes (at
-most `FIRST_ROUND_S`); an engine that is not there yet does not keep the others from being served; a bad file
-at reload changes nothing; after a stop no task, socket or thread is left.
+The listener opens only after the first round of probes (at most `FIRST_ROUND_S`); an engine that is not there
+yet does not keep the others from being served; a bad file at reload changes nothing; after a stop no task,
+socket or thread is left.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import secrets
 import signal
 from abc import ABC, abstractmethod
@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetlb.build import version_line
 from hetlb.config.fleet import Fleet, load_fleet
 from hetlb.config.fleet_tables import KvEventsTable, SharedTable
 from hetlb.config.urls import bracketed
@@ -27,35 +28,32 @@ from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Health
 from hetlb.errors import ConfigError, InputError
 from hetlb.proxy import systemd
-from hetlb.proxy.access import (
-    Access,
-    EngineAccess,
-    load_access,
-)
-from hetlb.proxy.admin import make_app
-from hetlb.proxy.admin_listener import AdminListener, named
-from hetlb.proxy.discovery.source import Source, Sources
-from hetlb.proxy.driver import Driver, with_scheduler
-from hetlb.proxy.engine_watch import EngineWatch
+from hetlb.proxy.access import Access, EngineAccess, load_access
+from hetlb.proxy.admin import AdminListener, make_app, named
+from hetlb.proxy.driver import Driver
 from hetlb.proxy.front import Front, Listener
-from hetlb.proxy.reload import needs_restart, read_again
+from hetlb.proxy.offer import Offer
+from hetlb.proxy.reload import changes, needs_restart, read_again
 from hetlb.proxy.roster import Roster
 from hetlb.proxy.scheduler_driver import SchedulerDriver
 from hetlb.proxy.scheduler_side import Carrier
+from hetlb.proxy.scrape import EngineWatch
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
-from hetlb.proxy.takeover import Offer, Takeover
 from hetlb.proxy.telemetry.counters import Totals
-from hetlb.proxy.telemetry.events import Event, tell
-from hetlb.proxy.telemetry.prometheus import SharedFigures, WorkerState
+from hetlb.proxy.telemetry.events import Event, plain_line, tell
+from hetlb.proxy.telemetry.log_writer import EventLog
+from hetlb.proxy.telemetry.prometheus import WorkerState
 from hetlb.proxy.telemetry.recent import Recent
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 
 if TYPE_CHECKING:
-    from hetlb.proxy.event_log import EventLog
+    from hetlb.proxy.discovery.source import Source, Sources
     from hetlb.proxy.kv_events import KvEventReader
+    from hetlb.proxy.leader import Leader
     from hetlb.proxy.sharing import Sharing
     from hetlb.proxy.state_file import StateFile
+    from hetlb.proxy.takeover import Takeover
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -67,16 +65,15 @@ READINESS_LAG_S = 5.0
 
 
 class FleetService(ABC):
-    """A fleet and its scheduler: probes, reloads, the admin listener.
-
-    The admin listener, the dashboard and `/metrics` read it as it is.
-    """
+    """A fleet and its scheduler, for the listener, the admin surface, the dashboard and `/metrics`."""
 
     driver: Carrier
     #: Descriptions of the stages that an instance is made of, by its name.
     stages: Mapping[str, Callable[[], list[dict[str, Any]]]] = {}
     #: The view that other processes of the fleet share, None where this one is alone.
     sharing: Sharing | None = None
+    #: The election of the one that serves, None where all do.
+    leader: Leader | None = None
     #: The processes that serve, where there are several.
     workers: Sequence[WorkerState] = ()
     #: True between SIGTERM and the closing of the listener: not ready, still accepting.
@@ -94,11 +91,7 @@ class FleetService(ABC):
         self.admin = AdminListener(self.access.admin_tls)
         #: The file as it was at the start: what cannot be reloaded is compared with it.
         self._started = fleet.written
-        self._event_log: EventLog | None = None
-        if event_log is not None:
-            from hetlb.proxy.event_log import EventLog
-
-            self._event_log = EventLog(event_log)
+        self._event_log = None if event_log is None else EventLog(event_log)
         #: Clock, seconds.
         self.now = asyncio.get_running_loop().time
         setup = SchedulerSetup(
@@ -121,8 +114,8 @@ class FleetService(ABC):
         scheduling.probe_timeout_s = fleet.file.scrape.timeout_s
         scheduling.limit(self.access.limits)
         self.watch = EngineWatch(fleet.file.scrape, scheduling, self._engines)
-        self.roster = Roster(fleet, self.access, self._engines, scheduling, self.watch.scraper)
-        scheduling.on_loop = self.roster.take_out
+        self.roster = Roster(fleet, self.access, self._engines, scheduling, self.watch)
+        scheduling.take_out = self.roster.change
         #: File of what is learnt, None where none is stated.
         self._learnt: StateFile | None = None
         #: Reads engines' own KV events, None while none publishes any.
@@ -143,8 +136,11 @@ class FleetService(ABC):
     # --- start-up ---
 
     async def _first_look(self, most_s: float = FIRST_ROUND_S) -> None:
-        """Begin to probe; returns after the first round, after `most_s` at the latest."""
+        if self.fleet.file.watch and self.fleet.path is not None:
+            self._do(self._watch_file(self.fleet.path))
         if sources := self._discovery_sources():
+            from hetlb.proxy.discovery.source import Sources
+
             self._sources = Sources(sources, self.roster.members.found)
             await self._sources.start(most_s)
             await self.roster.members.settled()
@@ -160,26 +156,23 @@ class FleetService(ABC):
             self._learnt.load()
 
     def _discovery_sources(self) -> list[Source]:
-        """Sources of instances, and the fleet file itself. Raises `ConfigError`."""
-        fleet, table, sources = self.fleet, self.fleet.file.discovery, list[Source]()
-        if fleet.file.watch and fleet.path is not None:
-            from hetlb.proxy.discovery.file_source import FleetFileSource
+        """Sources of instances that stand in no file of the fleet. Raises `ConfigError`."""
+        fleet, table = self.fleet, self.fleet.file.discovery
+        if table is None:
+            return []
+        from hetlb.proxy.discovery.source import configured
 
-            poll_s = 1.0 if table is None else table.poll_s
-            sources.append(FleetFileSource(fleet.path, poll_s, self._on_reload_signal))
-        if table is not None:
-            from hetlb.proxy.discovery.configured import sources_of
+        return configured(fleet, table)
 
-            sources += sources_of(fleet, table)
-        return sources
-
-    @property
-    def shared(self) -> SharedFigures | None:
-        """Figures of the shared view, None where there is none."""
-        return None if self.sharing is None else self.sharing.figures
+    async def _watch_file(self, path: Path) -> None:
+        table = self.fleet.file.discovery
+        read = False
+        async for found in changes([path], 1.0 if table is None else table.poll_s):
+            if read and found:
+                self._on_reload_signal()
+            read = True
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something while this process goes on."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -194,7 +187,6 @@ class FleetService(ABC):
     # --- the fleet view of the listener ---
 
     def routable(self) -> bool:
-        """True if some instance takes requests."""
         return not self.stopping and self._why_none() == ""
 
     def _why_none(self) -> str:
@@ -202,14 +194,13 @@ class FleetService(ABC):
         routable = [each for each in self.scheduler.instances if each.routable]
         if not routable:
             return "no instance is routable"
-        if any(not each.spec.model or each.serves(each.spec.model) for each in routable):
+        if any(not each.spec.model or each.spec.model in each.models for each in routable):
             return ""
         names = dict.fromkeys(each.spec.model for each in routable)
         return f"no instance serves {', '.join(names)}"
 
     def models(self) -> list[dict[str, Any]]:
-        """The union of the instances' models, of those alive or not yet known to be dead."""
-        return self.watch.models()
+        return self.watch.model_list()
 
     # --- what the admin surface sees and does ---
 
@@ -220,22 +211,18 @@ class FleetService(ABC):
 
     @property
     def recent(self) -> Recent:
-        """Requests that ended lately at all processes."""
         return self.totals.recent
 
     @property
     def lost_lines(self) -> int:
-        """Lines of logs that a slow reader made us drop."""
         return 0 if self._event_log is None else self._event_log.lost
 
     @property
     def stopping(self) -> bool:
-        """True if no further request is to be sent here."""
         return self.stopping_soon
 
     @property
     def readiness(self) -> str:
-        """`ready`, or why requests should go elsewhere."""
         if self.stopping:
             return "stopping"
         return self._why_none() or "ready"
@@ -247,15 +234,11 @@ class FleetService(ABC):
         """Return when what an operator changed is in force in all processes."""
 
     def set_policy(self, name: str) -> None:
-        """An operator switched the policy."""
         self.scheduling.set_policy(name)
         tell(logger, Event.POLICY, "the policy is %s", name, policy=name)
 
     async def reload(self) -> str:
-        """Read the fleet file again: whole in all processes or not at all. Logs and returns what changed.
-
-        The file is read outside of the event loop. Raises `InputError`.
-        """
+        """Read the fleet file again, whole or not at all; says what changed. Raises `InputError`."""
         async with self._reloading:
             reloads = self.scheduling.carrier.counted.reloads
             try:
@@ -295,8 +278,8 @@ class FleetService(ABC):
         return f"{done}; only a restart changes {', '.join(fixed)}" if fixed else done
 
     def _read_kv_events(self, fleet: Fleet) -> None:
-        for name, source in fleet.engines.items():
-            self._follow(name, source.kv_events)
+        for name, listed in fleet.listed.items():
+            self._follow(name, listed.kv_events)
 
     def _follow(self, name: str, publisher: KvEventsTable | None) -> None:
         """Read the KV events of an instance from here on, None: no more."""
@@ -325,21 +308,20 @@ class FleetService(ABC):
     # --- shutdown ---
 
     async def close(self) -> None:
-        """Close everything now; harmless after a start that failed half-way."""
         await self._offer.close()
         if self._takeover is not None:
             self._takeover.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.roster.members.close()
+        self.roster.close()
         if self._sources is not None:
             await self._sources.close()
         if self._learnt is not None:
             await self._learnt.close()
         if self._kv_events is not None:
             await self._kv_events.close()
-        await self.watch.scraper.close()
+        await self.watch.close()
         await self.admin.close()
         if self._event_log is not None:
             self._event_log.close()
@@ -370,18 +352,16 @@ class Service(FleetService):
 
     def _drive(self) -> SchedulerDriver:
         fleet = self.fleet
-        estimator = TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules)
-        self.driver = Driver(fleet.file.proxy, estimator, asyncio.get_running_loop(), self._engines)
-        return with_scheduler(self.driver, self.scheduler)
+        estimator = TokenEstimator(load_tokenizers(fleet.tokenizers))
+        driver = self.driver = Driver(fleet.file.proxy, estimator, asyncio.get_running_loop(), self._engines)
+        scheduling = driver.scheduling = SchedulerDriver(self.scheduler, driver, driver.pools)
+        return scheduling
 
     def _make_server(self) -> Listener:
         return ProxyServer(self.driver, self)
 
     async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Takeover | None = None) -> None:
-        """Probe the fleet once, then open both listeners. Raises `HetlbError` if one cannot be bound.
-
-        On `listeners`, which listen already, or on those of the process that `takeover` replaces.
-        """
+        """Probe, then listen, on given `listeners` or those of `takeover`. Raises `HetlbError`."""
         if takeover is not None:
             self._takeover, listeners = takeover, takeover.listeners
         self._front.open_log()
@@ -406,16 +386,12 @@ class Service(FleetService):
 
     @property
     def ready_line(self) -> str:
-        """The line that `hetlb serve` prints once requests are accepted."""
         return ready_line(self.address, self.server.tls, self.admin.address, self.admin.tls)
 
     # --- running ---
 
     async def run(self, ready: Callable[[], None] | None = None) -> None:
-        """Serve until told to stop by SIGTERM or SIGINT, then stop. The service was started before.
-
-        `ready` is called once signals are handled: those that learn from it may send one.
-        """
+        """Serve until told to stop by a signal; `ready` is called once signals are handled."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_stop_signal, False)
         loop.add_signal_handler(signal.SIGINT, self._on_stop_signal, True)
@@ -458,24 +434,23 @@ class Service(FleetService):
             self.driver.shut_down()
 
     async def _reload_by_signal(self) -> None:
-        with contextlib.suppress(InputError), systemd.reloading():  # it was logged
+        systemd.reloading_begins()
+        with contextlib.suppress(InputError):  # it was logged
             await self.reload()
+        systemd.notify("READY=1")
 
     # --- what the admin surface sees ---
 
     @property
     def lost_lines(self) -> int:
-        """Lines of logs that a slow reader made us drop."""
         return super().lost_lines + self._front.lost_lines
 
     @property
     def totals(self) -> Totals:
-        """Everything counted so far."""
         return self.driver.totals
 
     @property
     def stopping(self) -> bool:
-        """True if no further request is to be sent here."""
         return self.stopping_soon or self.server.stopping
 
     def _configure(self, fleet: Fleet, access: Access) -> None:
@@ -485,13 +460,11 @@ class Service(FleetService):
     # --- shutdown ---
 
     async def stop(self, grace_s: float) -> None:
-        """Stop accepting, let what is open end within `grace_s`, then close everything."""
         await self._front.stop(grace_s)
         tell(logger, Event.STOPPED, "every request has ended")
         await self.close()
 
     async def close(self) -> None:
-        """Close everything now; harmless after a start that failed half-way."""
         if self.sharing is not None:
             await self.sharing.close()
         await super().close()
@@ -499,33 +472,29 @@ class Service(FleetService):
 
 
 def tune_gc() -> None:
-    """Tune the garbage collector of a process that serves: seldom, and only what requests leave behind.
-
-    What is there by now stays as long as the process does, and hardly anything of a request is a cycle.
-    """
+    """Collect garbage seldom, and only what requests leave behind: hardly anything of them is a cycle."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GARBAGE, 10, 10)
 
 
 def require_urls(fleet: Fleet) -> Access:
-    """Read the keys and certificates with which a fleet is served.
-
-    Raises `ConfigError` unless every instance has an address and all that the fleet names is there.
-    """
+    """Read the keys and certificates with which a fleet is served. Raises `ConfigError`."""
     for spec in fleet.instances:
         if not spec.url:
             raise ConfigError(
                 f"{fleet.where}{spec.name}: url: expected the server's URL, but the key is missing"
             )
-    if fleet.file.tracing is not None:
-        from hetlb.proxy.telemetry import tracing
+    discovery = fleet.file.discovery
+    for key, module, extra, wanted in (
+        ("tracing", "opentelemetry.exporter.otlp.proto.http", "otel", fleet.file.tracing is not None),
+        ("discovery.dns", "dns.resolver", "discovery", discovery is not None and discovery.dns),
+        ("shared", "redis", "pick", fleet.file.shared is not None),
+    ):
+        if wanted:
+            from hetlb.extras import check_extra
 
-        tracing.check_installed(fleet.where)
-    if fleet.file.discovery is not None and fleet.file.discovery.dns:
-        from hetlb.proxy.discovery import dns_names
-
-        dns_names.check_installed(fleet.where)
+            check_extra(f"{fleet.where}{key}", module, extra)
     return load_access(fleet)
 
 
@@ -536,6 +505,13 @@ def ready_line(
     return f"hetlb ready on {_url(address, tls)} (admin {_url(admin_address, admin_tls)})"
 
 
+def announce(line: str, style: str) -> None:
+    """Say that requests are accepted: on stdout, to systemd and in the log."""
+    print(plain_line(line, style, Event.STARTED.event), flush=True)
+    systemd.notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS={line}")
+    tell(logger, Event.STARTED, "%s", version_line())
+
+
 def _url(address: tuple[str, int], tls: object | None) -> str:
     host, port = address
     return f"{'http' if tls is None else 'https'}://{bracketed(host)}:{port}"
@@ -543,10 +519,8 @@ def _url(address: tuple[str, int], tls: object | None) -> str:
 
 def _share(table: SharedTable, key: str, scheduling: SchedulerDriver) -> Sharing | None:
     """Let a driver share its view; None where only a lease is shared. Raises `ConfigError`."""
-    try:
-        from hetlb.proxy.sharing import Sharing, shared_url
-    except ImportError as error:
-        raise ConfigError(f"{key}: expected the extra `pick` (pip install 'hetlb[pick]'): {error}") from error
+    from hetlb.proxy.sharing import Sharing, shared_url
+
     url = shared_url(table, key)
     if url is None:
         return None

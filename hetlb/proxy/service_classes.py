@@ -24,9 +24,6 @@ class ServiceClasses:
     def __init__(self, by_model: Mapping[str, Mapping[str, ServiceClass]]) -> None:
         self._by_model = by_model
 
-    def __bool__(self) -> bool:
-        return any(self._by_model.values())
-
     def of(self, model: str, head: RequestHead, allowed: Sequence[str] | None) -> ServiceClass:
         """The class of a request, of those that its key may use. Raises `GateError` (400, 403)."""
         classes = self._by_model.get(model)

@@ -1,11 +1,9 @@
 """Sharing of several schedulers of one fleet, over Valkey or Redis: live leases, and what waits.
 
-The processes are proxies or endpoint pickers. Publish/subscribe carries the changes, one message for all of a
-turn of the event loop; each process hears of every change and of its own, whose way there and back is the age
-that the others' news have. It says something at least four times in `silent_s`, so that silence is death, and
-that it leaves when it stops. It tells all it has when it comes, when it is asked to, and when it was cut off.
-Without the server nothing is heard of the others, and each goes on with its own view and the engines' own
-figures.
+Each process hears of every change and of its own, whose way there and back is the age that the others' news
+have. It says something at least four times in `silent_s`, so that a silent peer is dead. It tells all it has
+when it comes, when it is asked to, and when it was cut off. Without the server each goes on with its own view
+and the engines' own figures.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ from hetlb.core.types import Command
 from hetlb.errors import ConfigError
 from hetlb.proxy.lease_wire import PART_BYTES, PART_CHANGES, WireChange, from_wire, parts
 from hetlb.proxy.telemetry.events import Event, Rarely, tell
-from hetlb.proxy.telemetry.prometheus import SharedFigures
 from hetlb.turns import Share
 
 logger = logging.getLogger("hetlb.shared")
@@ -92,10 +89,7 @@ def shared_url(table: SharedTable, key: str) -> str | None:
 
 
 class Sharing:
-    """Tells the other processes and hears of them. `carry_out` does what the scheduler says then.
-
-    `name` is this one's, in hexadecimal digits.
-    """
+    """Tells the other processes and hears of them; `name` is this one's, in hexadecimal digits."""
 
     def __init__(
         self,
@@ -118,7 +112,8 @@ class Sharing:
         self._channel = f"{table.group}:leases"
         self._heard_at: dict[str, float] = {}
         self._next: dict[str, int] = {}
-        self._sequence = self._received = self._rejected = 0
+        #: Messages so far.
+        self.sent = self.received = self.rejected = 0
         self._rejections = Rarely()
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue(_MOST_WAITING)
         self._missed = True
@@ -131,19 +126,8 @@ class Sharing:
         self._publisher: asyncio.Task[None] | None = None
 
     @property
-    def figures(self) -> SharedFigures:
-        """Figures for people."""
-        view = self.view
-        return SharedFigures(
-            self.connected,
-            len(view.peers),
-            view.peer_leases,
-            view.delay_s,
-            self._sequence,
-            self._received,
-            None,
-            self._rejected,
-        )
+    def peers(self) -> int:
+        return len(self.view.peers)
 
     def start(self) -> None:
         """Begin; a server that is not there yet is waited for, and nothing else waits for it."""
@@ -178,8 +162,8 @@ class Sharing:
         some = parts(changes)
         at = 0 if kind == _STATE else len(some) - 1
         for number, part in enumerate(some):
-            self._sequence += 1
-            head = [_VERSION, self.name, kind if number == at else _CHANGES, self._sequence]
+            self.sent += 1
+            head = [_VERSION, self.name, kind if number == at else _CHANGES, self.sent]
             message = msgspec.msgpack.encode([*head, self._loop.time(), part])
             try:
                 self._outbox.put_nowait(message)
@@ -258,12 +242,8 @@ class Sharing:
                 heard_at = self._loop.time()
                 if not self.connected:
                     self.connected = True
-                    tell(
-                        logger,
-                        Event.SHARED,
-                        "shared state: the server is reached (group %s)",
-                        self._table.group,
-                    )
+                    text = "shared state: the server is reached (group %s)"
+                    tell(logger, Event.SHARED, text, self._table.group)
                 self._receive(message["data"])
             elif self._loop.time() - heard_at > _DEAF * self._table.silent_s:
                 raise ConnectionError("not even own messages come back")
@@ -283,7 +263,7 @@ class Sharing:
             if self.view.peer_leases + len(changes) > _MOST_LEASES:
                 raise ValueError(f"expected at most {_MOST_LEASES} leases of peers")
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            self._rejected += 1
+            self.rejected += 1
             reason = " ".join(str(error).split())[:200]
             self._rejections.tell(logger, Event.SHARED_MESSAGE, "shared state: a message is none: %s", reason)
             return
@@ -292,21 +272,18 @@ class Sharing:
             age_s = min(_MOST_AGE_S, max(0.0, now - message.sent_at))
             self.view.delay_s += _ECHO_WEIGHT * (age_s - self.view.delay_s)
             return
-        self._received += 1
+        self.received += 1
         self._heard_at[peer] = now
-        if kind == _ASK:
-            if self._answer is None:
-                self._answer = self._loop.call_at(self._answered_at + _RETRY_S, self._answer_all)
-            return
-        expected = self._next.get(peer)
+        whole = kind == _STATE or self._next.get(peer) == sequence
         self._next[peer] = sequence + 1
         if kind == _STATE:
             self._carry_out(self.view.replace(peer, changes, now))
-        elif expected is None or expected != sequence:
-            self._carry_out(self.view.receive(peer, (), now))
+        else:  # without one that came before, what changed since says nothing
+            self._carry_out(self.view.receive(peer, changes if whole else (), now))
+        if not whole:
             self._send(_ASK, [])
-        else:
-            self._carry_out(self.view.receive(peer, changes, now))
+        if kind == _ASK and self._answer is None:
+            self._answer = self._loop.call_at(self._answered_at + _RETRY_S, self._answer_all)
         if kind == _LEAVE:
             self._forget(peer, now)
 
@@ -318,13 +295,9 @@ class Sharing:
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel tasks and wait for their ends."""
     left = set(tasks)
     while left:
         for task in left:
             task.cancel()
         # redis-py takes a cancellation for a timeout now and then: it is said again.
         _, left = await asyncio.wait(left, timeout=_RETRY_S)
-
-
-__all__ = ["Sharing", "shared_url"]

@@ -1,7 +1,6 @@
 """State file (`policy.state_file`): what a proxy has learnt, kept over restarts.
 
-The file is whole at every moment (written beside it, then renamed); a file that is damaged or not
-ours costs one warning and nothing else; the event loop is never held up for long.
+A file that is damaged or not ours costs one warning; the event loop is never held up for long.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import msgspec
 
 from hetlb.core.predictor import OnlinePredictor
 from hetlb.core.scheduler import Scheduler
+from hetlb.files import whole_file
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.token_estimator import TokenEstimator
 
@@ -58,20 +58,13 @@ class StateFile:
             return
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            tell(
-                logger,
-                Event.STATE_FILE,
-                "policy.state_file: %s is not used: %s",
-                path,
-                " ".join(str(reason).split())[:200],
-            )
+            text, shown = "policy.state_file: %s is not used: %s", " ".join(str(reason).split())[:200]
+            tell(logger, Event.STATE_FILE, text, path, shown)
 
     def start(self) -> None:
-        """Write it from now on."""
         self._task = asyncio.get_running_loop().create_task(self._save_for_ever())
 
     async def close(self) -> None:
-        """Write it a last time, if writing was begun."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -97,13 +90,8 @@ class StateFile:
             self._told = False
         except OSError as error:
             if not self._told:
-                tell(
-                    logger,
-                    Event.STATE_FILE,
-                    "policy.state_file: %s cannot be written: %s",
-                    path,
-                    error.strerror,
-                )
+                text = "policy.state_file: %s cannot be written: %s"
+                tell(logger, Event.STATE_FILE, text, path, error.strerror)
             self._told = True
 
     async def _lengths(self) -> dict[str, Any] | None:
@@ -119,13 +107,7 @@ class StateFile:
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(msgspec.json.encode(document))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    with whole_file(path) as scratch, scratch.open("wb") as file:
+        file.write(msgspec.json.encode(document))
+        file.flush()
+        os.fsync(file.fileno())

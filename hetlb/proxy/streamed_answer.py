@@ -9,8 +9,8 @@ from hetlb.proxy.http.sse import MAX_HELD_BYTES, SseWatcher, TextShape, pass_eve
 from hetlb.proxy.telemetry.histograms import FINE_MS, GapHistogram
 
 if TYPE_CHECKING:
+    from hetlb.proxy.continuation import Continuation
     from hetlb.proxy.progress import Progress
-    from hetlb.proxy.resume import Seam
 
 #: The first event has the token ids of the prompt where hetlb asked for them: it is held until it is whole.
 _MAX_FIRST_BYTES: Final = 1 << 21
@@ -24,7 +24,7 @@ class StreamedAnswer(SseWatcher):
 
     __slots__ = (
         "_fine", "_gaps", "_hides_ids", "_raw", "_shape", "_silent", "_text_at", "_with_ids", "lost",
-        "progress", "seam",
+        "progress", "rest",
     )  # fmt: skip
 
     def __init__(
@@ -32,22 +32,22 @@ class StreamedAnswer(SseWatcher):
         hold_usage: bool,
         silent: int,
         progress: Progress | None = None,
-        seam: Seam | None = None,
+        rest: Continuation | None = None,
         asked_ids: bool = False,
     ) -> None:
         """`silent` events at its beginning are no text.
 
-        `progress` keeps what comes, None where it goes on nowhere else; `seam` is that of a second lease.
+        `progress` keeps what comes, None where it goes on nowhere else; `rest` is that of a second lease.
         `asked_ids`: hetlb asked for token ids, and the client did not: it gets none.
         """
         super().__init__(hold_usage)
         self.progress = progress
-        self.seam = seam
+        self.rest = rest
         #: The event by which the engine said that it has failed; it was not passed on.
         self.lost: bytes | None = None
         #: Reads that are kept as they come; in a second lease each event is looked at.
-        self._raw = progress.raw if progress is not None and seam is None else None
-        self._each = seam is not None or asked_ids
+        self._raw = progress.raw if progress is not None and rest is None else None
+        self._each = rest is not None or asked_ids
         self._hides_ids = asked_ids
         #: The last event as it came, where it goes on without its token ids.
         self._with_ids = b""
@@ -62,7 +62,6 @@ class StreamedAnswer(SseWatcher):
         self._shape: TextShape | None = None
 
     def count_gaps(self, gaps: GapHistogram) -> None:
-        """Count the times between its tokens here."""
         self._gaps = gaps
         self._fine = gaps.fine
 
@@ -92,7 +91,6 @@ class StreamedAnswer(SseWatcher):
         self._text_at = now
 
     def feed(self, data: bytes) -> bytes:
-        """Look at the next bytes; returns those to pass on."""
         progress = self.progress
         if self._raw is None or progress is None:
             return super().feed(data)
@@ -104,7 +102,6 @@ class StreamedAnswer(SseWatcher):
         return out
 
     def read(self, payload: bytes, now: float) -> bytes:
-        """Look at the next bytes, at this time; returns those to pass on."""
         before = self.events
         self._shape = None
         payload = self.feed(payload)
@@ -118,7 +115,7 @@ class StreamedAnswer(SseWatcher):
     def learn_shape(self, passed: bytes) -> None:
         """Look at what was passed on for the shape of the next events of text."""
         # The first event of a chat only says who speaks: it is no text.
-        if self.between and self.events > 1 and self.seam is None:
+        if self.between and self.events > 1 and self.rest is None:
             if self._hides_ids:
                 self._shape = text_shape(self._with_ids + b"\n\n", hide_ids=True)
                 self._with_ids = b""
@@ -126,7 +123,7 @@ class StreamedAnswer(SseWatcher):
                 self._shape = text_shape(passed)
 
     def _pass_on(self, event: bytes) -> bytes:
-        progress, seam = self.progress, self.seam
+        progress, rest = self.progress, self.rest
         if progress is None or self.lost is not None:
             return b"" if self.lost is not None else event
         if self.failed:
@@ -136,13 +133,13 @@ class StreamedAnswer(SseWatcher):
             return b""
         if self.done or event[:6] != b"data: ":
             return event
-        if seam is not None:
-            translated = seam.translate(event, progress)
+        if rest is not None:
+            translated = rest.translate(event, progress)
             if translated is None:
                 progress.spoil()
                 self.lost = b""
                 return b""
-            aborted = event.find(_ABORT) >= 0 and not seam.only_end
+            aborted = event.find(_ABORT) >= 0 and not rest.only_end
             event = translated
         else:
             aborted = event.find(_ABORT) >= 0

@@ -1,8 +1,4 @@
-"""systemd's two protocols: sockets that it listens on for us, and what we tell it of our state.
-
-`sd_listen_fds(3)`: descriptors from 3 on, with names in `LISTEN_FDNAMES`; `sd_notify(3)`: datagrams to
-`NOTIFY_SOCKET`. Both are a few lines and need no library.
-"""
+"""systemd's two protocols, `sd_listen_fds(3)` and `sd_notify(3)`: a few lines that need no library."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ import contextlib
 import os
 import socket
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,6 +21,13 @@ class Listeners:
 
     main: tuple[socket.socket, ...] = ()
     admin: tuple[socket.socket, ...] = ()
+
+    def only(self, main: Iterable[socket.socket] = (), admin: Iterable[socket.socket] = ()) -> Listeners:
+        """Close all but these of them."""
+        kept = Listeners(tuple(main), tuple(admin))
+        for each in {*self.main, *self.admin}.difference(kept.main, kept.admin):
+            each.close()
+        return kept
 
 
 NO_LISTENERS: Final = Listeners()
@@ -56,15 +60,5 @@ def notify(*lines: str) -> None:
 
 
 def reloading_begins() -> None:
-    """Tell systemd that a reload begins; it is over with `READY=1`."""
+    """Tell systemd that a reload begins; it is over with `READY=1` (`Type=notify-reload`)."""
     notify("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
-
-
-@contextlib.contextmanager
-def reloading():  # type: ignore[no-untyped-def]
-    """Tell systemd that a reload begins, and when it is over (`Type=notify-reload`)."""
-    reloading_begins()
-    try:
-        yield
-    finally:
-        notify("READY=1")

@@ -1,30 +1,25 @@
 """Prompt tokens estimated without tokenising on the hot path.
 
-Token ids are counted, and so is text where a local tokenizer is configured. Other text is its bytes over the
-bytes per token learnt for that model from the engines' own `usage`. An image counts by the rule of its model
-where the fleet file states one and the image's size is known, else as the mean image learnt from `usage`.
+Token ids are counted, and text where a local tokenizer is configured; other text, and media, by what engines'
+`usage` taught about a model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from hetlb.errors import ConfigError
-from hetlb.proxy.http.media import UNKNOWN_SIZE, ImageSize
-
-if TYPE_CHECKING:
-    from hetlb.image_tokens import ImageRule
 
 #: Bytes per token before anything was learnt: English text and common vocabularies.
 START_BYTES_PER_TOKEN: Final = 4.0
 #: Bounds of bytes per token.
 _LEAST: Final = 0.5
 _MOST: Final = 16.0
-#: Tokens of an image before anything was learnt.
-START_TOKENS_PER_IMAGE: Final = 600.0
+#: Tokens of an image, sound or video before anything was learnt.
+START_TOKENS_PER_MEDIUM: Final = 600.0
 #: Maximum bytes of a prompt that a local tokenizer counts: it takes about a millisecond.
 _MAX_TOKENIZED_BYTES: Final = 64 << 10
 
@@ -68,13 +63,15 @@ class LearntRatio:
 
 
 def bytes_per_token() -> LearntRatio:
-    """Bytes per token of one model, nothing learnt yet."""
     return LearntRatio(START_BYTES_PER_TOKEN, 200.0, 200_000.0, _LEAST, _MOST)
 
 
-def tokens_per_image() -> LearntRatio:
-    """Tokens per image of one model, nothing learnt yet."""
-    return LearntRatio(START_TOKENS_PER_IMAGE, 2.0, 1000.0)
+def tokens_per_medium() -> LearntRatio:
+    return LearntRatio(START_TOKENS_PER_MEDIUM, 2.0, 1000.0)
+
+
+_NO_TEXT: Final = bytes_per_token()
+_NO_MEDIUM: Final = tokens_per_medium()
 
 
 def _sums(raw: Any) -> tuple[float, float]:
@@ -85,96 +82,61 @@ def _sums(raw: Any) -> tuple[float, float]:
 
 
 class TokenEstimator:
-    """Estimates of prompt lengths in tokens, by model.
+    """Estimates of prompt lengths in tokens, by model; `counters` count the tokens of a text."""
 
-    `counters` count the tokens of a text; `image_rules` give the tokens of an image by its size.
-    """
-
-    def __init__(
-        self,
-        counters: Mapping[str, Callable[[str], int]] | None = None,
-        image_rules: Mapping[str, ImageRule] | None = None,
-    ) -> None:
+    def __init__(self, counters: Mapping[str, Callable[[str], int]] | None = None) -> None:
         self._text: dict[str, LearntRatio] = {}
-        self._images: dict[str, LearntRatio] = {}
+        self._media: dict[str, LearntRatio] = {}
         self._counters = dict(counters or {})
-        self._image_rules = dict(image_rules or {})
 
-    def tokens(self, model: str, text: bytes, text_bytes: float, images: Sequence[ImageSize] = ()) -> int:
+    def tokens(self, model: str, text: bytes, text_bytes: float, media: int = 0) -> int:
         """Tokens of a prompt, at least 1: counted where the model has a local tokenizer, else estimated.
 
         `text` is the prompt as JSON; `text_bytes` is its length without encoded media.
         """
-        counter = self._counters.get(model) if self._counters and not images else None
+        counter = self._counters.get(model) if self._counters and not media else None
         if counter is not None and 0 < len(text) <= _MAX_TOKENIZED_BYTES:
             return max(1, counter(text.decode("utf-8", "replace")))
-        return self.estimate(model, text_bytes, images)
-
-    def estimate(self, model: str, text_bytes: float, images: Sequence[ImageSize] = ()) -> int:
-        """Tokens of `text_bytes` bytes of text and of these images, at least 1."""
         tokens = self._text_tokens(model, text_bytes)
-        if images:
-            by_rule, others = self._by_rule(model, images)
-            tokens += by_rule + others * self._mean_image(model)
+        if media:
+            tokens += media * self._media.get(model, _NO_MEDIUM).value
         return max(1, round(tokens))
 
-    def learn(self, model: str, text_bytes: int, images: Sequence[ImageSize], tokens: int) -> None:
-        """Learn from the engine's count of a prompt's tokens. Absurd counts are ignored.
+    def learn(self, model: str, text_bytes: int, media: int, tokens: int) -> None:
+        """Learn from the engine's count of a prompt's tokens: of its media, if it has some, or of its text.
 
-        With images of unknown tokens they are what is learnt from it, else the bytes per token.
+        Absurd counts are ignored.
         """
         if not 0 < tokens <= 1 << 31 or text_bytes <= 0:
             return
-        text_tokens = float(tokens)
-        if images:
-            by_rule, others = self._by_rule(model, images)
-            learnt_images = self._images.setdefault(model, tokens_per_image())
-            if others:
-                rest = tokens - by_rule - self._text_tokens(model, text_bytes)
-                if rest > 0:
-                    learnt_images.learn(rest, others)
-                return
-            # Remote images of this model are like those that came with their size.
-            learnt_images.learn(by_rule, len(images))
-            text_tokens -= by_rule
-            if text_tokens <= 0:
-                return
+        if media:
+            rest = tokens - self._text_tokens(model, text_bytes)
+            if rest > 0:
+                self._media.setdefault(model, tokens_per_medium()).learn(rest, media)
+            return
         learnt = self._text.get(model)
         if learnt is None:
             learnt = self._text[model] = bytes_per_token()
-        learnt.learn(text_bytes, text_tokens)
+        learnt.learn(text_bytes, tokens)
 
     def state(self) -> dict[str, Any]:
-        """Learnt bytes per token of each model, as a JSON document: restored by `restore`."""
+        """Learnt ratios of each model, as a JSON document: restored by `restore`."""
         return {
             "text": {model: each.sums for model, each in self._text.items()},
-            "images": {model: each.sums for model, each in self._images.items()},
+            "images": {model: each.sums for model, each in self._media.items()},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over a document that `state` gave. Raises `ValueError` or `TypeError` where it is none."""
         text = {str(model): _sums(raw) for model, raw in state["text"].items()}
-        images = {str(model): _sums(raw) for model, raw in state["images"].items()}
+        media = {str(model): _sums(raw) for model, raw in state["images"].items()}
         for model, sums in text.items():
             self._text.setdefault(model, bytes_per_token()).sums = sums
-        for model, sums in images.items():
-            self._images.setdefault(model, tokens_per_image()).sums = sums
+        for model, sums in media.items():
+            self._media.setdefault(model, tokens_per_medium()).sums = sums
 
     def _text_tokens(self, model: str, text_bytes: float) -> float:
-        learnt = self._text.get(model)
-        return text_bytes / (START_BYTES_PER_TOKEN if learnt is None else learnt.value)
-
-    def _mean_image(self, model: str) -> float:
-        learnt = self._images.get(model)
-        return START_TOKENS_PER_IMAGE if learnt is None else learnt.value
-
-    def _by_rule(self, model: str, images: Sequence[ImageSize]) -> tuple[int, int]:
-        """Tokens of the images that the model's rule covers, and the number of the others."""
-        rule = self._image_rules.get(model)
-        if rule is None:
-            return 0, len(images)
-        sized = [image for image in images if image != UNKNOWN_SIZE]
-        return sum(rule.tokens(width, height) for width, height in sized), len(images) - len(sized)
+        return text_bytes / self._text.get(model, _NO_TEXT).value
 
 
 def load_tokenizers(paths: Mapping[str, Path]) -> dict[str, Callable[[str], int]]:

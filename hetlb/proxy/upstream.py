@@ -1,39 +1,20 @@
 """Connections to engines, one protocol each; they carry clients' requests and those of the proxy's own.
 
-One that fails before its answer began, having been idle before, is replaced by a fresh one without the client
-noticing; a connection whose answer was not cleanly framed is never used again. A chunk of a stream that is
-read whole goes on as it stands.
+One that was idle and fails before its answer began is replaced by a fresh one without the client noticing;
+one whose answer was not cleanly framed is never used again.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol
 
 from hetlb.addresses import refuse_special
-from hetlb.core.transition import Transition
+from hetlb.proxy import connection_states as states
 from hetlb.proxy import ends
-from hetlb.proxy.connection_states import (
-    ANSWER_BEGUN,
-    BEGUN,
-    CLOSED,
-    HEAD_READ,
-    KEPT,
-    READ,
-    REUSED,
-    UNREAD,
-    EngineState,
-    Reading,
-)
+from hetlb.proxy.connection_states import EngineState, Reading
 from hetlb.proxy.ends import End
-from hetlb.proxy.http.http1 import (
-    ChunkedDecoder,
-    GateError,
-    ResponseHead,
-    head_end,
-    parse_response_head,
-)
+from hetlb.proxy.http.http1 import ChunkedDecoder, GateError, ResponseHead, head_end, parse_response_head
 from hetlb.proxy.paced_reading import PacedReader
 
 if TYPE_CHECKING:
@@ -51,21 +32,16 @@ _MAX_ANSWER_BYTES: Final = 4 << 20
 #: Bodies up to this size are written in one piece with their head.
 _COPIED_BYTES: Final = 16 << 10
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
-_FRESH: Final = EngineState.FRESH
-_SENT: Final = EngineState.SENT
-_SENDING: Final = EngineState.SENDING
-_RESENT: Final = EngineState.RESENT
-_HEAD: Final = EngineState.HEAD
-_BODY: Final = EngineState.BODY
 _IDLE: Final = EngineState.IDLE
-_CLOSED: Final = EngineState.CLOSED
 _OPEN: Final = Reading.OPEN
 _TURN: Final = Reading.TURN
 _HELD: Final = Reading.HELD
+#: Ends of an engine that did not answer, by the state of its connection; of others it is `DROPPED`.
+_UNANSWERED: Final = {EngineState.HEAD: ends.HEAD_CUT, EngineState.SENDING: ends.UNREAD}
 
 
-class AnswerTaker(Protocol):
-    """Interface of what gets the answer on a connection."""
+class Carried(Protocol):
+    """One request as a connection sees it: what to send, and what is told of the answer."""
 
     @property
     def method(self) -> bytes: ...
@@ -77,15 +53,8 @@ class AnswerTaker(Protocol):
     def engine_body(self, payload: bytes) -> None: ...
     def engine_end(self, payload: bytes) -> None: ...
     def engine_failed(self, end: End, detail: str) -> None: ...
-
-
-class Carried(AnswerTaker, Protocol):
-    """One request as a connection sees it: what to send, and what is told of the answer."""
-
-    def engine_connected(
-        self, connection: EngineConnection, own_headers: bytes, passthrough: bool
-    ) -> None: ...
-    def engine_identified(self) -> None: ...
+    def engine_connected(self, connection: EngineConnection) -> None: ...
+    def still_served(self) -> bool: ...
 
 
 class Upstream:
@@ -106,16 +75,15 @@ class EngineConnection(PacedReader):
     """One connection to an engine; carries one exchange at a time."""
 
     __slots__ = (
-        "_buffer", "_decoder", "_interim", "_left", "_on_room", "_pool", "_rest", "_rest_at", "exchange",
-        "head", "idle_since", "may_upgrade", "state",
+        "_buffer", "_decoder", "_interim", "_left", "_on_room", "_rest", "_rest_at", "exchange", "head",
+        "idle_since", "may_upgrade", "pool", "state",
     )  # fmt: skip
 
     def __init__(self, pool: EnginePool) -> None:
         super().__init__(pool.turns)
-        self._pool = pool
-        self.state = _FRESH
-        #: Exchange that it carries; after a 101 the session that this has become.
-        self.exchange: AnswerTaker | None = None
+        self.pool = pool
+        self.state = EngineState.FRESH
+        self.exchange: Carried | None = None
         self.head: ResponseHead | None = None
         self.idle_since = 0.0
         #: The beginning of a head, and how many interim ones came before it.
@@ -130,17 +98,11 @@ class EngineConnection(PacedReader):
         self.may_upgrade = False
         self._on_room: Callable[[bool], None] | None = None
 
-    # --- states ---
-
-    def _enter(self, transition: Transition[EngineState]) -> None:
-        assert self.state in transition.before, f"engine connection, {self.state}: {transition.event}"
-        self.state = transition.after
-
     def _leave(self) -> None:
         """This connection is of no further use: the pool forgets it, what was read of it is dropped."""
-        if self.state is not _CLOSED:
-            self._enter(CLOSED)
-        self._pool.forget(self)
+        if self.state is not EngineState.CLOSED:
+            self.state = states.CLOSED.take(self.state)
+        self.pool.forget(self)
         self._rest, self._rest_at = b"", 0
 
     def refuse_special_peer(self) -> None:
@@ -155,32 +117,27 @@ class EngineConnection(PacedReader):
     # --- the exchange's side ---
 
     def begin(self, exchange: Carried) -> None:
-        """Let `exchange` send its request."""
         self.exchange = exchange
         self.head = None
         self._decoder = None
         self.may_upgrade = False
         self._interim = 0
         self._buffer.clear()
-        self._enter(REUSED if self.state is _IDLE else BEGUN)
-        pool = self._pool
-        pool.busy.add(self)
-        exchange.engine_connected(self, pool.own_headers, pool.passthrough)
+        row = states.REUSED if self.state is _IDLE else states.BEGUN
+        self.state = row.take(self.state)
+        self.pool.busy.add(self)
+        exchange.engine_connected(self)
 
-    def send(self, head: bytes, body: list[bytes]) -> None:
-        """Send a whole request."""
+    def send(self, head: bytes, body: bytes) -> None:
         transport = self._transport
         assert transport is not None, "expected a connection that was made"
-        if len(body) == 1 and len(body[0]) <= _COPIED_BYTES:
-            transport.write(head + body[0])
+        if len(body) <= _COPIED_BYTES:
+            transport.write(head + body)
         else:
-            transport.writelines((head, *body))
+            transport.writelines((head, body))
 
     def relay(self, on_room: Callable[[bool], None]) -> Callable[[bytes], None]:
-        """The way for bytes of the other protocol, once that was agreed on.
-
-        `on_room` is told when there is no room for more (False) and when there is again.
-        """
+        """Return what writes bytes of the other protocol; `on_room` is told if there is room for more."""
         transport = self._transport
         assert transport is not None, "expected a connection that was made"
         self._on_room = on_room
@@ -192,7 +149,6 @@ class EngineConnection(PacedReader):
             self._hold_back()
 
     def resume(self) -> None:
-        """Read on."""
         if self.reading is not _HELD:
             return
         if self._rest:
@@ -208,16 +164,11 @@ class EngineConnection(PacedReader):
             self._transport.abort()
 
     def close(self) -> None:
-        """Close an idle connection."""
         self._leave()
         if self._transport is not None:
             self._transport.close()
 
     # --- asyncio's side ---
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport = cast(asyncio.Transport, transport)  # uvloop has its own class
-        self._transport = transport
 
     def data_received(self, data: bytes) -> None:
         exchange = self.exchange
@@ -237,7 +188,7 @@ class EngineConnection(PacedReader):
             return
         self._receive_or_fail(exchange, data)
 
-    def _take_part(self, exchange: AnswerTaker) -> None:
+    def _take_part(self, exchange: Carried) -> None:
         """Look at the next part of what was read; the others have their turn before more is read."""
         at, size = self._rest_at, len(self._rest) - self._rest_at
         # What is passed on as it stands costs nothing to look at.
@@ -252,21 +203,20 @@ class EngineConnection(PacedReader):
         self._receive_or_fail(exchange, data)
 
     def turn_came(self) -> None:
-        """Look at the next part, or read on where there is none."""
         exchange = self.exchange
         if self._rest and exchange is not None:
             self._take_part(exchange)
         else:
             self._resume_reading()
 
-    def _receive_or_fail(self, exchange: AnswerTaker, data: bytes) -> None:
+    def _receive_or_fail(self, exchange: Carried, data: bytes) -> None:
         try:
             self._receive(exchange, data)
         except GateError as error:
             self.abort()
             exchange.engine_failed(ends.JUNK, error.message)
 
-    def _receive(self, exchange: AnswerTaker, data: bytes) -> None:
+    def _receive(self, exchange: Carried, data: bytes) -> None:
         if self.head is None:
             seen = len(self._buffer)
             if seen:
@@ -279,14 +229,14 @@ class EngineConnection(PacedReader):
                 end = head_end(data, _MAX_HEAD_BYTES)
                 if not end:
                     self._buffer += data
-                    if self.state is not _HEAD:
-                        self._enter(ANSWER_BEGUN)
+                    if self.state is not EngineState.HEAD:
+                        self.state = states.ANSWER_BEGUN.take(self.state)
                     return
                 raw, data = data[:end], data[end:]
                 if exchange.method == b"HEAD":
                     head, length = parse_response_head(raw, b"HEAD")
                 else:
-                    head, length = self._pool.heads.find(raw)
+                    head, length = self.pool.heads.find(raw)
                 if head.status >= 200:
                     break
                 if head.status == 101:
@@ -297,7 +247,7 @@ class EngineConnection(PacedReader):
                 self._interim += 1
                 if self._interim > MAX_INTERIM:
                     raise GateError(502, f"The engine sent more than {MAX_INTERIM} interim answers.")
-            self._enter(HEAD_READ)
+            self.state = states.HEAD_READ.take(self.state)
             self.head = head
             self._decoder = ChunkedDecoder() if head.chunked else None
             self._left = length
@@ -326,19 +276,19 @@ class EngineConnection(PacedReader):
             return
         self._end(exchange, payload, clean)
 
-    def _end(self, exchange: AnswerTaker, payload: bytes, clean: bool) -> None:
+    def _end(self, exchange: Carried, payload: bytes, clean: bool) -> None:
         """The answer is whole: free the connection first, so that what comes next may use it."""
         assert self.head is not None
         self.exchange = None
-        self._pool.busy.discard(self)
+        self.pool.busy.discard(self)
         transport = self._transport
         # An early answer leaves a request half-sent.
         whole = transport is not None and not transport.get_write_buffer_size()
         if clean and whole and self.head.keep_alive and transport is not None and not transport.is_closing():
-            self._enter(KEPT)
+            self.state = states.KEPT.take(self.state)
             if self.reading is not _OPEN:
                 self._resume_reading()
-            self._pool.put_back(self)
+            self.pool.put_back(self)
         else:
             self.close()
         exchange.engine_end(payload)
@@ -346,11 +296,11 @@ class EngineConnection(PacedReader):
     def eof_received(self) -> bool:
         if self.exchange is None:
             self._leave()  # the transport closes in a later turn: it must not be taken until then
-            self._pool.lost()
+            self.pool.lost()
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        left = self.state is not _CLOSED
+        left = self.state is not EngineState.CLOSED
         self._transport = None
         while self._rest and self.exchange is not None:  # what came before the end comes first
             self._take_part(self.exchange)
@@ -358,32 +308,32 @@ class EngineConnection(PacedReader):
         exchange, self.exchange = self.exchange, None
         self._leave()
         if left:
-            self._pool.lost()  # none of our own doing
+            self.pool.lost()  # none of our own doing
         if exchange is None:
             return
-        if state is _RESENT:
+        if state is EngineState.RESENT:
             # It was closed while idle and we learnt it too late: that is no failure.
             exchange.engine_lost_idle()
-        elif state is _BODY:
+        elif state is EngineState.BODY:
             if self._decoder is None and self._left is None and exc is None:
                 exchange.engine_end(b"")
             else:
                 exchange.engine_failed(ends.BROKEN, "the engine's answer broke off")
         else:
             # Part of an answer is an answer: only an engine that said nothing may be replaced.
-            end = ends.HEAD_CUT if state is _HEAD else ends.UNREAD if state is _SENDING else ends.DROPPED
+            end = _UNANSWERED.get(state, ends.DROPPED)
             exchange.engine_failed(end, "the engine closed the connection")
 
     def pause_writing(self) -> None:
         # A request was written in one go: nothing to hold back.
-        if self.state is _SENT:
-            self._enter(UNREAD)
+        if self.state is EngineState.SENT:
+            self.state = states.UNREAD.take(self.state)
         if self._on_room is not None:
             self._on_room(False)
 
     def resume_writing(self) -> None:
-        if self.state is _SENDING:
-            self._enter(READ)
+        if self.state is EngineState.SENDING:
+            self.state = states.READ.take(self.state)
         if self._on_room is not None:
             self._on_room(True)
 
@@ -391,108 +341,77 @@ class EngineConnection(PacedReader):
 class SideCall:
     """A request of the proxy's own to an engine, and its whole answer, of bounded size.
 
-    `lines` makes its head from the engine's own header lines, without `content-length` and the empty line:
-    of a POST if there is a body.
+    `head` is all of it but for `content-length` and the empty line.
     """
 
     __slots__ = (
-        "_body", "_connection", "_done", "_failed", "_fresh", "_head", "_lines", "_over",
-        "_received", "_serves", "method", "plain", "pool",
+        "_answer", "_body", "_connection", "_done", "_failed", "_head", "_received", "_serves",
+        "method", "plain", "pool",
     )  # fmt: skip
 
     def __init__(
         self,
         pool: EnginePool,
-        lines: Callable[[bytes, bool], bytes],
+        head: bytes,
         body: bytes,
         done: Callable[[ResponseHead, bytes], None],
-        failed: Callable[[End | None, str], None],
+        failed: Callable[[End, str], None],
         serves: Callable[[], bool] = lambda: True,
     ) -> None:
         self.method = b"POST" if body else b"GET"
         self.plain = True
         self.pool = pool
-        self._lines = lines
+        self._head = head
         self._body = body
         self._done = done
         self._failed = failed
         self._serves = serves
         self._connection: EngineConnection | None = None
-        self._head: ResponseHead | None = None
+        self._answer: ResponseHead | None = None
         self._received = bytearray()
-        self._fresh = self._over = False
 
     def send(self) -> None:
-        """Send it."""
         self.pool.send(self)
 
     def abort(self) -> None:
         """Abort it at the engine. No outcome is reported."""
-        self._over = True
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
         else:
             self.pool.cancel(self)
 
-    def engine_connected(self, connection: EngineConnection, own_headers: bytes, passthrough: bool) -> None:
-        """Write the request."""
+    def engine_connected(self, connection: EngineConnection) -> None:
         self._connection = connection
         length = b"content-length: %d\r\n" % len(self._body) if self._body else b""
-        connection.send(b"%b%b\r\n" % (self._lines(own_headers, passthrough), length), [self._body])
+        connection.send(b"%b%b\r\n" % (self._head, length), self._body)
 
-    def engine_identified(self) -> None:
-        """After a reconnect it was looked at what the engine serves."""
-        if self._serves():
-            self.pool.send(self)
-        else:
-            self.engine_failed(None, "another model is served there")
+    def still_served(self) -> bool:
+        return self._serves()
 
     def engine_lost_idle(self) -> None:
         """A reused connection was closed before it answered: once more on a fresh one."""
         self._connection = None
-        if self._fresh:
-            self.engine_failed(None, "the engine closed the connection")
-        else:
-            self._fresh = True
-            self.pool.send(self, fresh=True)
+        self.pool.send(self, fresh=True)
 
     def engine_head(self, head: ResponseHead, length: int | None) -> None:
-        """The answer begins."""
-        self._head = head
+        self._answer = head
 
     def engine_events(self, chunks: bytes) -> bool:
         """Nothing of it is passed on as it stands."""
         return False
 
     def engine_body(self, payload: bytes) -> None:
-        """More of the answer."""
         self._received += payload
-        if len(self._received) > _MAX_ANSWER_BYTES and not self._over:
+        if len(self._received) > _MAX_ANSWER_BYTES:
             self.abort()
-            self._failed(None, "its answer is too long")
+            self._failed(ends.JUNK, "its answer is too long")
 
     def engine_end(self, payload: bytes) -> None:
-        """The answer is whole."""
         self._connection = None
-        if self._over:
-            return
-        self._over = True
-        assert self._head is not None, "expected a head before the end"
-        self._done(self._head, bytes(self._received) + payload)
+        assert self._answer is not None, "expected a head before the end"
+        self._done(self._answer, bytes(self._received) + payload)
 
-    def engine_failed(self, end: End | None, detail: str) -> None:
-        """The engine, or this machine, failed."""
+    def engine_failed(self, end: End, detail: str) -> None:
         self._connection = None
-        if not self._over:
-            self._over = True
-            self._failed(end, detail)
-
-
-def head_of(request_line: bytes, fields: bytes = b"") -> Callable[[bytes, bool], bytes]:
-    """The `lines` of a side call whose head has these fields and the engine's own."""
-
-    def lines(own_headers: bytes, passthrough: bool) -> bytes:
-        return b"%b HTTP/1.1\r\n%b%b" % (request_line, own_headers, fields)
-
-    return lines
+        self._failed(end, detail)

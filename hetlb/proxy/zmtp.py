@@ -1,8 +1,7 @@
 """ZeroMQ's wire protocol (ZMTP 3.0, https://rfc.zeromq.org/spec/23) for a client of a publisher or a router.
 
-libzmq bounds the bytes of a frame and the number of messages, but not the frames of one message, and reads in
-a thread of its own: a peer that sends without end takes all memory. Here a message is bounded as a whole,
-and a peer that is not read is held back by TCP.
+libzmq bounds no frames of a message and reads in a thread of its own: a peer that sends without end takes all
+memory. Here a message is bounded as a whole, and a peer that is not read is held back by TCP.
 """
 
 from __future__ import annotations
@@ -62,11 +61,9 @@ class ZmtpConnection:
         return connection
 
     def close(self) -> None:
-        """Close at once."""
         self._writer.transport.abort()
 
     def send(self, *frames: bytes) -> None:
-        """Send one message of short frames."""
         for number, frame in enumerate(frames, start=1):
             self._writer.write(bytes([_MORE if number < len(frames) else 0, len(frame)]) + frame)
 

@@ -36,14 +36,11 @@ class LoadedAdapters:
         if name:
             self.used = True
 
-    def admits(self, name: str) -> bool:
-        """Return whether a sequence of an adapter may join the batch."""
-        return not name or name in self._running or len(self._running) < self.slots
-
     def first_admitted(self, waiting: Iterable[EngineSequence]) -> EngineSequence | None:
         """Return the first of the waiting whose adapter the batch can hold."""
         for sequence in waiting:
-            if self.admits(sequence.adapter):
+            name = sequence.adapter
+            if not name or name in self._running or len(self._running) < self.slots:
                 return sequence
         return None
 

@@ -60,21 +60,15 @@ _SHIFT = 5.0
 _CORNER = 0.1
 
 
-@dataclass(slots=True)
-class ReplayedRequest:
-    """Times of one request by the engine model, in seconds; `load` is that at its arrival."""
-
-    queue_s: float = 0.0
-    ttft_s: float = 0.0
-    e2e_s: float = 0.0
-    load: float = 0.0
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ReplayedRun:
-    """A replayed log: one entry for each request, and the KV cache in use over time (seconds, share)."""
+    """A replayed log: its requests with the model's times, in their order, and the load at each arrival.
 
-    requests: list[ReplayedRequest]
+    `kv` is the KV cache in use over time (seconds, share).
+    """
+
+    requests: list[LoggedRequest]
+    loads: list[float]
     kv: list[tuple[float, float]]
     preemptions: int
     #: Decoding sequences of every iteration, by how long these ran.
@@ -86,28 +80,30 @@ def replay(requests: Sequence[LoggedRequest], engine: EngineSpec) -> ReplayedRun
     shared = engine.limits.enable_prefix_caching and any(each.content is not UNSHARED for each in requests)
     events = EventQueue()
     server = FleetEngine("", replace(engine, prefix_cache=shared), IterationRule.TOKEN, events)
-    model, said = server.model, [ReplayedRequest() for _ in requests]
-    for number, (request, times) in enumerate(zip(requests, said, strict=True), start=1):
-        sequence = EngineSequence(
-            max(1, request.input_tokens),
-            request.output_tokens,
-            (request, times),
-            pieces=request.content.spans,
-            answer=request.content.answer,
-        )
+    model = server.model
+    for index, request in enumerate(requests):
+        content = request.content
+        prompt, output = max(1, request.input_tokens), request.output_tokens
+        sequence = EngineSequence(prompt, output, index, pieces=content.spans, answer=content.answer)
         if not model.limits.fits(sequence.prompt_tokens, sequence.output_tokens):
             raise TraceError(
-                f"request {number}: expected at most {engine.limits.max_sequence_tokens} tokens "
+                f"request {index + 1}: expected at most {engine.limits.max_sequence_tokens} tokens "
                 f"(engine.kv_cache_tokens), got {sequence.prompt_tokens + sequence.output_tokens}"
             )
         events.push(request.arrival_s + engine.latency.request_s, SUBMIT, sequence)
+    queue_s, ttft_s, e2e_s, loads = ([0.0] * len(requests) for _ in range(4))
     kv: list[tuple[float, float]] = []
     batches: dict[int, float] = {}
     queued: deque[EngineSequence] = deque()
+
+    def since_arrival_s(sequence: EngineSequence) -> float:
+        index: int = sequence.tag
+        return events.now - requests[index].arrival_s
+
     while (event := events.pop()) is not None:
         _, kind, _, payload = event
         if kind == SUBMIT:
-            payload.tag[1].load = _load(model)
+            loads[payload.tag] = _load(model)
             queued.append(payload)
             server.submit([payload])
         elif kind == BEGIN:
@@ -115,20 +111,22 @@ def replay(requests: Sequence[LoggedRequest], engine: EngineSpec) -> ReplayedRun
             if model.in_flight is None:
                 continue
             while queued and queued[0].state not in (SequenceState.NEW, SequenceState.WAITING):
-                request, times = queued.popleft().tag
-                times.queue_s = events.now - request.arrival_s
+                admitted = queued.popleft()
+                queue_s[admitted.tag] = since_arrival_s(admitted)
             kv.append((events.now, model.kv.pool.usage))
         elif (ended := server.end(payload[1])) is not None:
             stretch = ended.stretch
             batches[stretch.decodes] = batches.get(stretch.decodes, 0.0) + stretch.duration_s
             for sequence in ended.first:
-                request, times = sequence.tag
-                times.ttft_s = events.now - request.arrival_s
+                ttft_s[sequence.tag] = since_arrival_s(sequence)
             for sequence in ended.finished:
-                request, times = sequence.tag
-                times.e2e_s = events.now - request.arrival_s
+                e2e_s[sequence.tag] = since_arrival_s(sequence)
             server.wake()
-    return ReplayedRun(said, kv, model.preemptions, batches)
+    said = [
+        replace(request, queue_s=queue, ttft_s=ttft, e2e_s=e2e)
+        for request, queue, ttft, e2e in zip(requests, queue_s, ttft_s, e2e_s, strict=True)
+    ]
+    return ReplayedRun(said, loads, kv, model.preemptions, batches)
 
 
 def _load(model: EngineModel) -> float:
@@ -158,29 +156,29 @@ class MetricError:
     requests: int
 
 
-def errors(requests: Sequence[LoggedRequest], simulated: Sequence[ReplayedRequest]) -> dict[str, MetricError]:
+#: Metrics of a log, and the field of a request that each is of.
+_METRICS = {"queue": "queue_s", "ttft": "ttft_s", "tpot": "tpot_s", "e2e": "e2e_s"}
+
+
+def errors(measured: Sequence[LoggedRequest], simulated: Sequence[LoggedRequest]) -> dict[str, MetricError]:
     """The error of every metric that the log holds."""
-    pairs: dict[str, list[tuple[float, float]]] = {"queue": [], "ttft": [], "tpot": [], "e2e": []}
-    for request, said in zip(requests, simulated, strict=True):
-        if request.queue_s is not None:
-            pairs["queue"].append((request.queue_s, said.queue_s))
-        pairs["ttft"].append((request.ttft_s, said.ttft_s))
-        if request.output_tokens > 1:
-            tpot_s = (said.e2e_s - said.ttft_s) / (request.output_tokens - 1)
-            pairs["tpot"].append((request.tpot_s, tpot_s))
-        pairs["e2e"].append((request.e2e_s, said.e2e_s))
     found = {}
-    for name, each in pairs.items():
-        measured_s = fmean(measured for measured, _ in each) if each else 0.0
+    for name, field in _METRICS.items():
+        each = [
+            (getattr(was, field), getattr(said, field))
+            for was, said in zip(measured, simulated, strict=True)
+            if getattr(was, field) is not None and (name != "tpot" or was.output_tokens > 1)
+        ]
+        measured_s = fmean(was for was, _ in each) if each else 0.0
         if measured_s <= 0.0:
             continue
-        simulated_s = fmean(simulated for _, simulated in each)
-        relative = [abs(simulated / measured - 1.0) for measured, simulated in each if measured > 0.0]
+        simulated_s = fmean(said for _, said in each)
+        relative = [abs(said / was - 1.0) for was, said in each if was > 0.0]
         found[name] = MetricError(
             measured_s,
             simulated_s,
             simulated_s / measured_s - 1.0,
-            fmean(abs(simulated - measured) for measured, simulated in each) / measured_s,
+            fmean(abs(said - was) for was, said in each) / measured_s,
             fmean(relative),
             median(relative),
             quantiles(relative, n=20)[-1] if len(relative) > 1 else relative[0],
@@ -226,9 +224,7 @@ class Corrections:
 
 
 def fit_corrections(
-    requests: Sequence[LoggedRequest],
-    engine: EngineSpec,
-    chosen: Sequence[bool] | None = None,
+    requests: Sequence[LoggedRequest], engine: EngineSpec, chosen: Sequence[bool] | None = None
 ) -> Corrections:
     """The corrections with which the replay is nearest to the log; near none where it does not decide.
 
@@ -237,8 +233,7 @@ def fit_corrections(
     """
     part = requests[:_FITTED]
     groups = _groups(part, None if chosen is None else np.array(chosen[: len(part)]))
-    measured = np.array([(each.ttft_s, each.tpot_s, each.e2e_s) for each in part])
-    steps = np.array([max(1, each.output_tokens - 1) for each in part])
+    measured = _times(part)
     means = np.array([measured[group].mean(axis=0) for group in groups])
     scale = np.maximum(means, 0.05 * measured.mean(axis=0)) + 1e-9
 
@@ -249,10 +244,7 @@ def fit_corrections(
 
     def residuals(shifted: _Array) -> _Array:
         model = corrections(shifted).applied(engine.latency)
-        said = replay(part, replace(engine, latency=model)).requests
-        times = np.array([(each.ttft_s, each.e2e_s) for each in said])
-        tpot = (times[:, 1] - times[:, 0]) / steps
-        simulated = np.column_stack([times[:, 0], tpot, times[:, 1]])
+        simulated = _times(replay(part, replace(engine, latency=model)).requests)
         off = (np.array([simulated[group].mean(axis=0) for group in groups]) - means) / scale
         return np.concatenate([off.ravel() / math.sqrt(off.size), _LEAST_GAIN * (shifted - _SHIFT)])
 
@@ -269,6 +261,11 @@ def fit_corrections(
         f_scale=_CORNER,
     )
     return replace(corrections(best.x), errors=_standard_errors(best, len(_SPREADS)))
+
+
+def _times(requests: Sequence[LoggedRequest]) -> _Array:
+    """TTFT, TPOT and E2E of every request."""
+    return np.array([(each.ttft_s, each.tpot_s, each.e2e_s) for each in requests])
 
 
 def _single_part(residuals: Callable[[_Array], _Array]) -> _Array:
@@ -348,11 +345,7 @@ _TIMES = (1.0, 1.25, 1.5, 1.75, 2.0)
 _PART = 512.0
 
 
-def reach(
-    requests: Sequence[LoggedRequest],
-    engine: EngineSpec,
-    found: Corrections,
-) -> Reach:
+def reach(requests: Sequence[LoggedRequest], engine: EngineSpec, found: Corrections) -> Reach:
     """Test a correction at another load, and find that up to which it holds.
 
     The quieter half of a log is corrected alone, and must not make the busier half worse. A log at one load
@@ -360,16 +353,16 @@ def reach(
     with decodes alone, or with pairs of decodes and prompt tokens, give other times, none is known.
     """
     part = requests[:_FITTED]
-    before = replay(part, engine).requests
-    middle = median(each.load for each in before)
-    quiet = [each.load < middle for each in before]
+    before = replay(part, engine)
+    middle = median(before.loads)
+    quiet = [load < middle for load in before.loads]
     if sum(quiet) < _LEAST_OF_A_LOAD:  # all alike: by time, then
         quiet = [index < len(part) // 2 for index in range(len(part))]
     lower = fit_corrections(part, engine, quiet)
-    after = replay(part, replace(engine, latency=lower.applied(engine.latency))).requests
+    after = replay(part, replace(engine, latency=lower.applied(engine.latency)))
     busy = [index for index, each in enumerate(quiet) if not each]
     asked = [part[index] for index in busy]
-    old, new = (errors(asked, [said[index] for index in busy]) for said in (before, after))
+    old, new = (errors(asked, [run.requests[index] for index in busy]) for run in (before, after))
     metric, off = _worst(new)
     models = [replace(engine, latency=found.applied(engine.latency))]
     for form in _other_forms(engine.latency, part):
@@ -379,7 +372,7 @@ def reach(
     for factor in _TIMES:
         faster = [replace(each, arrival_s=each.arrival_s / factor) for each in part]
         runs = [replay(faster, model) for model in models]
-        means = [_means(part, run.requests) for run in runs]
+        means = [_means(run.requests) for run in runs]
         if any(max(each) > (1.0 + _AGREE) * min(each) for each in zip(*means, strict=True)):
             break
         times, sequences = factor, usual_batches(runs[0])[1]
@@ -394,11 +387,11 @@ def _other_forms(k: LatencyModel, requests: Sequence[LoggedRequest]) -> list[Lat
     return [replace(k, mixed=term) for term in terms]
 
 
-def _means(requests: Sequence[LoggedRequest], said: Sequence[ReplayedRequest]) -> tuple[float, float, float]:
+def _means(requests: Sequence[LoggedRequest]) -> tuple[float, float, float]:
     """TTFT, TPOT and E2E of a replay."""
     tokens = sum(max(0, each.output_tokens - 1) for each in requests)
-    ttft_s, e2e_s = fmean(each.ttft_s for each in said), fmean(each.e2e_s for each in said)
-    return ttft_s, (e2e_s - ttft_s) * len(said) / max(1, tokens), e2e_s
+    ttft_s, e2e_s = fmean(each.ttft_s for each in requests), fmean(each.e2e_s for each in requests)
+    return ttft_s, (e2e_s - ttft_s) * len(requests) / max(1, tokens), e2e_s
 
 
 # --- the comparison ---------------------------------------------------------------------------------------
@@ -420,7 +413,7 @@ class Comparison:
     corrections: Corrections
     loads: dict[str, dict[str, MetricError]]
     measured: list[LoggedRequest]
-    simulated: list[ReplayedRequest]
+    simulated: list[LoggedRequest]
     kv: list[tuple[float, float]]
 
     @property
@@ -451,7 +444,8 @@ class Comparison:
 def compare(log: Log, engines: dict[str, EngineSpec]) -> Comparison:
     """Hold a log against the engines that served it, by name ("" where the log names none)."""
     measured: list[LoggedRequest] = []
-    simulated: list[ReplayedRequest] = []
+    simulated: list[LoggedRequest] = []
+    loads: list[float] = []
     kv: list[tuple[float, float]] = []
     preemptions = 0
     split, split_ttft = dict.fromkeys((*PARTS, REST), 0.0), dict.fromkeys((*PARTS, REST), 0.0)
@@ -461,7 +455,7 @@ def compare(log: Log, engines: dict[str, EngineSpec]) -> Comparison:
         requests = [each for each in log.requests if each.instance == name]
         run = replay(requests, engine)
         found = fit_corrections(requests, engine)
-        steps: list[Sequence[LoggedRequest | ReplayedRequest]] = [run.requests]
+        steps: list[Sequence[LoggedRequest]] = [run.requests]
         for number in range(1, len(PARTS) + 1):
             model = found.applied(engine.latency, tuple(PARTS)[:number])
             steps.append(replay(requests, replace(engine, latency=model)).requests)
@@ -471,13 +465,14 @@ def compare(log: Log, engines: dict[str, EngineSpec]) -> Comparison:
             split_ttft[part] += sum(a.ttft_s - b.ttft_s for a, b in zip(before, after, strict=True))
         measured += requests
         simulated += run.requests
+        loads += run.loads
         kv += run.kv
         preemptions += run.preemptions
     by_load = {}
     for label, low, high in LOADS:
-        here = [(m, s) for m, s in zip(measured, simulated, strict=True) if low <= s.load < high]
+        here = [index for index, load in enumerate(loads) if low <= load < high]
         if len(here) >= _LEAST_OF_A_LOAD:
-            by_load[label] = errors([m for m, _ in here], [s for _, s in here])
+            by_load[label] = errors([measured[i] for i in here], [simulated[i] for i in here])
     return Comparison(
         log.failed,
         preemptions,
@@ -508,9 +503,9 @@ def varies_enough(run: ReplayedRun) -> str:
     low, high = usual_batches(run)
     if not high:
         return "no answer has a second token"
-    return (
-        "" if high >= 2 * max(1, low) else f"{low} to {high} sequences ran together nine tenths of the time"
-    )
+    if high >= 2 * max(1, low):
+        return ""
+    return f"{low} to {high} sequences ran together nine tenths of the time"
 
 
 def usual_batches(run: ReplayedRun) -> tuple[int, int]:

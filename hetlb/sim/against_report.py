@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -123,17 +122,13 @@ def write_against_plot(path: Path, found: Comparison) -> None:
         [at_s for at_s, _ in found.kv], [100.0 * used for _, used in found.kv], lw=0.8, color=_SIMULATED
     )
     _label(above[2], "time (s)", "KV cache in use (%), simulated")
-    tpot = [(each.e2e_s - each.ttft_s) / max(1, m.output_tokens - 1)
-            for m, each in zip(found.measured, found.simulated, strict=True)]  # fmt: skip
-    pairs: tuple[tuple[str, Sequence[float], Sequence[float]], ...] = (
-        ("TTFT (s)", [m.ttft_s for m in found.measured], [s.ttft_s for s in found.simulated]),
-        ("TPOT (s)", [m.tpot_s for m in found.measured], tpot),
-        ("E2E (s)", [m.e2e_s for m in found.measured], [s.e2e_s for s in found.simulated]),
-    )
-    for axes, (name, measured, simulated) in zip(below, pairs, strict=True):
-        plot_distribution(axes, measured, label="measured", color=_MEASURED)
-        plot_distribution(axes, simulated, label="simulated", color=_SIMULATED)
-        _label(axes, name, "share of the requests")
+    for axes, name in zip(below, ("ttft_s", "tpot_s", "e2e_s"), strict=True):
+        for label, side, color in (
+            ("measured", found.measured, _MEASURED),
+            ("simulated", found.simulated, _SIMULATED),
+        ):
+            plot_distribution(axes, [getattr(each, name) for each in side], label=label, color=color)
+        _label(axes, f"{name.removesuffix('_s').upper()} (s)", "share of the requests")
     below[0].legend(frameon=False)
     figure.suptitle(found.verdict)
     save_figure(figure, path)

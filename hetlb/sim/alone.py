@@ -7,7 +7,7 @@ which is the longer part of a run the fewer requests there are; the rate while f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -16,6 +16,7 @@ from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.flights import sequences_of
+from hetlb.sim.staged_engine import StagedEngine
 from hetlb.workload.arrivals import PlannedRequest
 
 #: Batches that an engine serves for its rate while full, and the most requests for that.
@@ -73,7 +74,9 @@ class FullPart:
     seconds: float
 
 
-def full_part(model: EngineModel, sequences: Sequence[EngineSequence], batch: int) -> FullPart:
+def full_part(
+    engine: EngineModel | StagedEngine, sequences: Sequence[EngineSequence], batch: int
+) -> FullPart:
     """Run sequences, all submitted at once, from when `batch` have ended to when nothing waits any more.
 
     The first `batch` are met on their way, at any point of their answers: else all of them would end, and
@@ -81,16 +84,15 @@ def full_part(model: EngineModel, sequences: Sequence[EngineSequence], batch: in
     """
     for number, sequence in enumerate(sequences):
         if number < batch and sequence.output_tokens:
-            left = round(sequence.output_tokens * radical_inverse(number + 1))
+            left = round(sequence.output_tokens * _radical_inverse(number + 1))
             sequence.output_tokens = max(1, left)
-        model.submit(sequence)
+        engine.submit(sequence)
     count, now, finished = len(sequences), 0.0, 0
     begun: tuple[float, int] | None = None
     last = (0.0, 0)
-    while (stretch := model.begin_run()) is not None:
-        now += stretch.duration_s
-        finished += len(model.end_iteration().finished)
-        if waiting := model.waiting:
+    for now, ended in engine.run() if isinstance(engine, StagedEngine) else _run(engine):
+        finished += ended
+        if waiting := engine.waiting:
             last = (now, count - waiting)
             if begun is None and finished >= batch:
                 begun = last
@@ -99,7 +101,15 @@ def full_part(model: EngineModel, sequences: Sequence[EngineSequence], batch: in
     return FullPart(begun[1], last[1], last[0] - begun[0])
 
 
-def radical_inverse(number: int) -> float:
+def _run(model: EngineModel) -> Iterator[tuple[float, int]]:
+    """Yield the time after each stretch of iterations, and how many sequences finished with it."""
+    now = 0.0
+    while (stretch := model.begin_run()) is not None:
+        now += stretch.duration_s
+        yield now, len(model.end_iteration().finished)
+
+
+def _radical_inverse(number: int) -> float:
     """Van der Corput's sequence: evenly spread over 0..1 at any length."""
     value, scale = 0.0, 0.5
     while number:

@@ -1,12 +1,12 @@
-"""Block arithmetic of a paged KV cache: reserve, extend, release; what goes in comes out.
+"""Block arithmetic of a paged KV cache: extend, release; what goes in comes out.
 
-Integers only, `0 <= used_blocks <= total_blocks` at every moment. The pool keeps sums, not
-holders: a holder of tokens says how many when it extends or releases, since it knows that anyway and
-a second copy could only disagree. A failed reserve or extend changes nothing; a release of more than
-is held is a bug of ours and an assertion.
+Integers only, `0 <= used_blocks <= total_blocks` at every moment. The pool keeps sums: a holder of tokens
+says how many when it extends or releases.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
@@ -26,7 +26,7 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
-        """Free blocks."""
+        """Blocks that no sequence holds."""
         return self.total_blocks - self.used_blocks
 
     @property
@@ -34,15 +34,15 @@ class BlockPool:
         """Fraction of the blocks in use, 0..1."""
         return self.used_blocks / self.total_blocks
 
-    def reserve(self, tokens: int) -> bool:
-        """Take the blocks of a new holder of `tokens` tokens; False, nothing taken, if too few are free."""
-        return self._take(-(-tokens // self.block_size))
-
     def extend(self, held_tokens: int, tokens: int) -> bool:
         """Grow a holder from `held_tokens` to `tokens` tokens; False, nothing taken, if too few are free."""
         assert tokens >= held_tokens, f"expected a holder to grow, got {held_tokens} -> {tokens} tokens"
         size = self.block_size
-        return self._take(-(-tokens // size) + (-held_tokens // size))
+        used = self.used_blocks - (-tokens // size) + (-held_tokens // size)
+        if used > self.total_blocks:
+            return False
+        self.used_blocks = used
+        return True
 
     def take(self, blocks: int) -> None:
         """Take `blocks` blocks known to be free, for many holders that grow by one each."""
@@ -58,10 +58,15 @@ class BlockPool:
         assert used >= 0, f"expected at most {self.used_blocks} blocks back, got {tokens} tokens"
         self.used_blocks = used
 
-    def _take(self, blocks: int) -> bool:
-        assert blocks >= 0, f"expected a number of blocks, got {blocks}"
-        used = self.used_blocks + blocks
-        if used > self.total_blocks:
-            return False
-        self.used_blocks = used
-        return True
+
+class CachedSpan:
+    """Trie node: cached blocks that end in this span of a content, and their users."""
+
+    __slots__ = ("blocks", "children", "key", "parent", "users")
+
+    def __init__(self, parent: CachedSpan | None, key: Hashable) -> None:
+        self.parent = parent
+        self.key = key
+        self.children: dict[Hashable, CachedSpan] = {}
+        self.blocks = 0
+        self.users = 0

@@ -5,33 +5,74 @@ long it takes; `end_iteration` returns which sequences got a token and which fin
 any time and count from the next beginning on. Same calls, same results. `tests/sim/plain_engine.py` states
 the rules of vLLM's scheduler in plain form; a property test holds this module equal to it.
 
-Its parts: `decode_batch` (why an iteration of decodes touches no sequence), `kv_blocks`, `kv_fetches`
-(disaggregated prefill), `delayed_view` (asynchronous scheduling), `adapter_slots` (LoRA: of the waiting, the
-first whose adapter the batch can hold is next; each adapter loaded for an iteration makes it
-`adapter_load_s` longer). A stretch of equal iterations is one object of four numbers (`begin_run`).
+Its parts: `decode_batch` (why an iteration of decodes touches no sequence), `kv_blocks`, `adapter_slots`
+(LoRA: of the waiting, the first whose adapter the batch can hold is next; each adapter loaded for an
+iteration makes it `adapter_load_s` longer). A stretch of equal iterations is one object of four numbers
+(`begin_run`).
 """
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from typing import Final
 
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.sim.adapter_slots import LoadedAdapters
 from hetlb.sim.decode_batch import DecodeBatch
-from hetlb.sim.delayed_view import DelayedView
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.engine_sequence import EngineSequence, SequenceState
 from hetlb.sim.iterations import IterationEnd, IterationRun, Prefills
-from hetlb.sim.kv_blocks import KvBlocks, SharedKvBlocks
-from hetlb.sim.kv_fetches import KvFetches
+from hetlb.sim.kv_blocks import KvBlocks, KvFetches
 
 #: Members of an `Enum` are looked up by a function; these are read in every iteration.
 _WAITING: Final = SequenceState.WAITING
 _PREFILL: Final = SequenceState.PREFILL
 _DECODE: Final = SequenceState.DECODE
 _FINISHED: Final = SequenceState.FINISHED
+
+
+class DelayedView:
+    """Delayed view of an engine that schedules asynchronously (`EngineLimits.async_scheduling`).
+
+    vLLM fixes the next batch when the running one starts. Seen from the boundary at which that batch begins,
+    sequences that arrived while the previous batch ran are not seen, and slots and blocks of sequences that
+    finished with it are still taken: both are held back for one iteration.
+    """
+
+    __slots__ = ("arriving", "leaving")
+
+    def __init__(self) -> None:
+        #: Sequences that came while iterations were in flight, with the step in which they came.
+        self.arriving: dict[EngineSequence, int] = {}
+        #: Finished sequences, with their tokens in the cache.
+        self.leaving: list[tuple[EngineSequence, int]] = []
+
+    def see_arrivals(self, steps: int, waiting: OrderedDict[EngineSequence, None]) -> None:
+        """Queue the arrivals from before the last of `steps` steps began."""
+        for sequence, step in list(self.arriving.items()):
+            if step < steps:
+                del self.arriving[sequence]
+                waiting[sequence] = None
+            else:
+                self.arriving[sequence] = 0
+
+    def settle(self, kv: KvBlocks, waiting: OrderedDict[EngineSequence, None]) -> None:
+        """Apply everything held back."""
+        for sequence, tokens in self.leaving:
+            kv.release(sequence, tokens)
+        self.leaving.clear()
+        waiting.update(dict.fromkeys(self.arriving))
+        self.arriving.clear()
+
+    def take_latest(self, decoding: dict[EngineSequence, None]) -> tuple[EngineSequence, int] | None:
+        """Take the finished sequence that was admitted last; None if a decoding one was admitted later."""
+        if not self.leaving:
+            return None
+        self.leaving.sort(key=lambda each: each[0].admission)
+        last = self.leaving[-1][0]
+        if decoding and last.admission <= next(reversed(decoding)).admission:
+            return None
+        return self.leaving.pop()
 
 
 class EngineModel:
@@ -55,7 +96,7 @@ class EngineModel:
         self.limits = limits
         self.rule = rule
         self.adapter_load_s = adapter_load_s
-        self.kv: KvBlocks = SharedKvBlocks(limits) if prefix_cache else KvBlocks(limits)
+        self.kv = KvBlocks(limits, shared=prefix_cache)
         self.adapters = LoadedAdapters(limits.max_loras)
         self.fetches = KvFetches()
         #: Counters since the start; those of tokens count ended iterations.
@@ -177,7 +218,7 @@ class EngineModel:
                 self._completing.remove(sequence)
         if state is SequenceState.DECODE or state is SequenceState.PREFILL:
             self.adapters.end(sequence.adapter, self.decodes.step)
-        self.kv.release(sequence, tokens)
+        self.kv.release(sequence, tokens, computed=state is not SequenceState.FETCHING)
         sequence.state = SequenceState.ABORTED
 
     def complete_fetch(self, sequence: EngineSequence, *, loaded: bool = True) -> None:
@@ -191,7 +232,7 @@ class EngineModel:
             sequence.state = _WAITING
             self.fetches.ready[sequence] = None
         else:
-            self.kv.release(sequence, sequence.prompt_tokens)
+            self.kv.release(sequence, sequence.prompt_tokens, computed=False)
             self._requeue(sequence)
 
     def release_held(self, sequence: EngineSequence) -> None:
@@ -205,12 +246,11 @@ class EngineModel:
         stretch = self._begin()
         return None if stretch is None else stretch.first_s
 
-    def begin_run(self, until_s: float = math.inf) -> IterationRun | None:
+    def begin_run(self) -> IterationRun | None:
         """Begin one iteration or, where only decodes run, as many as are alike; None if nothing is to do.
 
         Alike: no sequence finishes before the last one ends, none can be admitted, and every block needed is
-        free. It ends with the first iteration that ends at or after `until_s` seconds from now. The
-        result is the same as that many calls of `begin_iteration` and `end_iteration`.
+        free. The result is the same as that many calls of `begin_iteration` and `end_iteration`.
         """
         stretch, decodes = self._begin(), self.decodes
         if stretch is None or self._completing or self._partial or self._preempted or not decodes.sequences:
@@ -218,17 +258,14 @@ class EngineModel:
         if not self._settled and self._waiting:
             return stretch  # what the delayed view left out may be admitted next
         steps = decodes.steps_to_finish()
-        if steps == 1 or until_s <= stretch.first_s:
+        if steps == 1:
             return stretch
         steps = 1 + decodes.affordable_steps(steps - 1, self.kv.pool.free_blocks)
         first_s, increment_s = stretch.first_s, stretch.increment_s
         if first_s <= 0 or first_s + (steps - 1) * increment_s <= 0:
             return stretch  # constants that predict no time: step, where each is clamped
-        stretch = IterationRun(steps, first_s, increment_s, stretch.decodes)
-        if until_s < math.inf:
-            stretch = IterationRun(stretch.steps_until(until_s), first_s, increment_s, stretch.decodes)
-        self.in_flight = stretch
-        return stretch
+        self.in_flight = IterationRun(steps, first_s, increment_s, stretch.decodes)
+        return self.in_flight
 
     def cut(self, elapsed_s: float, *, for_arrival: bool = False) -> IterationRun:
         """Shorten the stretch in flight: it ends with the iteration that runs `elapsed_s` after its start.
@@ -386,7 +423,6 @@ class EngineModel:
 
     def _preempt(self, victim: EngineSequence, tokens: int, step: int) -> None:
         """Free the `tokens` tokens of a sequence that ran until `step`, and requeue it."""
-        self.kv.keep(victim, tokens)
         self.kv.release(victim, tokens)
         self.adapters.end(victim.adapter, step)
         victim.preemptions += 1
@@ -456,7 +492,7 @@ class EngineModel:
             if head is None:
                 return
             whole = head.prompt_tokens + head.generated
-            found = kv.find(head, whole, waiting)
+            found = kv.find(head, whole)
             if found is None:
                 return
             del waiting[head]
@@ -487,8 +523,7 @@ class EngineModel:
     def _complete(self, sequence: EngineSequence) -> None:
         """Note that the last part of a prompt is in this iteration."""
         self._completing.append(sequence)
-        if sequence.prefix is not None:
-            self.kv.publish(sequence)
+        self.kv.publish(sequence)
 
     def check_integrity(self) -> None:
         """Count everything again, sequence by sequence; assertion where a sum disagrees."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.sim.prefix import PrefixContent, TokenSpan
+from hetlb.sim.block_pool import CachedSpan
+
+#: A stretch of a prompt: what it is, and how many tokens.
+TokenSpan: TypeAlias = tuple[Hashable, int]
 
 
 class SequenceState(StrEnum):
@@ -31,7 +34,7 @@ class EngineSequence:
     """One sequence: a prompt and as many output tokens as it will have. `tag` is the driver's own.
 
     `output_tokens` is when the model would stop; 0 is a prompt without an answer (an embedding).
-    `pieces` and `answer` name the contents for an engine with a prefix cache (`hetlb.sim.prefix`).
+    `pieces` and `answer` name the contents for an engine with a prefix cache (`hetlb.sim.kv_blocks`).
     The KV cache of the first `remote_tokens` prompt tokens comes from another engine. `held`: the blocks stay
     allocated when it has finished, until `EngineModel.release_held`. `adapter`: its LoRA adapter, or "".
     `state` and `preemptions` are read-only for drivers; the fields from `admission` on are the engine's own.
@@ -39,26 +42,10 @@ class EngineSequence:
     """
 
     __slots__ = (
-        "adapter",
-        "admission",
-        "answer",
-        "cached_tokens",
-        "computed",
-        "fetch_tokens",
-        "generated",
-        "held",
-        "kept",
-        "kept_at",
-        "offset",
-        "output_tokens",
-        "pieces",
-        "preemptions",
-        "prefix",
-        "prompt_tokens",
-        "remote_tokens",
-        "state",
-        "tag",
-    )
+        "adapter", "admission", "answer", "cached_tokens", "computed", "fetch_tokens", "generated",
+        "held", "nodes", "offset", "output_tokens", "pieces", "preemptions", "prompt_tokens", "remote_tokens",
+        "shared_blocks", "spans", "state", "tag",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -97,9 +84,11 @@ class EngineSequence:
         self.computed = 0  # tokens in the cache, while in PREFILL
         self.generated = 0  # output tokens, while not in DECODE
         self.offset = 0  # step counter minus tokens in the cache, while in DECODE
-        self.kept = 0  # full blocks that went into the queue of free blocks at the preemption
-        self.kept_at = 0  # and their position there
-        self.prefix: PrefixContent | None = None  # in an engine with a prefix cache
+        #: Spans of the prompt, and the answer as the last one; those of its first that are cached, and how
+        #: many blocks it has in them.
+        self.spans: tuple[TokenSpan, ...] = ()
+        self.nodes: list[CachedSpan] = []
+        self.shared_blocks = 0
 
     def __repr__(self) -> str:
         return f"EngineSequence({self.prompt_tokens}+{self.output_tokens}, {self.state}, tag={self.tag!r})"

@@ -44,7 +44,6 @@ from hetlb.sim.fleet_engine import (
     LOOK,
     RESTART,
     SCRAPE,
-    SHARED,
     SUBMIT,
     TICK,
     EngineSpec,
@@ -56,7 +55,7 @@ from hetlb.sim.iterations import IterationEnd
 from hetlb.sim.kv_links import KvLinks, own_links
 from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.content import UNSHARED
-from hetlb.workload.records import Gaps
+from hetlb.workload.records import Counted, Gaps
 
 #: Simulated engines are scraped as often as real ones by default.
 SCRAPE_INTERVAL_S: Final = 1.0
@@ -73,15 +72,11 @@ _REJECTED = {
 class FleetSimulation:
     """One run. `engines` has an entry for every instance of the set-up, by name.
 
-    `series` is filled meanwhile. The clock begins at `start_s`; nothing of the plan is due before.
-
-    At each of `restarts_s` the proxy is replaced: a scheduler that knows nothing takes what arrives from then
-    on, the old one serves what it has to the end. The first one has seen the answers of `history`.
-
-    `classes` are the service classes of the requests by name, the default first.
-
-    `links` carry KV caches between the instances; without them every pair has a link of its own, as the
-    decode instance's `kv_transfer` describes it.
+    `series` is filled meanwhile. The clock begins at `start_s`; nothing of the plan is due before. At each
+    of `restarts_s` the proxy is replaced: a scheduler that knows nothing takes what arrives from then on, the
+    old one serves what it has to the end. The first one has seen the answers of `history`. `classes` are
+    those of the requests by name, the default first. `links` carry KV caches between the instances; without
+    them every pair has a link of its own, as the decode instance's `kv_transfer` describes it.
     """
 
     def __init__(
@@ -120,10 +115,23 @@ class FleetSimulation:
         self._by_id = {flight.planned.index: flight for flight in self._flights}
         self._gaps = Gaps()
         #: LoRA adapters of the plan: every engine lists them all.
-        self._adapters = tuple(sorted({planned.adapter for planned in plan if planned.adapter}))
+        self._adapters = tuple(sorted({planned.row.adapter for planned in plan if planned.row.adapter}))
         self._list_adapters(self.scheduler)
         self._open = len(plan)
         self._ticks: set[Scheduler] = set()  # schedulers with a tick ahead
+        self._handlers: dict[int, Callable[[Any], None]] = {
+            END: self._on_end,
+            FETCHED: self._on_fetched,
+            EXPIRED: self._release_held,
+            ARRIVAL: self._on_arrival,
+            CHANGE: lambda payload: payload[0].slow_down(payload[1]),
+            SUBMIT: lambda payload: payload[0].submit(payload[1]),
+            RESTART: self._on_restart,
+            SCRAPE: self._on_scrape,
+            TICK: self._on_tick,
+            BEGIN: self._on_begin,
+            LOOK: self._on_look,
+        }
         for name, engine in self._engines.items():
             for at_s, factor in engines[name].changes:
                 self._events.push(at_s, CHANGE, (engine, engines[name].latency.scaled(factor)))
@@ -136,20 +144,7 @@ class FleetSimulation:
         self._events.push(self._events.now, SCRAPE, None)
         if self._series is not None:
             self._events.push(self._events.now, LOOK, self._series)
-        handlers: dict[int, Callable[[Any], None]] = {
-            END: self._on_end,
-            FETCHED: self._on_fetched,
-            EXPIRED: self._release_held,
-            ARRIVAL: self._on_arrival,
-            CHANGE: lambda payload: payload[0].slow_down(payload[1]),
-            SUBMIT: lambda payload: payload[0].submit(payload[1]),
-            RESTART: self._on_restart,
-            SHARED: self._on_shared,
-            SCRAPE: self._on_scrape,
-            TICK: self._on_tick,
-            BEGIN: self._on_begin,
-            LOOK: self._on_look,
-        }
+        handlers = self._handlers
         while self._open and (event := self._events.pop()) is not None:
             _, kind, _, payload = event
             handlers[kind](payload)
@@ -159,19 +154,25 @@ class FleetSimulation:
         return self._result()
 
     def _result(self) -> FleetResult:
-        models = {name: engine.model for name, engine in self._engines.items()}
         cached = any(engine.spec.prefix_cache for engine in self._engines.values())
-        hits = {name: (model.kv.hit_tokens, model.prefilled_tokens) for name, model in models.items()}
+        counted: Counted = {}
+        for name, engine in self._engines.items():
+            model = engine.model
+            own: dict[str, int | float] = {"preemptions": model.preemptions}
+            own["kv_peak"] = model.kv.peak_blocks / model.limits.kv_blocks
+            if cached:
+                own["prefix_hit_tokens"] = model.kv.hit_tokens
+                own["prefilled_tokens"] = model.prefilled_tokens
+            if self._adapters:
+                own["adapter_loads"] = model.adapters.loads
+            counted[name] = own
         return FleetResult(
             [flight.record for flight in self._flights],
             [flight.outcome for flight in self._flights if flight.outcome is not None],
             self._gaps,
-            {name: model.preemptions for name, model in models.items()},
-            {name: model.kv.peak_blocks / model.limits.kv_blocks for name, model in models.items()},
-            hits if cached else None,
+            counted,
             self._transfers,
             self._expired,
-            {name: model.adapters.loads for name, model in models.items()} if self._adapters else None,
             self._classes or None,
         )
 
@@ -180,21 +181,21 @@ class FleetSimulation:
 
         What its prompts begin with is named as the proxy does: nothing where there are several.
         """
-        keyed = planned.generates and planned.prompts == 1 and planned.content is not UNSHARED
+        keyed = planned.generates and planned.row.sequences == 1 and planned.content is not UNSHARED
         return Request(
             id=planned.index,
-            model=planned.adapter or self._model,
+            model=planned.row.adapter or self._model,
             prompt_tokens=planned.prompt_tokens,
             sequences=planned.sequences,
-            samples=planned.n,
+            samples=planned.row.n,
             longest_prompt_tokens=planned.prompt_tokens,
             generates=planned.generates,
             prompt_exact=True,
             prefix_keys=planned.content.keys(planned.index, planned.prompt_tokens) if keyed else (),
-            tenant=planned.tenant,
+            tenant=planned.row.tenant or None,
             splittable=planned.generates and planned.sequences == 1,
             streamed=True,
-            service=self._classes.get(planned.service, self._default_class),
+            service=self._classes.get(planned.row.service, self._default_class),
         )
 
     def _taught(self, history: Sequence[PlannedRequest]) -> Predictor:
@@ -212,14 +213,10 @@ class FleetSimulation:
             self._events.push(self._flights[index].planned.scheduled_s, ARRIVAL, index)
 
     def _on_arrival(self, index: int) -> None:
-        flight, scheduler = self._flights[index], self._next_scheduler()
+        flight, scheduler = self._flights[index], self.scheduler
         flight.scheduler = scheduler
         self._carry_out(scheduler, self._arrived(scheduler, self.make_request(flight.planned)))
         self._push_arrival(index + 1)
-
-    def _next_scheduler(self) -> Scheduler:
-        """Return the scheduler that takes what arrives now."""
-        return self.scheduler
 
     def _arrived(self, scheduler: Scheduler, request: Request) -> list[Command]:
         """Give a scheduler a request."""
@@ -230,10 +227,6 @@ class FleetSimulation:
         # A scheduler that has nothing left to do is gone.
         self._replaced = [each for each in self._replaced if each.in_flight or len(each.queue)]
         return (self.scheduler, *self._replaced)
-
-    def _on_shared(self, payload: Any) -> None:
-        """Never called: there is one scheduler (see `tests/shared_simulation.py`)."""
-        raise AssertionError(f"expected one scheduler, got news {payload!r}")
 
     def _on_restart(self, _: None) -> None:
         self._replaced.append(self.scheduler)
@@ -306,8 +299,8 @@ class FleetSimulation:
             flight.record.output_tokens += sequence.output_tokens
             flight.running -= 1
             if flight.running == 0:
-                if flight.lease is not None and flight.planned.sequences == 1:
-                    flight.lease.reported_cached_tokens = sequence.cached_tokens
+                if flight.planned.sequences == 1:
+                    flight.leased[1].reported_cached_tokens = sequence.cached_tokens
                 self._completed(flight)
 
     # --- split requests ---
@@ -315,9 +308,7 @@ class FleetSimulation:
     def _prefilled(self, engine: FleetEngine, run: EngineRun) -> None:
         """Report the end of the prefill of a split request; its blocks are held."""
         flight, now = run.flight, self._events.now
-        lease, scheduler = flight.lease, flight.scheduler
-        assert lease is not None
-        assert scheduler is not None
+        scheduler, lease = flight.leased
         flight.held = engine, run
         link = scheduler.ledger.leased[lease.id].spec.kv_transfer
         assert link is not None, f"{lease.instance} takes part in no KV transfer"
@@ -355,27 +346,21 @@ class FleetSimulation:
 
     def _answered(self, flight: Flight) -> None:
         """Report the first token of an answer."""
-        assert flight.lease is not None
-        assert flight.scheduler is not None
-        self._carry_out(flight.scheduler, flight.scheduler.on_first_token(flight.lease, self._events.now))
+        scheduler, lease = flight.leased
+        self._carry_out(scheduler, scheduler.on_first_token(lease, self._events.now))
 
     def _completed(self, flight: Flight) -> None:
         """End a request whose last sequence has ended."""
-        lease, scheduler = flight.lease, flight.scheduler
-        assert lease is not None
-        assert scheduler is not None
         if not flight.planned.generates:
             self._answered(flight)
-        lease.output_tokens = flight.record.output_tokens
+        flight.leased[1].output_tokens = flight.record.output_tokens
         flight.record.last_token_s = self._events.now
         self._close(flight, Outcome.OK)
         self._lease_ended(flight, Outcome.OK)
 
     def _lease_ended(self, flight: Flight, outcome: Outcome) -> None:
         """Report the end of a request's lease."""
-        lease, scheduler = flight.lease, flight.scheduler
-        assert lease is not None
-        assert scheduler is not None
+        scheduler, lease = flight.leased
         self._carry_out(scheduler, scheduler.on_lease_ended(lease, outcome, self._events.now))
 
     def _count_gaps(self, engine: FleetEngine, ended: IterationEnd) -> None:

@@ -21,7 +21,10 @@ class Flight:
     def __init__(self, planned: PlannedRequest) -> None:
         self.planned = planned
         self.record = RequestResult(
-            planned.scheduled_s, planned.input_tokens, sequences=planned.sequences, service=planned.service
+            planned.scheduled_s,
+            planned.input_tokens,
+            sequences=planned.sequences,
+            service=planned.row.service,
         )
         self.scheduler: Scheduler | None = None
         self.lease: Lease | None = None
@@ -29,6 +32,13 @@ class Flight:
         self.running = planned.sequences
         #: Its prompt on the prefill engine, until the decode engine has fetched it.
         self.held: tuple[FleetEngine, EngineRun] | None = None
+
+    @property
+    def leased(self) -> tuple[Scheduler, Lease]:
+        """Its scheduler and lease, once it has one."""
+        assert self.scheduler is not None, "expected a request that has arrived"
+        assert self.lease is not None, "expected a request with a lease"
+        return self.scheduler, self.lease
 
 
 class EngineRun(EngineSequence):
@@ -50,7 +60,7 @@ class EngineRun(EngineSequence):
             answer=None if prefill else answer,
             remote_tokens=planned.prompt_tokens if leg is Role.DECODE else 0,
             held=prefill,
-            adapter=planned.adapter,
+            adapter=planned.row.adapter,
         )
         self.flight = flight
         self.leg = leg
@@ -62,11 +72,11 @@ def leg_sequences(flight: Flight, leg: Role) -> list[EngineRun]:
     planned, content = flight.planned, flight.planned.content
     own = planned.prompt_tokens - sum(length for _, length in content.spans)
     runs = []
-    for prompt in range(planned.prompts):
+    for prompt in range(planned.row.sequences):
         pieces = content.spans
-        if planned.n > 1 and own:
+        if planned.row.n > 1 and own:
             pieces = (*pieces, ((planned.index, prompt), own))
-        runs += [EngineRun(flight, pieces, content.answer, leg) for _ in range(planned.n)]
+        runs += [EngineRun(flight, pieces, content.answer, leg) for _ in range(planned.row.n)]
     return runs
 
 

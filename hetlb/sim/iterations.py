@@ -25,9 +25,6 @@ class IterationRun:
         self.increment_s = increment_s
         self.decodes = decodes
 
-    def __repr__(self) -> str:
-        return f"IterationRun({self.steps}, {self.first_s}, {self.increment_s}, {self.decodes})"
-
     def elapsed_s(self, steps: int) -> float:
         """Return seconds from the start to the end of the first `steps` steps."""
         return steps * self.first_s + self.increment_s * (steps * (steps - 1) / 2)
@@ -66,17 +63,9 @@ class Prefills:
     """Prefill work of one iteration under composition, and the remaining limits."""
 
     __slots__ = (
-        "attended",
-        "budget",
-        "joining",
-        "joining_longest",
-        "joining_tokens",
-        "loads",
-        "longest",
-        "prompts",
-        "slots",
-        "tokens",
-    )
+        "attended", "budget", "joining", "joining_longest", "joining_tokens", "loads", "longest", "prompts",
+        "slots", "tokens",
+    )  # fmt: skip
 
     def __init__(self, budget: int) -> None:
         #: Tokens that the iteration may still compute, sequences that may still be admitted.

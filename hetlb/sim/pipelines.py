@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from hetlb.core.paths.path_ledger import PathDispatch, PathLease
+from hetlb.core.paths.path_ledger import PathLease
 from hetlb.core.paths.path_scheduler import PathCommand, PathScheduler
 from hetlb.core.paths.stages import SINK, SOURCE, Edge, StageNetwork, StageSpec
 from hetlb.core.types import Outcome, Reject, Request
@@ -46,74 +46,52 @@ FEED_DELAY_S: Final = 0.1
 _LOOK: Final = 2048
 
 # Order of events at the same instant.
-_TOKEN, _BATCH_END, _WAKE, _ARRIVAL, _CHANGE = range(5)
+_TOKEN, _BATCH_END, _WAKE, _ARRIVAL = range(4)
 
 
-class _Link:
-    """A connection from one sender to one receiver."""
-
-    __slots__ = (
-        "frame_arrives_at", "frame_sent_at", "free_at", "latency_s", "nic_in", "nic_out", "seconds_per_token",
-    )  # fmt: skip
-
-    def __init__(self, seconds_per_token: float, latency_s: float, nic_out: _Nic, nic_in: _Nic) -> None:
-        self.seconds_per_token = seconds_per_token
-        self.latency_s = latency_s
-        self.nic_out = nic_out
-        self.nic_in = nic_in
-        self.free_at = 0.0
-        #: Times at which the coordinator's last frame was sent and arrives.
-        self.frame_sent_at = -1.0
-        self.frame_arrives_at = 0.0
-
-
+@dataclass(eq=False, slots=True)
 class _Nic:
     """One direction of a network card."""
 
-    __slots__ = ("free_at", "seconds_per_byte")
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self.seconds_per_byte = 1.0 / bytes_per_s
-        self.free_at = 0.0
+    seconds_per_byte: float
+    free_at: float = 0.0
 
 
+@dataclass(eq=False, slots=True)
+class _Link:
+    """A connection from one sender to one receiver."""
+
+    seconds_per_token: float
+    latency_s: float
+    nic_out: _Nic
+    nic_in: _Nic
+    free_at: float = 0.0
+    #: Times at which the coordinator's last frame was sent and arrives.
+    frame_sent_at: float = -1.0
+    frame_arrives_at: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
 class _Flight:
-    """One request on its way."""
+    """One request on its path. `tokens` of this pass: the prompt at first, then one; `cached` before it."""
 
-    __slots__ = ("arrived_at", "broken", "cached", "lease", "links", "nodes", "output_tokens", "pass_at",
-    "position",
-                 "produced", "sent_at", "tokens")  # fmt: skip
-
-    def __init__(self, arrived_at: float, output_tokens: int) -> None:
-        self.arrived_at = arrived_at
-        self.output_tokens = output_tokens
-        #: Tokens of this pass: the prompt at first, then one.
-        self.tokens = 0
-        #: Tokens in the KV cache before this pass.
-        self.cached = 0
-        self.produced = 0
-        self.pass_at = 0.0
-        self.sent_at = 0.0
-        self.position = 0
-        #: A stage of its path was lost: what is left of it on the way goes nowhere.
-        self.broken = False
-        self.lease: PathLease | None = None
-        self.nodes: list[_Node] = []
-        self.links: list[_Link] = []
-
-    def again(self) -> _Flight:
-        """The same request on another path, with what it has produced."""
-        flight = _Flight(self.arrived_at, self.output_tokens)
-        flight.produced = self.produced
-        return flight
+    lease: PathLease
+    nodes: list[_Node]
+    links: list[_Link]
+    output_tokens: int
+    tokens: int
+    pass_at: float
+    cached: int = 0
+    position: int = 0
+    sent_at: float = 0.0
 
 
 class _Node:
     """A stage: what has arrived, what waits at each segment, the batch that runs."""
 
     __slots__ = (
-        "batch", "busy", "busy_s", "copied_tokens", "decode_s", "entry", "inbox", "kv_peak", "kv_used",
-        "prompt_s", "segment", "segments", "spec", "waiting", "wake_at",
+        "batch", "busy_s", "copied_tokens", "decode_s", "entry", "inbox", "kv_peak", "kv_used", "prompt_s",
+        "segment", "segments", "spec", "waiting", "wake_at",
     )  # fmt: skip
 
     def __init__(self, spec: StageSpec, entries: Sequence[int]) -> None:
@@ -128,7 +106,6 @@ class _Node:
         self.waiting: list[deque[_Flight]] = [deque() for _ in entries]
         self.segment = 0
         self.batch: list[_Flight] = []
-        self.busy = False
         self.busy_s = 0.0
         self.wake_at = float("inf")
         self.copied_tokens = 0
@@ -150,42 +127,32 @@ class _Node:
         inbox = self.inbox
         while inbox and inbox[0][0] <= now:
             flight = heapq.heappop(inbox)[2]
-            if flight.broken:
-                continue
-            assert flight.lease is not None
             self.waiting[self.entry[flight.lease.hops[flight.position].first]].append(flight)
             self.copied_tokens += flight.tokens
 
-    def form(self) -> list[_Flight]:
-        """Take a batch from the segment in turn."""
-        waiting, limits = self.waiting[self.segment], self.spec.batch
-        batch: list[_Flight] = []
-        left: list[_Flight] = []
+    def form(self) -> tuple[int, int]:
+        """Take a batch from the segment in turn; returns its prompt tokens and decodes."""
+        limits = self.spec.batch
+        left: deque[_Flight] = deque()
         prompts = prompt_tokens = decodes = context = 0
-        for flight in waiting:
-            tokens = flight.tokens
-            if flight.cached == 0:
+        for flight in self.waiting[self.segment]:
+            tokens, cached = flight.tokens, flight.cached
+            if cached:
+                fits = decodes < limits.decodes and context + cached <= limits.decode_context
+                if takes := fits or not decodes:
+                    decodes += 1
+                    context += cached
+            else:
                 fits = prompts < limits.prompts and prompt_tokens + tokens <= limits.prompt_tokens
-                if fits or not prompts:
+                if takes := fits or not prompts:
                     prompts += 1
                     prompt_tokens += tokens
-                    batch.append(flight)
-                    continue
-            elif (
-                decodes < limits.decodes and context + flight.cached <= limits.decode_context
-            ) or not decodes:
-                decodes += 1
-                context += flight.cached
-                batch.append(flight)
-                continue
-            left.append(flight)
-        self.waiting[self.segment] = deque(left)
-        return batch
+            (self.batch if takes else left).append(flight)
+        self.waiting[self.segment] = left
+        return prompt_tokens, decodes
 
     def next_segment(self) -> bool:
-        """Turn to the next segment that has something to do; the present one comes last. False if none
-        has.
-        """
+        """Turn to the next segment that has something to do, the present one last; False if none has."""
         count = len(self.segments)
         for step in range(1, count + 1):
             segment = (self.segment + step) % count
@@ -215,11 +182,7 @@ class PassTimes:
         """JSON of it."""
         if not self.seconds:
             return {}
-        ordered = sorted(self.seconds)
-        named = {
-            f"p{p}": ordered[min(len(ordered) - 1, len(ordered) * p // 100)] for p in (5, 25, 50, 75, 95)
-        }
-        return {"mean": self.mean, **named}
+        return {"mean": self.mean, **{f"p{p}": self.percentile(p / 100) for p in (5, 25, 50, 75, 95)}}
 
 
 @dataclass(slots=True)
@@ -267,23 +230,15 @@ class PipelineResult:
 
 @dataclass(frozen=True, slots=True)
 class OfflineLoad:
-    """Load that fills the cluster: `initial` queries at first, 0.1 s apart, and one more whenever a prompt
-    or a query is done while the booked KV of the fullest layer is at most `high_water`, or, with `constant`,
-    whenever a query is.
+    """Load that fills the cluster: `initial` queries at first, 0.1 s apart.
+
+    One more comes whenever a prompt or a query is done while the booked KV of the fullest layer is at most
+    `high_water`, or, with `constant`, whenever a query is.
     """
 
     initial: int = 20
     high_water: float = 0.8
     constant: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StageChange:
-    """A stage is lost, or comes back, at a time (s)."""
-
-    at_s: float
-    stage: str
-    up: bool
 
 
 class PipelineSimulation:
@@ -295,31 +250,32 @@ class PipelineSimulation:
         scheduler: PathScheduler,
         lengths: Iterator[tuple[int, int]],
         *,
-        copy_bytes_per_s: float = COPY_BYTES_PER_S,
         frames: bool = False,
-        watch: Callable[[PathDispatch, float], object] | None = None,
+        watch: Callable[[PathLease], object] | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> None:
-        """`lengths` gives prompt and output tokens of each request; `watch` is told every dispatch; a run
-        ends where `stop` says so, and its result is of the window until then. With
-        `frames` all that a batch has for one receiver travels together, as `hetlb stage` sends it; else every
-        request is a message of its own (Helix).
+        """`lengths` gives prompt and output tokens of each request; `watch` is told every lease.
+
+        A run ends where `stop` says so, and its result is of the window until then. With `frames` all that
+        a batch has for one receiver travels together, as `hetlb stage` sends it; else every request is a
+        message of its own (Helix).
         """
         self._network = network
         self._scheduler = scheduler
         self._lengths = lengths
-        self._copy_s = network.activation_bytes / copy_bytes_per_s
+        self._copy_s = network.activation_bytes / COPY_BYTES_PER_S
         self._frames = frames
         self._watch = watch
         self._stop = stop
         self._nodes = {stage.name: _Node(stage, _entries(network, stage)) for stage in network.stages}
-        self._nics_out = {stage.name: _Nic(stage.nic_out_bytes_per_s) for stage in network.stages}
-        self._nics_in = {stage.name: _Nic(stage.nic_in_bytes_per_s) for stage in network.stages}
-        self._nics_out[SOURCE] = self._nics_in[SINK] = _Nic(float("inf"))
+        self._nics_out = {stage.name: _Nic(1.0 / stage.nic_out_bytes_per_s) for stage in network.stages}
+        self._nics_in = {stage.name: _Nic(1.0 / stage.nic_in_bytes_per_s) for stage in network.stages}
+        self._nics_out[SOURCE] = self._nics_in[SINK] = _Nic(0.0)
         self._links: dict[Edge, _Link] = {}
         self._events = EventQueue()
         self._delivered = 0
-        self._flights: dict[int, _Flight] = {}
+        #: Time of arrival and output tokens of the requests that have not ended.
+        self._open: dict[int, tuple[float, int]] = {}
         self._requests = 0
         self._load: OfflineLoad | None = None
         self._begin = self._end = 0.0
@@ -334,18 +290,11 @@ class PipelineSimulation:
         return self._run(warm_up_s, warm_up_s + measured_s)
 
     def run_online(
-        self,
-        arrivals_s: Sequence[float],
-        *,
-        measured_s: float,
-        warm_up_s: float = 0.0,
-        changes: Sequence[StageChange] = (),
+        self, arrivals_s: Sequence[float], *, measured_s: float, warm_up_s: float = 0.0
     ) -> PipelineResult:
         """Requests at given times; what is not done when the window ends is counted as unfinished."""
         for at in arrivals_s:
             self._events.push(at, _ARRIVAL, None)
-        for change in changes:
-            self._events.push(change.at_s, _CHANGE, change)
         return self._run(warm_up_s, warm_up_s + measured_s)
 
     # --- events ---
@@ -366,14 +315,12 @@ class PipelineSimulation:
             elif kind == _BATCH_END:
                 self._batch_ended(what, now)
             elif kind == _WAKE:
-                if not what.busy and what.wake_at == now:
+                if not what.batch and what.wake_at == now:
                     self._begin_batch(what, now)
-            elif kind == _ARRIVAL:
-                self._arrive(now)
             else:
-                self._change(what, now)
+                self._arrive(now)
         result = self._result
-        result.unfinished = len(self._flights)
+        result.unfinished = len(self._open)
         for name, node in self._nodes.items():
             result.busy[name] = node.busy_s / result.window_s if result.window_s else 0.0
             result.kv_peak[name] = node.kv_peak / node.spec.kv_token_layers
@@ -384,30 +331,23 @@ class PipelineSimulation:
         if lengths is None:
             return
         self._requests += 1
-        self._flights[self._requests] = _Flight(now, max(1, lengths[1]))
-        self._obey(
-            self._scheduler.on_arrival(Request(self._requests, "", lengths[0], prompt_exact=True), now), now
-        )
+        self._open[self._requests] = now, max(1, lengths[1])
+        request = Request(self._requests, "", lengths[0], prompt_exact=True)
+        self._obey(self._scheduler.on_arrival(request, now), now)
         self._result.most_in_flight = max(self._result.most_in_flight, self._scheduler.in_flight)
 
     def _obey(self, commands: list[PathCommand], now: float) -> None:
         for command in commands:
             if isinstance(command, Reject):
-                del self._flights[command.request_id]
+                del self._open[command.request_id]
                 self._result.rejected += 1
                 continue
             if self._watch is not None:
-                self._watch(command, now)
-            lease = command.lease
-            flight = self._flights[command.request_id]
-            if flight.lease is not None:  # a replay: messages of the broken path may still be on their way
-                flight = self._flights[command.request_id] = flight.again()
-            flight.lease = lease
-            names = [hop.stage for hop in lease.hops]
-            flight.nodes = [self._nodes[name] for name in names]
-            flight.links = [self._link(edge) for edge in zip((SOURCE, *names), (*names, SINK), strict=True)]
-            flight.tokens, flight.cached = lease.context_tokens, 0
-            flight.pass_at = flight.arrived_at if flight.produced == 0 else now
+                self._watch(command)
+            arrived_at, output_tokens = self._open[command.request.id]
+            nodes = [self._nodes[hop.stage] for hop in command.hops]
+            links = [self._link(edge) for edge in command.edges]
+            flight = _Flight(command, nodes, links, output_tokens, command.context_tokens, arrived_at)
             self._start_pass(flight, now)
 
     def _link(self, edge: Edge) -> _Link:
@@ -444,7 +384,7 @@ class PipelineSimulation:
     def _deliver(self, flight: _Flight, node: _Node, at: float) -> None:
         self._delivered += 1
         heapq.heappush(node.inbox, (at, self._delivered, flight))
-        if not node.busy and at < node.wake_at:
+        if not node.batch and at < node.wake_at:
             node.wake_at = at
             self._events.push(at, _WAKE, node)
 
@@ -452,24 +392,15 @@ class PipelineSimulation:
         """Run the next batch, or sleep until something arrives."""
         node.collect(now)
         if not node.waiting[node.segment] and not node.next_segment():
-            node.busy = False
             node.wake_at = float("inf")
             if node.inbox:
                 node.wake_at = node.inbox[0][0]
                 self._events.push(node.wake_at, _WAKE, node)
             return
-        node.batch = node.form()
-        prompt_tokens = decodes = 0
-        for flight in node.batch:
-            if flight.cached:
-                decodes += 1
-            else:
-                prompt_tokens += flight.tokens
-        time_s = node.segments[node.segment] * node.layer_s(prompt_tokens, decodes)
+        time_s = node.segments[node.segment] * node.layer_s(*node.form())
         if node.segment == 0:
             time_s += node.copied_tokens * self._copy_s
             node.copied_tokens = 0
-        node.busy = True
         if now >= self._begin:
             node.busy_s += min(time_s, self._end - now)
         self._events.push(now + time_s, _BATCH_END, node)
@@ -480,7 +411,7 @@ class PipelineSimulation:
         if segment + 1 < len(node.segments):
             node.waiting[segment + 1].extend(batch)
         else:
-            self._pass_on([flight for flight in batch if not flight.broken], node, now)
+            self._pass_on(batch, node, now)
             node.kv_peak = max(node.kv_peak, node.kv_used)
         node.collect(now)
         node.next_segment()
@@ -504,23 +435,17 @@ class PipelineSimulation:
     def _leave(self, flight: _Flight, node: _Node, now: float) -> float:
         """A flight leaves a stage; returns when it is at the next one."""
         position, lease = flight.position, flight.lease
-        assert lease is not None
         node.kv_used += flight.tokens * lease.hops[position].layers
         if self._reads_hops:
-            sender = lease.hops[position - 1].stage if position else SOURCE
-            self._scheduler.on_hop(sender, node.spec.name, now - flight.sent_at)
+            self._scheduler.on_hop(*lease.edges[position], now - flight.sent_at)
         flight.position = position + 1
         return self._send(flight, flight.links[position + 1], now)
 
     def _token(self, flight: _Flight, now: float) -> None:
         lease, result = flight.lease, self._result
-        if flight.broken or lease is None:
-            return
-        measured = now >= self._begin
         first = flight.cached == 0
-        flight.produced += 1
         lease.output_tokens += 1
-        if measured:
+        if now >= self._begin:
             result.output_tokens += 1
             (result.prompts if first else result.decodes).seconds.append(now - flight.pass_at)
             if first:
@@ -529,21 +454,22 @@ class PipelineSimulation:
         flight.tokens = 1
         if first:
             self._obey(self._scheduler.on_first_token(lease, now), now)
-        if flight.produced < flight.output_tokens:
+        done = lease.output_tokens >= flight.output_tokens
+        if done:
+            self._finish(flight, now)
+        else:
             flight.pass_at = now
             self._start_pass(flight, now)
-        else:
-            self._finish(flight, lease, now)
-        if self._load is not None and (first or flight.produced >= flight.output_tokens):
-            self._feed(self._load, now, done=flight.produced >= flight.output_tokens)
+        if self._load is not None and (first or done):
+            self._feed(self._load, now, done=done)
 
-    def _finish(self, flight: _Flight, lease: PathLease, now: float) -> None:
-        for hop in lease.hops:
-            self._nodes[hop.stage].kv_used -= flight.cached * hop.layers
-        del self._flights[lease.request.id]
+    def _finish(self, flight: _Flight, now: float) -> None:
+        for node, hop in zip(flight.nodes, flight.lease.hops, strict=True):
+            node.kv_used -= flight.cached * hop.layers
+        del self._open[flight.lease.request.id]
         if now >= self._begin:
             self._result.completed += 1
-        self._obey(self._scheduler.on_lease_ended(lease, Outcome.OK, now), now)
+        self._obey(self._scheduler.on_lease_ended(flight.lease, Outcome.OK, now), now)
 
     def _feed(self, load: OfflineLoad, now: float, *, done: bool) -> None:
         if load.constant:
@@ -552,21 +478,6 @@ class PipelineSimulation:
             more = not self._scheduler.waiting and self._scheduler.kv_usage() <= load.high_water
         if more:
             self._events.push(now + FEED_DELAY_S, _ARRIVAL, None)
-
-    def _change(self, change: StageChange, now: float) -> None:
-        commands = self._scheduler.on_stage(change.stage, up=change.up, now=now)
-        if not change.up:
-            for lease, _ in list(self._scheduler.ledgers[change.stage].leases.values()):
-                self._break(self._flights[lease.request.id], lease)
-                commands += self._scheduler.on_lease_ended(lease, Outcome.BROKEN_STREAM, now)
-        self._obey(commands, now)
-
-    def _break(self, flight: _Flight, lease: PathLease) -> None:
-        """A path is lost with its KV: what each stage held for it is free."""
-        flight.broken = True
-        for index, hop in enumerate(lease.hops):
-            held = flight.cached + (flight.tokens if index < flight.position else 0)
-            self._nodes[hop.stage].kv_used -= held * hop.layers
 
 
 def _entries(network: StageNetwork, stage: StageSpec) -> list[int]:

@@ -30,47 +30,14 @@ from hetlb.sim.alone import full_tokens_per_s, requests_while_full, run_alone
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_result import FleetSeries
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.workload.arrivals import PlannedRequest, Waves, make_plan
-from hetlb.workload.content import PromptContent
+from hetlb.workload.arrivals import Load, PlannedRequest
 from hetlb.workload.records import latencies_s
-from hetlb.workload.traces import Row
 
 #: The arrivals that the trace recorded, in place of a rate.
 TRACE = "trace"
 _INFINITE = float("inf")
 #: Weight of a prompt token against one output token in `fixed_split`.
 _PROMPT_WEIGHT = 0.15
-
-
-@dataclass(frozen=True, slots=True)
-class StudyLoad:
-    """The requests of every run: rows of a trace, how many of them, and how evenly they arrive.
-
-    `contents` are those of the rows, None where they share nothing.
-    """
-
-    rows: Sequence[Row]
-    num_prompts: int | None = None
-    burstiness: float = 1.0
-    contents: Sequence[PromptContent] | None = None
-    waves: Waves | None = None
-
-    @property
-    def count(self) -> int:
-        """Requests of a run."""
-        return len(self.rows) if self.num_prompts is None else self.num_prompts
-
-    def plan(self, rate: float | str, seed: int) -> list[PlannedRequest]:
-        """Due time of each request. Raises `ValueError` for `TRACE` on rows without arrival times."""
-        return make_plan(
-            self.rows,
-            self.num_prompts,
-            rate,
-            random.Random(seed),
-            self.burstiness,
-            waves=self.waves,
-            contents=self.contents,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +51,7 @@ class Study:
     engines: Mapping[str, EngineSpec]
     model: str
     rule: IterationRule
-    load: StudyLoad
+    load: Load
     classes: Mapping[str, ServiceClass] = field(default_factory=dict)
 
 
@@ -146,22 +113,16 @@ def run_sweep(
         }
         runs = [workers.submit(_run, cell) for cell in cells]
         workers.wait(alone.values())
-        alone_tok_s, steady_tok_s = (
-            {
-                order: {name: alone[order, kind].result()[figure] for name, kind in alike.items()}
-                for order in orders
-            }
-            for figure in (0, 1)
-        )
-        splits = {seed: workers.submit(_split, seed, alone_tok_s[_INFINITE]) for seed in split_seeds}
+        splits: dict[int, Future[dict[str, float]]] = {}
+        for seed in split_seeds:
+            speeds = {name: alone[_INFINITE, kind].result()[0] for name, kind in alike.items()}
+            splits[seed] = workers.submit(_split, seed, speeds)
         workers.wait([*runs, *splits.values()])
     ran = []
     for cell, future in zip(cells, runs, strict=True):
         summary, watched = future.result()
-        bound, steady_bound = (
-            {"total_token_throughput": sum(each[_order(cell.rate)].values())}
-            for each in (alone_tok_s, steady_tok_s)
-        )
+        figures = [alone[_order(cell.rate), kind].result() for kind in alike.values()]
+        bound, steady_bound = ({"total_token_throughput": sum(each)} for each in zip(*figures, strict=True))
         split = splits[cell.seed].result() if cell.rate == _INFINITE else None
         ran.append(Ran(cell, summary, bound, steady_bound, split, watched))
     return ran
@@ -207,7 +168,7 @@ def fixed_split(
             prompt_tokens=planned.prompt_tokens,
             generates=planned.generates,
             prompt_exact=True,
-            tenant=planned.tenant,
+            tenant=planned.row.tenant or None,
         )
         output = predictor.predict(request) if planned.generates else 0.0
         work = planned.sequences * (_PROMPT_WEIGHT * planned.prompt_tokens + output)

@@ -8,20 +8,19 @@ The rules of scheduling are vLLM's (`tests/sim/plain_engine.py` states them for 
 one batch in flight at a time, so it decodes in the batch that its prompt ended in, once a turn; parts of one
 prompt may be in several. Where blocks are missing, the latest admitted of the batch is preempted. The
 scheduler works on one batch at a time, `host_s` each.
-
-Of a batch that decodes, only what changes is touched, as in `engine`: sequences are kept by the turn at which
-they finish, and counted by the turns at which they need a block.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hetlb.core.latency import LatencyModel
-from hetlb.sim.alone import radical_inverse
+from hetlb.sim.block_pool import BlockPool
+from hetlb.sim.decode_batch import DecodeBatch
 from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.engine_sequence import EngineSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,90 +36,66 @@ class EngineStage:
     link_batch_s: float = 0.0
 
 
-@dataclass(eq=False, slots=True)
-class _Request:
-    """A sequence; `computed` tokens of `tokens` (prompt and, after a preemption, what it had generated)."""
-
-    tokens: int
-    output: int
-    computed: int = 0
-    offset: int = 0
-    last_turn: int = 0
-
-
 @dataclass(slots=True)
 class _Lane:
-    """One of the batches in flight, with the sequences that decode in it."""
+    """One of the batches in flight."""
 
-    demand: list[int]
-    turn: int = 0
-    decoding: list[_Request] = field(default_factory=list)  # in order of admission
-    cached: int = 0
-    finish: dict[int, list[_Request]] = field(default_factory=dict)
-    ending: list[_Request] = field(default_factory=list)  # prompts that end in the batch in flight
+    decodes: DecodeBatch
+    ending: list[EngineSequence] = field(default_factory=list)  # prompts that end in the batch in flight
     ends_s: float = 0.0
     busy: bool = False
 
 
 class StagedEngine:
-    """One engine; `run` serves requests that all wait at the start. `limits` are of a single batch."""
+    """One engine; `run` serves the sequences submitted. `limits` are of a single batch."""
 
     def __init__(self, stages: Sequence[EngineStage], limits: EngineLimits) -> None:
         self._stages = stages
         self._limits = limits
         self._free_s = [0.0] * (len(stages) + 1)  # of every stage, and of the scheduler
-        self._blocks = limits.kv_blocks
+        self._pool = BlockPool(limits.kv_blocks, limits.block_size)
         self._admitted = 0
-        self._partial: _Request | None = None
-        self._waiting: deque[_Request] = deque()
-        self._lanes = [_Lane([0] * limits.block_size) for _ in stages]
+        self._partial: EngineSequence | None = None
+        self._waiting: deque[EngineSequence] = deque()
+        self._lanes = [_Lane(DecodeBatch(limits.block_size)) for _ in stages]
 
-    def run(self, rows: Sequence[tuple[int, int]], batch: int) -> float:
-        """Requests/s from when `batch` of the rows have ended to when nothing waits any more.
+    @property
+    def waiting(self) -> int:
+        """Sequences not admitted."""
+        return len(self._waiting)
 
-        The first `batch` are met at any point of their answers, as in `alone.full_part`; where nothing waits
-        by then, the rate is that of the whole run.
-        """
-        for number, (prompt, output) in enumerate(rows):
-            left = max(1, round(output * radical_inverse(number + 1))) if number < batch else max(1, output)
-            self._waiting.append(_Request(prompt, left))
-        now, finished = 0.0, 0
-        begun: tuple[float, int] | None = None
-        last = (0.0, 0)
+    def submit(self, sequence: EngineSequence) -> None:
+        """Put a sequence at the end of the queue."""
+        self._waiting.append(sequence)
+
+    def run(self) -> Iterator[tuple[float, int]]:
+        """Yield, at every look of the scheduler at a batch, the time and how many sequences finished."""
+        now, idle = 0.0, 0
         lanes = deque(self._lanes)
-        idle = 0
         while idle < len(lanes):
-            lane = lanes[0]
+            lane, finished = lanes[0], 0
             lanes.rotate(-1)
             if lane.busy:
                 now = max(now, lane.ends_s)
-                finished += self._end(lane)
-            if self._waiting:
-                last = (now, len(rows) - len(self._waiting))
-                if begun is None and finished >= batch:
-                    begun = last
+                finished = self._end(lane)
+            yield now, finished
             lane.busy = self._begin(lane, now)
             idle = 0 if lane.busy else idle + 1
-        if begun is None or last[0] <= begun[0]:
-            return len(rows) / now if now > 0.0 else 0.0
-        return (last[1] - begun[1]) / (last[0] - begun[0])
 
     def _begin(self, lane: _Lane, now: float) -> bool:
         """Schedule a batch and send it through the stages; False where there is nothing to do."""
-        lane.turn += 1
-        self._make_room(lane)
+        self._make_room(lane.decodes)
         prefills = self._prefills(lane)
-        decodes = len(lane.decoding)
+        decodes = lane.decodes.advance(1)
         if not prefills and not decodes:
             return False
-        lane.cached += decodes
         tokens = sum(n for _, n in prefills)
         load = (
             float(tokens),
             float(len(prefills)),
             float(max((n for _, n in prefills), default=0)),
             float(decodes),
-            float(lane.cached),
+            float(lane.decodes.tokens),
             float(sum(n * (2 * computed - n) for computed, n in prefills)),
         )
         at, free, host_s = now, self._free_s, 0.0
@@ -134,73 +109,52 @@ class StagedEngine:
         lane.ends_s = free[-1] = max(at, free[-1]) + host_s
         return True
 
-    def _make_room(self, lane: _Lane) -> None:
+    def _make_room(self, decodes: DecodeBatch) -> None:
         """Blocks for the tokens that decode this turn; the latest admitted lose theirs where some lack."""
-        size = self._limits.block_size
-        while (need := lane.demand[(lane.turn - 1) % size]) > self._blocks:
-            victim = lane.decoding.pop()
-            tokens = lane.turn - 1 - victim.offset
-            lane.demand[victim.offset % size] -= 1
-            lane.cached -= tokens
-            last = victim.last_turn
-            lane.finish[last].remove(victim)
-            self._blocks += self._blocks_of(tokens)
+        while (need := decodes.blocks_needed(1)) > self._pool.free_blocks:
+            victim = next(reversed(decodes.sequences))
+            tokens = decodes.remove(victim)
+            self._pool.release(tokens)
             self._admitted -= 1
-            left = last - lane.turn + 1
-            self._waiting.appendleft(_Request(tokens + 1, left))
-        self._blocks -= need
+            left = victim.prompt_tokens + victim.output_tokens - tokens - 1
+            self._waiting.appendleft(EngineSequence(tokens + 1, left))
+        self._pool.take(need)
 
     def _prefills(self, lane: _Lane) -> list[tuple[int, int]]:
         """Parts of prompts for this batch: (tokens computed with it, tokens of the part)."""
-        limits = self._limits
-        budget = limits.max_num_batched_tokens - len(lane.decoding)
+        budget = self._limits.max_num_batched_tokens - len(lane.decodes.sequences)
         parts: list[tuple[int, int]] = []
         while budget > 0:
-            request = self._partial
-            if request is None:
-                if not self._waiting or self._admitted >= limits.max_num_seqs:
+            sequence = self._partial
+            if sequence is None:
+                if not self._waiting or self._admitted >= self._limits.max_num_seqs:
                     break
-                if self._blocks_of(self._waiting[0].tokens) > self._blocks:
+                if not self._pool.extend(0, self._waiting[0].prompt_tokens):
                     break
-                request = self._waiting.popleft()
+                sequence = self._waiting.popleft()
                 self._admitted += 1
-                self._blocks -= self._blocks_of(request.tokens)
-            new = min(request.tokens - request.computed, budget)
-            request.computed += new
+            new = min(sequence.prompt_tokens - sequence.computed, budget)
+            sequence.computed += new
             budget -= new
-            parts.append((request.computed, new))
-            self._partial = request if request.computed < request.tokens else None
+            parts.append((sequence.computed, new))
+            self._partial = sequence if sequence.computed < sequence.prompt_tokens else None
             if self._partial is None:
-                lane.ending.append(request)
+                lane.ending.append(sequence)
         return parts
 
     def _end(self, lane: _Lane) -> int:
         """Tokens of a batch are out; how many sequences finished."""
-        size, turn = self._limits.block_size, lane.turn
-        ended = 0
-        for request in lane.finish.pop(turn, ()):
-            lane.decoding.remove(request)
-            tokens = turn - request.offset
-            lane.demand[request.offset % size] -= 1
-            lane.cached -= tokens
-            self._blocks += self._blocks_of(tokens)
-            ended += 1
-        for request in lane.ending:
-            if request.output <= 1:
-                self._blocks += self._blocks_of(request.tokens)
+        decodes = lane.decodes
+        finished = decodes.take_finished()
+        for sequence in finished:
+            self._pool.release(decodes.cached(sequence))
+        ended = len(finished)
+        for sequence in lane.ending:
+            if sequence.output_tokens <= 1:
+                self._pool.release(sequence.prompt_tokens)
                 ended += 1
-                continue
-            # At the end of turn t it has `t - offset` tokens in the cache, and needs a block when that is
-            # one more than a whole number of them.
-            request.offset = turn - request.tokens
-            request.last_turn = turn + request.output - 1
-            lane.demand[request.offset % size] += 1
-            lane.cached += request.tokens
-            lane.decoding.append(request)
-            lane.finish.setdefault(request.last_turn, []).append(request)
+            else:
+                decodes.add(sequence, sequence.prompt_tokens)
         lane.ending.clear()
         self._admitted -= ended
         return ended
-
-    def _blocks_of(self, tokens: int) -> int:
-        return -(-tokens // self._limits.block_size)

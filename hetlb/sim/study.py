@@ -18,12 +18,13 @@ from hetlb.core.types import Health
 from hetlb.errors import ConfigError, ProfileError
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.sim.simulation_sweep import Ran, Study, StudyCell, StudyLoad
+from hetlb.sim.simulation_sweep import Ran, Study, StudyCell
+from hetlb.workload.arrivals import Load
 
 
 def make_study(
     fleet: Fleet,
-    load: StudyLoad,
+    load: Load,
     *,
     predictor: str = "empirical",
     rule: IterationRule = IterationRule.TOKEN,
@@ -119,28 +120,16 @@ def by_policy_and_rate(runs: Sequence[dict[str, Any]]) -> dict[tuple[str, str], 
 
 def median_run(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge runs of several seeds: the median of each figure, `seeds` instead of `seed`."""
-    first = runs[0]
-    found: dict[str, Any] = {"policy": first["policy"], "seeds": [each["seed"] for each in runs]}
-    for key, value in first.items():
-        if key in ("policy", "seed"):
-            continue
-        values = [each[key] for each in runs]
-        if key == "instances":
-            found[key] = [
-                {"name": parts[0]["name"], **_medians(parts)} for parts in zip(*values, strict=True)
-            ]
-        elif key == "classes":
-            found[key] = {name: _medians([each[name] for each in values]) for name in value}
-        elif isinstance(value, dict):
-            found[key] = _medians(values)
-        else:
-            found[key] = median(values) if isinstance(value, int | float) else value
-    return found
+    figures = [{key: each[key] for key in each if key not in ("policy", "seed")} for each in runs]
+    found: dict[str, Any] = _median(figures)
+    return {"policy": runs[0]["policy"], "seeds": [each["seed"] for each in runs], **found}
 
 
-def _medians(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        key: None if tables[0][key] is None else median(table[key] for table in tables)
-        for key in tables[0]
-        if not isinstance(tables[0][key], str)
-    }
+def _median(values: Sequence[Any]) -> Any:
+    """The median of figures; of tables and lists that of each part, of anything else the first."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: _median([each[key] for each in values]) for key in first}
+    if isinstance(first, list):
+        return [_median(parts) for parts in zip(*values, strict=True)]
+    return median(values) if isinstance(first, int | float) else first

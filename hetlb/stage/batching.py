@@ -9,8 +9,9 @@ the one that needs them, so the oldest always proceeds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from hetlb.stage.kv import BlockTable, StageBlocks
 from hetlb.stage.stage_messages import Cause, Lost, Opening, Pass, RouteHop, Sampling
@@ -29,16 +30,6 @@ class StageLease:
     closed: bool = False
     #: Tokens that were sampled here.
     output: list[int] = field(default_factory=list)
-
-    @property
-    def first(self) -> int:
-        """First layer computed here."""
-        return self.table.first
-
-    @property
-    def end(self) -> int:
-        """Layer behind the last one computed here."""
-        return self.table.end
 
     @property
     def next_url(self) -> str | None:
@@ -62,8 +53,13 @@ class Work:
         return self.last and self.lease.next_url is None
 
 
-class OutOfOrder(Exception):
-    """A pass of a lease that was not opened."""
+def segments(works: Sequence[Work]) -> Iterator[tuple[int, int, list[Work]]]:
+    """Ranges of layers, each with the works that pass all of it together."""
+    bounds = {bound for work in works for bound in (work.lease.table.first, work.lease.table.end)}
+    for first, end in pairwise(sorted(bounds)):
+        inside = [work for work in works if work.lease.table.first <= first < work.lease.table.end]
+        if inside:
+            yield first, end, inside
 
 
 class Batcher:
@@ -75,6 +71,8 @@ class Batcher:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._waiting: deque[Work] = deque()
         self.leases: dict[int, StageLease] = {}
+        #: Leases that were closed here, until someone has told their coordinators.
+        self.lost: list[Lost] = []
         #: Leases of the batch that runs: their blocks stay until it is done.
         self._running: list[StageLease] = []
         #: Bytes of rows that wait.
@@ -86,11 +84,14 @@ class Batcher:
         return len(self._waiting)
 
     def add(self, each: Pass, opening: Opening | None, rows: memoryview) -> None:
-        """A pass came in. `opening` is needed for the first one of a lease. Raises `OutOfOrder`."""
+        """A pass came in. `opening` is needed for the first one of a lease, else it is lost."""
         lease = self.leases.get(each.lease)
         if lease is None:
             if opening is None or each.position != 0:
-                raise OutOfOrder(f"pass at {each.position} of a lease that was not opened")
+                self._give_up(
+                    each.lease, Cause.PATH, f"pass at {each.position} of a lease that was not opened"
+                )
+                return
             own = opening.route[each.hop]
             table = BlockTable(own.first, own.end)
             lease = StageLease(each.lease, opening.route, each.hop, opening.sampling, table)
@@ -99,9 +100,7 @@ class Batcher:
         self.waiting_bytes += len(rows)
 
     def close(self, lease_id: int) -> None:
-        """Free what a lease holds, behind the batch that runs if it is part of it. Its passes are dropped;
-        unknown ids are ignored.
-        """
+        """Free what a lease holds, after the batch that runs if it is in it; its passes are dropped."""
         lease = self.leases.pop(lease_id, None)
         if lease is not None:
             lease.closed = True
@@ -115,14 +114,13 @@ class Batcher:
             if lease.closed:
                 self._pool.release(lease.table)
 
-    def form(self, accepts: Callable[[StageLease], bool]) -> tuple[list[Work], list[Lost]]:
-        """The next batch, and leases that were closed here for it.
+    def form(self, accepts: Callable[[StageLease], bool]) -> list[Work]:
+        """The next batch; leases may be lost for it.
 
         `accepts` is true for a lease whose output can be sent on now. Call `done` when the batch has run.
         """
         assert not self._running
         batch: dict[int, Work] = {}
-        given_up: list[Lost] = []
         left: deque[Work] = deque()
         held_back: set[int] = set()
         budget = self._max_num_batched_tokens
@@ -139,12 +137,11 @@ class Batcher:
                 continue
             if work.position != lease.computed:
                 self.waiting_bytes -= len(work.rows)
-                self.close(lease.id)
                 reason = f"a pass at {work.position} of {lease.computed} tokens"
-                given_up.append(Lost([lease.id], Cause.PATH, reason))
+                self._give_up(lease.id, Cause.PATH, reason)
                 continue
             count = min(work.count, budget)
-            if not self._make_room(lease, lease.computed + count, batch, given_up):
+            if not self._make_room(lease, lease.computed + count, batch):
                 held_back.add(lease.id)
                 left.append(work)
                 continue
@@ -157,11 +154,9 @@ class Batcher:
             work.lease.computed += work.count
             self.waiting_bytes -= len(work.rows)
         self._running = [work.lease for work in batch.values()]
-        return list(batch.values()), given_up
+        return list(batch.values())
 
-    def _make_room(
-        self, lease: StageLease, tokens: int, batch: Mapping[int, Work], given_up: list[Lost]
-    ) -> bool:
+    def _make_room(self, lease: StageLease, tokens: int, batch: Mapping[int, Work]) -> bool:
         """Reserve blocks; when too few are free, preempt younger leases outside the batch."""
         while not self._pool.reserve(lease.table, tokens):
             holding = [
@@ -171,15 +166,16 @@ class Batcher:
             ]
             victim = max(holding, key=lambda other: other.id, default=None)
             if victim is None and not batch:
-                self.close(lease.id)
                 reason = f"{tokens} tokens do not fit into its KV cache"
-                given_up.append(Lost([lease.id], Cause.PATH, reason))
-                return False
+                self._give_up(lease.id, Cause.PATH, reason)
             if victim is None or victim.id < lease.id:
                 return False
-            self.close(victim.id)
-            given_up.append(Lost([victim.id], Cause.KV, ""))
+            self._give_up(victim.id, Cause.KV, "")
         return True
+
+    def _give_up(self, lease_id: int, cause: Cause, reason: str) -> None:
+        self.close(lease_id)
+        self.lost.append(Lost([lease_id], cause, reason))
 
 
 def _cut(work: Work, count: int) -> tuple[Work, Work | None]:

@@ -36,25 +36,21 @@ class Rope:
     original_positions: int = 8192
 
     def frequencies(self, size: int) -> list[float]:
-        """Radians per position of each pair of a head of `size` values (Llama 3.1's scaling: its
-        reference code, `apply_scaling`).
-        """
+        """Radians per position of each pair of a head of `size` values."""
         plain = [self.theta ** (-2.0 * i / size) for i in range(size // 2)]
         if self.kind == "linear":
             return [each / self.factor for each in plain]
-        if self.kind == "llama3":
-            return [self._llama3(each) for each in plain]
-        return plain
+        return [self._llama3(each) for each in plain] if self.kind == "llama3" else plain
 
     def _llama3(self, frequency: float) -> float:
+        """Scaling of Llama 3.1 (its reference code, `apply_scaling`)."""
         length = 2.0 * math.pi / frequency
         if length < self.original_positions / self.high_freq_factor:
             return frequency
         if length > self.original_positions / self.low_freq_factor:
             return frequency / self.factor
-        smooth = (self.original_positions / length - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
+        low, high = self.low_freq_factor, self.high_freq_factor
+        smooth = (self.original_positions / length - low) / (high - low)
         return (1.0 - smooth) * frequency / self.factor + smooth * frequency
 
 

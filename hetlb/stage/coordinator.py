@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import ssl
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -19,8 +19,8 @@ import aiohttp
 import msgspec
 
 from hetlb.config.stage_group import StageGroup
-from hetlb.core.paths.path_ledger import PathDispatch, PathLease
-from hetlb.core.paths.path_log import RecordingPathScheduler
+from hetlb.core.paths.path_ledger import PathLease, kv_by_layer
+from hetlb.core.paths.path_log import PathLog
 from hetlb.core.paths.path_scheduler import PathCommand, PathScheduler
 from hetlb.core.paths.stages import (
     SINK,
@@ -80,7 +80,6 @@ class Sequence:
     id: int
     prompt: list[int]
     sampling: Sampling
-    max_tokens: int
     receiver: Receiver
     output: list[int] = field(default_factory=list)
     lease: PathLease | None = None
@@ -91,7 +90,7 @@ class _Worker:
     """A stage's address and, while connected, its channel and description."""
 
     url: str
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] = field(init=False)
     channel: StageChannel | None = None
     welcome: Welcome | None = None
     problem: str = "not reached yet"
@@ -99,9 +98,8 @@ class _Worker:
 
     async def stop(self) -> None:
         """End its connection for good."""
-        if self.task is not None:
-            self.task.cancel()
-            await asyncio.gather(self.task, return_exceptions=True)
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
 
 
 class Coordinator:
@@ -120,15 +118,12 @@ class Coordinator:
         self.config = config
         self._key, self._tls = key, tls
         self._session = secrets.randbelow((1 << 32) - 1) + 1
-        self._dtype: str | None = None
-        network = _network(group, config, {})
-        options: dict[str, Any] = {"policy": group.table.scheduler, "high_water": group.table.high_water}
-        self.scheduler = (
-            PathScheduler(network, OnlinePredictor(), **options)
-            if write_event is None
-            else RecordingPathScheduler(network, OnlinePredictor(), write=write_event, **options)
+        self._log = None if write_event is None else PathLog(write_event)
+        self._workers: dict[str, _Worker] = {}
+        table = group.table
+        self.scheduler = PathScheduler(
+            self._network(), OnlinePredictor(), policy=table.scheduler, high_water=table.high_water
         )
-        self._workers = {name: _Worker(url) for name, url in group.workers.items()}
         self._sequences: dict[int, Sequence] = {}
         self._leased: dict[int, Sequence] = {}
         self._next_id = 1
@@ -142,8 +137,8 @@ class Coordinator:
     async def start(self) -> None:
         """Begin to connect to the workers."""
         self._http = aiohttp.ClientSession()
-        for name, worker in self._workers.items():
-            worker.task = asyncio.create_task(self._keep(name, worker))
+        for name, url in self.group.workers.items():
+            self._add_worker(name, url)
 
     async def wait_passable(self, timeout_s: float) -> bool:
         """Wait until the stages that are up hold all layers; False where they do not in time."""
@@ -176,36 +171,23 @@ class Coordinator:
             del self._workers[name]
         for name, url in group.workers.items():
             if name not in self._workers:
-                worker = self._workers[name] = _Worker(url)
-                worker.task = asyncio.create_task(self._keep(name, worker))
+                self._add_worker(name, url)
         self._renew_network()
 
     # --- what others may look at ---
 
     @property
-    def in_flight(self) -> int:
-        """Sequences that have not ended."""
-        return len(self._sequences)
-
-    @property
     def kv_tokens(self) -> int:
         """Tokens that the stages that are up hold in the layer with the least room."""
-        per_layer = [0.0] * self.config.layers
-        for ledger in self.scheduler.ledgers.values():
-            if ledger.up:
-                for layer in range(ledger.spec.first, ledger.spec.end):
-                    per_layer[layer] += ledger.spec.kv_token_layers / ledger.spec.layers
-        return int(min(per_layer))
+        layers = kv_by_layer(self.scheduler.ledgers.values(), self.config.layers)
+        return int(min(total for _, total in layers))
 
     @property
     def max_model_len(self) -> int:
         """Longest prompt and answer together: what the model takes and every up stage could hold alone."""
-        holds = [
-            ledger.spec.kv_token_layers // ledger.spec.layers
-            for ledger in self.scheduler.ledgers.values()
-            if ledger.up
-        ]
+        specs = [ledger.spec for ledger in self.scheduler.ledgers.values() if ledger.up]
         stated = self.group.table.max_model_len or self.config.max_positions
+        holds = [spec.kv_token_layers // spec.layers for spec in specs]
         return min([stated, self.config.max_positions, *holds])
 
     def documents(self) -> list[dict[str, Any]]:
@@ -213,25 +195,24 @@ class Coordinator:
         found = []
         for name, worker in self._workers.items():
             ledger, welcome = self.scheduler.ledgers.get(name), worker.welcome
-            found.append(
-                {
-                    "name": name,
-                    "url": worker.url,
-                    "state": "up" if ledger is not None and ledger.up else "down",
-                    "problem": None if welcome is not None else worker.problem,
-                    "layers": None if welcome is None else [welcome.first, welcome.end],
-                    "in_flight": 0 if ledger is None else ledger.in_flight,
-                    "kv_reserved_token_layers": 0 if ledger is None else ledger.kv_token_layers,
-                    "kv_token_layers": None if welcome is None else welcome.kv_token_layers,
-                }
-            )
+            document = {
+                "name": name,
+                "url": worker.url,
+                "state": "up" if ledger is not None and ledger.up else "down",
+                "problem": None if welcome is not None else worker.problem,
+                "layers": None if welcome is None else [welcome.first, welcome.end],
+                "in_flight": 0 if ledger is None else ledger.in_flight,
+                "kv_reserved_token_layers": 0 if ledger is None else ledger.kv_token_layers,
+                "kv_token_layers": None if welcome is None else welcome.kv_token_layers,
+            }
+            found.append(document)
         return found
 
     # --- sequences ---
 
     def submit(self, prompt: list[int], sampling: Sampling, max_tokens: int, receiver: Receiver) -> Sequence:
         """Start a request. The receiver may get a failure before this returns."""
-        sequence = Sequence(self._next_id, prompt, sampling, max_tokens, receiver)
+        sequence = Sequence(self._next_id, prompt, sampling, receiver)
         self._next_id += 1
         self._sequences[sequence.id] = sequence
         request = Request(sequence.id, self.group.model, len(prompt), max_tokens, prompt_exact=True)
@@ -279,19 +260,19 @@ class Coordinator:
 
     def _obey(self, commands: Iterable[PathCommand]) -> None:
         for command in commands:
-            sequence = self._sequences.get(command.request_id)
             if isinstance(command, Reject):
-                if sequence is not None:
-                    del self._sequences[command.request_id]
-                    sequence.receiver.failed(command.reason, command.detail)
-            elif sequence is None:  # it ended while its command was on the way
-                self._obey(self.scheduler.on_lease_ended(command.lease, Outcome.CLIENT_GONE, self._now()))
-            else:
+                if (rejected := self._sequences.pop(command.request_id, None)) is not None:
+                    rejected.receiver.failed(command.reason, command.detail)
+            elif (sequence := self._sequences.get(command.request.id)) is not None:
                 self._start(sequence, command)
+            else:  # it ended while its command was on the way
+                self._obey(self.scheduler.on_lease_ended(command, Outcome.CLIENT_GONE, self._now()))
 
-    def _start(self, sequence: Sequence, dispatch: PathDispatch) -> None:
+    def _start(self, sequence: Sequence, lease: PathLease) -> None:
         """Send the prompt and the tokens so far over a path."""
-        lease = sequence.lease = dispatch.lease
+        if self._log is not None:
+            self._log.path(lease)
+        sequence.lease = lease
         key = self._lease_key(lease)
         self._leased[key] = sequence
         tokens = sequence.prompt + sequence.output
@@ -319,9 +300,9 @@ class Coordinator:
         sequence = self._leased.get(token.lease)
         if sequence is None or (lease := sequence.lease) is None:
             return
-        if token.position != len(sequence.prompt) + len(sequence.output):
-            message = f"a token at {token.position} of {len(sequence.prompt) + len(sequence.output)}"
-            self._broken(lease, message)
+        known = len(sequence.prompt) + len(sequence.output)
+        if token.position != known:
+            self._broken(lease, f"a token at {token.position} of {known}")
             return
         sequence.output.append(token.token)
         lease.output_tokens += 1
@@ -358,6 +339,10 @@ class Coordinator:
 
     # --- workers that come and go ---
 
+    def _add_worker(self, name: str, url: str) -> None:
+        worker = self._workers[name] = _Worker(url)
+        worker.task = asyncio.create_task(self._keep(name, worker))
+
     async def _keep(self, name: str, worker: _Worker) -> None:
         """Hold the connection to a worker, and make it again whenever it ends."""
         assert self._http is not None
@@ -366,7 +351,9 @@ class Coordinator:
                 channel, welcome = await connect(self._http, worker.url, self._key, self._session, self._tls)
                 try:
                     self._check(name, welcome)
-                    self._came(name, worker, channel, welcome)
+                    worker.channel, worker.welcome = channel, welcome
+                    log.info("stage %s is up: layers %d to %d", name, welcome.first, welcome.end - 1)
+                    self._renew_network()
                     await self._listen(channel)
                     worker.problem = "the connection ended"
                 finally:
@@ -400,61 +387,57 @@ class Coordinator:
         if others and welcome.dtype not in others:
             raise ChannelError(f"{name} computes in {welcome.dtype}, the others in {others.pop()}")
 
-    def _came(self, name: str, worker: _Worker, channel: StageChannel, welcome: Welcome) -> None:
-        worker.channel, worker.welcome = channel, welcome
-        log.info("stage %s is up: layers %d to %d", name, welcome.first, welcome.end - 1)
-        self._renew_network()
-        self._flush()
-
     def _went(self, name: str, worker: _Worker) -> None:
         if worker.welcome is None:
             return
         worker.channel = worker.welcome = None
         worker.outgoing.clear()
-        if name not in self.scheduler.ledgers:
+        if name not in self.scheduler.ledgers:  # its description was no network
             return
         log.warning("stage %s is lost", name)
-        commands = self.scheduler.on_stage(name, up=False, now=self._now())
+        commands = self.scheduler.on_stage_lost(name, self._now())
         for lease, _ in list(self.scheduler.ledgers[name].leases.values()):
             self._broken(lease, f"stage {name} is lost")
         self._obey(commands)
         self._renew_network()
-        self._flush()
 
     def _renew_network(self) -> None:
         """Give the scheduler the network of connected stages."""
-        there = {name: each.welcome for name, each in self._workers.items() if each.welcome is not None}
-        self._obey(self.scheduler.on_network(_network(self.group, self.config, there), self._now()))
+        self._obey(self.scheduler.on_network(self._network(), self._now()))
         self._changed.set()
         if self._stranded is not None:
             self._stranded.cancel()
             self._stranded = None
         if not self.scheduler.passable:
-            loop = asyncio.get_running_loop()
-            self._stranded = loop.call_later(NO_PATH_S, self._strand)
+            self._stranded = asyncio.get_running_loop().call_later(NO_PATH_S, self._strand)
+        self._flush()
+
+    def _network(self) -> StageNetwork:
+        """The network of the connected stages, now in the log too."""
+        group = self.group
+        there = {name: each.welcome for name, each in self._workers.items() if each.welcome is not None}
+        edges: list[Edge] = [(a, b) for a in there for b in there if a != b]
+        edges += [(SOURCE, name) for name in there] + [(name, SINK) for name in there]
+        links: dict[Edge, LinkSpec] = {edge: group.links.get(edge, group.link) for edge in edges}
+        dtype = next((welcome.dtype for welcome in there.values()), "float32")
+        network = StageNetwork(
+            layers=self.config.layers,
+            stages=tuple(_stage(name, welcome) for name, welcome in there.items()),
+            links=links,
+            activation_bytes=self.config.hidden * _ITEM_BYTES[dtype],
+            token_bytes=_TOKEN_BYTES,
+            partial_inference=group.table.partial_inference,
+            flows={edge: rate for edge, rate in group.flows.items() if edge in links},
+        )
+        if self._log is not None:
+            self._log.network(network, self._now())
+        return network
 
     def _strand(self) -> None:
         """Fail the requests that wait: no path came up in time."""
         for sequence in [each for each in self._sequences.values() if each.lease is None]:
             message = "The stages that are up do not hold all layers."
             self._fail(sequence, RejectReason.NO_INSTANCE, message, Outcome.NO_INSTANCE)
-
-
-def _network(group: StageGroup, config: ModelConfig, there: Mapping[str, Welcome]) -> StageNetwork:
-    """Build the network of the connected stages."""
-    edges: list[Edge] = [(a, b) for a in there for b in there if a != b]
-    edges += [(SOURCE, name) for name in there] + [(name, SINK) for name in there]
-    links: dict[Edge, LinkSpec] = {edge: group.links.get(edge, group.link) for edge in edges}
-    dtype = next((welcome.dtype for welcome in there.values()), "float32")
-    return StageNetwork(
-        layers=config.layers,
-        stages=tuple(_stage(name, welcome) for name, welcome in there.items()),
-        links=links,
-        activation_bytes=config.hidden * _ITEM_BYTES[dtype],
-        token_bytes=_TOKEN_BYTES,
-        partial_inference=group.table.partial_inference,
-        flows={edge: rate for edge, rate in group.flows.items() if edge in links},
-    )
 
 
 def _stage(name: str, welcome: Welcome) -> StageSpec:

@@ -36,24 +36,19 @@ class StageGroups:
     """All coordinators of a fleet."""
 
     def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
-        """Read models, tokenizers and keys. With an event log, paths are written to FILE.paths. Raises
-        `InputError`.
-        """
+        """Read models, tokenizers and keys; paths are logged beside an event log. Raises `InputError`."""
         self._logs: list[Any] = []
-        self._coordinators: dict[str, Coordinator] = {}
         self._servers: dict[str, OpenAIServer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         for name, group in fleet.stages.items():
-            config = load_config(group.folder)
             coordinator = Coordinator(
                 group,
-                config,
+                load_config(group.folder),
                 key=read_key(group.key_file),
                 tls=_tls(group),
                 write_event=self._open_log(event_log, name),
             )
-            self._coordinators[name] = coordinator
             self._servers[name] = OpenAIServer(coordinator, TextModel(group.folder))
 
     def _open_log(self, event_log: Path | None, name: str) -> Callable[[str], object] | None:
@@ -71,22 +66,21 @@ class StageGroups:
 
     async def start(self) -> None:
         """Connect to the stages and listen; returns once they hold all layers, after some seconds at most."""
-        for name, coordinator in self._coordinators.items():
-            await coordinator.start()
-            await self._servers[name].start()
-        waits = (each.wait_passable(FIRST_LOOK_S) for each in self._coordinators.values())
-        for name, whole in zip(self._coordinators, await asyncio.gather(*waits), strict=True):
+        for server in self._servers.values():
+            await server.coordinator.start()
+            await server.start()
+        waits = (each.coordinator.wait_passable(FIRST_LOOK_S) for each in self._servers.values())
+        for name, whole in zip(self._servers, await asyncio.gather(*waits), strict=True):
             if not whole:
                 log.warning("%s: the stages that are up do not hold all layers", name)
 
     def located(self, fleet: Fleet) -> Fleet:
         """The fleet with the addresses of the coordinators. Raises `ConfigError` for new ones."""
-        for name in fleet.stages:
-            if name not in self._servers:
-                raise ConfigError(
-                    f"{fleet.where}stages: expected those that hetlb was started with, got {name!r}: "
-                    "only a restart adds one"
-                )
+        if new := [name for name in fleet.stages if name not in self._servers]:
+            raise ConfigError(
+                f"{fleet.where}stages: expected those that hetlb was started with, got {new[0]!r}: "
+                "only a restart adds one"
+            )
         specs = [
             dataclasses.replace(spec, url=f"http://127.0.0.1:{self._servers[spec.name].port}")
             if spec.name in fleet.stages
@@ -106,7 +100,7 @@ class StageGroups:
 
     def _reconfigure(self, fleet: Fleet) -> None:
         for name, group in fleet.stages.items():
-            coordinator = self._coordinators[name]
+            coordinator = self._servers[name].coordinator
             if group != coordinator.group:
                 task = asyncio.create_task(coordinator.reconfigure(group))
                 self._tasks.add(task)
@@ -115,13 +109,12 @@ class StageGroups:
     @property
     def documents(self) -> dict[str, Callable[[], list[dict[str, Any]]]]:
         """Descriptions of the stages of each instance."""
-        return {name: coordinator.documents for name, coordinator in self._coordinators.items()}
+        return {name: server.coordinator.documents for name, server in self._servers.items()}
 
     async def close(self) -> None:
         """End all."""
-        for coordinator in self._coordinators.values():
-            await coordinator.close()
         for server in self._servers.values():
+            await server.coordinator.close()
             await server.close()
         for file in self._logs:
             file.close()

@@ -20,32 +20,16 @@ class BlockTable:
     `first + l`.
     """
 
-    __slots__ = ("_blocks", "_columns", "end", "first")
+    __slots__ = ("blocks", "end", "first")
 
     def __init__(self, first: int, end: int) -> None:
         self.first = first
         self.end = end
-        self._blocks: Blocks = np.zeros((end - first, 8), dtype=np.int32)
-        self._columns = 0
-
-    @property
-    def blocks(self) -> Blocks:
-        """The table, shape (layers, columns in use)."""
-        return self._blocks[:, : self._columns]
-
-    def append(self, blocks: Blocks) -> None:
-        """Add columns, shape (layers, n)."""
-        columns = self._columns + blocks.shape[1]
-        if columns > self._blocks.shape[1]:
-            grown: Blocks = np.zeros((self._blocks.shape[0], 2 * columns), dtype=np.int32)
-            grown[:, : self._columns] = self.blocks
-            self._blocks = grown
-        self._blocks[:, self._columns : columns] = blocks
-        self._columns = columns
+        self.blocks: Blocks = np.zeros((end - first, 0), dtype=np.int32)
 
     def rows(self, first: int, end: int) -> Blocks:
         """The part of the table for the layers [first, end)."""
-        return self._blocks[first - self.first : end - self.first, : self._columns]
+        return self.blocks[first - self.first : end - self.first]
 
     def slots(
         self, first: int, end: int, position: int, count: int, block_size: int
@@ -56,17 +40,11 @@ class BlockTable:
         at = np.arange(position, position + count)
         return self.rows(first, end)[:, at // block_size].astype(np.int64) * block_size + at % block_size
 
-    def clear(self) -> None:
-        """Forget all columns."""
-        self._columns = 0
-
 
 class StageBlocks:
     """All blocks of a stage."""
 
     def __init__(self, blocks: int, block_size: int) -> None:
-        if blocks < 1 or block_size < 1:
-            raise ValueError(f"expected at least one block of one token, got {blocks} of {block_size}")
         self.blocks = blocks
         self.block_size = block_size
         self._free: list[int] = list(range(blocks - 1, -1, -1))
@@ -81,15 +59,8 @@ class StageBlocks:
         """Blocks that some lease holds."""
         return self.blocks - len(self._free)
 
-    @property
-    def usage(self) -> float:
-        """Share of the blocks in use."""
-        return self.used / self.blocks
-
     def reserve(self, table: BlockTable, tokens: int) -> bool:
-        """Extend a table so that it holds `tokens` tokens; False, and nothing taken, where blocks are
-        missing.
-        """
+        """Extend a table to hold `tokens` tokens; False, and nothing taken, where blocks are missing."""
         layers, columns = table.blocks.shape
         more = -(-tokens // self.block_size) - columns
         if more <= 0:
@@ -97,12 +68,12 @@ class StageBlocks:
         needed = more * layers
         if needed > len(self._free):
             return False
-        taken = self._free[-needed:]
+        taken = np.array(self._free[-needed:], dtype=np.int32)
         del self._free[-needed:]
-        table.append(np.array(taken, dtype=np.int32).reshape(layers, more))
+        table.blocks = np.hstack((table.blocks, taken.reshape(layers, more)))
         return True
 
     def release(self, table: BlockTable) -> None:
         """Give all blocks of a table back. The table is empty afterwards."""
         self._free.extend(table.blocks.ravel().tolist())
-        table.clear()
+        table.blocks = table.blocks[:, :0]

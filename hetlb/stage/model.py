@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hetlb.errors import ConfigError
-from hetlb.stage.batching import Work
+from hetlb.stage.batching import Work, segments
 from hetlb.stage.checkpoint import (
     EMBEDDING,
     FINAL_NORM,
@@ -79,7 +78,6 @@ class _Segment:
     tables (layers, columns), its first position.
     """
 
-    first: int
     positions: Tensor
     slots: Tensor
     decodes: int
@@ -103,7 +101,7 @@ class TorchRunner:
         block_size: int,
     ) -> None:
         self._config = config
-        self._first, self._end = first, end
+        self._first = first
         self._dtype, self._device = DTYPES[dtype], device
         self._block_size = block_size
         tensors = _load(folder, stage_tensors(config, first, end), self._dtype, device)
@@ -113,6 +111,9 @@ class TorchRunner:
         self._head = tensors.get(EMBEDDING if config.tied else HEAD)
         self._frequencies = torch.tensor(config.rope.frequencies(config.head_dim), device=device)
         self._keys = self._values = torch.empty(0)
+        #: Bytes of one value, and of one activation.
+        self.itemsize = int(self._dtype.itemsize)
+        self.row_bytes = config.hidden * self.itemsize
 
     def allocate(self, blocks: int) -> None:
         """Make the KV cache. Raises `ConfigError` where memory is missing."""
@@ -128,49 +129,23 @@ class TorchRunner:
         free, total = torch.cuda.mem_get_info(self._device)
         return max(0, int(free - (1.0 - share) * total))
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one value."""
-        return int(self._dtype.itemsize)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one activation."""
-        return self._config.hidden * self.itemsize
-
     def run(self, works: Sequence[Work]) -> list[Result]:
         """Compute a batch; one result per work, in order."""
+        ordered = sorted(works, key=lambda work: work.count > 1)
         with torch.inference_mode():
-            return self._run(works)
-
-    def _run(self, works: Sequence[Work]) -> list[Result]:
-        order = sorted(range(len(works)), key=lambda i: works[i].count > 1)
-        ordered = [works[i] for i in order]
-        hidden = self._enter(ordered)
-        bounds = sorted({bound for work in ordered for bound in (work.lease.first, work.lease.end)})
-        for first, end in pairwise(bounds):
-            inside = [i for i, work in enumerate(ordered) if work.lease.first <= first < work.lease.end]
-            if not inside:
-                continue
-            part = [ordered[i] for i in inside]
-            x = torch.cat([hidden[i] for i in inside])
-            x = self._pass_layers(x, self._segment(part, first, end), first, end)
-            for i, rows in zip(inside, x.split([work.count for work in part]), strict=True):
-                hidden[i] = rows
-        results = self._leave(ordered, hidden)
-        back: list[Result] = [b""] * len(works)
-        for i, result in zip(order, results, strict=True):
-            back[i] = result
-        return back
+            hidden = {work: self._rows(work) for work in ordered}
+            for first, end, inside in segments(ordered):
+                x = torch.cat([hidden[work] for work in inside])
+                x = self._pass_layers(x, self._segment(inside, first, end), first, end)
+                hidden.update(zip(inside, x.split([work.count for work in inside]), strict=True))
+            results = self._leave(ordered, hidden)
+        return [results[work] for work in works]
 
     # --- in and out ---
 
-    def _enter(self, works: Sequence[Work]) -> list[Tensor]:
-        """Rows of every work: embedded token ids, or activations of the stage before."""
-        return [self._rows(work) for work in works]
-
     def _rows(self, work: Work) -> Tensor:
-        if work.lease.first > 0:
+        """Rows of a work: embedded token ids, or activations of the stage before."""
+        if work.lease.table.first > 0:
             rows = torch.frombuffer(bytearray(work.rows), dtype=self._dtype)
             return rows.view(work.count, self._config.hidden).to(self._device)
         assert self._embedding is not None
@@ -179,22 +154,20 @@ class TorchRunner:
             raise ValueError(f"expected token ids below {len(self._embedding)}")
         return functional.embedding(ids.to(self._device), self._embedding)
 
-    def _leave(self, works: Sequence[Work], hidden: list[Tensor]) -> list[Result]:
-        results: list[Result] = [b""] * len(works)
-        sampled = [i for i, work in enumerate(works) if work.samples]
-        for i, work in enumerate(works):
+    def _leave(self, works: Sequence[Work], hidden: dict[Work, Tensor]) -> dict[Work, Result]:
+        results: dict[Work, Result] = dict.fromkeys(works, b"")
+        for work in works:
             if work.lease.next_url is not None:
-                results[i] = hidden[i].contiguous().cpu().view(torch.uint8).numpy().tobytes()
-        if sampled:
+                results[work] = hidden[work].contiguous().cpu().view(torch.uint8).numpy().tobytes()
+        if sampled := [work for work in works if work.samples]:
             assert self._norm is not None
             assert self._head is not None
-            x = self._rms(torch.cat([hidden[i][-1:] for i in sampled]), self._norm)
+            x = self._rms(torch.cat([hidden[work][-1:] for work in sampled]), self._norm)
             logits = functional.linear(x, self._head).float()
             largest, likely = logits.max(dim=-1)  # NaN if one of them is
-            for row, (i, token, finite) in enumerate(
-                zip(sampled, likely.tolist(), largest.isfinite().tolist(), strict=True)
-            ):
-                results[i] = self._sample(works[i], logits[row], token, finite)
+            rows = zip(sampled, logits, likely.tolist(), largest.isfinite().tolist(), strict=True)
+            for work, row, token, finite in rows:
+                results[work] = self._sample(work, row, token, finite)
         return results
 
     def _sample(self, work: Work, logits: Tensor, likely: int, finite: bool) -> Result:
@@ -228,7 +201,6 @@ class TorchRunner:
             prompts.append((row, row + work.count, own, work.position))
             row += work.count
         return _Segment(
-            first=first,
             positions=self._put(positions),
             slots=self._put(slots),
             decodes=len(decodes),

@@ -18,11 +18,11 @@ from hetlb.app_listener import AppListener
 from hetlb.core.types import RejectReason
 from hetlb.openai.answers import DONE, Envelope, event, model_list, usage
 from hetlb.openai.application import application
+from hetlb.openai.metrics_page import counter, gauge, page
 from hetlb.openai.requests import ApiError, ChatRequest, unknown_model
 from hetlb.stage.coordinator import Coordinator, Sequence
 from hetlb.stage.questions import QuestionReader, Questions
 from hetlb.stage.stage_messages import Token
-from hetlb.stage.stage_metrics import render_coordinator
 from hetlb.stage.text import AnswerText, Piece, TextModel
 
 _MOST_BODY_BYTES: Final = 64 << 20
@@ -59,7 +59,7 @@ class OpenAIServer:
     """HTTP in front of one coordinator."""
 
     def __init__(self, coordinator: Coordinator, text: TextModel) -> None:
-        self._coordinator = coordinator
+        self.coordinator = coordinator
         self._text = text
         self._model = coordinator.group.model
         self._reader = QuestionReader(text, coordinator.config.vocabulary)
@@ -90,34 +90,34 @@ class OpenAIServer:
     # --- small endpoints ---
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.Response(status=200 if self._coordinator.scheduler.passable else 503)
+        return web.Response(status=200 if self.coordinator.scheduler.passable else 503)
 
     async def _version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": f"hetlb-{hetlb.__version__}"})
 
     async def _models(self, request: web.Request) -> web.Response:
-        root, longest = str(self._coordinator.group.folder), self._coordinator.max_model_len
+        root, longest = str(self.coordinator.group.folder), self.coordinator.max_model_len
         return web.json_response(model_list([self._model], "hetlb", root, int(time.time()), longest))
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        text = render_coordinator(self._coordinator, self._prompt_tokens, self._generated_tokens)
+        text = _metrics_page(self.coordinator, self._prompt_tokens, self._generated_tokens)
         return web.Response(body=text, content_type="text/plain", charset="utf-8")
 
     # --- answers ---
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        longest = self._coordinator.max_model_len
+        longest = self.coordinator.max_model_len
         return await self._answer(request, await self._reader.completion(await request.read(), longest))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        longest = self._coordinator.max_model_len
+        longest = self.coordinator.max_model_len
         return await self._answer(request, await self._reader.chat(await request.read(), longest))
 
     async def _answer(self, request: web.Request, questions: Questions) -> web.StreamResponse:
         fields = questions.fields
         if fields.model not in (None, self._model):
             raise unknown_model(fields.model)
-        if not self._coordinator.scheduler.passable:
+        if not self.coordinator.scheduler.passable:
             raise ApiError(503, "The stages that are up do not hold all layers.")
         include_usage = fields.include_usage
         queue: _Queue = asyncio.Queue()
@@ -127,19 +127,19 @@ class OpenAIServer:
                 decode = self._text.stream(skip_special_tokens=fields.skip_special_tokens is not False)
                 answer = _Answer(index, AnswerText(decode, each.ending), queue)
                 limit = each.ending.max_tokens
-                sequences.append(self._coordinator.submit(each.prompt, each.sampling, limit, answer))
+                sequences.append(self.coordinator.submit(each.prompt, each.sampling, limit, answer))
             self._prompt_tokens += questions.prompt_tokens
             pieces = self._pieces(queue, len(sequences))
             call = _Call(questions, self._model, self._text)
             if fields.stream:
-                return await self._stream(request, call, pieces, include_usage)
+                return await _stream(request, call, pieces, include_usage)
             found: list[list[Piece]] = [[] for _ in sequences]
             async for index, piece in pieces:
                 found[index].append(piece)
             return web.json_response(call.whole(found))
         finally:
             for sequence in sequences:
-                self._coordinator.cancel(sequence)
+                self.coordinator.cancel(sequence)
 
     async def _pieces(self, queue: _Queue, count: int) -> AsyncIterator[tuple[int, Piece]]:
         """Pieces of all sequences until the last one ended. Raises `ApiError` where one failed."""
@@ -151,31 +151,28 @@ class OpenAIServer:
             count -= piece.finish is not None
             yield index, piece
 
-    async def _stream(
-        self,
-        request: web.Request,
-        call: _Call,
-        pieces: AsyncIterator[tuple[int, Piece]],
-        include_usage: bool,
-    ) -> web.StreamResponse:
-        """Server-sent events. The head waits for the first token: until then a failure is a status."""
-        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
-        tokens = 0
-        try:
-            async for index, piece in pieces:
-                if not tokens:
-                    await response.prepare(request)
-                tokens += 1
-                await response.write(call.events(index, piece))
-        except ApiError as error:
+
+async def _stream(
+    request: web.Request, call: _Call, pieces: AsyncIterator[tuple[int, Piece]], include_usage: bool
+) -> web.StreamResponse:
+    """Server-sent events. The head waits for the first token: until then a failure is a status."""
+    response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+    tokens = 0
+    try:
+        async for index, piece in pieces:
             if not tokens:
-                raise
-            await response.write(b"data: %b\n\n" % error.body() + DONE)
-            return response
-        if include_usage:
-            await response.write(event(call.envelope.chunk([], usage(call.prompt_tokens, tokens))))
-        await response.write(DONE)
+                await response.prepare(request)
+            tokens += 1
+            await response.write(call.events(index, piece))
+    except ApiError as error:
+        if not tokens:
+            raise
+        await response.write(b"data: %b\n\n" % error.body() + DONE)
         return response
+    if include_usage:
+        await response.write(event(call.envelope.chunk([], usage(call.prompt_tokens, tokens))))
+    await response.write(DONE)
+    return response
 
 
 class _Call:
@@ -213,9 +210,13 @@ class _Call:
     def _choice(self, index: int, text: str, pieces: list[Piece], *, streamed: bool) -> dict[str, Any]:
         last, tokens = pieces[-1], [piece.token for piece in pieces]
         choice = self.envelope.choice(
-            index, text, last.finish, streamed=streamed, stop_reason=last.stop_reason
+            index,
+            text,
+            last.finish,
+            streamed=streamed,
+            stop_reason=last.stop_reason,
+            logprobs=self._logprobs(index, tokens),
         )
-        choice["logprobs"] = self._logprobs(index, tokens)
         if self._questions.fields.return_token_ids:
             choice["token_ids"] = [token.token for token in tokens]
         return choice
@@ -228,11 +229,8 @@ class _Call:
             [(self._text.decode([token]), value) for token, value in each.logprobs or ()] for each in tokens
         ]
         if self._chat:
-            return {
-                "content": [
-                    {**_entry(*each[0]), "top_logprobs": [_entry(*e) for e in each[1:]]} for each in entries
-                ]
-            }
+            content = [{**_entry(*own), "top_logprobs": [_entry(*e) for e in top]} for own, *top in entries]
+            return {"content": content}
         at, offsets = self._offsets.get(index, 0), []
         for each in entries:
             offsets.append(at)
@@ -244,6 +242,39 @@ class _Call:
             "top_logprobs": [dict(each) for each in entries],
             "text_offset": offsets,
         }
+
+
+def _metrics_page(coordinator: Coordinator, prompt_tokens: int, generated_tokens: int) -> bytes:
+    """Metrics with vLLM's names where they mean the same, else `hetlb_stage_*`."""
+    scheduler, model = coordinator.scheduler, {"model_name": coordinator.group.model}
+    usage = min(1.0, scheduler.kv_usage()) if scheduler.passable else 0.0
+    lost = coordinator.preemptions
+    families = [
+        gauge("vllm:num_requests_running", "Sequences on a path.", [(model, scheduler.in_flight)]),
+        gauge("vllm:num_requests_waiting", "Sequences without a path.", [(model, scheduler.waiting)]),
+        gauge("vllm:kv_cache_usage_perc", "Booked share of the fullest layer's KV cache.", [(model, usage)]),
+        counter("vllm:prompt_tokens", "Prompt tokens.", [(model, prompt_tokens)]),
+        counter("vllm:generation_tokens", "Answer tokens.", [(model, generated_tokens)]),
+        counter("vllm:num_preemptions", "Sequences that lost their KV.", [(model, lost)]),
+        counter("hetlb_stage_replays", "Paths that broke.", [({}, coordinator.replays)]),
+    ]
+    if tokens := coordinator.kv_tokens:
+        sizes = {"block_size": "1", "num_gpu_blocks": str(tokens), "kv_cache_size_tokens": str(tokens)}
+        families.append(gauge("vllm:cache_config_info", "Tokens of the smallest layer.", [(sizes, 1)]))
+    stages = [({"stage": each["name"]}, each) for each in coordinator.documents()]
+    booked = [(label, each["kv_reserved_token_layers"]) for label, each in stages]
+    return page(
+        [
+            *families,
+            gauge(
+                "hetlb_stage_up", "1 while it is used.", [(at, each["state"] == "up") for at, each in stages]
+            ),
+            gauge(
+                "hetlb_stage_in_flight", "Paths through it.", [(at, each["in_flight"]) for at, each in stages]
+            ),
+            gauge("hetlb_stage_kv_reserved_token_layers", "Booked KV.", booked),
+        ]
+    )
 
 
 def _entry(text: str, value: float) -> dict[str, Any]:

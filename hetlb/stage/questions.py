@@ -97,19 +97,17 @@ class QuestionReader:
         if not messages:
             raise bad("Expected at least one message.", "messages")
         prompt_ends = fields.add_generation_prompt and not fields.continue_final_message
+        variables = fields.chat_template_kwargs or {}
         try:
-            text = self._text.chat(
-                messages, add_generation_prompt=prompt_ends, **(fields.chat_template_kwargs or {})
-            )
+            text = self._text.chat(messages, add_generation_prompt=prompt_ends, **variables)
         except (TemplateError, TypeError) as error:
             raise bad(str(error), "messages") from error
         if fields.continue_final_message:
             last = str(messages[-1].get("content", "")).strip()
             text = text[: text.rindex(last) + len(last)] if last and last in text else text
         tokens = await self._encode(text, fields.add_special_tokens)
-        return self._questions(
-            fields, [tokens], (fields.top_logprobs or 0) if fields.logprobs else -1, longest
-        )
+        logprobs = (fields.top_logprobs or 0) if fields.logprobs else -1
+        return self._questions(fields, [tokens], logprobs, longest)
 
     async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) < _LONG_TEXT:

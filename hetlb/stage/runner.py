@@ -6,11 +6,10 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol, TypeAlias
 
 from hetlb.core.paths.stages import Curve
-from hetlb.stage.batching import StageLease, Work
+from hetlb.stage.batching import StageLease, Work, segments
 from hetlb.stage.stage_messages import Sampling
 
 log = logging.getLogger("hetlb.stage")
@@ -40,11 +39,9 @@ class DeviceFault(Exception):
 
 
 class Runner(Protocol):
-    """Computes batches. What it raises fails a batch as a whole."""
+    """Computes batches. What it raises fails a batch as a whole. `row_bytes` are those of one activation."""
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one activation."""
+    row_bytes: int
 
     def run(self, works: Sequence[Work]) -> list[Result]:
         """One result per work, in order. Called from one thread at a time."""
@@ -83,11 +80,7 @@ class PacedRunner:
         """`prompt` and `decode`: seconds of one layer by tokens and by requests."""
         self._runner = runner
         self._prompt, self._decode = prompt, decode
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one activation."""
-        return self._runner.row_bytes
+        self.row_bytes = runner.row_bytes
 
     def run(self, works: Sequence[Work]) -> list[Result]:
         """Run as the runner inside does, then wait out the rest of the time."""
@@ -97,17 +90,10 @@ class PacedRunner:
         return results
 
     def _seconds(self, works: Sequence[Work]) -> float:
-        bounds = sorted({bound for work in works for bound in (work.lease.first, work.lease.end)})
         total = 0.0
-        for first, end in pairwise(bounds):
-            inside = [work for work in works if work.lease.first <= first < work.lease.end]
+        for first, end, inside in segments(works):
             decodes = sum(work.count == 1 for work in inside)
             prompts = sum(work.count for work in inside if work.count > 1)
-            total += (end - first) * (
-                self._seconds_of(self._prompt, prompts) + self._seconds_of(self._decode, decodes)
-            )
+            counts = ((self._prompt, prompts), (self._decode, decodes))
+            total += (end - first) * sum(curve(count) for curve, count in counts if count)
         return total
-
-    @staticmethod
-    def _seconds_of(curve: Curve, count: int) -> float:
-        return curve(count) if count else 0.0

@@ -6,7 +6,6 @@ A batch costs, per layer, the time of its prompt tokens and the time of its deco
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Final
 
 from hetlb.stage.batching import StageLease, Work
@@ -33,16 +32,15 @@ def measure(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_positions: int,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Points, Points]:
     """Times of prompts by tokens and of decodes by requests. The pool is as before afterwards."""
     most = min(max_num_batched_tokens, max_positions, pool.token_layers // (end - first))
     context = min(CONTEXT, max_positions - 1)
     rest = () if end == layers else (RouteHop("", end, layers),)
-    bench = _Bench(runner, pool, (RouteHop("", first, end), *rest), clock)
-    prompts = bench.curve([(n, 1, n, 0) for n in _steps(16, most, 4)])
+    route = (RouteHop("", first, end), *rest)
+    prompts = _curve(runner, pool, route, [(n, 1, n, 0) for n in _steps(16, most, 4)])
     seats = min(max_num_seqs, pool.token_layers // ((context + pool.block_size) * (end - first)))
-    decodes = bench.curve([(n, n, 1, context) for n in _steps(1, max(1, seats), 2)])
+    decodes = _curve(runner, pool, route, [(n, n, 1, context) for n in _steps(1, max(1, seats), 2)])
     if len(decodes) == 1:
         decodes.append((2.0, decodes[0][1]))
     return [(0.0, 0.0), *prompts], [(0.0, 0.0), *decodes]
@@ -58,41 +56,38 @@ def _steps(least: int, most: int, factor: int) -> list[int]:
     return [*steps, most]
 
 
-class _Bench:
-    """Batches of made-up requests whose route begins here."""
+def _curve(
+    runner: Runner, pool: StageBlocks, route: tuple[RouteHop, ...], sizes: list[tuple[int, int, int, int]]
+) -> Points:
+    """Points (x, seconds of one layer) for batches (x, requests, tokens each, cached tokens each).
 
-    def __init__(
-        self, runner: Runner, pool: StageBlocks, route: tuple[RouteHop, ...], clock: Callable[[], float]
-    ) -> None:
-        self._runner, self._pool, self._clock = runner, pool, clock
-        self._route = route
-        self._first, self._end = route[0].first, route[0].end
-
-    def curve(self, sizes: list[tuple[int, int, int, int]]) -> Points:
-        """Points (x, seconds of one layer) for batches (x, requests, tokens each, cached tokens each)."""
-        points: Points = []
-        for x, requests, tokens, cached in sizes:
-            seconds = self._batch_s(requests, tokens, cached)
-            points.append((float(x), seconds / (self._end - self._first)))
-            if seconds > _LONGEST_S:
-                break
-        return points
-
-    def _batch_s(self, requests: int, tokens: int, cached: int) -> float:
-        row = 4 if self._first == 0 else self._runner.row_bytes
+    The requests are made up, and their route begins here.
+    """
+    first, end = route[0].first, route[0].end
+    row = 4 if first == 0 else runner.row_bytes
+    points: Points = []
+    for x, requests, tokens, cached in sizes:
         leases = []
         for number in range(requests):
-            table = BlockTable(self._first, self._end)
-            assert self._pool.reserve(table, cached + tokens)
-            leases.append(StageLease(number, self._route, 0, Sampling(1), table, computed=cached))
+            table = BlockTable(first, end)
+            assert pool.reserve(table, cached + tokens)
+            leases.append(StageLease(number, route, 0, Sampling(1), table, computed=cached))
         works = [Work(lease, cached, tokens, True, memoryview(bytes(row * tokens))) for lease in leases]
-        times = []
-        for _ in range(_REPEATS + 1):
-            began = self._clock()
-            self._runner.run(works)
-            times.append(self._clock() - began)
-            if times[-1] > _LONGEST_S:
-                break
+        seconds = _batch_s(runner, works)
         for lease in leases:
-            self._pool.release(lease.table)
-        return min(times)  # other work on the machine only adds
+            pool.release(lease.table)
+        points.append((float(x), seconds / (end - first)))
+        if seconds > _LONGEST_S:
+            break
+    return points
+
+
+def _batch_s(runner: Runner, works: list[Work]) -> float:
+    times = []
+    for _ in range(_REPEATS + 1):
+        began = time.perf_counter()
+        runner.run(works)
+        times.append(time.perf_counter() - began)
+        if times[-1] > _LONGEST_S:
+            break
+    return min(times)  # other work on the machine only adds

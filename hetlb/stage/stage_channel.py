@@ -21,13 +21,7 @@ from aiohttp import web
 
 from hetlb.addresses import is_loopback, is_special
 from hetlb.stage import auth
-from hetlb.stage.stage_messages import (
-    MAX_FRAME_BYTES,
-    PATH,
-    StageProtocolError,
-    Welcome,
-    decode,
-)
+from hetlb.stage.stage_messages import MAX_FRAME_BYTES, PATH, StageProtocolError, Welcome, decode
 from hetlb.turns import Share
 
 #: Seconds to connect and to prove the key.
@@ -120,9 +114,9 @@ async def connect(
     tls: ssl.SSLContext | None,
     channel: StageChannel | None = None,
 ) -> tuple[StageChannel, Welcome]:
-    """Connect to a stage, with a channel that has frames already if there is one. Raises `ChannelError`.
+    """Connect to a stage, by a channel that may have frames already; `session` is 0 for a stage.
 
-    `session` is 0 for a stage.
+    Raises `ChannelError`.
     """
     channel = channel or StageChannel()
     try:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hetlb.config.yaml_file import read_object
-from hetlb.errors import ConfigError, InputError
+from hetlb.errors import ConfigError
+from hetlb.extras import check_extra
 from hetlb.stage.stage_messages import Token
 
 #: Defaults of vLLM that a model's generation_config.json may change.
@@ -40,14 +41,12 @@ class TextModel:
     """Text to tokens and back."""
 
     def __init__(self, folder: Path) -> None:
-        """Read tokenizer.json and its companion files. Raises `ConfigError`, `InputError`."""
-        try:
-            import jinja2.sandbox
-            import tokenizers
-        except ImportError as error:
-            raise InputError(
-                f"stages: expected the packages tokenizers and jinja2 (hetlb[stage]): {error}"
-            ) from error
+        """Read tokenizer.json and its companion files. Raises `ConfigError`."""
+        for package in ("tokenizers", "jinja2"):
+            check_extra("stages", package, "stage")
+        import jinja2.sandbox
+        import tokenizers
+
         path = folder / "tokenizer.json"
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -73,14 +72,10 @@ class TextModel:
         found: set[int] = set()
         for config in configs:
             value = config.get("eos_token_id")
-            found.update(
-                each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)
-            )
-        if (text := self._special.get("eos_token")) and (
-            token := self._tokenizer.token_to_id(text)
-        ) is not None:
-            found.add(token)
-        return frozenset(found)
+            values = value if isinstance(value, list) else [value]
+            found.update(each for each in values if isinstance(each, int))
+        token = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
+        return frozenset(found if token is None else found | {token})
 
     def _read_template(self, folder: Path, config: dict[str, Any], sandbox: Any) -> Any:
         path = folder / "chat_template.jinja"
@@ -105,11 +100,6 @@ class TextModel:
             return environment.from_string(text)
         except Exception as error:  # whatever a template does
             raise ConfigError(f"{path}: expected a chat template: {error}") from error
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of tokens."""
-        return int(self._tokenizer.get_vocab_size())
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Tokens of a text."""

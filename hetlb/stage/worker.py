@@ -14,6 +14,7 @@ import ssl
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -21,8 +22,9 @@ from aiohttp import web
 
 from hetlb.app_listener import AppListener
 from hetlb.core.paths.stages import Curve
+from hetlb.openai.metrics_page import counter, gauge, page
 from hetlb.stage.auth import Challenges, NotProven
-from hetlb.stage.batching import Batcher, OutOfOrder, StageLease, Work
+from hetlb.stage.batching import Batcher, StageLease, Work
 from hetlb.stage.kv import StageBlocks
 from hetlb.stage.runner import DeviceFault, Result, RowFailed, Runner, Sampled, run_apart
 from hetlb.stage.stage_channel import SILENCE_S, Peers, StageChannel
@@ -45,7 +47,6 @@ from hetlb.stage.stage_messages import (
     encode,
     frames,
 )
-from hetlb.stage.stage_metrics import StageCounters, render
 
 log = logging.getLogger("hetlb.stage")
 
@@ -64,6 +65,27 @@ _LEAST_DEADLINE_S: Final = 30.0
 _DEADLINE_FACTOR: Final = 20.0
 
 _SESSION_SHIFT: Final = 32
+
+
+@dataclass(slots=True)
+class StageCounters:
+    """Work of a stage since it started. Tokens are those that passed it."""
+
+    batches: int = 0
+    busy_s: float = 0.0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+
+    def batch(self, works: Sequence[Work], seconds: float) -> None:
+        """A batch is done."""
+        self.batches += 1
+        self.busy_s += seconds
+        for work in works:
+            if work.position < work.lease.sampling.prompt_tokens:
+                self.prompt_tokens += work.count
+            else:
+                self.generation_tokens += work.count
 
 
 class StageWorker:
@@ -88,7 +110,8 @@ class StageWorker:
         self._batcher = Batcher(
             pool, max_num_seqs=welcome.max_num_seqs, max_num_batched_tokens=welcome.max_num_batched_tokens
         )
-        self._peers = Peers(key, peer_tls, self._peer_lost, self._wake_up)
+        self._wake = asyncio.Event()
+        self._peers = Peers(key, peer_tls, self._peer_lost, self._wake.set)
         self._challenges = Challenges(key)
         #: A connection becomes a WebSocket, which is a request, once it has proved the key.
         self._listener = AppListener(
@@ -101,7 +124,6 @@ class StageWorker:
         )
         self._coordinators: dict[int, StageChannel] = {}
         self._void: OrderedDict[int, None] = OrderedDict()
-        self._wake = asyncio.Event()
         self._room = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self.counters = StageCounters()
@@ -113,13 +135,9 @@ class StageWorker:
     async def start(self, host: str, port: int) -> None:
         """Listen. Raises `OSError`."""
         app = web.Application()
-        app.add_routes(
-            [
-                web.get(PATH, self._connect),
-                web.get("/health", self._health),
-                web.get("/metrics", self._metrics),
-            ]
-        )
+        app.router.add_get(PATH, self._connect)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
         await self._listener.open(app, host, port)
 
     @property
@@ -141,7 +159,7 @@ class StageWorker:
         return _last(web.Response())
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        text = render(self._welcome, self._pool, self._batcher, self.counters)
+        text = _metrics_page(self._welcome, self._pool, self._batcher, self.counters)
         return _last(web.Response(body=text, content_type="text/plain", charset="utf-8"))
 
     async def _connect(self, request: web.Request) -> web.StreamResponse:
@@ -192,7 +210,7 @@ class StageWorker:
                 await self._room.wait()
 
     def receive(self, message: Message, rows: memoryview) -> None:
-        """A message of a coordinator or of the stage before. Raises `ProtocolError`."""
+        """A message of a coordinator or of the stage before. Raises `StageProtocolError`."""
         if isinstance(message, Passes):
             self._take(message, rows)
         elif isinstance(message, Close):
@@ -200,10 +218,10 @@ class StageWorker:
                 self._close(lease)
 
     def _take(self, message: Passes, rows: memoryview) -> None:
-        """Queue the passes of leases that are still wanted. Raises `ProtocolError`."""
+        """Queue the passes of leases that are still wanted. Raises `StageProtocolError`."""
         at = 0
         for each in message.passes:
-            size = each.count * self._row_bytes(each)
+            size = each.count * (4 if each.hop == 0 else self._runner.row_bytes)
             part = rows[at : at + size]
             at += size
             if len(part) != size:
@@ -214,15 +232,9 @@ class StageWorker:
                 reason = f"expected layers of {self._welcome.first}:{self._welcome.end}"
                 self._give_up([each.lease], Cause.PATH, reason)
                 continue
-            try:
-                self._batcher.add(each, each.opening, part)
-            except OutOfOrder as error:
-                self._give_up([each.lease], Cause.PATH, str(error))
-        self._wake_up()
-
-    def _row_bytes(self, each: Pass) -> int:
-        """Bytes of one row: token ids enter at hop 0, activations elsewhere."""
-        return 4 if each.hop == 0 else self._runner.row_bytes
+            self._batcher.add(each, each.opening, part)
+        self._tell_lost()
+        self._wake.set()
 
     def _holds(self, each: Pass, opening: Opening) -> bool:
         if not 0 <= each.hop < len(opening.route):
@@ -234,7 +246,7 @@ class StageWorker:
     def _close(self, lease: int) -> None:
         """Free a lease, and drop what may still come for it. Others may run in its room."""
         self._batcher.close(lease)
-        self._wake_up()
+        self._wake.set()
         self._void[lease] = None
         if len(self._void) > _MOST_VOID:
             self._void.popitem(last=False)
@@ -246,9 +258,19 @@ class StageWorker:
             self._close(lease)
             by_session.setdefault(lease >> _SESSION_SHIFT, []).append(lease)
         for session, own in by_session.items():
-            if (channel := self._coordinators.get(session)) is not None:
-                for at in range(0, len(own), MOST_PASSES):
-                    channel.send(encode(Lost(own[at : at + MOST_PASSES], cause, reason[:1024])))
+            for at in range(0, len(own), MOST_PASSES):
+                self._tell(session, Lost(own[at : at + MOST_PASSES], cause, reason[:1024]))
+
+    def _tell_lost(self) -> None:
+        """Tell coordinators of the leases that the batcher closed."""
+        closed, self._batcher.lost = self._batcher.lost, []
+        for lost in closed:
+            self.counters.preemptions += lost.cause is Cause.KV
+            self._give_up(lost.leases, lost.cause, lost.reason)
+
+    def _tell(self, session: int, message: Message) -> None:
+        if (channel := self._coordinators.get(session)) is not None:
+            channel.send(encode(message))
 
     def _peer_lost(self, url: str, reason: str) -> None:
         gone = [lease.id for lease in self._batcher.leases.values() if lease.next_url == url]
@@ -258,9 +280,6 @@ class StageWorker:
 
     # --- the loop ---
 
-    def _wake_up(self) -> None:
-        self._wake.set()
-
     def _accepts(self, lease: StageLease) -> bool:
         url = lease.next_url
         return url is None or self._peers.pending_bytes(url) <= MOST_PENDING_BYTES
@@ -268,10 +287,8 @@ class StageWorker:
     async def run(self) -> None:
         """Run batches until the device fails or a batch hangs."""
         while True:
-            works, given_up = self._batcher.form(self._accepts)
-            for lost in given_up:
-                self.counters.preemptions += lost.cause is Cause.KV
-                self._give_up(lost.leases, lost.cause, lost.reason)
+            works = self._batcher.form(self._accepts)
+            self._tell_lost()
             if self._batcher.waiting_bytes <= MOST_WAITING_BYTES:
                 self._room.set()
             if not works:
@@ -287,9 +304,8 @@ class StageWorker:
                 log.error("a batch of %d requests hangs", len(works))
                 self.hung = True
                 # One of them may be the reason: none is sent to another stage.
-                self._give_up(
-                    [work.lease.id for work in works], Cause.REQUEST, "its batch did not end in time"
-                )
+                leases = [work.lease.id for work in works]
+                self._give_up(leases, Cause.REQUEST, "its batch did not end in time")
                 await self._told()
                 return
 
@@ -340,12 +356,42 @@ class StageWorker:
                 passed = Pass(lease.id, lease.hop + 1, work.position, work.count, work.last, opening)
                 parts.setdefault(url, []).append((passed, result))
         for session, own in tokens.items():
-            if (channel := self._coordinators.get(session)) is not None:
-                for at in range(0, len(own), MOST_PASSES):
-                    channel.send(encode(Tokens(own[at : at + MOST_PASSES])))
+            for at in range(0, len(own), MOST_PASSES):
+                self._tell(session, Tokens(own[at : at + MOST_PASSES]))
         for url, passed_on in parts.items():
             for frame in frames(passed_on):
                 self._peers.send(url, frame)
+
+
+def _metrics_page(welcome: Welcome, pool: StageBlocks, batcher: Batcher, counters: StageCounters) -> bytes:
+    """Metrics with vLLM's names where they mean the same, else `hetlb_stage_*`."""
+    gauges: list[tuple[str, str, float]] = [
+        ("vllm:num_requests_running", "Requests that hold KV or wait here.", len(batcher.leases)),
+        ("vllm:num_requests_waiting", "Passes that wait for a batch.", batcher.waiting),
+        ("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", pool.used / pool.blocks),
+    ]
+    counts = [
+        ("vllm:prompt_tokens", "Prompt tokens computed.", counters.prompt_tokens),
+        ("vllm:generation_tokens", "Answer tokens computed.", counters.generation_tokens),
+        ("vllm:num_preemptions", "Requests that lost their KV blocks.", counters.preemptions),
+    ]
+    own: list[tuple[str, str, float]] = [
+        ("hetlb_stage_first_layer", "First layer held.", welcome.first),
+        ("hetlb_stage_end_layer", "Layer behind the last one held.", welcome.end),
+        ("hetlb_stage_waiting_bytes", "Bytes of rows that wait.", batcher.waiting_bytes),
+    ]
+    model = {"model_name": welcome.model}
+    sizes = {"num_gpu_blocks": str(pool.blocks), "block_size": str(pool.block_size)}
+    return page(
+        [
+            *(gauge(name, text, [(model, value)]) for name, text, value in gauges),
+            gauge("vllm:cache_config_info", "KV blocks of one layer each.", [(sizes, 1)]),
+            *(counter(name, text, [(model, value)]) for name, text, value in counts),
+            counter("hetlb_stage_batches", "Batches run.", [({}, counters.batches)]),
+            counter("hetlb_stage_busy_seconds", "Seconds in batches.", [({}, counters.busy_s)]),
+            *(gauge(name, text, [({}, value)]) for name, text, value in own),
+        ]
+    )
 
 
 def _last(response: web.Response) -> web.Response:
@@ -357,8 +403,9 @@ def _last(response: web.Response) -> web.Response:
 async def serve(
     worker: StageWorker, host: str, port: int, stop: asyncio.Event, ready: Callable[[int], None]
 ) -> bool:
-    """Run a worker until `stop`; False where it gave up by itself. `ready` is given the port. Raises
-    `OSError` if it cannot listen.
+    """Run a worker until `stop`; False where it gave up by itself. `ready` is given the port.
+
+    Raises `OSError` if it cannot listen.
     """
     await worker.start(host, port)
     ready(worker.port)

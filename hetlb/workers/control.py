@@ -1,8 +1,7 @@
 """Control channel between the supervisor and a child: rare, small messages, some with a descriptor.
 
-A pair of sequenced-packet Unix sockets: a message is one packet (a pickled tuple, its first item its kind)
-and arrives whole, in order, or not at all. Both ends are the same program with the same rights. What may be
-large (the state of the fleet) goes as a memory file, of which the packet carries the descriptor.
+A message is one packet of a Unix socket: a pickled tuple, its first item its kind. What may be large (the
+state of the fleet) goes as a memory file, of which the packet carries the descriptor.
 """
 
 from __future__ import annotations
@@ -51,12 +50,10 @@ class ChildControl:
 
     @classmethod
     def pair(cls) -> tuple[ChildControl, ChildControl]:
-        """Both ends."""
         one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(one), cls(other)
 
     def fileno(self) -> int:
-        """The descriptor, to wait for."""
         return self._socket.fileno()
 
     def send(self, *packet: Any, fds: tuple[int, ...] = ()) -> bool:
@@ -104,7 +101,6 @@ class ChildControl:
         loop.add_reader(fd, ready)
 
     def close(self) -> None:
-        """Close this end."""
         with contextlib.suppress(OSError):
             self._socket.close()
 

@@ -1,9 +1,7 @@
 """Messages between a relay and the scheduler process, version 4 (rules: docs/reference/messages.md).
 
-A relay owns sockets and exchanges, the scheduler process decides. They speak over a `MessageChannel`; a
-message is an array that begins with its number. Fields may be appended within a version: a reader ignores
-those that it does not know. Times are in seconds and relative to now, so that the two sides need no common
-clock.
+A message is an array that begins with its number. Fields may be appended within a version: a reader ignores
+those that it does not know. Times are in seconds and relative to now.
 """
 
 from __future__ import annotations
@@ -178,12 +176,6 @@ class PassOnMessage(RelayMessage, tag=35, frozen=True):
     request: int
 
 
-class AbortMessage(RelayMessage, tag=36, frozen=True):
-    """Stop a request's work at its engine and end it."""
-
-    request: int
-
-
 class InstanceAddress(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """Address of an instance. Another `incarnation` is another server, even under the same name.
 
@@ -251,15 +243,7 @@ FromRelay: TypeAlias = (
     Arrival | Hello | LeaseChange | Busy | Cancelled | Made | Report | CameBack | ModelsRead | Used
 )
 FromScheduler: TypeAlias = (
-    DispatchMessage
-    | Rejected
-    | PassOnMessage
-    | AbortMessage
-    | ViewMessage
-    | Learnt
-    | WaitingMessage
-    | Ask
-    | Reload
+    DispatchMessage | Rejected | PassOnMessage | ViewMessage | Learnt | WaitingMessage | Ask | Reload
 )
 
 FROM_RELAY: Final = msgspec.msgpack.Decoder(list[FromRelay])

@@ -36,7 +36,6 @@ from hetlb.workers.control import ChildControl, ChildState, Packet
 from hetlb.workers.protocol import (
     FROM_SCHEDULER,
     VERSION,
-    AbortMessage,
     Ask,
     DispatchMessage,
     FromScheduler,
@@ -74,7 +73,7 @@ class Relay:
         self._fleet = fleet
         self._access = require_urls(fleet)
         self._engines: dict[str, EngineAccess] = dict(self._access.engines)
-        estimator = TokenEstimator(load_tokenizers(fleet.tokenizers), fleet.image_rules)
+        estimator = TokenEstimator(load_tokenizers(fleet.tokenizers))
         first_id = (life << ID_BITS) + 1
         self.driver = Driver(fleet.file.proxy, estimator, self._loop, self._engines, first_id)
         self._scheduling = RelayDriver(fleet.queue_limits, self.driver)
@@ -96,17 +95,14 @@ class Relay:
     # --- what the listener answers itself ---
 
     def models(self) -> list[dict[str, Any]]:
-        """The entries of `/v1/models`."""
         return self._models
 
     def routable(self) -> bool:
-        """True if some instance takes requests."""
         return self._routable and not self._stopping
 
     # --- life ---
 
     async def run(self, listeners: Sequence[socket.socket]) -> None:
-        """Serve on bound `listeners` until stopped."""
         self._loop.add_signal_handler(signal.SIGTERM, self._stop.set)
         self._control.listen(self._hear, self._stop.set)
         whole = stat.S_ISREG(os.fstat(sys.stderr.fileno()).st_mode)
@@ -137,7 +133,6 @@ class Relay:
             await asyncio.sleep(0)
 
     def _hear(self, packet: Packet, fds: list[int]) -> None:
-        """Handle a packet of the supervisor."""
         kind, *rest = packet
         if kind == "ping":
             self._control.send("pong", len(self._server.connections))
@@ -171,7 +166,6 @@ class Relay:
         self._scheduling.connected(channel)
 
     def _lost(self, channel: MessageChannel[FromScheduler]) -> None:
-        """Drop a closed channel."""
         if channel is not self._channel:
             return
         self._channel = None
@@ -184,12 +178,12 @@ class Relay:
         for message in messages:
             if isinstance(message, DispatchMessage):
                 scheduling.dispatch(message)
-            elif isinstance(message, Rejected | PassOnMessage | AbortMessage):
+            elif isinstance(message, Rejected | PassOnMessage):
                 scheduling.answer(message)
             elif isinstance(message, ViewMessage):
                 self._set_view(message)
             elif isinstance(message, Learnt):
-                self.driver.token_estimator.learn(message.model, message.text_bytes, (), message.tokens)
+                self.driver.token_estimator.learn(message.model, message.text_bytes, 0, message.tokens)
             elif isinstance(message, WaitingMessage):
                 scheduling.others_wait = message.requests
             elif isinstance(message, Ask):
@@ -237,7 +231,6 @@ class Relay:
         self._report()
 
     def _report(self) -> None:
-        """Send the counters."""
         channel, driver, scheduling = self._channel, self.driver, self._scheduling
         if channel is None:
             return

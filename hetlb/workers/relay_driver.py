@@ -1,14 +1,13 @@
 """Driver of a relay: its exchanges are here, its scheduler in another process.
 
-Facts go up the channel and commands come down; between them an exchange waits as it does in the queue. While
-there is no scheduler process, streams go on and arrivals wait, within the limits of the queue, for at most
-`no_instance_timeout_s`; the next one hears of every live lease and of every request that waits.
+While there is no scheduler process, streams go on and arrivals wait, within the limits of the queue, for at
+most `no_instance_timeout_s`; the next one hears of every live lease and of every request that waits.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Final
 
 from hetlb.core.journal import booked
@@ -26,7 +25,6 @@ from hetlb.proxy.message_channel import MessageChannel
 from hetlb.proxy.scheduler_side import SchedulerSide
 from hetlb.served_models import read_model_list
 from hetlb.workers.protocol import (
-    AbortMessage,
     Arrival,
     Busy,
     CameBack,
@@ -100,7 +98,6 @@ class RelayDriver(SchedulerSide):
             channel.send(_arrival(exchange))
 
     def disconnected(self) -> None:
-        """There is no scheduler process for now."""
         self._channel = None
         self._alone_since = self._driver.now()
         for exchange in list(self._driver.exchanges.values()):
@@ -176,7 +173,7 @@ class RelayDriver(SchedulerSide):
 
     def submit(self, exchange: Exchange) -> None:
         request = exchange.request
-        if self._channel is None and not has_room(self._limits, [each.request for each in self._queued()]):
+        if self._channel is None and not self._has_room():
             detail = "Too many requests are waiting for an instance."
             self._driver.reject(Reject(request.id, RejectReason.QUEUE_FULL, detail), 1.0)
             return
@@ -268,8 +265,7 @@ class RelayDriver(SchedulerSide):
         lease.beside = command.mixed
         exchange.dispatched(lease, command.gives_ids)
 
-    def answer(self, command: Rejected | PassOnMessage | AbortMessage) -> None:
-        """Apply the scheduler process's answer to a request, unless it has ended."""
+    def answer(self, command: Rejected | PassOnMessage) -> None:
         exchange = self._driver.exchanges.get(command.request)
         if exchange is None:
             return
@@ -281,8 +277,6 @@ class RelayDriver(SchedulerSide):
             else:
                 kind = error_responses.bad_request(command.status)
             exchange.refuse(kind, command.detail, command.retry_after_s, command.lines)
-        elif isinstance(command, AbortMessage):
-            exchange.client_gone()
         else:
             exchange.let_go()
 
@@ -293,6 +287,15 @@ class RelayDriver(SchedulerSide):
             for exchange in self._queued():
                 detail = "The scheduler is not there."
                 self._driver.reject(Reject(exchange.request.id, RejectReason.NO_INSTANCE, detail), 1.0)
+
+    def _has_room(self) -> bool:
+        """True if what waits without a scheduler process is within the queue's limits."""
+        limits, waiting = self._limits, self._queued()
+        if limits.max_requests is not None and len(waiting) > limits.max_requests:
+            return False
+        return (
+            limits.max_bytes is None or sum(each.request.body_bytes for each in waiting) <= limits.max_bytes
+        )
 
     def _queued(self) -> list[Exchange]:
         return [each for each in self._driver.exchanges.values() if each.phase is Phase.QUEUED]
@@ -326,10 +329,3 @@ def arrival_of(request: Request, owner: str | None, *, strict: bool) -> Arrival:
 
 def _arrival(exchange: Exchange) -> Arrival:
     return arrival_of(exchange.request, exchange.tenant, strict=exchange.kind is _PINNED)
-
-
-def has_room(limits: QueueLimits, waiting: Sequence[Request]) -> bool:
-    """Return whether what waits without a scheduler process is within the queue's limits."""
-    if limits.max_requests is not None and len(waiting) > limits.max_requests:
-        return False
-    return limits.max_bytes is None or sum(each.body_bytes for each in waiting) <= limits.max_bytes

@@ -1,13 +1,13 @@
 """Driver of the scheduler process: facts come from relays, commands go back to them.
 
-Every open request is known with its relay and its lease. A relay that is gone takes its own along: its leases
-end as if their clients had left. A message about a lease that is not its request's (the two sides spoke at
-the same time) ends the request as its relay says, with an outcome that blames no instance.
+The leases of a relay that is gone end as if their clients had left. A message about a lease that is not its
+request's (the two sides spoke at the same time) ends the request with an outcome that blames no instance.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import pickle
 from collections.abc import Callable, Iterable
@@ -15,14 +15,7 @@ from typing import Final
 
 from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import (
-    Dispatch,
-    Lease,
-    Outcome,
-    Reject,
-    Request,
-    RequestId,
-)
+from hetlb.core.types import Dispatch, Lease, Outcome, Reject, Request, RequestId
 from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.http1 import GateError
 from hetlb.proxy.lease_wire import WireBegun
@@ -32,14 +25,18 @@ from hetlb.proxy.scheduler_driver import EMITS_S, SchedulerDriver
 from hetlb.proxy.scheduler_side import Carrier
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
+from hetlb.proxy.telemetry.recent import Recent
+from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.workers import protocol
 from hetlb.workers.protocol import (
     Arrival,
+    Ask,
     Busy,
     CameBack,
     Cancelled,
     FromRelay,
     Hello,
+    Learnt,
     LeaseChange,
     Made,
     ModelsRead,
@@ -52,6 +49,8 @@ logger = logging.getLogger("hetlb.proxy")
 
 #: Relays wait so long for the live leases of the others when a scheduler process begins, in seconds.
 RESTORE_S: Final = 0.2
+#: Seconds that relays may take to report.
+_ANSWER_S: Final = 1.0
 
 
 class RelayLink:
@@ -72,7 +71,6 @@ class RelayLink:
 
     @property
     def totals(self) -> Totals | None:
-        """Its counters as of the last report."""
         totals: Totals | None = pickle.loads(self.report.totals) if self.report.totals else None
         return totals
 
@@ -93,7 +91,6 @@ class _OpenRequest:
         self.ticket = ticket
 
     def used(self, message: Used, now: float) -> None:
-        """Count tokens against the limits of its key."""
         if self.ticket is None:
             return
         if message.last:
@@ -103,7 +100,6 @@ class _OpenRequest:
             self.ticket.used(message.prompt_tokens, message.output_tokens, now)
 
     def settle(self, now: float) -> None:
-        """Settle the reservation of a request that ended without a known answer."""
         ticket, self.ticket = self.ticket, None
         if ticket is not None:
             ticket.ended(_prompt_tokens(self.request), 0, now)
@@ -112,23 +108,17 @@ class _OpenRequest:
 class RelayHost(Carrier):
     """Relays' requests, for the scheduler of this process: `scheduling` drives it.
 
-    `on_view` is called when what relays answer may differ (True: before the next dispatch), `on_report` with
-    each report.
+    `on_view` is called when what relays answer may differ (True: before the next dispatch).
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        loop: asyncio.AbstractEventLoop,
-        on_view: Callable[[bool], None],
-        on_report: Callable[[RelayLink, Report], None],
+        self, scheduler: Scheduler, loop: asyncio.AbstractEventLoop, on_view: Callable[[bool], None]
     ) -> None:
         super().__init__(loop)
         self.scheduler = scheduler
         self.scheduling = SchedulerDriver(scheduler, self)
         self.links: list[RelayLink] = []
         self._on_view = on_view
-        self._on_report = on_report
         self._open: dict[RequestId, _OpenRequest] = {}
         self._streaming_at: dict[str, float] = {}
         #: Relays whose live leases are waited for, and what the others said meanwhile.
@@ -140,9 +130,16 @@ class RelayHost(Carrier):
         self.reload = protocol.Reload(0, b"")
         #: True if requests wait, as the relays know it.
         self._waiting = False
+        #: Token estimates that the relays learnt; each of them has its own, which begins with this one.
+        self.token_estimator = TokenEstimator()
+        #: Counters of relays that are gone, and their lost lines; what ended lately at any relay.
+        self._gone, self._gone_lost = Totals(), 0
+        self.recent = Recent()
+        #: Number of the last question for reports; set for a moment when one comes, or a relay has gone.
+        self._asked = 0
+        self._came = asyncio.Event()
 
     def close(self) -> None:
-        """Stop the timers and close every channel."""
         super().close()
         self.scheduling.close()
         for link in list(self.links):
@@ -158,9 +155,10 @@ class RelayHost(Carrier):
             self.loop.call_later(RESTORE_S, self._restored)
 
     def connected(self, link: RelayLink) -> None:
-        """A channel to a relay is open."""
         self.links.append(link)
         link.send(protocol.WaitingMessage(self._waiting))
+        for model, (text_bytes, tokens) in self.token_estimator.state()["text"].items():
+            link.send(Learnt(model, round(text_bytes), round(tokens)))
 
     def disconnected(self, link: RelayLink) -> None:
         """A relay is gone: its requests end as if their clients had left."""
@@ -170,13 +168,16 @@ class RelayHost(Carrier):
         link.channel = None
         self._awaited.discard(link.life)
         self._early = [early for early in self._early if early[0] is not link]
+        if (totals := link.totals) is not None:
+            self._gone.add(totals)
+            self._gone_lost += link.report.lost_lines
+        self._heard()
         for open_request in [each for each in self._open.values() if each.link is link]:
             self._end(open_request, Outcome.CLIENT_GONE, self.now())
         if not self._awaited:
             self._restored()
 
     def broadcast(self, message: protocol.RelayMessage) -> None:
-        """Send a message to every relay."""
         for link in self.links:
             link.send(message)
 
@@ -225,7 +226,6 @@ class RelayHost(Carrier):
         self.ticked()
 
     def ticked(self) -> None:
-        """Broadcast a change of whether requests wait."""
         waiting = self.scheduling.waiting > 0
         if waiting != self._waiting:
             self._waiting = waiting
@@ -241,10 +241,7 @@ class RelayHost(Carrier):
         if hello.generation != self.reload.generation:
             link.send(self.reload)
         for live in hello.leases:
-            try:
-                booked = live.lease.change()
-            except ValueError as error:
-                raise protocol.RelayProtocolError(str(error)) from error
+            booked = live.lease.change()
             lease = self.scheduler.restore(booked, now)
             if lease is not None:
                 limiter = self.scheduling.limiter(live.owner)
@@ -324,15 +321,50 @@ class RelayHost(Carrier):
             self.counted.believed(lease)
         self.scheduling.lease_ended(lease, outcome, now, retry=retry, generated=generated)
 
+    # --- reports ---
+
+    async def refresh(self) -> None:
+        """Collect a report of every relay that answers in time."""
+        self._asked = number = self._asked + 1
+        asked = list(self.links)
+        self.broadcast(Ask(number))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ANSWER_S):
+                while any(link.report.number < number for link in asked if link in self.links):
+                    await self._came.wait()
+
     def _reported(self, link: RelayLink, report: Report, now: float) -> None:
-        self._on_report(link, report)
+        link.report, link.tokens = report, dict(report.tokens)
         for name in report.streaming:
             self._streaming_at[name] = now
         for model, text_bytes, tokens in report.learnt:
+            self.token_estimator.learn(model, text_bytes, 0, tokens)
             for other in self.links:
                 if other is not link:
-                    other.send(protocol.Learnt(model, text_bytes, tokens))
-        link.tokens = dict(report.tokens)
+                    other.send(Learnt(model, text_bytes, tokens))
+        if report.recent:
+            self.recent.add(pickle.loads(report.recent))
+        self._heard()
+
+    def _heard(self) -> None:
+        self._came.set()
+        self._came.clear()
+
+    @property
+    def lost_lines(self) -> int:
+        """Lines of the request log that relays could not write."""
+        return self._gone_lost + sum([link.report.lost_lines for link in self.links])
+
+    @property
+    def totals(self) -> Totals:
+        """Counters of all processes."""
+        self.scheduling.count_calls()
+        whole = Totals()
+        for part in (self.counted, self._gone, *[link.totals for link in self.links]):
+            if part is not None:
+                whole.add(part)
+        whole.recent = self.recent
+        return whole
 
     # --- facts about instances ---
 
@@ -356,27 +388,17 @@ class RelayHost(Carrier):
     def pass_on(self, request_id: RequestId) -> None:
         self._open[request_id].link.send(protocol.PassOnMessage(request_id))
 
-    def abort(self, request_id: RequestId) -> None:
-        self._open[request_id].link.send(protocol.AbortMessage(request_id))
-
     def dispatch(self, command: Dispatch, instance: Instance, decode: Instance | None) -> None:
         lease, found = command.lease, self._open[command.request_id]
         found.lease, found.lease_number = lease, lease.id
         found.link.send(
             protocol.DispatchMessage(
-                command.request_id,
-                lease.id,
-                lease.instance,
-                lease.work_ns,
-                lease.predicted_output,
-                lease.forecast_end_s,
-                "" if found.named else found.request.model,
-                lease.expected_first_s,
-                lease.beside,
-                None if found.ticket is None else found.ticket.headers(lease.dispatched_at),
+                command.request_id, lease.id, lease.instance, lease.work_ns, lease.predicted_output,
+                lease.forecast_end_s, "" if found.named else found.request.model, lease.expected_first_s,
+                lease.beside, None if found.ticket is None else found.ticket.headers(lease.dispatched_at),
                 instance.gives_ids,
             )
-        )
+        )  # fmt: skip
 
     # --- time ---
 
@@ -384,14 +406,9 @@ class RelayHost(Carrier):
         self.scheduling.count_calls()
         names = {each.name for each in self.scheduler.instances}
         self.counted.keep(names)
+        self._gone.keep(names)
         for name in self._streaming_at.keys() - names:
             del self._streaming_at[name]
-
-    @property
-    def totals(self) -> Totals:
-        """Counters of this process: decisions, ejections, reloads, the scheduler's calls."""
-        self.scheduling.count_calls()
-        return self.counted
 
 
 def _prompt_tokens(request: Request) -> int:

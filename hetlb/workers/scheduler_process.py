@@ -1,8 +1,6 @@
-"""The scheduler process of several: the one scheduler, with probes, reloads and the admin listener.
+"""The scheduler process of several: a `FleetService` whose driver speaks with relays.
 
-It is a `FleetService` whose driver (`RelayHost`) speaks with the relays instead of owning exchanges. Every
-request of every relay goes through the same scheduler object with the same event log. What a successor begins
-with (`State`) is with the supervisor before it is in force here.
+What a successor begins with (`ChildState`) is with the supervisor before it is in force here.
 """
 
 from __future__ import annotations
@@ -21,10 +19,7 @@ from typing import Final
 import msgspec
 
 from hetlb.config.fleet import Fleet
-from hetlb.core.types import (
-    AdminState,
-    AdminStateSet,
-)
+from hetlb.core.types import AdminState, AdminStateSet
 from hetlb.errors import InputError
 from hetlb.proxy.access import Access
 from hetlb.proxy.admin import make_app
@@ -37,11 +32,15 @@ from hetlb.proxy.takeover import Takeover
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.telemetry.recent import Recent
-from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.workers.control import ChildControl, ChildState, Packet
-from hetlb.workers.protocol import FROM_RELAY, FromRelay, InstanceAddress, Learnt, Reload, Report, ViewMessage
+from hetlb.workers.protocol import (
+    FROM_RELAY,
+    FromRelay,
+    InstanceAddress,
+    Reload,
+    ViewMessage,
+)
 from hetlb.workers.relay_host import RelayHost, RelayLink
-from hetlb.workers.relay_reports import RelayReports
 
 logger = logging.getLogger("hetlb.workers")
 
@@ -69,7 +68,6 @@ class SchedulerProcess(FleetService):
         self.roster.on_edited = self._save
         self.driver.reload = Reload(state.generation, pickle.dumps(state.fleet))
         self._state = dataclasses.replace(state, admin=dict(state.admin))
-        self._reports = RelayReports(self.driver.links)
         self._view: ViewMessage | None = None
         self._view_timer: asyncio.TimerHandle | None = None
         self._looked = False
@@ -77,42 +75,35 @@ class SchedulerProcess(FleetService):
         self._stop = asyncio.Event()
         self._alone = False
         self._listeners = NO_LISTENERS
-        #: Token estimates that the relays learnt; each of them has its own, which begins with this one.
-        self._token_estimator = TokenEstimator(image_rules=state.fleet.image_rules)
         self._catch_up(state)
 
     def _drive(self) -> SchedulerDriver:
-        self.driver = RelayHost(
-            self.scheduler, asyncio.get_running_loop(), self._view_changed, self._reported
-        )
+        self.driver = RelayHost(self.scheduler, asyncio.get_running_loop(), self._view_changed)
         return self.driver.scheduling
 
     def _catch_up(self, state: ChildState) -> None:
         """Know what the scheduler process before this one knew."""
-        scheduling, scraper = self.scheduling, self.watch.scraper
+        scheduling, watch = self.scheduling, self.watch
         for spec, address in state.registered:
             self.roster.adopt(spec, address)
         for name, admin in state.admin.items():
             scheduling.change(AdminStateSet(name, AdminState(admin)))
         if state.policy is not None and state.policy != self.scheduler.placement.policy_name:
             scheduling.set_policy(state.policy)
-        scraper.versions.update(state.versions)
+        watch.versions.update(state.versions)
         for name, entries in state.entries.items():
-            scraper.models[name] = entries
+            watch.models[name] = entries
             scheduling.change(models_learned(name, entries))
 
     # --- life ---
 
     async def run(self, listeners: Listeners, takeover: Takeover | None = None) -> None:
-        """Watch the engines, open the admin listener, speak with relays; until told to stop.
-
-        The relays serve on `listeners.main`; here they are kept for a process that replaces this one.
-        """
+        """Serve relays until told to stop; `listeners.main` are kept for a process that replaces this one."""
         self._listeners, self._takeover = listeners, takeover
         self._loop.add_signal_handler(signal.SIGTERM, self._stop.set)
         self._control.listen(self._hear, self._orphaned)
         try:
-            self._load_learnt(self._token_estimator)
+            self._load_learnt(self.driver.token_estimator)
             self._read_kv_events(self.fleet)
             await self._first_look(FIRST_ROUND_S if self._life == 1 else _NEXT_ROUND_S)
             if takeover is not None:
@@ -155,20 +146,16 @@ class SchedulerProcess(FleetService):
 
     def _close_listeners(self) -> None:
         """Keep the sockets no longer: clients must not wait where no process accepts."""
-        for each in (*self._listeners.main, *self._listeners.admin):
-            each.close()
-        self._listeners = NO_LISTENERS
+        self._listeners = self._listeners.only()
         self._do(self.admin.close())
 
     async def close(self) -> None:
-        """Close everything now."""
         if self._view_timer is not None:
             self._view_timer.cancel()
         await super().close()
         self.driver.close()
 
     def _hear(self, packet: Packet, fds: list[int]) -> None:
-        """Handle a packet of the supervisor."""
         kind, *rest = packet
         if kind == "ping":
             self._control.send("pong", 0)
@@ -200,22 +187,17 @@ class SchedulerProcess(FleetService):
 
     async def _connect(self, link: RelayLink, end: socket.socket) -> None:
         channel: MessageChannel[FromRelay] = MessageChannel(
-            FROM_RELAY,
-            lambda messages: self.driver.receive(link, messages),
-            lambda: self._disconnected(link),
+            FROM_RELAY, lambda messages: self.driver.receive(link, messages), lambda: self._disconnected(link)
         )
         link.channel = channel
         await channel.open(end)
         self._send_view()
         self.driver.connected(link)
-        for model, (text_bytes, tokens) in self._token_estimator.state()["text"].items():
-            link.send(Learnt(model, round(text_bytes), round(tokens)))
         if self._view is not None:
             link.send(self._view)
 
     def _disconnected(self, link: RelayLink) -> None:
         self.driver.disconnected(link)
-        self._reports.retire(link, self.roster.specs())
         if self._alone and not self.driver.links:
             self._stop.set()
 
@@ -235,15 +217,11 @@ class SchedulerProcess(FleetService):
             self._view_timer.cancel()
             self._view_timer = None
         scheduler = self.scheduler
+        down = [name for name in scheduler.fleet.ready if not scheduler.fleet.available(name)]
         view = ViewMessage(
-            self._addresses(),
-            list(scheduler.fleet.ready),
-            self.scheduling.only_model,
-            msgspec.json.encode(self.models()),
-            self.routable(),
-            scheduler.fleet.block_tokens,
-            [name for name in scheduler.fleet.ready if not scheduler.fleet.available(name)],
-        )
+            self._addresses(), list(scheduler.fleet.ready), self.scheduling.only_model,
+            msgspec.json.encode(self.models()), self.routable(), scheduler.fleet.block_tokens, down,
+        )  # fmt: skip
         if view != self._view:
             self._view = view
             self.driver.broadcast(view)
@@ -253,16 +231,11 @@ class SchedulerProcess(FleetService):
         registered, now = self.roster.registered, self.now()
         return [
             InstanceAddress(
-                each.name,
-                each.incarnation,
-                each.spec.url,
-                each.spec.model,
-                each.name in registered,
-                registered.get(each.name),
-                None if each.leaves_at is None else each.leaves_at - now,
+                each.name, each.incarnation, each.spec.url, each.spec.model, each.name in registered,
+                registered.get(each.name), None if each.leaves_at is None else each.leaves_at - now,
             )
             for each in self.scheduler.instances
-        ]
+        ]  # fmt: skip
 
     def _save(self, fleet: Fleet | None = None) -> None:
         """Give the supervisor what a successor begins with; `fleet` is about to be in force."""
@@ -277,47 +250,37 @@ class SchedulerProcess(FleetService):
                 if each.name in self.roster.registered
             ),
             admin={each.name: each.admin.value for each in self.scheduler.instances if each.admin != "ready"},
-            entries=dict(self.watch.scraper.models),
-            versions=dict(self.watch.scraper.versions),
+            entries=dict(self.watch.models),
+            versions=dict(self.watch.versions),
         )
         if state != self._state:
             self._state = state
             self._control.send_large("state", content=pickle.dumps(state, pickle.HIGHEST_PROTOCOL))
 
     async def refresh(self) -> None:
-        """Collect the counters of all relays."""
-        await self._reports.refresh()
+        await self.driver.refresh()
 
     async def settled(self) -> None:
         """Return when what an operator changed is in force in all relays."""
         self._send_view()
         await self.refresh()
 
-    def _reported(self, link: RelayLink, report: Report) -> None:
-        for model, text_bytes, tokens in report.learnt:
-            self._token_estimator.learn(model, text_bytes, (), tokens)
-        self._reports.take(link, report)
-
     # --- what the admin surface sees ---
 
     @property
     def totals(self) -> Totals:
-        """Counters of all processes, of relays that are gone too."""
-        return self._reports.totals(self.driver.totals)
+        return self.driver.totals
 
     @property
     def recent(self) -> Recent:
-        """Requests that ended lately at all relays; nothing is added up for it."""
-        return self._reports.recent
+        return self.driver.recent
 
     @property
     def lost_lines(self) -> int:
-        """Lines of all logs that were dropped."""
-        return super().lost_lines + self._reports.lost_lines
+        return super().lost_lines + self.driver.lost_lines
 
     @property
     def readiness(self) -> str:
-        """`ready`, or why requests should go elsewhere."""
         if not self.stopping_soon and not self.driver.links:
             return "no relay serves"
         return super().readiness
@@ -325,7 +288,6 @@ class SchedulerProcess(FleetService):
     # --- what an operator changes ---
 
     def set_policy(self, name: str) -> None:
-        """An operator switched the policy."""
         super().set_policy(name)
         self._save()
 

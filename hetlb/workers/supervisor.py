@@ -1,10 +1,9 @@
 """The parent of the scheduler process and the relays: it starts, watches and replaces them.
 
-It serves nothing, runs no event loop and has one thread, so that its children are forked from it within
-milliseconds, with all modules loaded. It holds the listening sockets and the fleet's state for the processes
-that come next. A child that dies is replaced at once, one that dies again within `STEADY_S` a little later
-each time; one that does not answer for `HANG_S`, not counting what it waited for a CPU, is killed and
-replaced. The scheduler process ends after the last relay.
+It runs no event loop and has one thread, so that its children are forked from it within milliseconds, with
+all modules loaded. It holds the listening sockets and the fleet's state for the processes that come next.
+A child that dies is replaced at once, one that dies again within `STEADY_S` a little later each time; one
+that does not answer for `HANG_S`, not counting what it waited for a CPU, is killed and replaced.
 """
 
 from __future__ import annotations
@@ -25,19 +24,18 @@ from typing import Any, Final, NoReturn
 
 import uvloop
 
-from hetlb.build import version_line
 from hetlb.config.fleet import Fleet
 from hetlb.errors import HetlbError
 from hetlb.proxy import systemd
 from hetlb.proxy.http.forward_headers import ForwardRules
-from hetlb.proxy.service import READINESS_LAG_S, ready_line
+from hetlb.proxy.service import READINESS_LAG_S, announce, ready_line
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Takeover
-from hetlb.proxy.telemetry.events import FORMATTERS, Event, plain_line, tell
+from hetlb.proxy.telemetry.events import FORMATTERS, Event, tell
 from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 from hetlb.proxy.telemetry.prometheus import WorkerState
 from hetlb.workers.control import ChildControl, ChildState, content_of
-from hetlb.workers.listeners import FleetListeners
+from hetlb.workers.listeners import bind_listeners, share_of
 from hetlb.workers.relay import Relay
 from hetlb.workers.scheduler_process import SchedulerProcess
 
@@ -86,7 +84,6 @@ class _Child:
         self.linked = 0
 
     def heard(self, now: float) -> None:
-        """Record a sign of life."""
         self.heard_at, self.waited_s = now, None
 
 
@@ -101,12 +98,9 @@ class Supervisor:
         listeners: Listeners = NO_LISTENERS,
         takeover: Takeover | None = None,
     ) -> None:
-        """`listeners` listen already (systemd's), with `takeover` those of the process that is replaced.
-
-        Raises `HetlbError` where a listener cannot be bound.
-        """
+        """`listeners` listen already. Raises `HetlbError` where one cannot be bound."""
         self._fleet = fleet
-        self._listeners = FleetListeners(fleet, number, listeners if takeover is None else takeover.listeners)
+        self._listeners = bind_listeners(fleet, number, listeners if takeover is None else takeover.listeners)
         #: Until the first scheduler process has it.
         self._takeover = takeover
         self._event_log = event_log
@@ -141,13 +135,13 @@ class Supervisor:
         self._selector.register(self._wake, selectors.EVENT_READ)
         try:
             self._until(lambda: all(child.began for child in self._children), _START_S, fail=True)
-            fleet, bound = self._fleet, self._listeners
-            line = ready_line(bound.address, fleet.file.listen.tls, bound.admin_address, fleet.file.admin.tls)
+            table = self._fleet.file
+            main, admin = [
+                each[0].getsockname()[:2] for each in (self._listeners.main, self._listeners.admin)
+            ]
+            line = ready_line(main, table.listen.tls, admin, table.admin.tls)
             self._send(self._scheduler, "serving")
-            style = fleet.file.proxy.request_log_format
-            print(plain_line(line, style, Event.STARTED.event), flush=True)
-            systemd.notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS={line}")
-            tell(logger, Event.STARTED, "%s", version_line())
+            announce(line, table.proxy.request_log_format)
             self._until(lambda: self._ends or self._replaced)
             systemd.notify("STOPPING=1")
             self._stop()
@@ -160,10 +154,7 @@ class Supervisor:
     def _until(
         self, holds: Callable[[], bool], timeout_s: float = float("inf"), *, fail: bool = False
     ) -> None:
-        """Watch over the children until something holds, for at most `timeout_s`.
-
-        With `fail`, raises `HetlbError` where a child dies or the time is over.
-        """
+        """Watch over the children until something holds; with `fail`, raises `HetlbError` if it does not."""
         deadline = time.monotonic() + timeout_s
         while not holds() and (now := time.monotonic()) < deadline:
             if fail and self._ends:
@@ -223,7 +214,6 @@ class Supervisor:
     # --- one child ---
 
     def _start(self, child: _Child) -> None:
-        """Fork a child's process."""
         now = time.monotonic()
         ours, theirs = ChildControl.pair()
         self._lives += 1
@@ -251,7 +241,6 @@ class Supervisor:
         theirs: ChildControl,
         mask: set[int | signal.Signals],
     ) -> NoReturn:
-        """Run as a child, in its own process, and never return."""
         status = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -290,21 +279,20 @@ class Supervisor:
                 other.control.close()
         if child.number < 0:
             return  # it keeps all of them, to hand them over
-        self._listeners.keep(child.number)
+        listeners = self._listeners
+        self._listeners = listeners.only(share_of(child.number, len(self._relays), listeners.main))
         if self._takeover is not None:
             self._takeover.end.close()
 
     def _serve(self, child: _Child, life: int, control: ChildControl) -> Coroutine[Any, Any, None]:
-        """The work of a child."""
         state: ChildState = pickle.loads(self._state)
 
         async def relay() -> None:
-            await Relay(child.number, life, state, control).run(self._listeners.relays[child.number])
+            await Relay(child.number, life, state, control).run(self._listeners.main)
 
         async def scheduler() -> None:
-            listeners = Listeners(tuple(self._listeners.main), tuple(self._listeners.admin))
             process = SchedulerProcess(state, life, control, self._event_log)
-            await process.run(listeners, self._takeover)
+            await process.run(self._listeners, self._takeover)
 
         return scheduler() if child.number < 0 else relay()
 
@@ -312,7 +300,6 @@ class Supervisor:
         return child.control is not None and child.control.send(*packet, fds=fds)
 
     def _hear(self, child: _Child) -> None:
-        """Handle a message of a child."""
         control = child.control
         try:
             while control is not None and (received := control.receive()) is not None:
@@ -337,11 +324,7 @@ class Supervisor:
             child.control = None
 
     def _ask(self, child: _Child, now: float) -> None:
-        """Ping a child; kill it if it stays silent.
-
-        What it waited for a CPU since it became silent does not count: a machine that is short of them would
-        lose all its connections too, and go on being short of them.
-        """
+        """Ping a child; kill it if it stays silent, not counting what it waited for a CPU meanwhile."""
         if not child.pid:
             return
         if now - child.asked_at >= PING_S:
@@ -389,7 +372,6 @@ class Supervisor:
             self._shown = shown
 
     def _reap(self) -> None:
-        """See which children have ended."""
         for child in self._children:
             if not child.pid:
                 continue
@@ -434,8 +416,7 @@ class Supervisor:
         self._replaced = True
         for relay in self._relays:
             self._send(relay, "leave")
-        self._listeners.close_main()
-        self._listeners.close_admin()
+        self._listeners = self._listeners.only()
 
     def _stop(self) -> None:
         """Fail readiness, drain, then end all processes."""
@@ -449,7 +430,7 @@ class Supervisor:
         self._stopping = True
         for relay in self._relays:
             self._send(relay, "stop", hurry)
-        self._listeners.close_main()
+        self._listeners = self._listeners.only(admin=self._listeners.admin)
         grace_s = 0.0 if hurry else self._fleet.file.proxy.shutdown_grace_s
         told = len(signals)
         relays = self._relays
@@ -461,7 +442,7 @@ class Supervisor:
                 self._send(relay, "stop", True)
             self._until(lambda: not any(each.pid for each in relays), _KILL_AFTER_S)
         self._scheduler.began = False  # it is not replaced any more
-        self._listeners.close_admin()
+        self._listeners = self._listeners.only()
         self._send(self._scheduler, "stop")
         self._until(lambda: not self._scheduler.pid, _KILL_AFTER_S)
 
@@ -481,8 +462,7 @@ class Supervisor:
                 os.waitpid(child.pid, 0)
             if child.control is not None:
                 child.control.close()
-        self._listeners.close_main()
-        self._listeners.close_admin()
+        self._listeners.only()
         for end in (self._wake, self._waker):
             end.close()
         self._selector.close()
@@ -492,7 +472,6 @@ class _Stderr(logging.Handler):
     """Lines to stderr where it takes them at once: a reader that is slow must not stop the supervisor."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, or drop it."""
         with contextlib.suppress(OSError):
             if select.select([], [2], [], 0)[1]:
                 os.write(2, (self.format(record) + "\n").encode())

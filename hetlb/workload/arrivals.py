@@ -14,40 +14,44 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from hetlb.workload.content import UNSHARED, PromptContent, in_cycle
+from hetlb.workload.content import UNSHARED, PromptContent, contents_of
 from hetlb.workload.traces import Row
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request of a plan: when it is due (seconds from the start of the run), and what it asks.
+    """One request of a plan: its row, when it is due (seconds from the start of the run), and its content.
 
-    It has `prompts` prompts of `prompt_tokens` tokens each, which begin with the spans of `content`, and asks
-    for `n` answers of `output_tokens` tokens to each; without `generates` (an embedding) for none. `adapter`
-    is the LoRA adapter that it asks for, "" for the model itself; `service` its class, "" for the default.
+    It has `row.sequences` prompts, which begin with the spans of `content`, and asks for `row.n` answers to
+    each; without `generates` (an embedding) for none.
     """
 
     index: int
     scheduled_s: float
-    prompt_tokens: int
-    output_tokens: int
+    row: Row
     content: PromptContent = UNSHARED
-    prompts: int = 1
-    n: int = 1
-    generates: bool = True
-    tenant: str | None = None
-    adapter: str = ""
-    service: str = ""
+
+    @property
+    def generates(self) -> bool:
+        return self.row.endpoint != "embeddings"
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.row.input_tokens
+
+    @property
+    def output_tokens(self) -> int:
+        return self.row.output_tokens
 
     @property
     def sequences(self) -> int:
         """Sequences that an engine runs for it."""
-        return self.prompts * self.n
+        return self.row.sequences * self.row.n
 
     @property
     def input_tokens(self) -> int:
         """Tokens of all its prompts."""
-        return self.prompts * self.prompt_tokens
+        return self.row.sequences * self.row.input_tokens
 
     @property
     def answer_tokens(self) -> int:
@@ -86,14 +90,6 @@ class Ramp:
         return self.start_rps * math.pow(self.end_rps / self.start_rps, progress)
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """The load: the plan, and the row of each of its requests (`rows[planned.index]`)."""
-
-    plan: list[PlannedRequest]
-    rows: list[Row]
-
-
 def gaps_s(count: int, rate_rps: float, burstiness: float, rng: random.Random) -> list[float]:
     """`count` gaps between arrivals, gamma-distributed with shape `burstiness` (1 is Poisson, inf constant).
 
@@ -117,58 +113,35 @@ def make_plan(
     burstiness: float = 1.0,
     *,
     waves: Waves | None = None,
-    contents: Sequence[PromptContent] | None = None,
+    hash_block_tokens: int | None = None,
 ) -> list[PlannedRequest]:
     """The first `num_prompts` rows (all by default, cycled if there are fewer) with their due times.
 
-    `request_rate` is requests per second, `inf` (all at once), a ramp or "trace" (the recorded arrivals; a
-    cycled trace goes on where it ended). `contents` are those of the rows, by default they share nothing.
-    Raises `ValueError` for "trace" on rows without arrival times.
+    A cycled trace goes on where it ended; sessions and blocks of a later cycle are others: what a trace asks
+    once shall not be in a cache already. With `hash_block_tokens` (what one of the `hash_ids` stands for)
+    prompts have their contents, else they share nothing. Raises `ValueError` for "trace" on rows without
+    arrival times.
     """
     count = len(rows) if num_prompts is None else num_prompts
-    order = list(range(min(count, len(rows))))
+    rows = rows[:count]
     if request_rate == "trace":
-        due = _recorded(rows, order, count)
-    elif isinstance(request_rate, str):
-        raise ValueError(f"expected a rate or 'trace', got {request_rate!r}")
+        rows, due = _recorded(rows, count)
     elif request_rate == math.inf:
         due = [0.0] * count
     else:
         due, now = [], 0.0
         ramp = request_rate if isinstance(request_rate, Ramp) else Ramp("linear", 1.0, 1.0)
-        mean_rps = 1.0 if isinstance(request_rate, Ramp) else request_rate
+        mean_rps = 1.0 if isinstance(request_rate, Ramp) else float(request_rate)
         for index, gap in enumerate(gaps_s(count, mean_rps, burstiness, rng)):
             due.append(now)
             now += gap / ramp.rate_rps(index / max(1, count - 1))
     if waves is not None:
         due = [waves.due_s(at) for at in due]
+    chosen = [_in_cycle(rows[i % len(rows)], i // len(rows)) for i in range(count)]
+    contents = [UNSHARED] * count if hash_block_tokens is None else contents_of(chosen, hash_block_tokens)
     return [
-        planned_request(
-            index, at, rows[row], UNSHARED if contents is None else in_cycle(contents[row], cycle)
-        )
-        for index, at in enumerate(due)
-        for cycle, place in [divmod(index, len(order))]
-        for row in [order[place]]
+        PlannedRequest(index, *each) for index, each in enumerate(zip(due, chosen, contents, strict=True))
     ]
-
-
-def make_load(
-    rows: Sequence[Row],
-    num_prompts: int,
-    rate: Rate | Ramp,
-    rng: random.Random,
-    burstiness: float = 1.0,
-    waves: Waves | None = None,
-) -> Load:
-    """`make_plan` with the row of every planned request, so that the same load can be sent again.
-
-    Sessions and blocks of a later cycle are others: what a trace asks once shall not be in a cache already.
-    """
-    if rate == "trace":
-        # The order in which `make_plan` replays them, so that the rows here are those of its requests.
-        rows = sorted(rows[:num_prompts], key=lambda row: row.arrival_s or 0.0)
-    chosen = [_in_cycle(rows[i % len(rows)], i // len(rows)) for i in range(num_prompts)]
-    return Load(make_plan(rows, num_prompts, rate, rng, burstiness, waves=waves), chosen)
 
 
 def _in_cycle(row: Row, cycle: int) -> Row:
@@ -178,33 +151,48 @@ def _in_cycle(row: Row, cycle: int) -> Row:
     return replace(row, session=session, hash_ids=tuple(f"{cycle}/{name}" for name in row.hash_ids))
 
 
-def planned_request(index: int, at_s: float, row: Row, content: PromptContent = UNSHARED) -> PlannedRequest:
-    """A row that is due at some time."""
-    return PlannedRequest(
-        index,
-        at_s,
-        row.input_tokens,
-        row.output_tokens,
-        content,
-        row.sequences,
-        row.n,
-        row.endpoint != "embeddings",
-        row.tenant or None,
-        row.adapter,
-        row.service,
-    )
-
-
-def _recorded(rows: Sequence[Row], order: list[int], count: int) -> list[float]:
-    """`count` due times, the trace repeated as needed; puts `order` in the order of arrival."""
-    arrivals: dict[int, float] = {}
-    for index in order:
-        arrival_s = rows[index].arrival_s
-        if arrival_s is None:
-            raise ValueError(f"row {index + 1} has no arrival_s to replay")
-        arrivals[index] = arrival_s
-    order.sort(key=arrivals.__getitem__)
+def _recorded(rows: Sequence[Row], count: int) -> tuple[list[Row], list[float]]:
+    """The rows in the order of arrival, and `count` due times, the trace repeated as needed."""
+    arrivals = []
+    for number, row in enumerate(rows, start=1):
+        if row.arrival_s is None:
+            raise ValueError(f"row {number} has no arrival_s to replay")
+        arrivals.append(row.arrival_s)
+    order = sorted(range(len(rows)), key=arrivals.__getitem__)
     times = [arrivals[index] - arrivals[order[0]] for index in order]
     # One mean gap between the end of a trace and its beginning again.
     period = times[-1] + (times[-1] / (len(times) - 1) if len(times) > 1 else 1.0) if times else 0.0
-    return [times[i % len(times)] + period * (i // len(times)) for i in range(count)]
+    return [rows[i] for i in order], [
+        times[i % len(times)] + period * (i // len(times)) for i in range(count)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The requests of every run: rows of a trace, how many of them, and how evenly they arrive.
+
+    One of their `hash_ids` stands for `hash_block_tokens`; None: prompts share nothing.
+    """
+
+    rows: Sequence[Row]
+    num_prompts: int | None = None
+    burstiness: float = 1.0
+    hash_block_tokens: int | None = None
+    waves: Waves | None = None
+
+    @property
+    def count(self) -> int:
+        """Requests of a run."""
+        return len(self.rows) if self.num_prompts is None else self.num_prompts
+
+    def plan(self, rate: float | str | Ramp, seed: int) -> list[PlannedRequest]:
+        """Due time of each request. Raises `ValueError` for "trace" on rows without arrival times."""
+        return make_plan(
+            self.rows,
+            self.num_prompts,
+            rate,
+            random.Random(seed),
+            self.burstiness,
+            waves=self.waves,
+            hash_block_tokens=self.hash_block_tokens,
+        )

@@ -72,16 +72,10 @@ def contents_of(rows: Sequence[Row], hash_block_tokens: int = HASH_BLOCK_TOKENS)
     before: dict[str, tuple[tuple[Span, ...], tuple[Span, ...], int]] = {}
     contents = []
     for row in rows:
-        # A block cut short by the end of the prompt is not the whole block of that name.
-        head = tuple(
-            (
-                _named(row.adapter, name if length == _whole(each, hash_block_tokens) else (name, length)),
-                length,
-            )
-            for each, (name, length) in zip(
-                row.hash_ids, spans_of(row.hash_ids, row.input_tokens, hash_block_tokens), strict=False
-            )
-        )
+        # Under an adapter the KV cache is another one; a block cut short by the end of the prompt is not the
+        # whole block of that name.
+        spans_named = spans_of(row.hash_ids, row.input_tokens, hash_block_tokens)
+        head = tuple(((row.adapter, name, length), length) for name, length in spans_named)
         if not row.session:
             contents.append(PromptContent(head) if head else UNSHARED)
             continue
@@ -99,22 +93,3 @@ def contents_of(rows: Sequence[Row], hash_block_tokens: int = HASH_BLOCK_TOKENS)
         output = max(1, row.output_tokens)
         before[row.session] = (began_with, (*spans, (answer, output)), row.input_tokens + output)
     return contents
-
-
-def in_cycle(content: PromptContent, cycle: int) -> PromptContent:
-    """The same content in some pass through the trace: the first is 0."""
-    if cycle == 0 or content is UNSHARED:
-        return content
-    spans = tuple(((cycle, name), length) for name, length in content.spans)
-    answer = None if content.answer is None else (cycle, content.answer)
-    return PromptContent(spans, answer, content.session and f"{cycle}/{content.session}")
-
-
-def _named(adapter: str, name: Hashable) -> Hashable:
-    """The name of a span under an adapter: its KV cache is no other adapter's."""
-    return (adapter, name) if adapter else name
-
-
-def _whole(hash_id: str, block_tokens: int) -> int:
-    _, stated, length = hash_id.partition("=")
-    return int(length) if stated else block_tokens

@@ -33,7 +33,9 @@ from hetlb.core.objective import ServiceClass
 
 if TYPE_CHECKING:
     Floats: TypeAlias = array[float]
-    Integers: TypeAlias = array[int]
+
+#: Figures that engines counted themselves, by instance.
+Counted: TypeAlias = dict[str, dict[str, int | float]]
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 PERCENTILES = (90, 99)
@@ -76,7 +78,6 @@ class RequestResult:
 
     @property
     def e2el_s(self) -> float:
-        """Due time to last token."""
         assert self.last_token_s is not None, "expected a request that completed"
         return self.last_token_s - self.scheduled_s
 
@@ -88,6 +89,11 @@ class RequestResult:
             return None
         return (self.last_token_s - self.first_token_s) / steps
 
+    def meets(self, service: ServiceClass) -> bool:
+        """True if its answer met every target; an answer that came whole began when it ended."""
+        ttft_s = self.e2el_s if self.ttft_s is None else self.ttft_s
+        return service.met(ttft_s, self.e2el_s, self.output_tokens // self.sequences)
+
     @property
     def lateness_s(self) -> float | None:
         """Delay of its sending after it was due, None where it never was sent."""
@@ -97,53 +103,33 @@ class RequestResult:
 class Gaps:
     """Times between tokens of many requests, in as little memory as they need.
 
-    Single gaps are 8 bytes each. A stretch stands for `steps` gaps from `first_s` on, growing by
-    `increment_s`, each occurring `count` times: an iteration of a batch gives every decoding sequence the
-    same gap, so a simulated run is a few numbers per batch, not per token.
+    A stretch stands for `steps` gaps from `first_s` on, growing by `increment_s`, each occurring `count`
+    times: an iteration of a batch gives every decoding sequence the same gap, so a simulated run is a few
+    numbers per batch, not per token.
     """
 
-    __slots__ = ("_counts", "_firsts_s", "_increments_s", "_singles_s", "_steps")
+    __slots__ = ("_stretches",)
 
     def __init__(self) -> None:
-        self._singles_s: Floats = array("d")
-        self._firsts_s: Floats = array("d")
-        self._increments_s: Floats = array("d")
-        self._steps: Integers = array("q")
-        self._counts: Integers = array("q")
+        self._stretches: Floats = array("d")
 
     def add(self, first_s: float, increment_s: float = 0.0, steps: int = 1, count: int = 1) -> None:
         """Count one stretch, by default a single gap."""
-        if steps == 1 and count == 1:
-            self._singles_s.append(first_s)
-            return
-        self._firsts_s.append(first_s)
-        self._increments_s.append(increment_s)
-        self._steps.append(steps)
-        self._counts.append(count)
-
-    def extend(self, gaps_s: Floats) -> None:
-        """Count every gap of one request."""
-        self._singles_s.extend(gaps_s)
+        self._stretches.extend((first_s, increment_s, steps, count))
 
     def weighted(self) -> list[tuple[float, int]]:
         """Every gap with how often it occurred, ascending."""
-        pairs = [
-            (first + step * increment, count)
-            for first, increment, steps, count in zip(
-                self._firsts_s, self._increments_s, self._steps, self._counts, strict=True
-            )
-            for step in range(steps)
-        ]
-        pairs += [(gap, 1) for gap in self._singles_s]
-        pairs.sort()
-        return pairs
+        numbers = iter(self._stretches)
+        return sorted(
+            (first + step * increment, int(count))
+            for first, increment, steps, count in zip(numbers, numbers, numbers, numbers, strict=True)
+            for step in range(int(steps))
+        )
 
     def figures(self, name: str = "itl") -> dict[str, float]:
         """Mean, median, deviation and percentiles in milliseconds, under `name`."""
-        if not self._counts:  # measured one by one: half the time and a third of the memory of pairs
-            return latency_figures(name, self._singles_s)
         pairs = self.weighted()
-        total = sum(count for _, count in pairs)
+        total = sum(count for _, count in pairs) or 1
         mean = math.fsum(gap * count for gap, count in pairs) / total
         variance = math.fsum((gap - mean) ** 2 * count for gap, count in pairs) / total
         return _named(name, mean, 1e3 * math.sqrt(variance), partial(weighted_percentile, pairs))
@@ -186,7 +172,7 @@ def student_margin(values: Sequence[float]) -> float:
 def latencies_s(done: Iterable[RequestResult], name: str) -> Iterable[float]:
     """One of `METRICS` in seconds, of every completed request (of every gap: "itl")."""
     if name == "itl":
-        return chain.from_iterable(record.itl_s for record in done if record.itl_s is not None)
+        return chain.from_iterable(record.itl_s or () for record in done)
     return (value for record in done if (value := getattr(record, f"{name}_s")) is not None)
 
 
@@ -213,29 +199,27 @@ def summarize(
     gaps: Gaps | None = None,
     *,
     instances: Iterable[str] | None = None,
-    preemptions: Mapping[str, int] | None = None,
-    kv_peak: Mapping[str, float] | None = None,
+    counted: Counted | None = None,
     goodput_slo_s: Mapping[str, float] | None = None,
     classes: Mapping[str, ServiceClass] | None = None,
 ) -> dict[str, Any]:
     """The figures of one run; with `classes` those of each class of its requests, too.
 
     `gaps` are the times between tokens where they were counted for the whole run; without it they are the
-    records' own. `instances` names the instances to report, by default those that the records name.
+    records' own. `instances` names the instances to report, by default those that the records name;
+    `counted` goes into their entries.
     `goodput_slo_s` maps "ttft", "tpot", "e2el" to limits in seconds; without it all that completed count.
     """
     done = [record for record in records if record.ok]
     start = min((record.scheduled_s for record in records), default=0.0)
-    end = max((when for record in records if (when := _ended_s(record)) is not None), default=start)
+    ends = (record.last_token_s if record.end_s is None else record.end_s for record in records)
+    end = max((when for when in ends if when is not None), default=start)
     duration = end - start
     prompt_tokens = sum(record.prompt_tokens for record in done)
     output_tokens = sum(record.output_tokens for record in done)
     per_second = 1.0 / duration if duration > 0 else 0.0
-    if gaps is None:
-        gaps = Gaps()
-        for record in done:
-            if record.itl_s:
-                gaps.extend(record.itl_s)
+    ttft_s, tpot_s, e2e_s = ((goodput_slo_s or {}).get(name, math.inf) for name in ("ttft", "tpot", "e2el"))
+    goodput = ServiceClass(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s)
     return {
         "duration": duration,
         "completed": len(done),
@@ -245,15 +229,15 @@ def summarize(
         "request_throughput": len(done) * per_second,
         "output_throughput": output_tokens * per_second,
         "total_token_throughput": (prompt_tokens + output_tokens) * per_second,
-        "request_goodput": sum(_meets(record, goodput_slo_s or {}) for record in done) * per_second,
+        "request_goodput": sum(record.meets(goodput) for record in done) * per_second,
         **latency_figures("ttft", latencies_s(done, "ttft")),
         **latency_figures("tpot", latencies_s(done, "tpot")),
-        **gaps.figures("itl"),
+        **(latency_figures("itl", latencies_s(done, "itl")) if gaps is None else gaps.figures("itl")),
         **latency_figures("e2el", latencies_s(done, "e2el")),
         "time_to_99_percent_s": _time_to_99_percent_s(done, start),
         **({"classes": _class_figures(records, classes, per_second)} if classes else {}),
         "steady": steady_figures(records, start, end),
-        "instances": _instance_figures(done, start, instances, preemptions or {}, kv_peak or {}),
+        "instances": _instance_figures(done, start, instances, counted or {}),
     }
 
 
@@ -272,15 +256,11 @@ def _class_figures(
     for name, service in classes.items():
         own = [record for record in records if (record.service or default) == name]
         done = [record for record in own if record.ok]
-        met = sum(
-            service.met(
-                record.ttft_s or record.e2el_s, record.e2el_s, record.output_tokens // record.sequences
-            )
-            for record in done
+        met = sum(record.meets(service) for record in done)
+        ttft, tpot, e2el = (
+            latency_figures(metric, latencies_s(done, metric)) for metric in ("ttft", "tpot", "e2el")
         )
-        latencies: dict[str, float] = {}
-        for metric in ("ttft", "tpot", "e2el"):
-            latencies |= latency_figures(metric, latencies_s(done, metric))
+        latencies = ttft | tpot | e2el
         found[name] = {
             "requests": len(own),
             "refused": len(own) - len(done),
@@ -321,10 +301,7 @@ def steady_figures(records: Sequence[RequestResult], start_s: float, end_s: floa
 
 def _begun_s(record: RequestResult) -> float:
     """First token; of an answer that came whole, its end."""
-    if record.first_token_s is not None:
-        return record.first_token_s
-    assert record.last_token_s is not None, "expected a request that completed"
-    return record.last_token_s
+    return (record.last_token_s or 0.0) if record.first_token_s is None else record.first_token_s
 
 
 def tokens_within(record: RequestResult, from_s: float, to_s: float) -> float:
@@ -339,13 +316,9 @@ def tokens_within(record: RequestResult, from_s: float, to_s: float) -> float:
 
 
 def _instance_figures(
-    done: Iterable[RequestResult],
-    start: float,
-    names: Iterable[str] | None,
-    preemptions: Mapping[str, int],
-    kv_peak: Mapping[str, float],
+    done: Iterable[RequestResult], start: float, names: Iterable[str] | None, counted: Counted
 ) -> list[dict[str, Any]]:
-    """Return one entry per instance; null for figures not counted."""
+    """Return one entry per instance; preemptions and KV peak are null where not counted."""
     by_name: dict[str, list[RequestResult]] = {}
     for record in done:
         by_name.setdefault(record.instance, []).append(record)
@@ -357,24 +330,10 @@ def _instance_figures(
             "completed": len(mine),
             "total_output_tokens": sum(record.output_tokens for record in mine),
             "last_finish_s": max((record.last_token_s or start for record in mine), default=start) - start,
-            "preemptions": preemptions.get(name),
-            "kv_peak": kv_peak.get(name),
+            "preemptions": None,
+            "kv_peak": None,
+            **counted.get(name, {}),
         }
         for name in names
         for mine in [by_name.get(name, [])]
     ]
-
-
-def _ended_s(record: RequestResult) -> float | None:
-    return record.last_token_s if record.end_s is None else record.end_s
-
-
-def _meets(record: RequestResult, slo_s: Mapping[str, float]) -> bool:
-    """True if a completed request met every limit; an answer that came whole began when it ended."""
-    ttft, tpot = record.ttft_s, record.tpot_s
-    measured = {
-        "ttft": record.e2el_s if ttft is None else ttft,
-        "tpot": 0.0 if tpot is None else tpot,
-        "e2el": record.e2el_s,
-    }
-    return all(measured[name] <= limit for name, limit in slo_s.items())

@@ -1,8 +1,4 @@
-"""Request traces: rows of arrival times and token counts, read from CSV files and written to them.
-
-A trace that loads has whole, non-negative token counts and finite arrival times; anything else is one
-`TraceError` line with file, line, column and value. Columns without a meaning here are kept as text.
-"""
+"""Request traces: rows of arrival times and token counts of CSV files."""
 
 from __future__ import annotations
 
@@ -34,16 +30,12 @@ _MAX_SEQUENCES = 1 << 16
 class Row:
     """One request to ask.
 
-    `arrival_s` is None in traces without arrival times. `input_tokens` is the length of each prompt,
-    `output_tokens` of each answer. `text` is the prompt where the source has one.
-
-    `session` names the conversation and `turn` its place there, in the words of the source: a prompt holds
-    the conversation so far. `hash_ids` name what the prompt begins with, in order: `NAME` is one block of
-    tokens (of a size that the reader knows), `NAME=TOKENS` a span of a stated length. Equal leading names
-    are equal text.
-
-    `sequences` prompts of this length are sent in one request, `n` answers asked for to each. `tenant` is
-    whose request it is, `adapter` the LoRA adapter that it asks for, `service` the name of its class.
+    `arrival_s` is None in traces without arrival times. `input_tokens` is the length of each of its
+    `sequences` prompts, `output_tokens` that of each of the `n` answers to each. `session` names the
+    conversation and `turn` its place there: a prompt holds the conversation so far. `hash_ids` name what the
+    prompt begins with, in order: `NAME` is one block of tokens (of a size that the reader knows),
+    `NAME=TOKENS` a span of a stated length. `adapter` is the LoRA adapter that it asks for, `service` the
+    name of its class, `text` the prompt where the source has one.
     """
 
     arrival_s: float | None

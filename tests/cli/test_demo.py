@@ -25,8 +25,9 @@ from hetlb.cli.main import main
 from hetlb.config.fleet import load_fleet
 from hetlb.config.profile_file import load_profile
 from hetlb.loadtest.fleet_admin import busy_figures
-from hetlb.sim.simulation_sweep import StudyCell, StudyLoad, run_sweep
+from hetlb.sim.simulation_sweep import StudyCell, run_sweep
 from hetlb.sim.study import make_study, run_document
+from hetlb.workload.arrivals import Load
 from hetlb.workload.traces import read_trace
 
 DATA = Path(hetlb.demo.__file__).parent
@@ -205,7 +206,7 @@ def test_in_virtual_time_the_demo_shows_what_it_is_for(tmp_path: Path) -> None:
     )
     path = tmp_path / "fleet.yaml"
     path.write_text(f"version: 1\nmodels:\n  - name: {MODEL}\n    instances:\n{instances}")
-    study = make_study(load_fleet(path), StudyLoad(read_trace(DATA / "trace.csv")))
+    study = make_study(load_fleet(path), Load(read_trace(DATA / "trace.csv")))
     ran = run_sweep(study, [StudyCell(policy, math.inf, 0) for policy in ("single", "rr", "hetlb")])
     runs = [run_document(study, each, "inf") for each in ran]
     fast, rr, hetlb = (run["total_token_throughput"] for run in runs)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import email.utils
+import io
 import json
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ import yaml
 from aiohttp import web
 from helpers import free_port
 
+from hetlb.cli.main import main
 from hetlb.config.fleet import load_fleet
 
 METRICS = """vllm:num_requests_running{{engine="0"}} 0
@@ -92,12 +92,10 @@ async def server(plan: Plan) -> AsyncIterator[str]:
 
 
 async def command(*arguments: str, code: int) -> str:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "hetlb", *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    out, errors = await process.communicate()
-    assert process.returncode == code, errors.decode()
-    return out.decode()
+    """What a command prints, run in a thread beside the servers."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert await asyncio.to_thread(main, arguments) == code
+    return out.getvalue()
 
 
 async def wrong(folder: Path, urls: list[str], code: int, **tables: Any) -> list[dict[str, Any]]:

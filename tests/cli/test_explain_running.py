@@ -88,12 +88,12 @@ def test_a_sentence_stands_below_the_table(capsys: pytest.CaptureFixture[str]) -
     ("flags", "message"),
     [
         ([], "expected --config FLEET.yaml, or --admin URL and --last N for a running proxy"),
-        (["--last", "0"], "--last: expected a number from 1 to 1000, got 0"),
-        (["--last", "1001"], "--last: expected a number from 1 to 1000, got 1001"),
+        (["--last", "0"], "--last: expected a whole number from 1 to 1000, got 0"),
+        (["--last", "1001"], "--last: expected a whole number from 1 to 1000, got 1001"),
         (["--config", "x.yaml", "--last", "3"], "--last: expected it with --admin"),
         (
             ["--url", "localhost"],
-            "--admin: expected an admin address like http://127.0.0.1:8081, got 'localhost'",
+            "--admin: expected a URL like http://127.0.0.1:8081, got 'localhost'",
         ),
         (["--url", "http://127.0.0.1:1"], "--admin: expected the admin address of a running proxy, got"),
     ],

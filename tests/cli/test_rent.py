@@ -55,6 +55,15 @@ def market(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def small_market(**changes: Any) -> dict[str, Any]:
+    """The same with one GPU of either kind, of which each is a machine: few throughputs to simulate."""
+    document = market(**changes)
+    for offer in document["offers"]:
+        offer |= {"available": 1, "gpus_per_machine": 1}
+    document["offers"][0]["profiles"]["8b"].pop(2)
+    return document
+
+
 def write(path: Path, document: dict[str, Any]) -> str:
     path.write_text(yaml.safe_dump(document))
     return str(path)
@@ -86,7 +95,7 @@ def test_the_worked_example(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_enumerated_market(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.yaml"
-    config = write(tmp_path / "market.yaml", market(budget_per_hour=1.5))
+    config = write(tmp_path / "market.yaml", small_market(budget_per_hour=1.5))
     document = rent(capsys, "--config", config, "--write-fleet", str(fleet))
     assert 0 < document["cost_per_hour"] <= 1.5
     for name in ("read", "write"):
@@ -114,11 +123,8 @@ def test_an_enumerated_market(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 def test_a_target_at_least_cost_within_an_slo(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """One type, one GPU of either kind: every configuration is searched for its highest rate in the SLO."""
-    document = market(target={"request_rate": 2.0}, workloads=market()["workloads"][1:])
+    document = small_market(target={"request_rate": 2.0}, workloads=market()["workloads"][1:])
     del document["budget_per_hour"]
-    for offer in document["offers"]:
-        offer |= {"available": 1, "gpus_per_machine": 1}
-    document["offers"][0]["profiles"]["8b"].pop(2)
     free = rent(
         capsys, "--config", write(tmp_path / "free.yaml", document), "--no-simulate", "--no-baselines"
     )

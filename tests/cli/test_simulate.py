@@ -36,7 +36,8 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 
 def simulate(capsys: pytest.CaptureFixture[str], files: tuple[str, str], *flags: str) -> str:
-    assert main(["simulate", "--config", files[0], "--trace", files[1], "--json", *flags]) == 0
+    given = ["simulate", "--config", files[0], "--trace", files[1], "--json", "--jobs", "1", *flags]
+    assert main(given) == 0
     return capsys.readouterr().out
 
 
@@ -216,7 +217,7 @@ def test_a_picture(
 ) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "p.svg"
-    flags = ("--policy", "rr,random,p2c,paper,hetlb", "--request-rate", rate, "--num-prompts", "60")
+    flags = ("--policy", "rr,hetlb", "--request-rate", rate, "--num-prompts", "60")
     with_picture = simulate(capsys, files, *flags, "--plot", str(picture))
     assert picture.read_text().startswith("<?xml")
     assert with_picture == simulate(capsys, files, *flags)
@@ -270,7 +271,7 @@ def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], files: tupl
         (["--model", "x"], "--model: expected one of m, got 'x'"),
         (["--queue-limit", "-1"], "--queue-limit: expected a whole number from 0"),
         (["--request-rate", "5,0"], "--request-rate: expected requests/s above 0, inf or trace"),
-        (["--seed", "1,x"], "--seed: expected a whole number, got '1,x' (several: --seed 1 --seeds 3)"),
+        (["--seed", "1,x"], "--seed: expected a whole number, got 1,x"),
         (["--seeds", "0"], "--seeds: expected a whole number from 1, got 0"),
         (["--jobs", "0"], "--jobs: expected a whole number from 1, got 0"),
         (["--hash-block-size", "0"], "--hash-block-size: expected a whole number from 1, got 0"),

@@ -255,10 +255,10 @@ async def test_the_token_comes_from_a_variable(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--url", "127.0.0.1:8081"], "--admin: expected an admin address like http://127.0.0.1:8081, got"),
-        (["--admin", "http://u:p@h:1"], "--admin: expected an admin address"),
-        (["--admin", "http://h:99999"], "--admin: expected an admin address"),
-        (["--token-env", "NOT_SET_AT_ALL"], "--token-env: expected a variable with the admin token, but"),
+        (["--url", "127.0.0.1:8081"], "--admin: expected a URL like http://127.0.0.1:8081, got"),
+        (["--admin", "http://u:p@h:1"], "--admin: expected a URL like"),
+        (["--admin", "http://h:99999"], "--admin: expected a URL like"),
+        (["--token-env", "NOT_SET_AT_ALL"], "--token-env: expected a variable with a key, but"),
         (["--admin", "http://127.0.0.1:1", "--once"], "'http://127.0.0.1:1': Connection refused"),
     ],
 )

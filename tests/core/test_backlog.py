@@ -91,7 +91,7 @@ def test_an_entry_waits_with_its_size() -> None:
     scheduler = drained(policy="hetlb")
     scheduler.on_arrival(request(1, prompt=1000, max_tokens=7, sequences=3), 2.0)
     [entry] = scheduler.queue
-    assert entry.size == round(3 * (PROMPT_WEIGHT * 1000 + entry.predicted_output))
+    assert entry.size == round(3 * (PROMPT_WEIGHT * 1000 + 7))
     assert (entry.arrived_at, scheduler.queue.waiting("m")) == (2.0, entry.size)
 
 
@@ -202,18 +202,17 @@ def test_lengths_are_predicted_again_a_few_at_a_time_from_the_newest_on() -> Non
     scheduler, leases = full(predictor=predictor)
     for number in range(100, 120):
         assert scheduler.on_arrival(request(number, max_tokens=None), 1.0) == []
-    before = {entry.request.id: entry.predicted_output for entry in scheduler.queue}
-    changed: list[set[int]] = []
-    for lease in leases[:1]:
-        for _ in range(200):
-            predictor.observe(request(0, max_tokens=None), 5.0)
-        lease.output_tokens = 5
-        scheduler.on_lease_ended(lease, Outcome.OK, 2.0)
+    before = {entry.request.id: entry.size for entry in scheduler.queue}
+    for _ in range(200):
+        predictor.observe(request(0, max_tokens=None), 5.0)
+    leases[0].output_tokens = 5
+    scheduler.on_lease_ended(leases[0], Outcome.OK, 2.0)
     waiting = {entry.request.id: entry for entry in scheduler.queue}
-    changed.append({number for number, entry in waiting.items() if entry.predicted_output != before[number]})
-    assert changed == [set(range(112, 120)) & waiting.keys()]
-    for entry in waiting.values():
-        assert entry.size == round(PROMPT_WEIGHT * 100 + entry.predicted_output)
+    changed = {number for number, entry in waiting.items() if entry.size != before[number]}
+    assert changed == set(range(112, 120)) & waiting.keys()
+    for number in changed:
+        predicted = predictor.predict(waiting[number].request)
+        assert waiting[number].size == round(PROMPT_WEIGHT * 100 + predicted)
     assert scheduler.queue.waiting("m") == sum(entry.size for entry in waiting.values())
     scheduler.check_integrity()
 
@@ -224,7 +223,7 @@ def test_what_has_no_answer_is_not_predicted_again() -> None:
     [entry] = scheduler.queue
     scheduler.on_instance(AdminStateSet("a", AdminState.DRAIN), 1.5)
     scheduler.on_lease_ended(leases[0], Outcome.OK, 2.0)
-    assert (entry.predicted_output, entry.size) == (0.0, round(PROMPT_WEIGHT * 100))
+    assert entry.size == round(PROMPT_WEIGHT * 100)
 
 
 def test_a_retry_waits_for_the_budget_and_then_counts_in_it() -> None:

@@ -19,7 +19,7 @@ from hetlb.core.health import (
     Verdict,
     verdict,
 )
-from hetlb.core.probation import PROBATION_AFTER, PROBATION_CAP_S, PROBATION_HALF_S
+from hetlb.core.throttle import PROBATION_AFTER, PROBATION_CAP_S, PROBATION_HALF_S
 from hetlb.core.types import Health, Outcome, ProbeResult
 
 OK, FAILED, REFUSED = ProbeResult.OK, ProbeResult.FAILED, ProbeResult.REFUSED

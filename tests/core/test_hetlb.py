@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def test_an_instance_gets_no_more_than_it_does_until_faster_ones_are_done_with_a
         for command in scheduler.on_arrival(request(i, prompt=100, max_tokens=None), 0.0)
         if isinstance(command, Dispatch)
     ]
-    mix = scheduler.placement.demand(MODEL).mix
+    mix = scheduler.placement.demands[MODEL].mix
     fast_s, slow_s = (mix.size / mix.speed(instance) for instance in scheduler.instances)
     assert 0 < placed.count("slow") * slow_s < len(lengths) * fast_s
 
@@ -77,7 +78,7 @@ def test_a_burst_does_not_fill_a_slow_instance_for_longer_than_the_fast_one_need
         for command in scheduler.on_arrival(request(i, prompt=1500), 0.1 * i)
         if isinstance(command, Dispatch)
     ]
-    mix = scheduler.placement.demand(MODEL).mix
+    mix = scheduler.placement.demands[MODEL].mix
     fast_s, slow_s = (mix.size / mix.speed(instance) for instance in scheduler.instances)
     assert 0 < placed.count("slow") * slow_s < 2 * 300 * fast_s
 
@@ -221,7 +222,7 @@ def placed(commands: list[Any]) -> list[Lease]:
 
 
 @pytest.mark.parametrize("shows", ["a first token", "an answer", "time"])
-def test_without_a_profile_few_requests_run_until_something_shows_its_speed(shows: str) -> None:
+def test_without_a_profile_each_first_token_lets_two_more_requests_run(shows: str) -> None:
     unknown = InstanceSpec("a", MODEL, capacity=capacity(64))
     scheduler = make_scheduler([unknown], "hetlb")
     leases = [
@@ -232,13 +233,13 @@ def test_without_a_profile_few_requests_run_until_something_shows_its_speed(show
     assert len(leases) == 2
     if shows == "a first token":
         scheduler.on_first_token(leases[0], 0.5)
-        more = placed(scheduler.on_tick(0.75))
-        assert len(more) == 18
+        assert len(placed(scheduler.on_tick(0.75))) == 2
+        scheduler.on_first_token(leases[1], 0.75)
+        assert len(placed(scheduler.on_tick(1.0))) == 2
     elif shows == "an answer":
         leases[0].output_tokens = 1
         scheduler.on_first_token(leases[0], 0.5)
-        more = placed(scheduler.on_lease_ended(leases[0], Outcome.OK, 0.5))
-        assert len(more) == 18
+        assert len(placed(scheduler.on_lease_ended(leases[0], Outcome.OK, 0.5))) == 3
     else:
         assert len(placed(scheduler.on_tick(5.0))) == 1
         assert len(placed(scheduler.on_tick(10.0))) == 1
@@ -254,10 +255,15 @@ def test_a_burst_without_profiles_goes_mostly_to_the_fast_instance() -> None:
         for lease in placed(scheduler.on_arrival(request(i, streamed=True, max_tokens=100), 0.0))
     ]
     assert sorted(lease.instance for lease in leases) == ["fast"] * 2 + ["slow"] * 2
-    found = []
-    for lease, at in sorted(
-        ((lease, 0.1 if lease.instance == "fast" else 1.0) for lease in leases), key=lambda pair: pair[1]
-    ):
-        scheduler.on_first_token(lease, at)
-        found += [each.instance for each in placed(scheduler.on_tick(at))]
+    first_s = {"fast": 0.1, "slow": 1.0}
+    due = [(first_s[lease.instance], lease.id, lease) for lease in leases]
+    found = [lease.instance for lease in leases]
+    heapq.heapify(due)
+    while due:
+        now, _, lease = heapq.heappop(due)
+        scheduler.on_first_token(lease, now)
+        for each in placed(scheduler.on_tick(now)):
+            found.append(each.instance)
+            heapq.heappush(due, (now + first_s[each.instance], each.id, each))
+    assert len(found) == 160
     assert found.count("slow") < 0.2 * len(found)

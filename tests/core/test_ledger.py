@@ -24,7 +24,6 @@ from hetlb.core.types import (
     Connector,
     Dispatch,
     EngineSample,
-    Hold,
     KvLink,
     Lease,
     ModelsLearned,
@@ -68,8 +67,8 @@ class Account:
         _, self.instance = single()
         self.ledger = Ledger(Queue(QueueLimits()))
         self.entries: list[Entry] = []
-        self.holds: list[Hold] = []
-        self.granted = self.kept = 0
+        self.holds: list[int] = []
+        self.granted = 0
         self.now = self.last = 0.0
         self.sequence_s = self.token_s = 0.0
 
@@ -104,10 +103,10 @@ class Account:
             min(sequences * prompt + answers, CACHE),
             1 if elsewhere else prompts if sequences == 1 else different * prompt,
         )
+        self.instance.acquire(lease)
         if elsewhere:
-            self.instance.reserve(lease)
-        else:
-            self.instance.acquire(lease)
+            self.instance.incoming[lease.id] = lease
+            lease.incoming, lease.mark = True, None
         self.entries.append(entry)
         sequences_now = sum(each.lease.request.sequences for each in self.entries)
         at_once = sequences_now - self.instance.finished_sequences <= PLACES
@@ -151,16 +150,15 @@ class Account:
     def hold(self, tokens: int) -> None:
         """A prompt is kept for another instance, or the oldest such is let go."""
         if len(self.holds) > 1:
-            self.instance.let_go(self.holds.pop(0))
+            self.instance.keep(-self.holds.pop(0))
         else:
-            self.kept += 1
-            self.holds.append(Hold(-self.kept, "a", "b", tokens, tokens, 0.0, math.inf))
-            self.instance.hold(self.holds[-1])
+            self.holds.append(tokens)
+            self.instance.keep(tokens)
 
     def check(self) -> None:
         """Compare both accounts."""
         instance, entries = self.instance, self.entries
-        held = sum(hold.tokens for hold in self.holds)
+        held = sum(self.holds)
         assert {name: getattr(instance, name) for name in FIGURES} == {
             "work_ns": sum(each.lease.work_ns for each in entries),
             "kv_tokens": held + sum(each.kv for each in entries),
@@ -209,7 +207,7 @@ def test_both_accounts_agree_after_every_step_and_end_at_nothing(
         account.end(0)
         account.check()
     while account.holds:
-        account.instance.let_go(account.holds.pop())
+        account.instance.keep(-account.holds.pop())
     account.check()
     assert {getattr(account.instance, name) for name in FIGURES} == {0}
     assert (account.instance.finished_sequences, account.instance.finished_kv_tokens) == (0, 0.0)

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 import pytest
-from helpers import MODEL, make_scheduler, request, spec
+from helpers import MODEL, examples, make_scheduler, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,7 +120,7 @@ BURSTS = st.lists(
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-@settings(max_examples=40)
+@settings(max_examples=examples(15))
 @given(bursts=BURSTS)
 def test_every_request_is_dispatched_in_time(
     policy: str, bursts: list[tuple[str, list[tuple[int, int, int, int, str | None, bool]]]]

@@ -14,7 +14,7 @@ from helpers import dispatched, make_scheduler, request, spec
 
 from hetlb.core.policies.base import PolicyParams
 from hetlb.core.policies.registry import POLICIES, PolicyRegistry
-from hetlb.core.policies.views import View, ViewPolicy
+from hetlb.core.policies.views import View, ViewPolicy, view
 from hetlb.core.types import Outcome
 from hetlb.errors import ConfigError, HetlbError
 
@@ -155,13 +155,13 @@ def test_nothing_can_be_changed_through_a_view() -> None:
     scheduler = make_scheduler([spec("a")])
     [instance] = scheduler.instances
     ctx = scheduler.placement.context(request(1), 10.0, 0, 0.0, None)
-    view = View(ctx, instance)
+    seen = view(ctx, instance)
     public = [name for name in dir(View) if not name.startswith("_")]
-    shown = {name: getattr(view, name) for name in public}
+    shown = {name: getattr(seen, name) for name in public}
     for name, value in shown.items():
         assert isinstance(value, int | float | str | None), name
         with pytest.raises(AttributeError):
-            setattr(view, name, value)
+            setattr(seen, name, value)
     named = re.findall(r"^\| the .*\| (.*) \|$", PAGE, re.MULTILINE)
     assert set(re.findall(r"`(\w+)`", " ".join(named))) == set(public)
     assert shown["slots"] == 64

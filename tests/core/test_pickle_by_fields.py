@@ -15,6 +15,7 @@ from hetlb.core.queue import QueueLimits
 from hetlb.core.types import Candidate, Capacity, Probed, ProbeResult
 from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.records import RequestResult
+from hetlb.workload.traces import Row
 
 
 def facts(value: Any) -> Any:
@@ -31,7 +32,7 @@ def facts(value: Any) -> Any:
         Capacity(1, 2),
         HealthParams(),
         LengthDistribution([3, 1, 2]),
-        PlannedRequest(1, 0.5, 2, 3),
+        PlannedRequest(1, 0.5, Row(None, 2, 3)),
         PolicyParams(),
         Probed("a", ProbeResult.OK),
         QueueLimits(),

@@ -57,8 +57,8 @@ def test_a_policy_is_told_the_request_and_what_waits_beside_it() -> None:
     assert (known.long_output, known.waited_s, known.availabilities) == (99.0, 9.0, [(1, "why")])
     # To explain one request before the first: it is the mean one.
     assert (ctx.demand.mix.count, ctx.demand.mix.prompt, ctx.demand.mix.output) == (1, 300.0, 50.0)
-    assert ctx.demand is not scheduler.placement.demand("m")
-    assert not scheduler.placement.demand("m").mix.count
+    assert ctx.demand is not scheduler.placement.demands["m"]
+    assert not scheduler.placement.demands["m"].mix.count
 
 
 def test_what_has_no_answer_has_no_long_one_either() -> None:
@@ -70,10 +70,10 @@ def test_the_demand_of_a_model_is_kept() -> None:
     scheduler = fleet()
     for number, prompt in enumerate((100, 300)):
         sole(scheduler, request(number, prompt=prompt))
-    demand = scheduler.placement.demand("m")
+    demand = scheduler.placement.demands["m"]
     assert (demand.mix.count, demand.mix.prompt) == (2, 200.0)
     assert context(scheduler, request(9, prompt=5000)).demand is demand
-    assert scheduler.placement.demand("other") is not demand
+    assert scheduler.placement.demands["other"] is not demand
 
 
 def test_the_work_of_others_in_the_queue_counts_and_its_own_does_not() -> None:
@@ -149,7 +149,7 @@ def test_capacity_is_by_a_usual_request_until_the_first_and_by_the_mean_one_then
     assert (placement.capacity(a), placement.capacity(b)) == (usual["a"], usual["b"])
     assert usual["a"] > usual["b"] > 0.0
     sole(scheduler, request(1, prompt=4000, max_tokens=3))
-    mean = scheduler.placement.demand("m").mix
+    mean = scheduler.placement.demands["m"].mix
     assert placement.speeds("m", [a]) == {"a": mean.speed(a)}
     assert placement.capacity(b) == mean.speed(b) != usual["b"]
 
@@ -237,7 +237,7 @@ def test_what_a_request_took_of_a_cache_is_part_of_the_mean_request() -> None:
     asked = request(1, prompt=500, sequences=2, samples=2, prefix_keys=(("k", 200),))
     lease = sole(scheduler, asked).lease
     assert (lease.kv_prompt_tokens, lease.unread_tokens) == (300, 500)
-    mix = scheduler.placement.demand("m").mix
+    mix = scheduler.placement.demands["m"].mix
     assert (mix.booked, mix.prefill) == ((300 + 200) / 2, 500 / 2)
     sole(scheduler, request(2, prompt=500, prefix_keys=(("k", 200),)))
     assert (mix.booked, mix.prefill) == ((250 + 300) / 2, (250 + 300) / 2)

@@ -7,11 +7,11 @@ import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
 
 from hetlb.core.demand import Demand
-from hetlb.core.peak_ewma import PeakEwma
 from hetlb.core.policies.base import COMBINE_FORMS, PlannedShares, PolicyParams, SchedulingContext
 from hetlb.core.policies.baselines import PrefixMatch, kv_used_tokens
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import make_predictor
+from hetlb.core.speed import PeakEwma
 from hetlb.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome, Request
 
 COMBINE_BY_HAND = {
@@ -266,12 +266,13 @@ def test_what_came_in_a_long_iteration_waits_for_its_end_not_for_a_slot() -> Non
     (instance,) = scheduler.instances
     iteration_s = instance.load.prompt_token_s * instance.token_budget
     waits = EngineSample(running=1, waiting=1, kv_usage=0.1)
-    for i in range(2):
-        scheduler.on_arrival(request(i, prompt=50, streamed=True), 0.0)
-    for share in (0.5, 1.0, 1.5):
+    asked = [request(i, prompt=50, streamed=True) for i in range(2)]
+    leases = [dispatched(scheduler.on_arrival(each, 0.0)) for each in asked]
+    for share in (0.5, 1.0, 1.5, 2.5, 3.0):
         scheduler.on_scrape("a", waits, share * iteration_s)
-    assert instance.max_num_seqs == 256
-    for share in (2.5, 3.0):
+    assert instance.max_num_seqs == 256, "the iteration of the first one may not have ended"
+    scheduler.on_first_token(leases[0], 3.2 * iteration_s)
+    for share in (3.5, 4.0):
         scheduler.on_scrape("a", waits, share * iteration_s)
     assert instance.max_num_seqs == 1, "it still waits"
 

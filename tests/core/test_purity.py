@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 from helpers import make_scheduler, request, spec
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hetlb.core.objective import ServiceClass
-from hetlb.core.policies.hetlb import TERMS, Evaluation
+from hetlb.core.policies.hetlb import ROOM, TERMS, Evaluation
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Candidate, Capacity, Command, Dispatch, EngineSample, Lease, Outcome, Request
@@ -145,6 +145,13 @@ def test_scoring_changes_nothing_and_an_instance_s_numbers_are_its_own(
 
 @settings(max_examples=60, deadline=None)
 @given(EVENTS, ARRIVALS, st.integers(0, 5000), st.booleans(), st.booleans())
+@example(
+    events=[(0.0, 106, 1, 1, "", CLASSES[0]), (0.0, 1, 1, 1, "", CLASSES[0]), "first"],
+    probe=(0.0, 1, 1, 1, "", CLASSES[0]),
+    waiting=0,
+    stopped=False,
+    throttled=False,
+)
 def test_what_is_ruled_out_by_a_bound_is_what_rating_all_rules_out(
     events: list[object], probe: tuple[object, ...], waiting: int, stopped: bool, throttled: bool
 ) -> None:
@@ -162,11 +169,11 @@ def test_what_is_ruled_out_by_a_bound_is_what_rating_all_rules_out(
         availabilities = [(i % 3, "throttled" if i % 3 else "") for i in range(4)] if throttled else None
         ctx = scheduler.placement.context(asked, 60.0, waiting, later, availabilities)
         instances = scheduler.instances
-        glanced, rated = Evaluation(ctx, instances, WEIGHTS), Evaluation(ctx, instances, WEIGHTS)
+        glanced, rated = Evaluation(ctx, instances, WEIGHTS, True), Evaluation(ctx, instances, WEIGHTS, True)
         found, everyone = glanced.best(), rated.ratings
         for each, least in zip(everyone, glanced._least_scores(), strict=True):
-            assert least <= each.score or not each.has_room
-        able = [each for each in everyone if each.has_room]
+            assert least <= each.score or each.state != ROOM
+        able = [each for each in everyone if each.state == ROOM]
         best = min(able, key=lambda each: (each.last, each.score), default=None)
         assert (found and found.index) == (best and best.index)
         assert (found and found.score) == (best and best.score)

@@ -385,7 +385,7 @@ def test_a_first_token_is_expected_later_where_answers_have_shown_a_slow_instanc
         [instance] = scheduler.instances
         if slow:
             assert instance.speed.observe_prefill(10.0, 40.0, 0.0)
-            instance._take_speed()
+            instance.take_speed()
             assert instance.speed.factor == pytest.approx(3.0)
         lease = arrived(scheduler, 1, model="x")
         expected.append(scheduler.placement.adapter_load.expected[lease.id][0])

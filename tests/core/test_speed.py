@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hetlb.core.latency import LatencyModel, delay_of_reading_s
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.speed import MEMORY_S, MOST_PROFILED, MOST_UNPROFILED, PRIOR_S, TRUST, SpeedTracker
-from hetlb.core.types import Outcome
+from hetlb.core.types import AdminState, AdminStateSet, Health, InstanceAdded, InstanceUpdated, Outcome
 
 MODEL = LatencyModel(1e-5, 1e-4, 0.0, 1e-3, 1e-8, 1e-4, 0.0, 1e-2)
 STEPS = 50
@@ -92,6 +92,62 @@ def test_streams_and_whole_answers_both_tell_the_speed(streamed: bool) -> None:
     instance = scheduler.instances[0]
     serve(scheduler, 2.0, streamed, count=400)
     assert instance.latency.k8 == pytest.approx(2.0 * instance.nominal.k8, rel=0.1)
+
+
+def test_until_an_instance_answers_it_is_as_far_off_as_those_that_have() -> None:
+    off, far = spec("far", slower=9.0), spec("bare", latency=None)
+    scheduler = make_scheduler([spec("a"), off, far])
+    for name in ("far", "bare"):
+        scheduler.on_instance(AdminStateSet(name, AdminState.DRAIN), 0.0)
+    serve(scheduler, 2.0, True)
+    a, other, bare = scheduler.instances
+    assert a.speed.factor > TRUST
+    assert other.speed.factor == pytest.approx(a.speed.factor, rel=0.06)
+    assert (other.speed.seen, bare.speed.factor) == (False, 1.0)
+    assert other.latency.k8 == pytest.approx(other.speed.factor * other.nominal.k8)
+    scheduler.on_instance(InstanceAdded(spec("new")), 1e3)
+    assert scheduler.instances[-1].speed.factor == a.speed.factor
+    scheduler.on_instance(InstanceUpdated(off), 1e3)
+    assert other.speed.factor == a.speed.factor
+
+
+def test_one_that_never_answers_is_ejected_beside_one_slower_than_was_guessed() -> None:
+    scheduler = make_scheduler([spec("a", latency=None), spec("b", latency=None)], "rr")
+    scheduler.on_instance(AdminStateSet("b", AdminState.DRAIN), 0.0)
+    serve(scheduler, 3.0, True)
+    scheduler.on_instance(AdminStateSet("b", AdminState.READY), 1e3)
+    b = scheduler.instances[1]
+    for number in range(1000, 1020):
+        lease = dispatched(scheduler.on_arrival(request(number), 1e3))
+        outcome = Outcome.NO_RESPONSE if lease.instance == "b" else Outcome.CLIENT_GONE
+        scheduler.on_lease_ended(lease, outcome, 1e3, retry=False)
+    assert b.health.state is Health.EJECTED
+
+
+def test_its_own_answers_take_the_place_of_what_others_show() -> None:
+    tracker = SpeedTracker(True, 0.0)
+    assert tracker.assume(3.0)
+    assert not tracker.assume(3.1), "a small change is not put in force"
+    run(tracker, 1.0, 60.0)
+    assert tracker.factor == 1.0
+    assert not tracker.assume(3.0)
+
+
+def test_without_profiles_the_guess_is_corrected_by_others_and_replaced_by_the_first_answer() -> None:
+    scheduler = make_scheduler([spec("a", latency=None), spec("b", latency=None), spec("c")])
+    for name in ("b", "c"):
+        scheduler.on_instance(AdminStateSet(name, AdminState.DRAIN), 0.0)
+    serve(scheduler, 3.0, True)
+    a, b, c = scheduler.instances
+    assert b.speed.factor == pytest.approx(a.speed.factor, rel=0.06)
+    assert b.speed.factor > TRUST
+    assert (b.speed.seen, b.speed.confidence, c.speed.factor) == (False, 0.0, 1.0)
+    tracker = SpeedTracker(False, 0.0)
+    assert tracker.assume(3.0)
+    alone = SpeedTracker(False, 0.0)
+    for each in (tracker, alone):
+        answer(each, 1.0, 0.5)
+    assert tracker.factor == alone.factor
 
 
 def test_the_paper_knows_no_correction() -> None:

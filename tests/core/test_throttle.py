@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetlb.core.probation import Probation
-from hetlb.core.throttle import BLOCKED, BUSY_CAP_S, DEPRIORITISED, NORMAL, Throttle
+from hetlb.core.throttle import BLOCKED, BUSY_CAP_S, DEPRIORITISED, NORMAL, Probation, Throttle
 
 
 def throttle(failures: int = 0) -> Throttle:

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from hetlb.core.health import HealthParams
 from hetlb.core.policies.registry import POLICIES
-from hetlb.core.probation import PROBATION_CAP_S
 from hetlb.core.scheduler import Scheduler
-from hetlb.core.throttle import BUSY_CAP_S
+from hetlb.core.throttle import BUSY_CAP_S, PROBATION_CAP_S
 from hetlb.core.types import (
     AdminState,
     AdminStateSet,

@@ -8,8 +8,10 @@ from contextlib import AsyncExitStack
 from typing import Any, TypeAlias
 
 import msgspec
+import pytest
 import pytest_asyncio
 import uvloop
+from helpers import HANG_S
 
 from hetlb.config.profile_file import Profile
 from hetlb.emulator import EmulatedEngine
@@ -36,9 +38,17 @@ def make_profile(**engine: Any) -> Profile:
     return msgspec.convert({**PROFILE, "engine": {**PROFILE["engine"], **engine}}, Profile)  # type: ignore[dict-item]
 
 
-def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Every test on the loop of `hetlb engine` and on the standard library's."""
-    return {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
+async def idle(engine: EmulatedEngine) -> None:
+    """Wait until no sequence runs or waits: all were answered, or aborted since their clients left."""
+    async with asyncio.timeout(HANG_S):
+        while engine.running or engine.waiting:
+            await asyncio.sleep(0)
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop of `hetlb engine`, and for tests of connections the standard library's."""
+    loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"uvloop": uvloop.new_event_loop}
+    return loops | {"asyncio": asyncio.new_event_loop} if item.path.stem == "test_connections" else loops
 
 
 @pytest_asyncio.fixture
@@ -54,7 +64,7 @@ async def start() -> AsyncIterator[Start]:
 
         yield start_engine
         for engine in engines:
-            await engine.wait_idle()
+            await idle(engine)
             for model in engine.models:
                 model.check_integrity()
                 assert model.kv.pool.used_blocks == 0

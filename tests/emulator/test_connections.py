@@ -9,9 +9,8 @@ import socket
 import struct
 
 import pytest
-from emulator.conftest import Start, make_profile
+from emulator.conftest import Start, idle, make_profile
 from emulator.wire import Client, ask, request_bytes
-from helpers import HANG_S
 
 from hetlb.core.engine_metrics import parse
 from hetlb.emulator import EmulatedEngine
@@ -119,7 +118,7 @@ async def test_a_client_that_leaves(start: Start, stream: bool, how: str) -> Non
             client.writer.transport.abort()
         else:
             await client.close()
-        await asyncio.wait_for(engine.wait_idle(), HANG_S)
+        await idle(engine)
     assert (engine.running, engine.waiting, engine.model.kv.pool.usage) == (0, 0, 0.0)
     assert engine.finished == {"stop": 0, "length": 0, "abort": 3}
 
@@ -142,7 +141,7 @@ async def test_many_clients_of_which_some_leave(start: Start) -> None:
             return tokens
 
     counts = await asyncio.gather(*(one(number % 10 < 3) for number in range(100)))
-    await engine.wait_idle()
+    await idle(engine)
     finished = engine.finished
     assert sum(finished.values()) == 100
     assert finished["length"] >= 70

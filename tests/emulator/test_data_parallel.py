@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 
-import pytest
-from emulator.conftest import Start, make_profile
+from emulator.conftest import Start, idle, make_profile
 from emulator.wire import Client
 from helpers import HANG_S
 
 from hetlb.core.engine_metrics import parse
 from hetlb.emulator import EmulatedEngine
-from hetlb.errors import ConfigError
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": [1] * 16, "max_tokens": 400, "stream": True}
@@ -40,7 +38,7 @@ async def test_sequences_are_spread_and_each_engine_has_its_series(start: Start)
     for name in families:
         assert set(re.findall(rf'^{name}\{{.*engine="(\d)"', text, re.MULTILINE)) == {"0", "1", "2"}, name
     # The client has left: nothing runs, nothing is held, on any of them.
-    await asyncio.wait_for(engine.wait_idle(), HANG_S)
+    await idle(engine)
     assert all(model.running == model.kv.pool.used_blocks == 0 for model in engine.models)
     assert engine.finished == {"stop": 0, "length": 0, "abort": 10}
 
@@ -66,8 +64,3 @@ async def test_an_engine_without_data_parallelism_is_engine_0(engine: EmulatedEn
     text = await page(engine.url)
     assert set(re.findall(r'engine="(\d+)"', text)) == {"0"}
     assert parse(text).capacity.engines == 1
-
-
-def test_no_engine_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--data-parallel-size: expected at least 1, got 0"):
-        EmulatedEngine(make_profile(), data_parallel_size=0)

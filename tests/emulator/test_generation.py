@@ -7,7 +7,6 @@ import itertools
 import time
 from typing import Any
 
-import openai
 import pytest
 from emulator.conftest import Start, make_profile
 from emulator.wire import Client, ask
@@ -190,6 +189,8 @@ async def test_embeddings_have_no_output(engine: EmulatedEngine) -> None:
 
 async def test_the_openai_client(engine: EmulatedEngine) -> None:
     """The official client reads streams and whole answers, and knows the errors."""
+    import openai  # a second, which every process would spend on finding the tests
+
     async with openai.AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0) as client:
         assert [model.id async for model in client.models.list()] == ["tiny"]
         stream = await client.chat.completions.create(

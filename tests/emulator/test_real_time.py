@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from helpers import FAST
+from helpers import FAST, HANG_S
 
 from hetlb.emulator.real_time import EmulatedSequence, RealTimeEngine
 from hetlb.sim.engine_limits import EngineLimits
@@ -29,6 +29,8 @@ async def test_an_engine_that_waits_for_kv_goes_on_at_the_next_arrival() -> None
     while runner.finished["stop"] < 1:
         await asyncio.sleep(0)
     runner.complete_fetch(waits, loaded=True)
-    await runner.wait_idle()
+    async with asyncio.timeout(HANG_S):
+        while runner.running or runner.waiting:
+            await asyncio.sleep(0)
     assert runner.finished["stop"] == 4
     runner.close()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from emulator.conftest import Start
 from emulator.wire import Client
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +50,7 @@ keys = st.sampled_from(
 
 
 @given(kind=st.sampled_from(list(KINDS)), changes=st.dictionaries(keys, json_values, max_size=5))
-@settings(max_examples=500)
+@settings(max_examples=examples(150))
 def test_any_object_is_a_generation_or_a_refusal(kind: str, changes: dict[str, Any]) -> None:
     """A generation that is accepted fits the context, whatever was asked for."""
     body = json.dumps({**GOOD[kind], **changes}).encode()
@@ -60,7 +61,7 @@ def test_any_object_is_a_generation_or_a_refusal(kind: str, changes: dict[str, A
         return
     assert isinstance(generation, Generation)
     assert generation.model in READER.served
-    assert generation.n >= 1
+    assert (generation.fields.n or 1) >= 1
     for prompt in generation.prompts:
         output, reason = generation.length(prompt, 0, 2048)
         assert reason in ("length", "stop")
@@ -128,9 +129,9 @@ def test_one_field_that_is_wrong(changes: dict[str, Any], param: str) -> None:
 def test_numbers_in_strings() -> None:
     """As vLLM takes them."""
     for value in ("5", "5.0", '"5"'):
-        assert READER.completion(b'{"prompt": "x", "max_tokens": %b}' % value.encode()).max_tokens == 5
-    assert READER.completion(b'{"prompt": "x", "stream": "true"}').stream
-    assert not READER.completion(b'{"prompt": "x", "stream": null, "n": null}').stream
+        assert READER.completion(b'{"prompt": "x", "max_tokens": %b}' % value.encode()).fields.cap == 5
+    assert READER.completion(b'{"prompt": "x", "stream": "true"}').fields.stream
+    assert not READER.completion(b'{"prompt": "x", "stream": null, "n": null}').fields.stream
 
 
 async def test_the_server_survives_bad_bodies(start: Start) -> None:

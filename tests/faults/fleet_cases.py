@@ -7,7 +7,6 @@ import contextlib
 import random
 from typing import Any
 
-import openai
 from faults.cases import case
 from faults.checker import fleet, metrics, until
 from faults.client import Client, body_of, request
@@ -255,6 +254,8 @@ async def few_wait_where_one_dies(rig: Rig) -> None:
 
 @case("L6", "retry-storm", uncounted=True, queue={"max_requests": 1})
 async def sdks_come_again(rig: Rig) -> None:
+    import openai  # a second, which every process would spend on finding the tests
+
     await rig.ask_many(40)  # how long to stay away is told by how many ended lately
     await rig.set_state("i0", "drain")
     first = asyncio.create_task(rig.ask())

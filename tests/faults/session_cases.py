@@ -16,7 +16,7 @@ from proxy.upstreams import plain
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from hetlb.websocket import accept_of, frame
+from hetlb.proxy.http.websocket import accept_of, frame
 
 
 async def agree(visit: Visit) -> None:

@@ -36,11 +36,11 @@ from hetlb.proxy.discovery.file_source import InstanceFile
 from hetlb.proxy.http import openai_body as bodies
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import GateError
+from hetlb.proxy.http.websocket import accept_of
 from hetlb.proxy.kv_events import read_batch
 from hetlb.proxy.model_names import ModelNames
 from hetlb.proxy.sharing import Sharing
 from hetlb.stage import stage_messages
-from hetlb.websocket import accept_of
 
 #: Reads of a socket are as large as this at most.
 READ = 256 << 10
@@ -197,11 +197,8 @@ def json(kind: Kind) -> Reader:
     """A JSON body."""
 
     def read(data: bytes) -> None:
-        try:
-            call = bodies.read_json(kind, data)
-            bodies.inject_usage(kind, call, data)
-        except GateError:
-            pass
+        with contextlib.suppress(GateError):
+            bodies.read_json(kind, data)
 
     return read
 

@@ -33,22 +33,21 @@ from helpers import make_scheduler, spec
 from pick.door import Door, messages_of
 from stage.toy import make_folder, make_worker
 
-from hetlb import websocket
 from hetlb.config.api_keys import load_api_keys
 from hetlb.config.cluster import load_cluster
 from hetlb.config.fleet import load_fleet
 from hetlb.config.profile_file import load_profile
 from hetlb.core import engine_metrics
 from hetlb.core.block_index import BlocksCleared, BlocksStored
-from hetlb.core.remote_leases import RemoteLeases
+from hetlb.core.journal import RemoteLeases
 from hetlb.errors import InputError
-from hetlb.proxy.http import http1, multipart, sse, transfer_fields
+from hetlb.proxy.http import http1, multipart, sse, transfer_fields, websocket
 from hetlb.proxy.http import openai_body as bodies
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.kv_events import PART_BLOCKS, read_batch
 from hetlb.proxy.lease_wire import from_wire
-from hetlb.proxy.takeover import DECODER as TAKEOVER
-from hetlb.proxy.takeover import Step
+from hetlb.proxy.offer import DECODER as TAKEOVER
+from hetlb.proxy.offer import Step
 from hetlb.stage import stage_messages
 from hetlb.stage.runner import run_apart
 
@@ -176,15 +175,9 @@ def body(data: bytes) -> None:
             assert error.status == 400
             assert "\n" not in error.message
             continue
-        if call.transfers:
-            fields = json.loads(transfer_fields.without_transfer_fields(data))
-            assert fields.keys().isdisjoint(transfer_fields.FIELDS)
-        else:
-            assert json.loads(data).keys().isdisjoint(transfer_fields.FIELDS)
-        sent = bodies.inject_usage(kind, call, data)
         # What Python reads, and so vLLM: of a repeated key the last.
         try:
-            read, injected = json.loads(data), json.loads(sent)
+            read, sent = json.loads(data), json.loads(call.body)
         except RecursionError:
             continue
         assert isinstance(read, dict)
@@ -194,22 +187,14 @@ def body(data: bytes) -> None:
         assert call.prompts >= 1
         assert call.max_tokens is None or call.max_tokens >= 1
         assert call.prompt_tokens_total is None or call.prompt_tokens_total >= 1
-        if sent != data:
-            assert injected == read | {"stream_options": {"include_usage": True}}
+        assert sent.keys().isdisjoint(transfer_fields.FIELDS)
+        if call.hold_usage:
+            assert sent["stream_options"] == {"include_usage": True}
+        elif read.keys().isdisjoint((*transfer_fields.FIELDS, "vllm_xargs", "sampling_params")):
+            assert call.body == data
     boundary, _, form = data.partition(b"\n")
-    thirds = [form[: len(form) // 3], form[len(form) // 3 : len(form) // 3 * 2], form[len(form) // 3 * 2 :]]
-    assert _form(boundary, thirds) == _form(boundary, [form])
-
-
-def _form(boundary: bytes, pieces: list[bytes]) -> tuple[Any, ...]:
-    try:
-        reader = multipart.FormReader(b"multipart/form-data; boundary=" + boundary)
-        for piece in pieces:
-            reader.feed(piece)
-        call = reader.finish()
-    except bodies.GateError as error:
-        return error.status, error.message
-    return call.model, call.stream
+    with contextlib.suppress(bodies.GateError):
+        multipart.read_form(b"multipart/form-data; boundary=" + boundary, form)
 
 
 def _watch(pieces: list[bytes], hold: bool) -> tuple[bytes, tuple[Any, ...]]:
@@ -360,9 +345,7 @@ def differential(data: bytes) -> None:
 
 def _compare_form(boundary: bytes, form: bytes) -> None:
     try:
-        reader = multipart.FormReader(b"multipart/form-data; boundary=" + boundary)
-        reader.feed(form)
-        call = reader.finish()
+        call = multipart.read_form(b"multipart/form-data; boundary=" + boundary, form)
     except bodies.GateError:
         return
     fields: list[tuple[bytes, bytes]] = []
@@ -424,9 +407,7 @@ def _frames(pieces: list[bytes], masked: bool) -> tuple[list[tuple[int, bytes]],
     found: list[tuple[int, bytes]] = []
     try:
         for piece in pieces:
-            at = 0
-            while at < len(piece):
-                at = reader.read(piece, at, 2, found)
+            found += reader.feed(piece)
     except websocket.ProtocolError as error:
         return found, error.code
     return found, None
@@ -457,8 +438,8 @@ def stage_frames(data: bytes) -> None:
             worker.receive(message, rows)
         except stage_messages.StageProtocolError:
             continue
-        works, given_up = batcher.form(lambda lease: True)
-        assert all(isinstance(each, stage_messages.Lost) for each in given_up)
+        works = batcher.form(lambda lease: True)
+        assert all(isinstance(each, stage_messages.Lost) for each in batcher.lost)
         results = run_apart(runner, works) if works else []
         assert len(results) == len(works)
         batcher.done()
@@ -472,10 +453,9 @@ def stage_frames(data: bytes) -> None:
 def shared_view(data: bytes) -> None:
     """Messages of peers: taken or counted, no more leases than were sent, nothing left when they are gone."""
     shared = costs.KEPT.sharing
-    view, before = shared.view, shared.figures
+    view, before = shared.view, shared.received + shared.rejected
     shared._receive(data)
-    after = shared.figures
-    assert after.received + after.rejected - before.received - before.rejected in (0, 1)
+    assert shared.received + shared.rejected - before in (0, 1)
     assert view.peer_leases <= len(data)
     view._scheduler.check_integrity()
     for peer in view.peers:

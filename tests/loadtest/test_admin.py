@@ -11,7 +11,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from hetlb.errors import HetlbError
-from hetlb.loadtest.fleet_admin import FleetAdmin, Reported, busy_figures, fleet_admin
+from hetlb.loadtest.fleet_admin import FleetAdmin, busy_figures, fleet_admin
+from hetlb.workload.records import Counted
 
 IDLE = {"in_flight": 0, "queued": 0, "workload": 0.0, "kv_reserved_tokens": 0, "health": "up"}
 
@@ -110,7 +111,7 @@ def report(age_s: float | None, preemptions: int | None, kv: float | None) -> di
     return {**IDLE, "signal_age_s": age_s, "preemptions": preemptions, "kv_reported": kv}
 
 
-async def reported(*looks: list[dict[str, Any]]) -> Reported:
+async def reported(*looks: list[dict[str, Any]]) -> Counted:
     """What is made of these looks at the fleet; the run, which does nothing, is after the first."""
     listener = Listener()
     listener.looks = [looks[0], *looks]  # one more: the policy is asked for first
@@ -125,22 +126,19 @@ async def test_preemptions_are_those_of_the_run_and_the_peak_is_the_largest_shar
     before = [report(-1.0, 3, 0.2), report(-1.0, None, None)]
     after = [report(-1.0, 8, 0.7), report(-1.0, None, 0.4)]
     found = await reported(before, after)
-    assert found.preemptions == {"i0": 5}
-    assert found.kv_peak == {"i0": 0.7, "i1": 0.4}
+    assert found == {"i0": {"preemptions": 5, "kv_peak": 0.7}, "i1": {"kv_peak": 0.4}}
 
 
 async def test_what_an_engine_said_before_the_run_ended_is_not_taken_for_its_end() -> None:
     old, end = [report(60.0, 4, 0.1)], [report(-1.0, 11, 0.9)]
     found = await reported([report(-1.0, 9, 0.3)], old, old, end)
-    assert found.preemptions == {"i0": 2}
-    assert found.kv_peak == {"i0": 0.9}
+    assert found == {"i0": {"preemptions": 2, "kv_peak": 0.9}}
 
 
 async def test_an_engine_that_was_started_anew_and_one_that_is_not_heard_have_no_preemptions() -> None:
     before = [report(-1.0, 9, 0.5), report(None, None, None)]
     found = await reported(before, [report(-1.0, 2, 0.1), report(None, None, None)])
-    assert found.preemptions == {}
-    assert found.kv_peak == {"i0": 0.1}
+    assert found == {"i0": {"kv_peak": 0.1}}
 
 
 async def test_a_proxy_that_no_longer_answers_fails_no_run() -> None:
@@ -149,7 +147,7 @@ async def test_a_proxy_that_no_longer_answers_fails_no_run() -> None:
     async with listener.server() as server, aiohttp.ClientSession() as session:
         async with FleetAdmin(session, f"http://{server.host}:{server.port}").reported() as found:
             await server.close()
-    assert found == Reported()
+    assert found == {}
 
 
 @pytest.mark.parametrize(

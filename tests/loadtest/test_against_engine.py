@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -10,19 +9,20 @@ import pytest
 import hetlb.demo
 from hetlb.config.profile_file import load_profile
 from hetlb.emulator import EmulatedEngine
-from hetlb.loadtest.bodies import CompletionBodies
+from hetlb.loadtest.bodies import RequestBodies
 from hetlb.loadtest.generator import run_load
 from hetlb.workload.arrivals import PlannedRequest
+from hetlb.workload.traces import Row
 
 PROFILE = load_profile(Path(hetlb.demo.__file__).parent / "fast.yaml")
-PLAN = [PlannedRequest(i, 0.0, 5 + 11 * i, 1 + i % 7) for i in range(20)]
+PLAN = [PlannedRequest(i, 0.0, Row(None, 5 + 11 * i, 1 + i % 7)) for i in range(20)]
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("eos_max_tokens", [None, 100])
 async def test_every_token_is_counted_once(stream: bool, eos_max_tokens: int | None) -> None:
     async with EmulatedEngine(PROFILE, served_model_names=["m"], time_scale=0.05) as engine:
-        bodies = CompletionBodies("m", PLAN, random.Random(0), stream=stream, eos_max_tokens=eos_max_tokens)
+        bodies = RequestBodies("m", PLAN, "0", stream=stream, eos_max_tokens=eos_max_tokens)
         result = await run_load(PLAN, bodies, engine.url)
     assert result.errors == {}
     for planned, record in zip(PLAN, result.records, strict=True):

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.emulator.counting import VOCABULARY
-from hetlb.loadtest.bodies import CHAT, MadePrompts, RequestBodies, own_headers
-from hetlb.workload.arrivals import PlannedRequest, planned_request
+from hetlb.loadtest.bodies import CHAT, RequestBodies
+from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.datasets import estimate_tokens
 from hetlb.workload.traces import Row
 
@@ -20,12 +20,13 @@ BLOCK = 8
 
 
 def plan_of(rows: Sequence[Row]) -> list[PlannedRequest]:
-    return [planned_request(i, 0.0, row) for i, row in enumerate(rows)]
+    return [PlannedRequest(i, 0.0, row) for i, row in enumerate(rows)]
 
 
 def prompts(rows: Sequence[Row], salt: str = "s", *, text: bool = False) -> list[Any]:
-    made = MadePrompts(rows, salt, text=text, hash_block_tokens=BLOCK)
-    return [json.loads(made(planned)) for planned in plan_of(rows)]
+    plan = plan_of(rows)
+    made = RequestBodies("m", plan, salt, text=text, hash_block_tokens=BLOCK)
+    return [json.loads(made.prompt(planned)) for planned in plan]
 
 
 def shared(one: Sequence[Any], two: Sequence[Any]) -> int:
@@ -90,7 +91,8 @@ def test_blocks_are_the_same_wherever_they_occur() -> None:
 def test_a_conversation_is_named_and_another_one_in_another_run() -> None:
     rows = [Row(None, 5, 1, session=name) for name in ("a", "b\r\n", "a", "")]
     first, second = (
-        [own_headers(rows, salt, "x-session-id")(planned) for planned in plan_of(rows)] for salt in "st"
+        [RequestBodies("m", [], salt, session_header="x-session-id").headers(each) for each in plan_of(rows)]
+        for salt in "st"
     )
     assert first[0] == first[2]
     assert first[3] == {}
@@ -100,9 +102,8 @@ def test_a_conversation_is_named_and_another_one_in_another_run() -> None:
 
 
 def body(path: str, row: Row, *, ignore_eos: bool = True) -> dict[str, Any]:
-    (planned,) = plan_of([row])
-    prompt = MadePrompts([row], "s", text=path == CHAT)
-    made = RequestBodies("m", prompt, path=path, ignore_eos=ignore_eos).body(planned)
+    plan = plan_of([row])
+    made = RequestBodies("m", plan, "s", endpoint=path, ignore_eos=ignore_eos).body(plan[0])
     document: dict[str, Any] = json.loads(made)
     return document
 
@@ -142,8 +143,8 @@ def test_several_prompts_begin_alike_where_the_row_says_so_and_nowhere_else() ->
 
 def test_inputs_of_an_embedding() -> None:
     row = Row(None, 12, 0, sequences=5, endpoint="embeddings")
-    (planned,) = plan_of([row])
-    bodies = RequestBodies("m", MadePrompts([row], "s"), ignore_eos=True)
+    plan = [planned] = plan_of([row])
+    bodies = RequestBodies("m", plan, "s")
     assert bodies.path(planned) == "/v1/embeddings"
     assert not bodies.streams(planned)
     made = json.loads(bodies.body(planned))
@@ -152,17 +153,40 @@ def test_inputs_of_an_embedding() -> None:
 
 
 def test_an_adapter_is_asked_for_as_a_model() -> None:
-    bodies = RequestBodies("m", lambda _: b"[1]", ignore_eos=True)
+    bodies = RequestBodies("m", [], "s")
     for adapter, model in (("", "m"), ("lora", "lora")):
-        for generates in (True, False):
-            planned = PlannedRequest(0, 0.0, 1, 1, generates=generates, adapter=adapter)
+        for endpoint in ("completions", "embeddings"):
+            planned = PlannedRequest(0, 0.0, Row(None, 1, 1, endpoint=endpoint, adapter=adapter))
             assert json.loads(bodies.body(planned))["model"] == model
 
 
 def test_a_tenant_and_a_conversation_have_their_headers() -> None:
     rows = [Row(None, 5, 1, session="s", tenant="acme"), Row(None, 5, 1)]
-    named = own_headers(rows, "salt", "x-session-id", "x-tenant")
-    first, second = (named(planned) for planned in plan_of(rows))
+    named = RequestBodies("m", [], "salt", session_header="x-session-id", tenant_header="x-tenant")
+    first, second = (named.headers(planned) for planned in plan_of(rows))
     assert first["x-tenant"] == "acme"
     assert first.keys() == {"x-session-id", "x-tenant"}
     assert second == {}
+
+
+def test_the_length_of_an_answer_hidden_from_routers() -> None:
+    """Every request looks the same but for its prompt and where the emulated model stops."""
+    plan = plan_of([Row(None, 5, output) for output in (0, 1, 2)])
+    bodies = RequestBodies("m", plan, "s", eos_max_tokens=200)
+    made = [json.loads(bodies.body(planned)) for planned in plan]
+    assert {body["max_tokens"] for body in made} == {200}
+    assert [body["vllm_xargs"] for body in made] == [{"output_tokens": n} for n in (1, 1, 2)]
+    assert not any("ignore_eos" in body for body in made)
+
+
+def test_plain_requests_ask_for_no_stream_options() -> None:
+    (planned,) = plan = plan_of([Row(None, 5, 3)])
+    body = json.loads(RequestBodies("m", plan, "s", stream=False).body(planned))
+    assert body["stream"] is False
+    assert "stream_options" not in body
+
+
+def test_a_part_of_a_plan_has_its_own_lengths() -> None:
+    plan = plan_of([Row(None, 1 + 37 * i % 900, 1) for i in range(300)])
+    made = RequestBodies("m", plan[1::2], "s").body(plan[299])
+    assert len(json.loads(made)["prompt"]) == plan[299].prompt_tokens

@@ -12,10 +12,8 @@ import pytest
 from loadtest.test_metrics import record, result
 from proxy.dashboard.browser import Look, launched
 
-from hetlb.loadtest.compare import comparisons
+from hetlb.loadtest.campaign import comparisons
 from hetlb.loadtest.htmlreport import report
-from hetlb.loadtest.metrics import run_figures
-from hetlb.loadtest.runs import MeasuredRun
 
 WIDTHS = (360, 768, 1400, 1920)
 POLICIES = ("rr", "a-policy-with-a-rather-long-name")
@@ -40,7 +38,7 @@ def page(*, suspect: bool) -> str:
             for number in (1, 2, 3):
                 records = result(*(record(i / rate, name=rng.choice(INSTANCES)) for i in range(40)))
                 run: dict[str, Any] = {
-                    "policy": policy, "round": number, "request_rate": rate, **run_figures(records)
+                    "policy": policy, "round": number, "request_rate": rate, **records.figures()
                 }  # fmt: skip
                 late = suspect and policy == POLICIES[1]
                 run["client"] = {
@@ -54,7 +52,8 @@ def page(*, suspect: bool) -> str:
                     "output_throughput": 123456.7,
                     "slo_attainment": 0.5,
                 }
-                measured.append(MeasuredRun(run, records))
+                records.run = run
+                measured.append(records)
     runs = [each.run for each in measured]
     search = {
         "slo_attainment": 0.95, "policy": POLICIES[1], "max_request_rate": 1234.5, "lowest_missed_rate": None,

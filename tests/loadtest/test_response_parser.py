@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from hetlb.loadtest.response_parser import AnswerError, StreamReader, read_plain
+from hetlb.loadtest.response_parser import StreamReader, read_plain
+from hetlb.openai.answer_events import AnswerError
 from hetlb.workload.records import RequestResult
 
 RECORDINGS = Path(__file__).parents[1] / "vllm" / "data"

@@ -46,7 +46,8 @@ class Door:
 
     def __init__(self) -> None:
         self.scheduler = make_scheduler([spec("i0")], "hetlb")
-        self.driver = PickDriver(self.scheduler, ProxyTable(), TokenEstimator(), Loop(), {})
+        self.loop = Loop()
+        self.driver = PickDriver(self.scheduler, ProxyTable(), TokenEstimator(), self.loop, {})
         self.state = PickerState(self.driver, Router(self.driver, _View()), PickTable(), {})  # type: ignore[arg-type]
         self.state.set_addresses({"i0": "127.0.0.1:1"})
         self.sent: list[bytes] = []

@@ -106,7 +106,7 @@ async def test_a_name_leads_to_no_address_where_no_engine_can_be(
         ]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
-    assert await pick_service._looked_up("http://engine.test:8000") == told
+    assert await pick_service._look_up("http://engine.test:8000", asyncio.Semaphore(1)) == told
 
 
 async def test_a_long_body_goes_there_and_back(tmp_path: Path) -> None:
@@ -382,10 +382,10 @@ async def test_certificates_of_gateways_are_asked_for_and_ours_may_be_replaced(t
             with pytest.raises((ssl.SSLError, OSError, asyncio.IncompleteReadError)):
                 await shown(stranger)
         issue("second")
-        made.picker.server._sweep()
+        made.picker.server._sweep(0.0)
         assert await shown(mine) == "second"
         (tmp_path / "cert.pem").write_text("no certificate")
-        made.picker.server._sweep()
+        made.picker.server._sweep(0.0)
         assert await shown(mine) == "second"
 
 

@@ -11,13 +11,14 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
-from helpers import free_port, turns_until
+from helpers import HANG_S, MODEL, free_port, make_scheduler, request, spec, turns_until
 from hypothesis import given
 from hypothesis import strategies as st
 from pick.rig import Rig, rig
 from pick.test_faults import BESIDE, beside
 
 from hetlb.config.fleet import load_fleet
+from hetlb.config.fleet_tables import SharedTable
 from hetlb.core.journal import Begun, Booked, Ended, Waiting
 from hetlb.core.types import Outcome, Request
 from hetlb.pick.pick_service import PickService
@@ -73,10 +74,22 @@ class Server:
             SERVER, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no",
             stdout=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
+        async with asyncio.timeout(HANG_S):
+            while not await self.answers():
+                await asyncio.sleep(0.01)
 
     @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}"
+
+    async def answers(self) -> bool:
+        """True if it takes connections."""
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        except OSError:
+            return False
+        writer.close()
+        return True
 
     async def kill(self) -> None:
         if self.process is not None and self.process.returncode is None:
@@ -133,8 +146,9 @@ async def test_each_books_what_the_other_books_and_gives_it_back(tmp_path: Path)
         made = both.made
         for engine in made.engines:
             engine.released.clear()
-        sent = [asyncio.create_task(made.ask(stream=True)) for _ in range(20)]
-        await turns_until(lambda: both.booked == [20, 20])
+        # As many as two engines get before their speed is known: none waits.
+        sent = [asyncio.create_task(made.ask(stream=True)) for _ in range(6)]
+        await turns_until(lambda: both.booked == [6, 6])
         ledgers = [
             {each.name: (each.in_flight, each.work_ns, each.kv_tokens) for each in p.scheduler.instances}
             for p in both.pickers
@@ -151,6 +165,39 @@ async def test_each_books_what_the_other_books_and_gives_it_back(tmp_path: Path)
             picker.scheduler.check_integrity()
 
 
+async def test_what_changes_is_said_once_and_at_once(tmp_path: Path) -> None:
+    """No heartbeat comes within this test, and a question is no gap in what its process says."""
+    async with contextlib.AsyncExitStack() as stack:
+        server = Server()
+        stack.push_async_callback(server.kill)
+        await server.start()
+        async with asyncio.timeout(HANG_S):
+            while not await server.answers():
+                await asyncio.sleep(0.02)
+        schedulers = [make_scheduler([spec("a")], "hetlb") for _ in range(2)]
+        both = []
+        for scheduler in schedulers:
+            table = SharedTable(url=server.url, silent_s=60.0)
+            each = Sharing(table, server.url, scheduler, lambda _: None, f"{len(both)}")
+            stack.push_async_callback(each.close)
+            each.start()
+            both.append(each)
+        await turns_until(lambda: all(len(each.view.peers) == 1 for each in both))
+        before = [each.sent for each in both]
+        now = asyncio.get_running_loop().time()
+        for number in range(1, 9):
+            schedulers[number % 2].on_arrival(request(number), now)
+            await turns_until(
+                lambda told=number: [s.instances[0].in_flight for s in schedulers] == [told] * 2
+            )
+        # Four changes of each, and an answer to what the other asked when it came.
+        assert all(each.sent <= count + 5 for each, count in zip(both, before, strict=True))
+        # One that has to wait is told as well, though nothing was booked.
+        assert not schedulers[1].placement.elsewhere
+        both[0].view.on_arrival(request(9, prompt=9_900), now)
+        await turns_until(lambda: schedulers[1].placement.elsewhere.keys() == {MODEL})
+
+
 async def test_a_picker_that_dies_takes_its_leases_along_and_one_that_comes_learns_all(
     tmp_path: Path,
 ) -> None:
@@ -159,8 +206,8 @@ async def test_a_picker_that_dies_takes_its_leases_along_and_one_that_comes_lear
         made = both.made
         for engine in made.engines:
             engine.released.clear()
-        sent = [asyncio.create_task(made.ask(stream=True)) for _ in range(8)]
-        await turns_until(lambda: both.booked == [8, 8])
+        sent = [asyncio.create_task(made.ask(stream=True)) for _ in range(6)]
+        await turns_until(lambda: both.booked == [6, 6])
         first = both.pickers[0].sharing
         assert first is not None
         first.connected = False
@@ -172,7 +219,7 @@ async def test_a_picker_that_dies_takes_its_leases_along_and_one_that_comes_lear
         )
         made.picker.scheduling.view = restarted.view
         restarted.start()
-        await turns_until(lambda: both.booked[1] == 8)
+        await turns_until(lambda: both.booked[1] == 6)
         for engine in made.engines:
             engine.released.set()
         assert {(await each).status for each in sent} == {200}

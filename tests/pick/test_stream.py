@@ -12,6 +12,7 @@ import pytest
 from helpers import turns_until
 from hypothesis import given
 from hypothesis import strategies as st
+from pick.door import BODY, HEADERS, Door
 from pick.gateway import (
     PROCESS,
     Gateway,
@@ -123,6 +124,18 @@ async def test_a_request_that_is_refused_while_nothing_comes_is_over(tmp_path: P
         assert await call.code() is grpc.StatusCode.OK
         await turns_until(lambda: not streams)
         assert made.picker.server.state.held_bytes == 0
+
+
+@pytest.mark.parametrize("status", ["100", "101", "302"])
+def test_a_head_that_is_no_answer_is_refused_for_the_engine(status: str) -> None:
+    door = Door()
+    with contextlib.closing(door.loop):
+        stream = door.call([HEADERS, BODY, response_headers(status).SerializeToString()])
+        last = messages.ProcessingResponse.FromString(door.sent[-1])
+        assert (stream.state, last.immediate_response.status.code) == (StreamState.REFUSED, 502)
+        stream.closed()
+        door.driver.settle()
+        assert door.scheduler.in_flight == 0
 
 
 def _raw(head: Any, value: bytes) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 
 from hetlb.core.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec
 from hetlb.plan.placement.place_cluster import Holding, LayeredModel, MachineKind, PlaceCluster, PlaceNode
-from hetlb.plan.placement.place_files import ClusterFiles, load_cluster
+from hetlb.plan.placement.place_files import load_cluster
 
 HELIX = Path(__file__).parents[2] / ".." / "shared" / "data" / "helix"
 
@@ -22,14 +22,9 @@ needs_helix = pytest.mark.skipif(
 
 def helix_cluster(name: str, *, pruned: bool = False) -> PlaceCluster:
     folder = HELIX / name
-    files = ClusterFiles(
-        nodes=folder / "nodes.csv",
-        links=folder / "links.csv",
-        layer_times=folder / "layer_time.csv",
-        limits=folder / "by_layers.csv",
-        model=folder / "model.json",
-    )
-    return load_cluster(files, pruned=pruned)
+    names = {"nodes": "nodes.csv", "links": "links.csv", "layer_times": "layer_time.csv"}
+    names |= {"limits": "by_layers.csv", "model": "model.json"}
+    return load_cluster({key: folder / file for key, file in names.items()}, pruned=pruned)
 
 
 def helix_expected(name: str) -> dict[str, Any]:

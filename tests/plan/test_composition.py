@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.config.profile_file import EngineInfo, HostTime, MixedSteps, ModelInfo, Profile, load_profile
+from hetlb.config.plan_tables import Model
+from hetlb.config.profile_file import EngineInfo, HostTime, MixedSteps, Profile, load_profile
 from hetlb.core.latency import LatencyModel
 from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill
 from hetlb.plan.common.capacity import divide_layers
@@ -24,15 +25,16 @@ from hetlb.plan.common.composition import (
     compose_profile,
     engine_stages,
 )
-from hetlb.plan.throughput import bubbles, engine_spec, interleave, saturated_rate, slowed
+from hetlb.plan.throughput import bubbles, interleave, saturated_rate, slowed
 from hetlb.sim.alone import batch_of, full_part
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence
 from hetlb.sim.staged_engine import EngineStage, StagedEngine
+from hetlb.sim.study import engine_of
 
 PROFILING = Path(__file__).parents[2] / "profiling"
-INFO = ModelInfo(name="m")
+MODEL = Model(name="m")
 
 small = st.floats(1e-9, 1e-5)
 long = st.floats(1e-4, 5e-2)
@@ -113,8 +115,7 @@ def test_a_turn_is_never_shorter_than_its_slowest_stage(
 
 def stages_of(profile: Profile, count: int, tokens: int) -> tuple[Profile, tuple[EngineStage, ...]]:
     parts = [StageProfile(profile, 1 / count, "G", 1)] * count
-    links = [LinkSeconds()] * (count - 1)
-    return compose_profile("p", INFO, parts, tokens, links), engine_stages(parts, links)
+    return compose_profile("p", MODEL, parts, tokens), engine_stages(parts)
 
 
 def test_a_composed_profile_keeps_mixed_steps_host_time_and_the_engine() -> None:
@@ -144,9 +145,9 @@ def test_a_pipeline_does_not_beat_the_same_gpus_as_replicas_of_its_memory(
     # Each replica is given the pipeline's share of sequences and KV cache: memory explains nothing.
     pipeline, stages = stages_of(profile, 2, 2 * tokens)
     replica, _ = stages_of(profile, 1, tokens)
-    two = 2 * saturated_rate(engine_spec(replica), mix)
-    assert saturated_rate(engine_spec(pipeline), mix, stages) <= two * 1.02
-    assert saturated_rate(engine_spec(pipeline), mix) <= two * 1.02
+    two = 2 * saturated_rate(engine_of(replica), mix)
+    assert saturated_rate(engine_of(pipeline), mix, stages) <= two * 1.02
+    assert saturated_rate(engine_of(pipeline), mix) <= two * 1.02
 
 
 @settings(max_examples=25, deadline=None)
@@ -163,11 +164,15 @@ def test_one_stage_by_itself_is_the_engine_model(rows: list[tuple[int, int]], to
     limits = EngineLimits(tokens, max_num_seqs=seqs, enable_prefix_caching=False)
     model = EngineModel(latency, limits)
     part = full_part(model, [EngineSequence(i, o) for i, o in rows], len(rows))
-    staged = StagedEngine([EngineStage(latency, 1.0)], limits)
-    rate = staged.run(rows, len(rows))
+    rate = staged_rate([EngineStage(latency, 1.0)], limits, rows)
     if model.preemptions == 0:
         assert rate == pytest.approx((part.last - part.first) / part.seconds, rel=1e-9)
     assert math.isfinite(rate)
+
+
+def staged_rate(stages: list[EngineStage], limits: EngineLimits, rows: list[tuple[int, int]]) -> float:
+    part = full_part(StagedEngine(stages, limits), [EngineSequence(i, o) for i, o in rows], len(rows))
+    return (part.last - part.first) / part.seconds
 
 
 @pytest.mark.parametrize("row", [(2455, 18), (496, 253)])
@@ -175,8 +180,8 @@ def test_bubbles_bring_the_composed_engine_to_the_rate_of_its_stages(row: tuple[
     profile = load_profile(PROFILING / "h100_sxm-llama-3.1-8b-tp1.yaml")
     pipeline, stages = stages_of(profile, 2, 900_000)
     mix = [(1.0, [row])]
-    share = bubbles(engine_spec(pipeline), mix, stages)
-    slow = engine_spec(slowed(pipeline, share))
+    share = bubbles(engine_of(pipeline), mix, stages)
+    slow = engine_of(slowed(pipeline, share))
     assert saturated_rate(slow, mix) == pytest.approx(saturated_rate(slow, mix, stages), rel=0.02)
     # Prompts that fill every batch leave no bubbles; one among decodes does.
     assert share > 0.97 if row == (2455, 18) else share < 0.85
@@ -187,10 +192,10 @@ def test_a_long_prompt_is_computed_by_all_stages_at_once() -> None:
     limits = EngineLimits(100_000, max_num_batched_tokens=1000, max_num_seqs=8)
     stages = [EngineStage(latency, 0.5)] * 2
     # 8 parts of 1,000 tokens and of 5 ms a stage: one after the other on each, the last ends behind both.
-    assert 1 / StagedEngine(stages, limits).run([(8000, 1)], 1) == pytest.approx(0.045, rel=1e-3)
+    assert 1 / staged_rate(stages, limits, [(8000, 1)]) == pytest.approx(0.045, rel=1e-3)
     # With a link of 2 ms a part takes 12 ms; two are in flight, and the next begins when the first has ended.
     slow = [EngineStage(latency, 0.5, link_token_s=1e-6, link_batch_s=1e-3), EngineStage(latency, 0.5)]
-    assert 1 / StagedEngine(slow, limits).run([(8000, 1)], 1) == pytest.approx(4 * 0.012 + 0.005, rel=1e-3)
+    assert 1 / staged_rate(slow, limits, [(8000, 1)]) == pytest.approx(4 * 0.012 + 0.005, rel=1e-3)
 
 
 @given(st.lists(st.fractions(Fraction(1, 100), 100), min_size=1, max_size=8), st.integers(8, 128))
@@ -201,6 +206,6 @@ def test_layers_are_whole_and_all_of_them(weights: list[Fraction], layers: int) 
 
 
 def test_a_mix_is_batched_by_its_mean_length() -> None:
-    spec = engine_spec(load_profile(PROFILING / "h100_sxm-llama-3.1-8b-tp1.yaml"))
+    spec = engine_of(load_profile(PROFILING / "h100_sxm-llama-3.1-8b-tp1.yaml"))
     assert batch_of(spec, 10.0) == spec.limits.max_num_seqs
     assert len(interleave([(1.0, [(1, 1)])], 5)) == 5

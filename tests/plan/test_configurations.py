@@ -6,6 +6,7 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
@@ -13,19 +14,15 @@ from hetlb.config.profile_file import load_profile
 from hetlb.core.latency import LatencyModel
 from hetlb.errors import ConfigError
 from hetlb.plan.common.capacity import divide_layers
-from hetlb.plan.configurations import ConfigurationStage, candidates, capacity_of
+from hetlb.plan.configurations import candidates, capacity_of
 from hetlb.plan.market import Market, load_market
-from hetlb.plan.throughput import (
-    Measured,
-    SloLimits,
-    engine_spec,
-    interleave,
-    rate_within,
-    saturated_rate,
-)
+from hetlb.plan.model_shape import ModelShape
+from hetlb.plan.rent_program import ConfigurationStage
+from hetlb.plan.throughput import Measured, SloLimits, interleave, rate_within, saturated_rate
 from hetlb.plan.workloads import RequestType, cluster
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
+from hetlb.sim.study import engine_of
 
 PROFILING = Path(__file__).parents[2] / "profiling"
 
@@ -72,12 +69,19 @@ def test_what_is_enumerated_fits_and_knows_its_origin(tmp_path: Path) -> None:
     assert found["l-tp1"].origin == "measured"
     assert found["a-tp1"].origin == "roofline"
     assert found["l-a-tp1-pp2"].origin == "measured and roofline"
-    assert found["l-tp1-pp4"].across
-    assert not found["l-tp1-pp2"].across
-    assert found["l-a-tp1-pp2"].price_per_hour == pytest.approx(1.3)
+    assert found["l-a-tp1-pp2"].gpus == {"L": 1, "A": 1}
+    assert market(tmp_path).prices == {"L": 0.8, "A": 0.5}
     assert all(each.profile is not None for each in found.values())
     with pytest.raises(ConfigError, match=r"hold a model, got none for m \(16 GB of weights\)"):
         candidates(market(tmp_path), {"m": 10_000_000})
+
+
+def test_what_vllm_refuses_is_not_enumerated(tmp_path: Path) -> None:
+    known = market(tmp_path)
+    shape = ModelShape(32, 31, 31, 128, 128_256, ())
+    models = {"m": msgspec.structs.replace(known.models["m"], shape=shape)}
+    found = candidates(msgspec.structs.replace(known, models=models), {"m": 3000})
+    assert {each.stages[0].tensor_parallel_size for each in found} == {1}
 
 
 # --- throughput -----------------------------------------------------------------------------------------
@@ -125,11 +129,11 @@ def test_throughputs_are_kept_by_content(tmp_path: Path) -> None:
     assert again.runs == 1
     path.write_text(path.read_text() + "half a line")
     assert Measured(path).alone(profile, kind) == rate
-    key = path.read_text().split('"')[3]
-    path.write_bytes(b'\xff\n{"key": "%b", "requests_per_s": -1}\n[]\n' % key.encode())
+    key = path.read_text().split('"')[1]
+    path.write_bytes(b'\xff\n["%b", -1]\n[]\n' % key.encode())
     assert Measured(path).alone(profile, kind) == rate
     assert Measured(tmp_path).alone(profile, kind) == rate
-    assert engine_spec(profile).limits.kv_cache_tokens == profile.engine.kv_cache_tokens
+    assert engine_of(profile).limits.kv_cache_tokens == profile.engine.kv_cache_tokens
 
 
 # --- types ----------------------------------------------------------------------------------------------
@@ -141,6 +145,6 @@ def test_clusters_of_a_trace_are_its_types() -> None:
     assert [round(each.share, 3) for each in found.types] == [0.75, 0.25]
     assert found.types[0].output_tokens == 10
     assert found.explained > 0.99
-    assert found.prompt_error < 0.02
+    assert found.input_error < 0.02
     assert cluster(rows, 2, "m") == found
     assert len(cluster([(5, 5)] * 4, 3, "m").types) == 1

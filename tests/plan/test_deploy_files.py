@@ -133,7 +133,6 @@ def test_a_command_is_one_line_of_a_shell_and_says_if_it_was_never_tried() -> No
         model="org/a model",
         form=Form(2, 3, 2),
         gpus=[("a", (0, 1, 2, 3)), ("b", (0, 1))],
-        port=8000,
         utilization=0.9,
         layers=[10, 12, 10],
     )

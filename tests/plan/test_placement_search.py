@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from dataclasses import replace
 
 import pytest
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.clusters import (
@@ -25,14 +25,13 @@ from hetlb.plan.highs import Interrupt, SolveLimits
 from hetlb.plan.placement.block_columns import BlockChain
 from hetlb.plan.placement.estimate import Estimator
 from hetlb.plan.placement.failures import losses
-from hetlb.plan.placement.flow import Flow, max_flow
+from hetlb.plan.placement.flow import Flow, PlacementFlows, max_flow
 from hetlb.plan.placement.flow_bounds import flow_bound
-from hetlb.plan.placement.heuristics import Intervals, chains, petals, separate_pipelines, swarm
+from hetlb.plan.placement.heuristics import chains, petals, separate_pipelines, swarm
 from hetlb.plan.placement.milp import solve
-from hetlb.plan.placement.place_cluster import PlaceCluster
-from hetlb.plan.placement.place_plan import PlacePlan, plan_placement
+from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
+from hetlb.plan.placement.place_plan import PlacementSimulator, PlacePlan, plan_placement
 from hetlb.plan.placement.place_search import PlacementSearch
-from hetlb.plan.placement.simulator import PlacementSimulator
 
 LENGTHS = [(100, 20), (50, 40)]
 
@@ -62,12 +61,11 @@ def test_the_integer_program_finds_the_best_placement(seed: int) -> None:
     kinds = [kind("x", [rng.uniform(50, 100), rng.uniform(20, 60)]), kind("y", [rng.uniform(10, 80)])]
     cluster = small_cluster([rng.choice("xy") for _ in range(4)], kinds, 3)
     best = best_of_all(cluster)
-    solved = solve(cluster, SolveLimits(gap=1e-6), flow_bound(cluster))
-    assert solved.optimal
-    assert solved.bound == pytest.approx(best, rel=1e-5, abs=1e-6)
+    proven, placement = solve(cluster, SolveLimits(gap=1e-6), flow_bound(cluster))
+    assert proven == pytest.approx(best, rel=1e-5, abs=1e-6)
     if best > 0.0:
-        assert solved.placement is not None
-        assert max_flow(cluster, solved.placement).tokens_per_s == pytest.approx(best, rel=1e-5)
+        assert placement is not None
+        assert max_flow(cluster, placement).tokens_per_s == pytest.approx(best, rel=1e-5)
 
 
 @settings(max_examples=8)
@@ -93,9 +91,10 @@ def test_a_search_finds_the_best_placement_and_bounds_hold(seed: int) -> None:
 def test_no_placement_exceeds_the_bound(seed: int, partial: bool) -> None:
     rng = random.Random(seed)
     cluster = random_cluster(rng, nodes=rng.randint(2, 10), layers=rng.randint(3, 8))
+    cluster = replace(cluster, partial_inference=partial)
     bound = flow_bound(cluster)
     for _ in range(20):
-        flow = max_flow(cluster, random_placement(rng, cluster), partial_inference=partial)
+        flow = max_flow(cluster, random_placement(rng, cluster))
         assert flow.tokens_per_s <= bound * (1.0 + 1e-9)
 
 
@@ -118,7 +117,7 @@ def test_a_chain_of_blocks_reaches_the_bound(name: str) -> None:
     assert found.highest_flow.flow.tokens_per_s == pytest.approx(bound, rel=1e-8)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(6))
 @given(seed=st.integers(0, 10**6))
 def test_chains_of_blocks_fit(seed: int) -> None:
     rng = random.Random(seed)
@@ -143,7 +142,7 @@ def test_many_machines_are_placed_near_the_bound_at_once() -> None:
 
 def test_a_chain_through_regions_has_wide_blocks_where_links_are_slow() -> None:
     kinds = [kind("a", [9000 / j for j in range(1, 13)]), kind("b", [4000 / j for j in range(1, 8)])]
-    cluster = small_cluster(["a"] * 20 + ["b"] * 40, kinds, 80)
+    cluster = small_cluster(["a"] * 10 + ["b"] * 20, kinds, 40)
     cluster = replace(
         cluster, nodes=tuple(replace(node, region=f"r{i % 2}") for i, node in enumerate(cluster.nodes))
     )
@@ -163,7 +162,7 @@ def test_a_chain_through_regions_has_wide_blocks_where_links_are_slow() -> None:
     assert max_flow(cluster, placement).tokens_per_s >= 0.95 * bound
 
 
-def fits(cluster: PlaceCluster, placement: Intervals) -> bool:
+def fits(cluster: PlaceCluster, placement: Placement) -> bool:
     nodes = {node.name: node for node in cluster.nodes}
     return all(
         0 <= first < end <= cluster.model.layers and end - first <= cluster.most_layers(nodes[name])
@@ -190,12 +189,12 @@ def test_a_search_is_repeatable_and_its_judge_has_the_last_word() -> None:
     cluster = small_cluster(["x", "x", "y", "y", "y"], kinds, 6)
     asked: list[bool] = []
 
-    def judge(placement: Intervals, flow: Flow, whole: bool, limits: SolveLimits) -> float:
+    def judge(placement: Placement, flow: Flow, whole: bool, limits: SolveLimits) -> float:
         asked.append(whole)
         return 1000.0 - len(set(placement.values())) + flow.tokens_per_s / 1000.0
 
     runs = [
-        PlacementSearch(cluster, Estimator(cluster, LENGTHS), judge).run(steps(1500.0, seed=3))
+        PlacementSearch(cluster, Estimator(cluster, LENGTHS), judge).run(steps(400.0, seed=3))
         for _ in range(2)
     ]
     assert runs[0].best.placement == runs[1].best.placement
@@ -231,14 +230,11 @@ def planned(limits: SolveLimits) -> PlacePlan:
     """A whole plan, simulated, of more machines than the integer program takes."""
     kinds = [kind("x", [100.0, 45.0, 30.0]), kind("y", [60.0, 25.0])]
     cluster = small_cluster(["x", "y", "y"] * 11, kinds, 6)
-    simulator = PlacementSimulator(
-        cluster, LENGTHS, scheduler="hetlb", rate=math.inf, seed=0, partial_inference=False
-    )
-    return plan_placement(cluster, simulator, limits, lengths=LENGTHS, simulate_s=20.0)
+    return plan_placement(PlacementSimulator(cluster, LENGTHS), limits, simulate_s=4.0)
 
 
-@pytest.mark.parametrize("looks", [100.0, 200.0])
-def test_a_plan_ends_with_its_time(looks: float) -> None:
+def test_a_plan_ends_with_its_time() -> None:
+    looks = 60.0
     limits = steps(looks)
     plan = planned(limits)
     assert plan.chosen.flow.tokens_per_s > 0.0
@@ -264,13 +260,13 @@ def test_losses_say_what_is_left_and_the_cheapest_move() -> None:
     # n2 idles behind n1; without n0 only n2 can take its layer, and one layer is enough.
     cluster = small_cluster(["x", "x", "x"], [kind("x", [100.0, 45.0])], 2)
     placement = {"n0": (0, 1), "n1": (1, 2), "n2": (1, 2)}
-    found = {loss.nodes[0]: loss for loss in losses(cluster, placement, SolveLimits())}
+    found = {loss.nodes[0]: loss for loss in losses(PlacementFlows(cluster), placement, SolveLimits())}
     assert found["n0"].tokens_per_s == 0.0
     assert found["n0"].move is not None
-    assert (found["n0"].move.first, found["n0"].move.end, found["n0"].move.loaded) == (0, 1, 1)
+    assert (found["n0"].move.layers, found["n0"].move.loaded) == ((0, 1), 1)
     assert found["n0"].move.tokens_per_s == pytest.approx(100.0)
     # n1 and n2 are alike: one line for both.
     assert found["n1"].nodes == ("n1", "n2")
     assert found["n1"].tokens_per_s == pytest.approx(100.0)
     assert found["n1"].move is None
-    assert losses(cluster, placement, SolveLimits(deadline=0.0)) == []
+    assert losses(PlacementFlows(cluster), placement, SolveLimits(deadline=0.0)) == []

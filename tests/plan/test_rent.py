@@ -15,8 +15,9 @@ from hetlb.plan import decompose
 from hetlb.plan.check import check_rent
 from hetlb.plan.highs import INFINITY, Interrupt, SolveLimits
 from hetlb.plan.planning import proportional_rate, round_robin_rate
-from hetlb.plan.rent_program import Configuration, Problem, RentPlan, WorkloadType, assign, prune, solve
+from hetlb.plan.rent_program import Configuration, Problem, RentPlan, assign, prune, solve
 from hetlb.plan.replan import MoveCost, moves_between, replan
+from hetlb.plan.workloads import RequestType
 
 LIMITS = SolveLimits(gap=1e-9)
 
@@ -25,11 +26,10 @@ def toy() -> Problem:
     """Jiang et al., ICML 2025, section 4.2: 80 and 20 requests, three kinds of GPUs, 8 dollars an hour."""
 
     def one(name: str, gpu: str, count: int, w1: float, w2: float) -> Configuration:
-        price = {"t1": 4.0, "t2": 2.0, "t3": 2.0}[gpu]
-        return Configuration(name, "m", {gpu: count}, price * count, {"w1": w1, "w2": w2})
+        return Configuration(name, "m", {gpu: count}, {"w1": w1, "w2": w2})
 
     return Problem(
-        (WorkloadType("w1", "m", 0.8), WorkloadType("w2", "m", 0.2)),
+        (RequestType("w1", "m", 0.8), RequestType("w2", "m", 0.2)),
         (
             one("t1", "t1", 1, 1.0, 1.2),
             one("t2", "t2", 1, 0.9, 0.9),
@@ -37,6 +37,7 @@ def toy() -> Problem:
             one("t2x2", "t2", 2, 2.4, 1.5),
         ),
         {"t1": 2.0, "t2": 2.0, "t3": 2.0},
+        {"t1": 4.0, "t2": 2.0, "t3": 2.0},
         8.0,
     )
 
@@ -90,7 +91,7 @@ def problems(draw: st.DrawFn) -> Problem:
     prices = {gpu: draw(st.sampled_from([0.5, 1.0, 1.7, 3.1])) for gpu in gpus}
     models = ["m", "n"][: draw(st.integers(1, 2))]
     workloads = [
-        WorkloadType(f"{model}{w}", model, draw(st.floats(0.1, 1.0)))
+        RequestType(f"{model}{w}", model, draw(st.floats(0.1, 1.0)))
         for model in models
         for w in range(draw(st.integers(1, 2)))
     ]
@@ -100,12 +101,12 @@ def problems(draw: st.DrawFn) -> Problem:
         model = models[index % len(models)]
         used = draw(st.dictionaries(st.sampled_from(gpus), st.integers(1, 2), min_size=1, max_size=2))
         rates = {w.name: draw(RATES) for w in workloads if w.model == model}
-        price = sum(prices[gpu] * count for gpu, count in used.items())
-        configurations.append(Configuration(f"c{index}", model, used, price, rates))
+        configurations.append(Configuration(f"c{index}", model, used, rates))
     return Problem(
         tuple(replace(w, share=w.share / total) for w in workloads),
         tuple(configurations),
         {gpu: float(draw(st.integers(0, 3))) for gpu in gpus},
+        prices,
         draw(st.sampled_from([1.0, 5.0, 9.0])),
     )
 
@@ -121,7 +122,7 @@ def best_by_enumeration(problem: Problem) -> float:
 
 def within(problem: Problem, counts: dict[str, int]) -> bool:
     known = {c.name: c for c in problem.configurations}
-    cost = sum(known[name].price_per_hour * count for name, count in counts.items())
+    cost = sum(problem.price(known[name]) * count for name, count in counts.items())
     used = [
         sum(known[name].gpus.get(gpu, 0) * count for name, count in counts.items()) <= limit
         for gpu, limit in problem.available.items()
@@ -161,8 +162,8 @@ def many_models(count: int) -> Problem:
     configurations, workloads = [], []
     for index in range(count):
         model, size = f"m{index}", 1.0 + index % 4
-        workloads += [WorkloadType(f"{model}w{w}", model, (1 + (index + w) % 3) / size) for w in range(3)]
-        for gpu, price, speed in (("a", 1.0, 1.0), ("b", 2.1, 2.4), ("c", 3.9, 4.1)):
+        workloads += [RequestType(f"{model}w{w}", model, (1 + (index + w) % 3) / size) for w in range(3)]
+        for gpu, speed in (("a", 1.0), ("b", 2.4), ("c", 4.1)):
             for gpus in (1, 2, 4):
                 rates = {
                     f"{model}w{w}": speed
@@ -171,14 +172,13 @@ def many_models(count: int) -> Problem:
                     / size
                     for w in range(3)
                 }
-                configurations.append(
-                    Configuration(f"{model}{gpu}{gpus}", model, {gpu: gpus}, price * gpus, rates)
-                )
+                configurations.append(Configuration(f"{model}{gpu}{gpus}", model, {gpu: gpus}, rates))
     total = sum(w.share for w in workloads)
     return Problem(
         tuple(replace(w, share=w.share / total) for w in workloads),
         tuple(configurations),
         {"a": 20.0, "b": 15.0, "c": 12.0},
+        {"a": 1.0, "b": 2.1, "c": 3.9},
         60.0,
     )
 
@@ -188,7 +188,6 @@ def test_decomposition_and_one_program_bound_each_other() -> None:
     limits = SolveLimits(gap=0.02)
     search = decompose.Decomposition(prune(problem), limits)
     search.run()
-    search.close()
     plan = assign(problem, search.counts, search.bound)
     assert plan is not None
     check_rent(problem, plan)
@@ -246,12 +245,12 @@ def test_what_is_missing_is_said_in_one_line(problem: Problem, missing: str) -> 
 
 
 def test_two_models_that_the_budget_serves_only_one_by_one() -> None:
-    workloads = (WorkloadType("a", "m", 0.5), WorkloadType("b", "n", 0.5))
+    workloads = (RequestType("a", "m", 0.5), RequestType("b", "n", 0.5))
     configurations = (
-        Configuration("c", "m", {"g": 1}, 3.0, {"a": 1.0}),
-        Configuration("d", "n", {"g": 1}, 3.0, {"b": 1.0}),
+        Configuration("c", "m", {"g": 1}, {"a": 1.0}),
+        Configuration("d", "n", {"g": 1}, {"b": 1.0}),
     )
-    problem = Problem(workloads, configurations, {"g": 4.0}, 5.0)
+    problem = Problem(workloads, configurations, {"g": 4.0}, {"g": 3.0}, 5.0)
     with pytest.raises(PlanError, match="at least 6 per hour is needed to serve every workload"):
         decompose.solve(problem, LIMITS)
 
@@ -260,8 +259,9 @@ def test_two_models_that_the_budget_serves_only_one_by_one() -> None:
 
 
 def test_a_measured_mix_serves_more_than_its_types_by_turns() -> None:
-    mixed = Configuration("c", "m", {"g": 1}, 1.0, {"a": 1.0, "b": 1.0}, ({"a": 0.6, "b": 0.6},))
-    problem = Problem((WorkloadType("a", "m", 0.5), WorkloadType("b", "m", 0.5)), (mixed,), {"g": 1.0}, 1.0)
+    mixed = Configuration("c", "m", {"g": 1}, {"a": 1.0, "b": 1.0}, ({"a": 0.6, "b": 0.6},))
+    workloads = (RequestType("a", "m", 0.5), RequestType("b", "m", 0.5))
+    problem = Problem(workloads, (mixed,), {"g": 1.0}, {"g": 1.0}, 1.0)
     plan = decompose.solve(problem, LIMITS)
     check_rent(problem, plan)
     assert plan.throughput == pytest.approx(1.2)
@@ -276,6 +276,13 @@ def test_few_moves_where_many_gain_little() -> None:
     eager = replan(toy(), old, MoveCost(keep=0.95), LIMITS)
     assert eager.plan.throughput == pytest.approx(found.scratch.throughput)
     assert eager.moves.count == 3
+
+
+def test_a_fleet_that_is_dear_but_enough_stays_where_nothing_is_to_be_kept() -> None:
+    problem = replace(toy(), budget_per_hour=INFINITY, request_rate=1.0)
+    found = replan(problem, {"t1": 2}, MoveCost(keep=0.0), LIMITS)
+    assert found.plan.counts == {"t1": 2}
+    assert found.moves.count == 0
 
 
 def test_moves_are_what_differs() -> None:

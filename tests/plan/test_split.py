@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.clusters import Steps
 
 from hetlb.cli.main import main
+from hetlb.config.cluster import load_split
 from hetlb.config.fleet import load_fleet
 from hetlb.config.plan_tables import Machine, Model, RooflineTable
 from hetlb.core.latency import LatencyModel
@@ -26,7 +28,6 @@ from hetlb.plan.common.servers import write_servers
 from hetlb.plan.disaggregation.cost import GroupTable, PaperCost, ProfileCost, capacity_of
 from hetlb.plan.disaggregation.exhaustive import SEARCH_S, Exhaustive, find_exhaustively
 from hetlb.plan.disaggregation.network import LINK_SHARE, Network
-from hetlb.plan.disaggregation.partition import assign_roles, partition
 from hetlb.plan.disaggregation.rates import both_rate, decode_rate, prefill_rate
 from hetlb.plan.disaggregation.split_cluster import (
     GroupStage,
@@ -37,7 +38,6 @@ from hetlb.plan.disaggregation.split_cluster import (
     SplitCluster,
     SplitPlan,
 )
-from hetlb.plan.disaggregation.split_files import load_split
 from hetlb.plan.disaggregation.split_search import SplitSearch
 from hetlb.plan.disaggregation.split_servers import servers_of
 from hetlb.plan.disaggregation.split_simulation import different, judge, simulate_plan
@@ -130,7 +130,7 @@ def test_memory_is_that_of_the_tightest_stage() -> None:
     stages = (GroupStage(0, 2, 36), GroupStage(1, 2, 12))
     usable = of.machines[0].usable_bytes, of.machines[1].usable_bytes
     by_stage = [
-        (2 * room - 60e9 * layers / 48) / (of.kv_bytes_per_token * layers / 48)
+        (2 * room - 60e9 * layers / 48) / (of.model.kv_bytes_per_token * layers / 48)
         for room, layers in zip(usable, (36, 12), strict=True)
     ]
     assert capacity_of(of, stages) == math.floor(min(by_stage))
@@ -151,6 +151,12 @@ def test_groups_of_alike_machines_are_alike() -> None:
 
 def group(role: Role, machine: int, capacity: float, gpus: int = 1, layers: int = 32) -> ServerGroup:
     return ServerGroup(role, (GroupStage(machine, gpus, layers),), capacity, 100_000)
+
+
+def without_links(groups: Sequence[ServerGroup]) -> float:
+    """Requests/s if links were no limit."""
+    rates = {role: math.fsum(g.capacity for g in groups if g.role is role) for role in Role}
+    return min(rates[Role.PREFILL], rates[Role.DECODE]) + rates[Role.BOTH]
 
 
 def test_a_link_that_all_pairs_share_carries_its_rate_once() -> None:
@@ -176,7 +182,7 @@ def test_flows_keep_every_limit(parts: list[tuple[Role, int, float]], between: f
     capacities = {id(g.stages): g.capacity for g in groups}
     plan = Network(of).solve(groups)
     check_split(of, plan, lambda stages, role, tokens: capacities[id(stages)])
-    assert plan.throughput <= Network.bound(groups) * (1 + 1e-9)
+    assert plan.throughput <= without_links(groups) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("fault", ["GPUs", "layers", "capacity", "KV", "flow", "link", "role", "longest"])
@@ -215,13 +221,20 @@ def test_a_plan_that_breaks_a_limit_is_refused(fault: str) -> None:
 # --- the search -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cost_model", [ProfileCost, PaperCost])
 @given(of=clusters)
 @settings(max_examples=15)
-def test_the_search_finds_what_exhaustive_search_finds(
-    cost_model: type[ProfileCost] | type[PaperCost], of: SplitCluster
-) -> None:
-    cost = cost_model(of)
+def test_the_search_finds_what_exhaustive_search_finds(of: SplitCluster) -> None:
+    found_is_best(of, PaperCost(of))
+
+
+@given(of=clusters)
+@settings(max_examples=examples(3))
+def test_the_search_finds_what_exhaustive_search_finds_by_profiles(of: SplitCluster) -> None:
+    """Fewer clusters: simulating the bubbles of their pipelines takes nearly all the time."""
+    found_is_best(of, ProfileCost(of))
+
+
+def found_is_best(of: SplitCluster, cost: ProfileCost | PaperCost) -> None:
     table = GroupTable(of, cost)
     every = Exhaustive(table)
     best = every.run(SolveLimits())
@@ -250,7 +263,7 @@ def test_exhaustive_search_is_exhaustive() -> None:
         shapes = [tuple(sorted(held.items())) for held in parts.values()]
         for roles in itertools.product(Role, repeat=len(shapes)):
             groups = [g for shape, role in zip(shapes, roles, strict=True) if (g := table.group(shape, role))]
-            if Network.bound(groups) > most:
+            if without_links(groups) > most:
                 most = max(most, network.solve(groups).throughput)
     best = Exhaustive(table).run(SolveLimits())
     assert best is not None
@@ -271,7 +284,7 @@ def test_groups_of_both_roles_serve_most_as_such() -> None:
                     other = table.group(each.composition, role)
                     assert other is not None
                     groups = [*plan.groups[:g], other, *plan.groups[g + 1 :]]
-                    better = Network.bound(groups) > Network.bound(plan.groups) * (1 + 1e-9)
+                    better = without_links(groups) > without_links(plan.groups) * (1 + 1e-9)
                     assert not better or network.solve(groups).throughput <= plan.throughput * (1 + 1e-9)
     assert mixed > 20
 
@@ -287,19 +300,6 @@ def test_appendix_e_with_heavy_decoding_gives_three_gpus_of_each_kind_to_decode(
         gpus[each.role] += sum(n for _, n in each.composition)
     assert gpus[Role.DECODE] >= 6
     assert 1 <= gpus[Role.PREFILL] <= 2
-
-
-def test_the_partition_puts_every_gpu_in_one_group() -> None:
-    of = cluster([machine("h", "H100", 5), machine("a", "A100", 3), machine("l", "L40", 4)])
-    rng = random.Random(0)
-    groups = partition(of, 4, rng)
-    used = [0] * 3
-    for composition in groups:
-        for m, n in composition:
-            used[m] += n
-    assert used == [5, 3, 4]
-    roles = assign_roles(of, groups, rng)
-    assert {Role.PREFILL, Role.DECODE} == set(roles)
 
 
 def test_the_same_seed_and_steps_give_the_same_plan() -> None:
@@ -328,16 +328,16 @@ def test_an_interrupt_ends_the_search_with_what_it_has() -> None:
     assert all(plan.throughput > 0 for plan in found.plans)
 
 
-@pytest.mark.parametrize("looks", [100.0, 400.0, 1500.0])
+@pytest.mark.parametrize("looks", [100.0, 400.0])
 def test_a_search_ends_with_its_time(looks: float) -> None:
     of = cluster([machine("h", "H100", 6), machine("a", "A100", 6)], OPT_30B)
     limits = SolveLimits(deadline=looks, clock=Steps())
-    assert SplitSearch(GroupTable(of, ProfileCost(of))).run(limits).plans
-    assert limits.clock() <= 1.1 * looks
+    assert SplitSearch(GroupTable(of, PaperCost(of))).run(limits).plans
+    assert looks <= limits.clock() <= 1.1 * looks
 
 
 @given(of=clusters, count=st.integers(1, 5))
-@settings(max_examples=15)
+@settings(max_examples=examples(5))
 def test_with_every_plan_tried_all_is_simulated_that_a_search_would_simulate(
     of: SplitCluster, count: int
 ) -> None:
@@ -363,7 +363,7 @@ def test_a_cluster_where_the_best_plan_is_not_the_best_in_simulation() -> None:
     every = find_exhaustively(table, SolveLimits(clock=Steps(0.01)))
     found = SplitSearch(table).run(SolveLimits(clock=Steps(0.01)).within(SEARCH_S))
     best, searched = (
-        judge(of, different(plans, count), cost, SolveLimits())[0].simulated.request_throughput
+        judge(of, different(plans, count), cost, SolveLimits())[0][1].request_throughput
         for plans, count in ((every.plans, 3), (found.plans, 2))
     )
     assert best >= searched
@@ -411,11 +411,7 @@ links: {inside: {H100: 300e9, default: 25e9}, between: 5e9}
             "workload: expected a workload, or --trace",
         ),
         ("parameters: 8.03e9, ", "", "model.parameters: expected a value, got none"),
-        (
-            "gpus: 2",
-            "gpus: 2\n    price_per_gpu_hour: 1",
-            "machines[0].price_per_gpu_hour: unknown key, expected",
-        ),
+        ("gpus: 2", "gpus: 2\n    colour: red", "machines[0].colour: unknown key, expected"),
         ("name: l\n", "name: h\n", "machines: expected every name once, got 'h' again"),
         ("H100: 300e9", "B200: 300e9", "links.inside: expected GPUs out of H100, L40 or default, got 'B200'"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,8 @@ from hetlb.config.profile_file import DecodeCoefficients, PrefillCoefficients, P
 from hetlb.core.latency import LatencyModel
 from hetlb.errors import PlanError
 from hetlb.plan.check import check
-from hetlb.plan.tp_search import Batch, memory, pack, search, static_estimate
+from hetlb.plan.tp_search import Memory, Part, memory, search
+from hetlb.plan.trace_throughput import Batch, pack, static_estimate
 
 V100 = 34_359_738_368
 RESERVED = 2_147_483_648
@@ -42,46 +44,53 @@ WHOLE = cluster(BOX)
 
 def test_memory_by_hand() -> None:
     # 0.9 * 34359738368 = 30923764531.2; - 2147483648 = 28776280883.2; - 16060000000 = 12716280883.2
-    one = memory(WHOLE, BOX, 1)
+    one = memory(WHOLE, BOX, Part(1))
     assert (one.kv_cache_tokens, one.missing_bytes) == (97_017, 0)
     # 4 * 28776280883.2 - 16060000000 = 99045123532.8
-    assert memory(WHOLE, BOX, 4).kv_cache_tokens == 99_045_123_532 // 131_072
+    assert memory(WHOLE, BOX, Part(4)).kv_cache_tokens == 99_045_123_532 // 131_072
 
 
 def test_the_limit_is_exact_to_the_byte() -> None:
     machine = replace(BOX, gpu_memory_utilization=1.0, reserved_bytes_per_gpu=0, gpus=1)
     need = 16_060_000_000 + 131_072 * 3072
-    assert memory(WHOLE, replace(machine, memory_bytes=need), 1).missing_bytes == 0
-    assert memory(WHOLE, replace(machine, memory_bytes=need - 1), 1).missing_bytes == 1
-    assert memory(WHOLE, replace(machine, memory_bytes=1000), 1).kv_cache_tokens == 0
+    assert memory(WHOLE, replace(machine, memory_bytes=need), Part(1)).missing_bytes == 0
+    assert memory(WHOLE, replace(machine, memory_bytes=need - 1), Part(1)).missing_bytes == 1
+    assert memory(WHOLE, replace(machine, memory_bytes=1000), Part(1)).kv_cache_tokens == 0
+
+
+def test_the_stage_with_the_most_layers_limits_a_pipeline() -> None:
+    layered = cluster(BOX, model=msgspec.structs.replace(MODEL, layers=32))
+    # 11 of 32 layers: 28776280883.2 - 16060000000 * 11 / 32 bytes, by 131072 * 11 / 32 a token.
+    assert memory(layered, BOX, Part(1, 3)).kv_cache_tokens == 516_150
 
 
 def test_infeasible_degrees_come_last_with_their_reason() -> None:
     box = replace(BOX, memory_bytes=V100 // 2, profiles=profiles(2, 4))
-    (plan,) = search(cluster(box), lambda profile, kv: {"p2": 2.5, "p4": 10.0}[profile.name])
-    assert [option.tensor_parallel_size for option in plan.ranking] == [4, 2, 1, 8]
-    one, eight = plan.ranking[2:]
+    rankings = search(cluster(box), lambda profile: {"p2": 2.5, "p4": 10.0}[profile.name])
+    ranking = rankings[box.kind]
+    assert [option.part for option in ranking] == [Part(4), Part(2), Part(1), Part(8)]
+    one, eight = ranking[2:]
     # 0.9 * 17179869184 - 2147483648 - 16060000000 = -2745601382.4; 402653184 are needed
-    assert one.missing_bytes == 3_148_254_567
+    assert one.memory.missing_bytes == 3_148_254_567
     assert one.reason == "does not fit: 3148254567 bytes missing"
-    assert (one.throughput_tok_s, one.kv_cache_tokens) == (0.0, 0)
+    assert (one.throughput_tok_s, one.memory.kv_cache_tokens) == (0.0, 0)
     assert eight.reason == "no profile for tensor_parallel_size 8"
-    assert plan.best is plan.ranking[0]
-    check(cluster(box), [plan])
+    assert [option.feasible for option in ranking] == [True, True, False, False]
+    check(cluster(box), rankings)
 
 
 def test_machines_of_one_kind_are_searched_once() -> None:
     asked: list[str] = []
 
-    def estimate(profile: Profile, kv: int) -> float:
+    def throughput(profile: Profile) -> float:
         asked.append(profile.name)
         return 1.0
 
     machines = [replace(BOX, name=f"box-{i}") for i in range(3000)]
-    plans = search(cluster(*machines), estimate)
+    rankings = search(cluster(*machines), throughput)
     assert asked == ["p1", "p2", "p4", "p8"]
-    assert [plan.machine.name for plan in plans] == [machine.name for machine in machines]
-    check(cluster(*machines), plans)
+    assert {machine.kind for machine in machines} == rankings.keys()
+    check(cluster(*machines), rankings)
 
 
 @settings(max_examples=60)
@@ -99,8 +108,9 @@ def test_brute_force_finds_the_same_best(
     known = profiles(*(d for d in range(1, gpus + 1) if gpus % d == 0 and d not in missing))
     machine = Machine("x", "g", gpus, memory_bytes, utilization, 1, known)
     whole = cluster(machine, model=model, limits=ClusterLimits(max_input_tokens=3, max_output_tokens=1))
-    (plan,) = search(whole, lambda profile, kv: speeds[int(profile.name[1:])])
-    check(whole, [plan])
+    rankings = search(whole, lambda profile: speeds[int(profile.name[1:])])
+    check(whole, rankings)
+    first = rankings[machine.kind][0]
     best = None
     for degree in range(1, gpus + 1):
         # In hundredths, whole numbers: utilization has two digits.
@@ -109,31 +119,29 @@ def test_brute_force_finds_the_same_best(
             rate = (gpus // degree) * speeds[degree]
             if best is None or rate > best[0]:
                 best = (rate, degree)
-    assert (plan.best.tensor_parallel_size if plan.best else None) == (best[1] if best else None)
+    assert (first.part.tensor_parallel_size if first.feasible else None) == (best[1] if best else None)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"kv_cache_tokens": 1},
-        {"instances": 3},
-        {"feasible": False},
+        {"memory": Memory(1, 0)},
+        {"memory": Memory(690_000, 5)},
         {"throughput_tok_s": 0.0},
         {"reason": "why"},
-        {"missing_bytes": 5},
-        {"tensor_parallel_size": 3},
+        {"part": Part(3)},
     ],
 )
 def test_broken_plans_are_found_out(change: dict[str, object]) -> None:
-    (plan,) = search(WHOLE, lambda profile, kv: 1.0)
-    check(WHOLE, [plan])
-    broken = replace(plan, ranking=(replace(plan.ranking[0], **change), *plan.ranking[1:]))
+    rankings = search(WHOLE, lambda profile: 1.0)
+    check(WHOLE, rankings)
+    first, *others = rankings[BOX.kind]
     with pytest.raises(PlanError):
-        check(WHOLE, [broken])
+        check(WHOLE, {BOX.kind: [replace(first, **change), *others]})
     with pytest.raises(PlanError, match="highest throughput first"):
-        check(WHOLE, [replace(plan, ranking=plan.ranking[::-1])])
-    with pytest.raises(PlanError, match="one ranking per machine"):
-        check(WHOLE, [])
+        check(WHOLE, {BOX.kind: [*reversed(others), first]})
+    with pytest.raises(PlanError, match="one ranking per kind of machine"):
+        check(WHOLE, {})
 
 
 def test_an_estimate_that_is_no_throughput_is_refused() -> None:

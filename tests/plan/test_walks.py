@@ -156,7 +156,9 @@ def served(walk: Walk, document: dict[str, Any], model: str = "m") -> dict[str, 
 
 def test_rent_to_serve(walk: Walk, capsys: pytest.CaptureFixture[str]) -> None:
     market = walk.write("market.yaml", MARKET)
-    document = planned(walk, capsys, "rent", "--config", market, "--no-cache", "--no-baselines")
+    document = planned(
+        walk, capsys, "rent", "--config", market, "--no-cache", "--no-baselines", "--no-simulate"
+    )
     assert len(document["commands"]) == 2
     assert served(walk, document)["usage"]["completion_tokens"] == 4
 

@@ -8,6 +8,7 @@ import json
 import os
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ async def test_mixed_steps_are_measured_in_the_corners_of_a_large_engine(
             Size(StepKind.MIXED, 299, 256, 300),
         ]
         plain = [Size(StepKind.PREFILL, 4, 512), Size(StepKind.DECODE, 256, 1024)]
-        with SampleFile(tmp_path / "samples", Identity("tiny", None, None, None, None)) as file:
+        with closing(SampleFile(tmp_path / "samples", Identity("tiny", None, None, None, None))) as file:
             sizes = [*plain, *corners]
             sweep = Sweep(client, facts, sizes, file, budget_s=200, repeats=1, rng=random.Random(0))
             measured = await sweep.run()
@@ -179,13 +180,11 @@ async def test_a_busy_server_is_refused(
     async with EngineClient(engine.url) as client:
         facts = await client.facts(None)
         others = await client.send([[1] * 8], 2000)
-        with SampleFile(tmp_path / "samples", Identity("tiny", None, None, None, None)) as file:
-            sweep = Sweep(
-                client, facts, [Size(StepKind.PREFILL, 1, 16)], file, budget_s=60, rng=random.Random(0)
-            )
-            with pytest.raises(BusyError, match="busy with the work of others"):
-                await sweep.run()
-        others.close()
+        kept = closing(SampleFile(tmp_path / "samples", Identity("tiny", None, None, None, None)))
+        sizes = [Size(StepKind.PREFILL, 1, 16)]
+        async with others.reading():
+            with kept as file, pytest.raises(BusyError, match="busy with the work of others"):
+                await Sweep(client, facts, sizes, file, budget_s=60, rng=random.Random(0)).run()
 
 
 async def test_a_batch_that_is_preempted_is_left_out(start: Start, tmp_path: Path) -> None:
@@ -194,7 +193,7 @@ async def test_a_batch_that_is_preempted_is_left_out(start: Start, tmp_path: Pat
         facts = await client.facts(None)
         crowd = Size(StepKind.DECODE, 16, 60)  # 16 prompts fit, their answers do not
         sizes = [crowd, Size(StepKind.DECODE, 1, 60)]
-        with SampleFile(tmp_path / "samples", Identity("tiny", None, None, None, None)) as file:
+        with closing(SampleFile(tmp_path / "samples", Identity("tiny", None, None, None, None))) as file:
             sweep = Sweep(client, facts, sizes, file, budget_s=60, rng=random.Random(0))
             measured = await sweep.run()
     assert [(point.batch, point.length) for point in measured.points] == [(1, 60)]
@@ -213,7 +212,7 @@ async def test_decodes_whose_last_blocks_are_read_again_run_before_the_prompt_co
         facts = await client.facts(None)
         mixed = Size(StepKind.MIXED, 16, 256, 300)  # 16 times up to 128 tokens: several passes
         sizes = [Size(StepKind.PREFILL, 4, 128), Size(StepKind.DECODE, 16, 256), mixed]
-        with SampleFile(tmp_path / "samples", Identity("tiny", None, None, None, None)) as file:
+        with closing(SampleFile(tmp_path / "samples", Identity("tiny", None, None, None, None))) as file:
             sweep = Sweep(client, facts, sizes, file, budget_s=60, rng=random.Random(0))
             measured = await sweep.run()
     assert mixed in [
@@ -236,7 +235,11 @@ async def test_a_budget_that_no_server_of_this_speed_meets(start: Start, flags: 
         ("--url", "localhost:1", "--url: expected http://HOST:PORT"),
         ("--budget", "soon", "--budget: expected a time such as 90s or 5m, got 'soon'"),
         ("--repeats", "0", "--repeats: expected a whole number from 1, got 0"),
-        ("--api-key-env", "NOT_SET", "--api-key-env: expected a variable that is set, got NOT_SET"),
+        (
+            "--api-key-env",
+            "NOT_SET",
+            "--api-key-env: expected a variable with a key, but 'NOT_SET' is not set",
+        ),
     ],
 )
 async def test_wrong_flags_are_one_line(

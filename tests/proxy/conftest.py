@@ -15,19 +15,16 @@ from helpers import HANG_S, make_scheduler, spec, turns_until
 from hetlb.config.fleet_tables import ProxyTable
 from hetlb.core.queue import QueueLimits
 from hetlb.core.scheduler import Scheduler
-from hetlb.proxy.driver import Driver, with_scheduler
+from hetlb.proxy.driver import Driver
 from hetlb.proxy.exchange import Exchange
+from hetlb.proxy.scheduler_driver import SchedulerDriver
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.token_estimator import TokenEstimator
 
-#: Modules whose tests run on the standard library's loop too: what they test has transports of its own.
+#: Modules whose tests run on the standard library's loop too: what transports say, and when, is their matter.
 ON_BOTH_LOOPS = frozenset(
-    {
-        "test_busy", "test_clients_leave", "test_connection_states", "test_failover", "test_identity",
-        "test_proxying", "test_realtime", "test_split", "test_split_failures", "test_tls",
-        "test_unbegun_streams", "test_waiting",
-    }
-)  # fmt: skip
+    {"test_connection_states", "test_proxying", "test_realtime", "test_tls", "test_waiting"}
+)
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -54,7 +51,8 @@ class Proxy:
         loop = asyncio.get_running_loop()
         self.driver = Driver(table, TokenEstimator(), loop, {})
         self.driver.on_ended = self._exchanges.extend
-        self.scheduling = with_scheduler(self.driver, scheduler)
+        self.scheduling = SchedulerDriver(scheduler, self.driver, self.driver.pools)
+        self.driver.scheduling = self.scheduling
         self.server = ProxyServer(self.driver, View())
         self.scheduler = scheduler
         self.port = 0

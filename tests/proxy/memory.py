@@ -18,7 +18,8 @@ from helpers import make_scheduler, spec
 
 from hetlb.config.fleet_tables import ProxyTable
 from hetlb.proxy.connection import ClientConnection
-from hetlb.proxy.driver import Driver, with_scheduler
+from hetlb.proxy.driver import Driver
+from hetlb.proxy.scheduler_driver import SchedulerDriver
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.token_estimator import TokenEstimator
 
@@ -247,18 +248,14 @@ class Proxy:
         with self._running():
             self.driver = Driver(settings, TokenEstimator(), self.loop, {})
             self.driver.on_ended = self.ended.extend
-            self.scheduling = with_scheduler(self.driver, self.scheduler)
+            self.scheduling = SchedulerDriver(self.scheduler, self.driver, self.driver.pools)
+            self.driver.scheduling = self.scheduling
             self.server = ProxyServer(self.driver, View())
-        self._sweep()
 
     @contextlib.contextmanager
     def _running(self) -> Any:
         asyncio.set_event_loop(self.loop)
         yield
-
-    def _sweep(self) -> None:
-        self.server.sweep()
-        self.loop.call_later(0.5, self._sweep)
 
     def client(self) -> End:
         """One more client."""

@@ -87,7 +87,11 @@ async def test_of_waiting_requests_the_lower_priority_value_goes_first(start: St
 async def test_a_priority_is_a_number_within_reason(start: Start) -> None:
     async with Upstream() as engine:
         proxy = await start(engine.url)
-        for value, told in (('"high"', "priority"), ("1.5", "priority"), (str(1 << 40), "within")):
+        for value, told in (
+            ('"high"', "priority"),
+            ("1.5", "priority"),
+            (str(1 << 40), "priority: Expected int <="),
+        ):
             answer = await ask(proxy, post(completion(value)))
             assert answer.status == 400
             assert told in answer.error["message"]

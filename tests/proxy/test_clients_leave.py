@@ -1,4 +1,4 @@
-"""A thousand requests, three in ten of which leave at a random moment: nothing is left of them anywhere."""
+"""Five hundred requests, three in ten of which leave at a random moment: nothing is left of them anywhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.exchange_states import Phase
 
 DEMO = Path(__file__).parents[2] / "hetlb" / "demo"
-REQUESTS = 1000
+REQUESTS = 500
 AT_ONCE = 200
 
 
@@ -114,8 +114,8 @@ async def test_three_in_ten_leave_and_nothing_is_left_of_them() -> None:
             await turns_until(lambda: not service.server.connections)
             driver.settle()
             accepted = REQUESTS - seen["left while sending"]
-            assert seen["answered"] > 600
-            assert seen["left"] > 200
+            assert seen["answered"] > 300
+            assert seen["left"] > 100
             # Exactly one outcome each; the clients that stayed all got their answer.
             assert len(ended) == len(set(ended)) == accepted
             assert sum(outcomes.values()) == accepted

@@ -16,7 +16,7 @@ from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
 from hetlb.proxy.ends import End as LeaseEnd
 from hetlb.proxy.engine_pools import EnginePool, EnginePools
 from hetlb.proxy.http.http1 import ResponseHead
-from hetlb.proxy.upstream import SideCall, head_of
+from hetlb.proxy.upstream import SideCall
 
 PORT = 8998
 IDLE_S = 10.0
@@ -51,7 +51,7 @@ def asked(loop: Loop, pools: EnginePools) -> None:
 
     pool = pools.bootstrap("p")
     assert pool is not None
-    SideCall(pool, head_of(b"GET /query"), b"", done, failed).send()
+    SideCall(pool, pool.head(b"GET /query"), b"", done, failed).send()
     loop.rest()
     assert answers == [b"{}"]
 
@@ -104,7 +104,7 @@ async def test_a_connection_that_was_closed_before_it_was_used_is_not_accepted()
     pool = EnginePool(url, loop, PLAIN_ACCESS, table, on_reconnect=lambda _: None)
     failed: list[LeaseEnd | None] = []
     for _ in range(2):  # the second time it would be asked what it serves
-        call = SideCall(pool, head_of(b"GET /"), b"", lambda *_: None, lambda end, _: failed.append(end))
+        call = SideCall(pool, pool.head(b"GET /"), b"", lambda *_: None, lambda end, _: failed.append(end))
         call.send()
         await turns_until(lambda: bool(failed))
         assert failed.pop() is ends.NOT_ACCEPTED

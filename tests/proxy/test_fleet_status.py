@@ -20,9 +20,8 @@ from hetlb.core.types import (
     Probed,
     ProbeResult,
 )
+from hetlb.proxy.admin import pools
 from hetlb.proxy.beliefs import BeliefSource, believed, slots_source, speed_source
-from hetlb.proxy.dashboard.routes import pools
-from hetlb.proxy.dashboard.samples import Levels
 from hetlb.proxy.fleet_status import status
 from hetlb.proxy.telemetry.recent import Recent
 
@@ -36,7 +35,6 @@ class Watched:
         capacity = Capacity(kv_cache_tokens=10**7, kv_tokens_per_request=10**7, max_num_seqs=slots)
         self.scheduler: Scheduler = make_scheduler([spec(name, capacity=capacity) for name in names], "hetlb")
         self.recent = Recent()
-        self.levels = Levels()
         self.leases: list[Lease] = []
         self.number = 0
         self.now = 100.0
@@ -63,8 +61,8 @@ class Watched:
         self.scheduler.on_instance(Probed(name, ProbeResult.REFUSED, "connection refused"), self.now)
 
     def look(self) -> dict[str, Any]:
-        self.levels.sample(self.scheduler, self.now)
-        return status(self.scheduler, pools(self.scheduler), self.recent, self.levels, self.now)
+        self.recent.sample(self.scheduler, self.now)
+        return status(self.scheduler, pools(self.scheduler), self.recent, self.now)
 
 
 def test_without_traffic_it_is_well() -> None:
@@ -128,7 +126,7 @@ def test_one_slow_is_degraded_and_named() -> None:
     fleet = Watched()
     fleet.arrive(9)
     slow = fleet.scheduler.fleet.instances["b"]
-    slow.speed.factor = 3.0
+    slow.speed.factor, slow.speed.seen = 3.0, True
     found = fleet.look()
     assert found["state"] == "degraded"
     assert found["advice"].startswith("b takes 3.0 times as long as its profile says")

@@ -11,7 +11,7 @@ from hetlb.core.types import Health
 from hetlb.proxy.connection_states import ClientState, Reading
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import MAX_SMALL_CHUNKS
-from hetlb.proxy.http.multipart import MAX_PART_LINES, MAX_PARTS, FormReader
+from hetlb.proxy.http.multipart import MAX_PART_LINES, MAX_PARTS, read_form
 from hetlb.proxy.http.openai_body import MAX_PROMPTS, GateError, read_json
 from hetlb.proxy.http.request_reader import MAX_BLANK_LINES
 from hetlb.proxy.upstream import MAX_INTERIM
@@ -224,13 +224,11 @@ def test_parts_and_their_headers_are_bounded() -> None:
         (part % (b"a: b\r\n" * (MAX_PART_LINES - 1)), True),
         (part % (b"a: b\r\n" * MAX_PART_LINES), False),
     ):
-        reader = FormReader(b"multipart/form-data; boundary=b")
         if fits:
-            reader.feed(form + b"--b--\r\n")
-            reader.finish()
+            read_form(b"multipart/form-data; boundary=b", form + b"--b--\r\n")
         else:
             with pytest.raises(GateError, match="more than"):
-                reader.feed(form + b"--b--\r\n")
+                read_form(b"multipart/form-data; boundary=b", form + b"--b--\r\n")
 
 
 # --- blame ---

@@ -79,7 +79,6 @@ def test_a_head_after_which_the_connection_ends_is_the_same_otherwise() -> None:
         "fields",
         "content_type",
         "http11",
-        "sized",
         "chunked",
     ):
         assert getattr(last, name) == getattr(head, name)

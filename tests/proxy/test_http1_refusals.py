@@ -126,10 +126,10 @@ def test_an_empty_head_is_of_no_request() -> None:
     head = RequestHead()
     assert (head.method, head.path, head.query, head.headers, head.fields) == (b"", "", b"", [], {})
     assert (head.content_type, head.expects, head.forwarded) == (b"", None, {})
-    assert (head.http11, head.keep_alive, head.sized, head.chunked) == (True, True, False, False)
+    assert (head.http11, head.keep_alive, head.chunked) == (True, True, False)
     answer = ResponseHead()
     assert (answer.status, answer.reason, answer.headers, answer.fields) == (0, b"", [], {})
-    assert (answer.keep_alive, answer.sized, answer.chunked, answer.forwarded) == (True, False, False, None)
+    assert (answer.keep_alive, answer.chunked, answer.forwarded) == (True, False, None)
 
 
 def test_everything_of_a_request_is_read() -> None:
@@ -146,7 +146,7 @@ def test_everything_of_a_request_is_read() -> None:
     )
     assert (head.method, head.path, head.query, length) == (b"POST", "/v1/chat", b"a=b?c", 12)
     assert (head.content_type, head.expects) == (b"application/json", b"100-continue")
-    assert (head.http11, head.keep_alive, head.sized, head.chunked) == (True, True, True, False)
+    assert (head.http11, head.keep_alive, head.chunked) == (True, True, False)
     assert head.fields[b"x-twice"] == b"first"
     assert (b"x-twice", b"second") in head.headers
     assert head.forwarded == {}
@@ -155,9 +155,9 @@ def test_everything_of_a_request_is_read() -> None:
 def test_what_is_not_said_is_not_read() -> None:
     head, length = parse_request_head(asked(b"Transfer-Encoding: Chunked"))
     assert (head.content_type, head.expects, head.query, length) == (b"", None, b"", None)
-    assert (head.sized, head.chunked) == (False, True)
+    assert head.chunked
     bare, length = parse_request_head(asked(first=b"GET / HTTP/1.0", host=b""))
-    assert (bare.http11, bare.keep_alive, bare.sized, bare.chunked) == (False, False, False, False)
+    assert (bare.http11, bare.keep_alive, bare.chunked) == (False, False, False)
     assert length is None
 
 
@@ -212,31 +212,30 @@ def test_everything_of_an_answer_is_read() -> None:
         answered(b"Content-Length: 7", b"X-A: 1", b"X-A: 2", first=b"HTTP/1.1 404 Not Found"), b"POST"
     )
     assert (head.status, head.reason, length) == (404, b"Not Found", 7)
-    assert (head.sized, head.chunked, head.keep_alive) == (True, False, True)
+    assert (head.chunked, head.keep_alive) == (False, True)
     assert head.fields == {b"content-length": b"7", b"x-a": b"1"}
     assert len(head.headers) == 3
     unsized, length = parse_response_head(answered(), b"POST")
-    assert (unsized.sized, unsized.chunked, length) == (False, False, None)
+    assert (unsized.chunked, length) == (False, None)
 
 
 @pytest.mark.parametrize("status", [100, 199, 204, 304])
 def test_these_have_no_body_whatever_they_say(status: int) -> None:
     lines = () if status < 200 or status == 204 else (b"Transfer-Encoding: chunked",)
     head, length = parse_response_head(answered(*lines, first=b"HTTP/1.1 %d X" % status), b"POST")
-    assert (head.status, head.sized, head.chunked, length) == (status, True, False, 0)
+    assert (head.status, head.chunked, length) == (status, False, 0)
 
 
 @pytest.mark.parametrize("status", [200, 305, 303, 599])
 def test_these_have_one(status: int) -> None:
     head, length = parse_response_head(answered(first=b"HTTP/1.1 %d X" % status), b"POST")
-    assert (head.status, head.sized, length) == (status, False, None)
+    assert (head.status, length) == (status, None)
 
 
 def test_the_answer_to_a_head_request_has_no_body_though_it_says_so() -> None:
     chunked, length = parse_response_head(answered(b"Transfer-Encoding: chunked"), b"HEAD")
-    assert (chunked.sized, chunked.chunked, length) == (True, False, 0)
-    sized, length = parse_response_head(answered(b"Content-Length: 5"), b"HEAD")
-    assert (sized.sized, length) == (True, 0)
+    assert (chunked.chunked, length) == (False, 0)
+    assert parse_response_head(answered(b"Content-Length: 5"), b"HEAD")[1] == 0
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class Candidate:
     async def look(self, seconds: float = 0.0) -> bool:
         self.now += seconds
         try:
-            await self.leader._look(self.leader._session(), self.now)
+            await self.leader._look(self.now)
         finally:
             await self.leader._disconnect()
         return self.leader.leads

@@ -29,7 +29,7 @@ from hetlb.proxy.service import FleetService
 from hetlb.proxy.telemetry import prometheus
 from hetlb.proxy.telemetry.counters import ITL_S, MODELS_MAX, Totals
 from hetlb.proxy.telemetry.histograms import FINE_MS, GapHistogram, Histogram
-from hetlb.proxy.telemetry.prometheus import MetricsPage, SharedFigures
+from hetlb.proxy.telemetry.prometheus import MetricsPage
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 STREAM = SSE_HEAD + chunk(TOKEN) + chunk(TOKEN) + chunk(USAGE) + chunk(DONE) + LAST
@@ -38,6 +38,9 @@ STREAM = SSE_HEAD + chunk(TOKEN) + chunk(TOKEN) + chunk(USAGE) + chunk(DONE) + L
 STAGES = {
     "node-002": lambda: [{"name": "a", "state": "up", "in_flight": 3, "kv_reserved_token_layers": 70}],
 }
+VIEW = SimpleNamespace(peer_leases=17, delay_s=0.004)
+SHARING = SimpleNamespace(connected=True, peers=2, view=VIEW, sent=100, received=300, rejected=0)
+LEADER = SimpleNamespace(leads=False)
 
 
 def parsed(text: str) -> dict[str, Metric]:
@@ -137,13 +140,12 @@ async def of_everything(running: Running) -> dict[str, Metric]:
         await stream(running)
     await turns_until(lambda: running.instance("i0").sample is not None)
     running.service.stages = STAGES
-    figures = SharedFigures(True, 1, 2, 0.01, 3, 4, True)
-    running.service.sharing = cast(Any, SimpleNamespace(figures=figures))
+    running.service.sharing, running.service.leader = cast(Any, SHARING), cast(Any, LEADER)
     running.service.driver.totals.resumptions["m", "broken"] = 1
     try:
         return await page(running)
     finally:
-        running.service.sharing = None
+        running.service.sharing = running.service.leader = None
 
 
 async def test_every_metric_is_described_and_every_description_is_of_one(tmp_path: Path) -> None:
@@ -369,12 +371,12 @@ async def test_the_series_of_an_instance_end_with_it(tmp_path: Path) -> None:
 def source(count: int, totals: Totals | None = None, **more: Any) -> FleetService:
     scheduler = make_scheduler([spec(f"node-{number:03}") for number in range(count)], "hetlb")
     scheduler.on_scrape("node-000", EngineSample(3, 1, 0.25), 10.0)
-    watch = SimpleNamespace(scraper=SimpleNamespace(invalid_samples={"node-001": 4}))
+    watch = SimpleNamespace(invalid_samples={"node-001": 4})
     return cast(
         FleetService,
         SimpleNamespace(
             scheduler=scheduler, totals=totals or Totals(), watch=watch, lost_lines=7,
-            now=lambda: 12.5, workers=(), stages=STAGES, **{"shared": None, **more},
+            now=lambda: 12.5, workers=(), stages=STAGES, **{"sharing": None, "leader": None, **more},
         ),
     )  # fmt: skip
 
@@ -452,11 +454,12 @@ async def test_a_large_page_lets_the_loop_turn(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_shared_view_is_told_of_where_there_is_one() -> None:
-    shared = SharedFigures(True, 2, 17, 0.004, 100, 300, None)
-    found = written(source(1, shared=shared))
+    found = written(source(1, sharing=SHARING))
     names = ("connected", "peers", "peer_leases", "delay_seconds")
     assert [value(found, f"hetlb_shared_{name}") for name in names] == [1, 2, 17, 0.004]
     assert value(found, "hetlb_shared_messages_total", direction="received") == 300
     assert "hetlb_shared_leads" not in found
-    assert value(written(source(1, shared=shared._replace(leads=False))), "hetlb_shared_leads") == 0
+    led = written(source(1, leader=LEADER))
+    assert value(led, "hetlb_shared_leads") == 0
+    assert [name for name in led if name.startswith("hetlb_shared")] == ["hetlb_shared_leads"]
     assert not [name for name in written(source(1)) if name.startswith("hetlb_shared")]

@@ -10,7 +10,7 @@ import pytest
 from hetlb.errors import ConfigError
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import GateError
-from hetlb.proxy.http.openai_body import Call, inject_usage, read_json
+from hetlb.proxy.http.openai_body import Call, read_json
 from hetlb.proxy.token_estimator import TokenEstimator, bytes_per_token, load_tokenizers
 
 
@@ -79,7 +79,7 @@ def test_a_million_ids_are_counted() -> None:
 def test_usage_is_asked_for_only_where_the_client_did_not_choose() -> None:
     def injected(kind: Kind, body: bytes) -> bool:
         call = read_json(kind, body)
-        out = inject_usage(kind, call, body)
+        out = call.body
         assert (out != body) is call.hold_usage
         if call.hold_usage:
             assert json.loads(out) == json.loads(body) | {"stream_options": {"include_usage": True}}
@@ -100,15 +100,15 @@ def test_usage_is_asked_for_only_where_the_client_did_not_choose() -> None:
 
 def test_bytes_per_token_are_learnt_and_bounded() -> None:
     sizes = TokenEstimator()
-    assert sizes.estimate("m", 400) == 100
+    assert sizes.tokens("m", b"", 400) == 100
     for _ in range(200):
-        sizes.learn("m", 3000, [], 1000)
-    assert sizes.estimate("m", 3000) == pytest.approx(1000, rel=0.01)
-    assert sizes.estimate("other", 400) == 100
+        sizes.learn("m", 3000, 0, 1000)
+    assert sizes.tokens("m", b"", 3000) == pytest.approx(1000, rel=0.01)
+    assert sizes.tokens("other", b"", 400) == 100
     for tokens, text_bytes in ((0, 5), (-1, 5), (5, 0), (1 << 40, 5)):
-        sizes.learn("other", text_bytes, [], tokens)
-    assert sizes.estimate("other", 400) == 100
-    assert sizes.estimate("m", 0) == 1
+        sizes.learn("other", text_bytes, 0, tokens)
+    assert sizes.tokens("other", b"", 400) == 100
+    assert sizes.tokens("m", b"", 0) == 1
     ratio = bytes_per_token()
     ratio.learn(1 << 40, 1)
     assert ratio.value == 16.0

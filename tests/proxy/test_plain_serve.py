@@ -44,19 +44,20 @@ OF_CLI = {"hetlb.cli", "hetlb.cli.flags", "hetlb.cli.main", "hetlb.cli.serve"}
 #: Modules that only some fleets, requests or readers of a page need.
 ON_DEMAND = {
     "config": ("profile_file",),
-    "core": ("block_index", "eventlog", "paths", "remote_leases", "shared_view"),
+    "core": ("block_index", "eventlog", "paths", "shared_view"),
     "core.policies": ("baselines", "pairs", "planned"),
     "proxy": (
-        "continuation", "event_log", "fleet_status", "kv_events", "kv_transfers", "leader", "limits",
-        "progress", "realtime", "registration", "resume", "sharing", "state_file",
+        "continuation", "fleet_status", "kv_events", "kv_transfers", "leader", "limits",
+        "model_names", "progress", "realtime", "service_classes", "sharing", "state_file",
+        "takeover",
     ),
-    "proxy.dashboard": ("balance", "decisions", "event_stream", "snapshot"),
-    "proxy.discovery": ("configured",),
-    "proxy.http": ("multipart", "split_bodies"),
-    "proxy.telemetry": ("trace_context", "tracing"),
+    "proxy.dashboard": ("balance", "decisions", "page", "snapshot"),
+    "proxy.discovery": ("dns_names", "file_source", "kubernetes", "members", "source"),
+    "proxy.http": ("multipart", "websocket"),
+    "proxy.telemetry": ("tracing",),
 }  # fmt: skip
 #: Lines of all modules that a plain `serve` may import.
-MOST_LINES = 23_900
+MOST_LINES = 21_400
 
 
 async def a_plain_serve(folder: Path) -> set[str]:

@@ -685,7 +685,7 @@ async def test_a_client_that_pipelines_and_never_reads_gets_no_more_answers(star
             lambda: connection._stalled_since is not None and connection.reading is Reading.HELD
         )
         assert connection._transport.get_write_buffer_size() < 1 << 20
-        assert len(connection._reader.buffer) + len(connection._reader.backlog) < 1 << 20
+        assert len(connection._reader.buffer) < 1 << 20
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
@@ -771,10 +771,10 @@ async def test_a_third_leave_at_random_moments_and_nothing_is_left(start: Start)
                     for _ in range(leaves_after):
                         await asyncio.sleep(0)
 
-        for _ in range(6):
+        for _ in range(3):
             await asyncio.gather(
                 *(client_of(rng.randrange(60) if rng.random() < 0.3 else None) for _ in range(50))
             )
         await proxy.settled()
         assert {outcome for outcome, _, _ in proxy.ended} <= {"ok", "client_gone"}
-        assert sum(proxy.driver.totals.requests.values()) == len(proxy.ended) <= 300
+        assert sum(proxy.driver.totals.requests.values()) == len(proxy.ended) <= 150

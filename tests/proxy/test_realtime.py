@@ -21,7 +21,7 @@ from proxy.upstreams import Visit, plain
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from hetlb.websocket import accept_of, frame
+from hetlb.proxy.http.websocket import accept_of, frame
 
 HANDSHAKE = (
     b"GET /v1/realtime?model=m HTTP/1.1\r\nhost: here\r\nconnection: Upgrade\r\nupgrade: websocket\r\n"
@@ -432,7 +432,7 @@ async def test_a_flood_of_short_frames_holds_up_no_other(tmp_path: Path, flooder
             writer.write(HANDSHAKE.replace(b"model=m", b"model=other") + b"\r\n")
             await reader.readuntil(b"\r\n\r\n")
             visit = await engine.asked_for()
-            said = b"\x81\x80mask" * 100_000 if flooder == "client" else b"\x81\0" * 400_000
+            said = b"\x81\x80mask" * 50_000 if flooder == "client" else b"\x81\0" * 150_000
             speaker, hearer = (writer, visit.reader) if flooder == "client" else (visit.writer, reader)
             async with turns_are_short():
                 speaker.write(said)
@@ -450,7 +450,7 @@ async def test_what_an_engine_said_before_it_left_comes_first(tmp_path: Path) ->
         writer.write(HANDSHAKE + b"\r\n")
         await reader.readuntil(b"\r\n\r\n")
         visit = await engine.asked_for()
-        said = b"\x81\0" * 200_000 + frame(CLOSE, (1000).to_bytes(2))
+        said = b"\x81\0" * 50_000 + frame(CLOSE, (1000).to_bytes(2))
         visit.send(said)
         visit.left.set()
         assert await reader.read(-1) == said

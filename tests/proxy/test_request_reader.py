@@ -29,7 +29,7 @@ def found_in(reads: list[bytes]) -> list[tuple[bytes, bytes]]:
     """The heads and bodies of all requests, read as a connection does."""
     reader, head, found = RequestReader(), b"", []
     for data in reads:
-        reader.buffer, reader.at = data, 0
+        reader.feed(data)
         while True:
             if not head:
                 head = reader.find_head()
@@ -38,7 +38,7 @@ def found_in(reads: list[bytes]) -> list[tuple[bytes, bytes]]:
                 parsed, length = parse_request_head(head)
                 reader.begin_body(length, parsed.chunked, 1 << 20)
             if reader.read_body():
-                found.append((head, b"".join(reader.body())))
+                found.append((head, reader.body()))
                 head = b""
             elif not reader.unread:
                 break
@@ -63,9 +63,9 @@ def test_a_body_beyond_its_limit_is_refused_before_it_comes_or_as_it_comes() -> 
     with pytest.raises(GateError, match="larger than 10 bytes"):
         reader.begin_body(11, False, 10)
     reader.begin_body(None, True, 10)
-    reader.buffer = b"6\r\nabcdef\r\n"
+    reader.feed(b"6\r\nabcdef\r\n")
     assert not reader.read_body()
     assert reader.held == 6
-    reader.buffer, reader.at = b"6\r\nabcdef\r\n", 0
+    reader.feed(b"6\r\nabcdef\r\n")
     with pytest.raises(GateError, match="too large"):
         reader.read_body()

@@ -141,7 +141,7 @@ async def test_a_stream_that_is_cut_anywhere_is_whole(
     async with contextlib.AsyncExitStack() as stack:
         cutters = [await stack.enter_async_context(Cutter(engine.port, cuts)) for _ in range(3)]
         resumed = 0
-        for _ in range(15):
+        for _ in range(8):
             # A fresh fleet each time: instances that fail as often as these do would be ejected.
             proxy = await proxied(start, *[each.url for each in cutters])
             for _ in range(4):
@@ -153,7 +153,7 @@ async def test_a_stream_that_is_cut_anywhere_is_whole(
                 cuts[:] = [first, *again]
                 same(await ask(f"http://127.0.0.1:{proxy.port}", kind, asked), whole)
             resumed += sum(proxy.driver.totals.resumptions.values())
-        assert resumed > 40
+        assert resumed > 20
 
 
 @pytest.mark.parametrize("after", [0, 1, AFTER_HEAD])

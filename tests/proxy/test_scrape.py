@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from aiohttp import web
@@ -13,14 +15,17 @@ from helpers import HANG_S, free_port
 
 from hetlb.config.fleet_tables import ScrapeTable
 from hetlb.core.types import (
+    AdminState,
     CapacityLearned,
     EngineSample,
+    Health,
     InstanceChange,
     ModelsLearned,
     Probed,
     ProbeResult,
 )
-from hetlb.proxy.scrape import Scraper
+from hetlb.proxy.scheduler_driver import SchedulerDriver
+from hetlb.proxy.scrape import EngineWatch
 from hetlb.served_models import read_model_list, read_version
 
 PAGE = (Path(__file__).parents[1] / "vllm" / "data" / "metrics-busy.http").read_text()
@@ -44,17 +49,23 @@ async def stub(**handlers: Handler) -> AsyncIterator[str]:
 
 
 class Watch:
-    """A scraper and what it reported."""
+    """A watch over servers, and what it reported."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, urls: tuple[str, ...], timeout_s: float) -> None:
         self.changes: list[InstanceChange] = []
         self.samples: list[tuple[str, EngineSample]] = []
         self._news = asyncio.Event()
-        self.scraper = Scraper(
-            ScrapeTable(interval_s=0.05, timeout_s=timeout_s),
-            on_change=self._on_change,
-            on_sample=self._on_sample,
-        )
+        health = SimpleNamespace(state=Health.UP)
+        instances = [
+            SimpleNamespace(
+                name=f"e{i}", spec=SimpleNamespace(url=url), admin=AdminState.READY, health=health
+            )
+            for i, url in enumerate(urls)
+        ]
+        scheduler = SimpleNamespace(instances=instances, fleet=SimpleNamespace(instances={}))
+        scheduling = SimpleNamespace(scheduler=scheduler, change=self._on_change, sample=self._on_sample)
+        table = ScrapeTable(interval_s=0.05, timeout_s=timeout_s)
+        self.watch = EngineWatch(table, cast(SchedulerDriver, scheduling), {})
 
     def _on_change(self, change: InstanceChange) -> None:
         self.changes.append(change)
@@ -73,12 +84,12 @@ class Watch:
 
 @asynccontextmanager
 async def watching(*urls: str, timeout_s: float = HANG_S) -> AsyncIterator[Watch]:
-    watch = Watch(timeout_s)
-    await watch.scraper.start({f"e{i}": url for i, url in enumerate(urls)}, HANG_S)
+    watch = Watch(urls, timeout_s)
+    await watch.watch.start({}, HANG_S)
     try:
         yield watch
     finally:
-        await watch.scraper.close()
+        await watch.watch.close()
 
 
 async def ok(_: web.Request) -> web.Response:
@@ -106,7 +117,7 @@ async def test_a_good_engine_is_known_after_the_first_round() -> None:
                 isinstance(change, CapacityLearned) and change.capacity.max_model_len == 2048
                 for change in watch.changes
             )
-            assert watch.scraper.versions == {"e0": "0.32.0"}
+            assert watch.watch.versions == {"e0": "0.32.0"}
             _, sample = watch.samples[0]
             assert sample.running == 64
             assert sample.missing == ()
@@ -183,9 +194,9 @@ async def test_no_redirect_is_followed() -> None:
 async def test_removed_targets_are_left_alone() -> None:
     async with stub(health=ok, metrics=page, v1__models=models, version=version) as url:
         async with watching(url) as watch:
-            watch.scraper.remove("e0")
-            assert watch.scraper.models == {}
-            watch.scraper.add("e1", url)
+            watch.watch.remove("e0")
+            assert watch.watch.models == {}
+            watch.watch.add("e1", url)
             await watch.until(lambda: any(name == "e1" for name, _ in watch.samples))
 
 

@@ -8,10 +8,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetlb.proxy.continuation import Continuation
+from hetlb.proxy.engine_request import EngineRequest
 from hetlb.proxy.http.endpoints import Kind
-from hetlb.proxy.http.http1 import ChunkedDecoder
+from hetlb.proxy.http.http1 import ChunkedDecoder, RequestHead
 from hetlb.proxy.progress import Progress
-from hetlb.proxy.resume import next_seam
 from hetlb.proxy.streamed_answer import StreamedAnswer
 
 PROMPT = [3, 1, 4]
@@ -71,26 +72,22 @@ def test_wherever_it_is_cut_the_answer_is_the_same(
         asked["stop"] = stop
     if not hides:
         asked["return_token_ids"] = True
-    progress = Progress()
-    stream = StreamedAnswer(True, 0, progress, None, hides)
+    outgoing = EngineRequest(RequestHead(), json.dumps(asked).encode(), "label")
+    rest = Continuation(Kind.COMPLETION, outgoing, by_text=False, asks_ids=hides, hides_usage=True)
+    assert rest.dispatched(gives_ids=True)
+    stream = rest.stream(False)
+    assert rest.progress is not None
     body, got, name = asked, [], "first"
     for cut in [*cuts, 1000]:
         events = engine(tokens, body, name)
         got += [passed(stream, event) for event in events[:cut]]
-        progress.read()
-        if progress.finish is not None:
+        rest.progress.read()
+        if rest.progress.finish is not None:
             break
-        seam = next_seam(
-            Kind.COMPLETION,
-            json.dumps(asked).encode(),
-            progress,
-            hides_usage=True,
-            gives_ids=True,
-            by_text=False,
-        )
-        assert seam is not None
-        body, name = json.loads(seam.body), "next"
-        stream = StreamedAnswer(True, 0, progress, seam)
+        assert rest.plan()
+        assert rest.second is not None
+        body, name = json.loads(rest.second), "next"
+        stream = rest.stream(False)
     seen = [json.loads(event[6:]) for event in b"".join(got).split(b"\n\n")[:-1]]
     whole = [json.loads(event[6:]) for event in engine(tokens, asked, "first")]
     assert "".join(each["choices"][0]["text"] for each in seen) == "".join(tokens)

@@ -72,7 +72,7 @@ async def test_each_proxy_books_what_the_other_books(tmp_path: Path) -> None:
         one.hold()
         two.hold()
         sent = []
-        for n in range(12):
+        for n in range(6):  # as many as two engines get before their speed is known: none waits
             sent.append(asyncio.create_task(both[n % 2].ask()))
             await turns_until(lambda at_least=n + 1: booked(both) == [at_least, at_least])
         ledgers = [
@@ -82,7 +82,7 @@ async def test_each_proxy_books_what_the_other_books(tmp_path: Path) -> None:
         assert ledgers[0] == ledgers[1]
         metrics = (await both[0].admin("GET", "/metrics")).body.decode()
         assert "hetlb_shared_connected 1" in metrics
-        assert "hetlb_shared_peer_leases 6" in metrics
+        assert "hetlb_shared_peer_leases 3" in metrics
         one.released.set()
         two.released.set()
         assert {(await each).status for each in sent} == {200}

@@ -190,7 +190,7 @@ async def test_the_client_leaves(tmp_path: Path, connector: str, phase: str, str
 
 async def test_pushed_blocks_of_a_client_that_left_are_held_until_their_lease_ends(tmp_path: Path) -> None:
     """Blocks that the prefill engine pushes: a decode engine that is not to get them cannot release them."""
-    async with rig(tmp_path, "nixl-push", lease_s=5.0) as fleet:
+    async with rig(tmp_path, "nixl-push", lease_s=3.0) as fleet:
         reader = kv(fleet, "e0")
         reader.answering.clear()
         asked = asyncio.create_task(fleet.ask())

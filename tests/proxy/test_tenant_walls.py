@@ -9,10 +9,10 @@ import pytest
 from proxy.memory import End, Proxy
 from proxy.test_hostile import Engines
 
-from hetlb.proxy.access import Tenant
+from hetlb.config.api_keys import Tenant
 from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.prefix_keys import session_key, text_keys
-from hetlb.proxy.scheduling import RESPONSES_KEPT
+from hetlb.proxy.scheduler_driver import RESPONSES_KEPT
 
 KEYS = {name: f"key-of-{name}" for name in ("ann", "bob")}
 
@@ -26,7 +26,7 @@ def engines() -> Engines:
 def proxy(engines: Engines) -> Iterator[Proxy]:
     made = Proxy(engines, Engines(), policy="hetlb")
     made.server.router.tenants = {
-        hashlib.sha256(key.encode()).digest(): Tenant(name) for name, key in KEYS.items()
+        hashlib.sha256(key.encode()).digest(): Tenant(name=name, sha256="") for name, key in KEYS.items()
     }
     yield made
     made.close()

@@ -17,15 +17,15 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
+from hetlb.config.fleet import fleet_from_urls
 from hetlb.config.fleet_tables import TracingTable
 from hetlb.core.types import Lease, Outcome, Request
 from hetlb.errors import ConfigError
 from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http.endpoints import Kind
-from hetlb.proxy.telemetry import tracing
+from hetlb.proxy.service import require_urls
 from hetlb.proxy.telemetry.request_record import RequestRecord
-from hetlb.proxy.telemetry.trace_context import Trace
-from hetlb.proxy.telemetry.tracing import Tracing, check_installed, spans_url
+from hetlb.proxy.telemetry.tracing import Trace, Tracing, spans_url
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = f"00-{TRACE_ID}-{PARENT_ID}-01".encode()
@@ -256,9 +256,11 @@ def test_without_it_nothing_of_opentelemetry_is_imported() -> None:
 
 
 def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"^fleet.yaml: tracing: expected the extra otel .*hetlb\[otel\]"):
-        check_installed("fleet.yaml: ")
+    monkeypatch.setattr("hetlb.extras.find_spec", lambda _: None)
+    table = TracingTable(otlp_endpoint="http://nowhere")
+    fleet = fleet_from_urls(["http://127.0.0.1:9"]).with_tables(tracing=table)
+    with pytest.raises(ConfigError, match=r"^tracing: expected the extra otel .*hetlb\[otel\]"):
+        require_urls(fleet)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import resource
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 from helpers import HANG_S, turns_until
 from proxy.test_proxying import ASK_STREAM, Client, Start, ask, post
@@ -31,7 +30,7 @@ from proxy.upstreams import (
 
 from hetlb.core.queue import QueueLimits
 from hetlb.core.types import AdminState, AdminStateSet
-from hetlb.proxy.http.retry_after import WINDOW_S, DrainRate
+from hetlb.proxy.scheduler_side import WINDOW_S, DrainRate
 
 BEAT = b": waiting\n\n"
 #: Shorter than anything: every sweep sends one.
@@ -57,6 +56,10 @@ async def waiting(proxy: Any) -> None:
 async def begun(proxy: Any, client: Client) -> dict[str, str]:
     """The head that comes with the first heartbeat."""
     await turns_until(lambda: proxy.driver.exchanges)
+    # Within the millisecond in which it came, by the loop's clock, no heartbeat is due.
+    loop = asyncio.get_running_loop()
+    came_at = loop.time()
+    await turns_until(lambda: loop.time() > came_at)
     sweep(proxy)
     raw = (await client.reader.readuntil(b"\r\n\r\n")).decode()
     assert raw.startswith("HTTP/1.1 200 OK\r\n")
@@ -154,7 +157,6 @@ ERROR = b'{"error":{"message":"too long","type":"BadRequestError","code":400}}'
     [
         (plain(ERROR, b"400 Bad Request"), "too long", "upstream_refused"),
         (plain(ERROR.replace(b":{", b": {\n"), b"400 X"), "too long", "upstream_refused"),
-        (plain(b'{"object":"error","message":"old"}', b"500 Internal"), "old", "upstream_error"),
         (plain(b"<html>", b"503 Busy"), "The instance answered with status 503.", "upstream_error"),
         (plain(b"", b"429 Busy"), "The instance answered with status 429.", "upstream_busy"),
         (plain(b"[" * 20_000, b"500 X"), "The instance answered with status 500.", "upstream_error"),
@@ -261,6 +263,8 @@ async def test_a_client_that_leaves_between_heartbeats(start: Start) -> None:
 
 
 async def test_openais_client_reads_through_heartbeats(start: Start) -> None:
+    import openai  # a second, which every process would spend on finding the tests
+
     async with Upstream(STREAM, plain(ERROR, b"400 Bad Request")) as engine:
         proxy = await start(engine.url, **BEATS)
         url = f"http://127.0.0.1:{proxy.port}/v1"

@@ -17,9 +17,11 @@ from hetlb.core.policies.base import PolicyParams
 from hetlb.core.types import Capacity, Outcome
 from hetlb.sim.adapter_slots import LoadedAdapters
 from hetlb.sim.engine_limits import EngineLimits
+from hetlb.sim.engine_sequence import EngineSequence
 from hetlb.sim.fleet_result import FleetResult
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest
+from hetlb.workload.traces import Row
 
 NAMES = tuple(f"lora-{n}" for n in range(8))
 LOAD_S = 0.5
@@ -30,9 +32,8 @@ def test_the_adapter_used_longest_ago_leaves_its_slot() -> None:
     assert slots.running is None
     slots.expect("a")
     assert [slots.begin(name, step) for step, name in enumerate(("a", "b"))] == [True, True]
-    assert not slots.admits("c")
-    assert slots.admits("a")
-    assert slots.admits("")
+    a, c, base = (EngineSequence(8, 4, adapter=name) for name in ("a", "c", ""))
+    assert [slots.first_admitted(waiting) for waiting in ([c], [c, a], [c, base])] == [None, a, base]
     slots.end("a", 5)
     slots.end("b", 4)
     assert slots.begin("c", 6)  # in place of b
@@ -59,7 +60,7 @@ def simulate(stated_s: float, seed: int) -> tuple[FleetResult, FleetSimulation]:
     for number in range(600):
         now += rng.expovariate(6.0)
         adapter = rng.choices(NAMES, weights)[0]
-        plan.append(PlannedRequest(number, now, 200, rng.choice([20, 60, 100]), adapter=adapter))
+        plan.append(PlannedRequest(number, now, Row(None, 200, rng.choice([20, 60, 100]), adapter=adapter)))
     simulation = FleetSimulation(setup, engines, plan, model="m")
     return simulation.run(), simulation
 

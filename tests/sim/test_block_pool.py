@@ -26,8 +26,8 @@ def test_limits_round_down_to_whole_blocks_and_hold_at_least_one() -> None:
 
 def test_what_does_not_fit_changes_nothing() -> None:
     pool = BlockPool(4, 16)
-    assert pool.reserve(40)
-    assert not pool.reserve(17)
+    assert pool.extend(0, 40)
+    assert not pool.extend(0, 17)
     assert not pool.extend(40, 65)
     assert (pool.used_blocks, pool.free_blocks, pool.usage) == (3, 1, 0.75)
     assert pool.extend(40, 48)  # the same three blocks
@@ -39,7 +39,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
 
 def test_our_own_bugs_are_assertions() -> None:
     pool = BlockPool(4, 16)
-    assert pool.reserve(16)
+    assert pool.extend(0, 16)
     with pytest.raises(AssertionError, match="at most 1 blocks back"):
         pool.release(17)
     with pytest.raises(AssertionError, match="expected 4 free blocks"):
@@ -55,13 +55,13 @@ def test_our_own_bugs_are_assertions() -> None:
     actions=st.lists(st.tuples(st.sampled_from("rgx"), st.integers(0, 200), st.integers(0, 9))),
 )
 def test_blocks_are_conserved(total: int, size: int, actions: list[tuple[str, int, int]]) -> None:
-    """Any mix of reserve, extend and release: used is the sum over the holders, within the total."""
+    """Any mix of new holders, growth and release: used is the sum over the holders, within the total."""
     pool = BlockPool(total, size)
     held: list[int] = []
     for action, tokens, which in actions:
         if action == "r":
             fits = blocks_for(tokens, size) <= pool.free_blocks
-            assert pool.reserve(tokens) is fits
+            assert pool.extend(0, tokens) is fits
             if fits:
                 held.append(tokens)
         elif held and action == "g":

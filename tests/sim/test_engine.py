@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 from operator import attrgetter
 
 import pytest
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim.plain_engine import PlainEngine, PlainSequence
@@ -24,7 +24,7 @@ from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence, SequenceState
 from hetlb.sim.iterations import IterationEnd, IterationRun
 
-MAX_EXAMPLES = 200
+MAX_EXAMPLES = examples(60)
 LATENCY = LatencyModel(k1=1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=1e-7, k8=1.3e-2)
 #: Splits of contexts among 8 blocks, so long that either attention may be the longer.
 UNEVEN = replace(LATENCY, split_kv=SplitKv(8.0, 3e-7))
@@ -338,8 +338,9 @@ def timeline(
             else:
                 engine.abort(sequences[number])
         calls += 1
-        until = happenings[0][0] - now if happenings and horizon else math.inf
-        stretch = engine.begin_run(until) if stretches else None
+        stretch = engine.begin_run() if stretches else None
+        if stretch is not None and happenings and horizon:
+            stretch = engine.cut(happenings[0][0] - now)
         if not stretches and engine.begin_iteration() is not None:
             stretch = engine.in_flight
         if stretch is None:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from hetlb.core.paths.path_ledger import PathDispatch
+from hetlb.core.paths.path_ledger import PathLease
 from hetlb.core.paths.path_scheduler import PathScheduler
 from hetlb.core.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec, StageNetwork, StageSpec
-from hetlb.core.predictor import LengthDistribution, MeanPredictor
-from hetlb.sim.pipelines import OfflineLoad, PipelineSimulation, StageChange
+from hetlb.core.predictor import LengthDistribution, SamplePredictor
+from hetlb.sim.pipelines import OfflineLoad, PipelineSimulation
 
 LIMITS = BatchLimits(prompts=1, prompt_tokens=4096, decodes=64, decode_context=100_000)
 #: 1 ms a layer for 10 prompt tokens, 2 ms for a batch of decodes however large.
@@ -21,25 +21,25 @@ def stage(name: str, first: int, end: int, kv: int = 10**6) -> StageSpec:
     return StageSpec(name, first, end, PROMPT, DECODE, kv, LIMITS)
 
 
-def network(*stages: StageSpec, layers: int, partial: bool = False, bytes_per_s: float = 1e6) -> StageNetwork:
+def network(*stages: StageSpec, layers: int, partial: bool = False, bytes_per_s: float = 1e3) -> StageNetwork:
+    """Activations of one byte, so that copying them takes no time to speak of."""
     names = [each.name for each in stages]
     links = {(a, b): LinkSpec(bytes_per_s, 0.01) for a in names for b in names if a != b}
     links |= {(SOURCE, name): LinkSpec(1e12, 0.005) for name in names}
     links |= {(name, SINK): LinkSpec(1e12, 0.005) for name in names}
-    return StageNetwork(layers, stages, links, 1000, 2, partial, {})
+    return StageNetwork(layers, stages, links, 1, 1, partial, {})
 
 
 def simulation(
     net: StageNetwork, lengths: list[tuple[int, int]], policy: str = "hetlb"
-) -> tuple[PipelineSimulation, PathScheduler, list[PathDispatch]]:
-    seen: list[PathDispatch] = []
-    scheduler = PathScheduler(net, MeanPredictor(LengthDistribution([20])), policy=policy)
+) -> tuple[PipelineSimulation, PathScheduler, list[PathLease]]:
+    seen: list[PathLease] = []
+    scheduler = PathScheduler(net, SamplePredictor(LengthDistribution([20]), capped=False), policy=policy)
     run = PipelineSimulation(
         net,
         scheduler,
         iter(lengths),
-        copy_bytes_per_s=float("inf"),
-        watch=lambda dispatch, now: seen.append(dispatch),
+        watch=seen.append,
     )
     return run, scheduler, seen
 
@@ -69,29 +69,24 @@ def test_a_prompt_delays_what_comes_behind_it_on_a_link() -> None:
 
 
 def test_a_stage_entered_behind_its_first_layer_computes_only_the_rest() -> None:
-    net = network(stage("a", 0, 3), stage("b", 2, 5), layers=5, partial=True, bytes_per_s=1e12)
+    net = network(stage("a", 0, 3), stage("b", 2, 5), layers=5, partial=True, bytes_per_s=1e9)
     run, _, seen = simulation(net, [(100, 1)])
     result = run.run_online([0.0], measured_s=10.0)
-    assert [(hop.first, hop.end) for hop in seen[0].lease.hops] == [(0, 3), (3, 5)]
+    assert [(hop.first, hop.end) for hop in seen[0].hops] == [(0, 3), (3, 5)]
     assert list(result.prompts.seconds) == pytest.approx([0.07], abs=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["hetlb", "random", "shortest-queue", "swarm"])
-def test_every_request_ends_although_stages_are_lost_and_come_back(policy: str) -> None:
+def test_every_request_ends_and_gives_back_what_it_held(policy: str) -> None:
     net = network(
-        stage("a", 0, 2), stage("b", 0, 2), stage("c", 2, 4), stage("d", 2, 4), layers=4, bytes_per_s=1e8
+        stage("a", 0, 2), stage("b", 0, 2), stage("c", 2, 4), stage("d", 2, 4), layers=4, bytes_per_s=1e5
     )
     run, scheduler, seen = simulation(net, [(50 + i, 5 + i % 40) for i in range(60)], policy)
-    changes = [
-        StageChange(0.9, "a", up=False),
-        StageChange(1.5, "c", up=False),
-        StageChange(2.0, "a", up=True),
-    ]
-    result = run.run_online([i * 0.05 for i in range(60)], measured_s=200.0, changes=changes)
+    result = run.run_online([i * 0.05 for i in range(60)], measured_s=200.0)
     assert result.completed == 60
     assert result.unfinished == 0
     assert result.output_tokens == sum(5 + i % 40 for i in range(60))
-    assert len(seen) > 60  # some were replayed
+    assert len(seen) == 60
     assert scheduler.in_flight == 0
     assert all(ledger.kv_token_layers == 0 for ledger in scheduler.ledgers.values())
     assert all(node.kv_used == 0 for node in run._nodes.values())
@@ -105,8 +100,10 @@ def test_the_same_seed_gives_the_same_run_and_an_offline_load_fills_the_cache() 
 
     results = []
     for _ in range(2):
-        net = network(stage("a", 0, 2, kv=8000), stage("b", 2, 4, kv=8000), layers=4, bytes_per_s=1e9)
-        scheduler = PathScheduler(net, MeanPredictor(LengthDistribution([33])), policy="hetlb")
+        net = network(stage("a", 0, 2, kv=8000), stage("b", 2, 4, kv=8000), layers=4, bytes_per_s=1e6)
+        scheduler = PathScheduler(
+            net, SamplePredictor(LengthDistribution([33]), capped=False), policy="hetlb"
+        )
         run = PipelineSimulation(net, scheduler, lengths())
         results.append(run.run_offline(OfflineLoad(initial=4), warm_up_s=5.0, measured_s=30.0))
     assert results[0].document() == results[1].document()
@@ -122,13 +119,11 @@ def test_frames_keep_a_batch_together() -> None:
         StageSpec(name, first, first + 1, PROMPT, DECODE, 10**6, limits)
         for name, first in (("a", 0), ("b", 1))
     ]
-    net = network(*stages, layers=2, bytes_per_s=1e6)
+    net = network(*stages, layers=2, bytes_per_s=1e3)
     found = {}
     for frames in (False, True):
-        scheduler = PathScheduler(net, MeanPredictor(LengthDistribution([20])))
-        run = PipelineSimulation(
-            net, scheduler, iter([(10, 1)] * 2), copy_bytes_per_s=float("inf"), frames=frames
-        )
+        scheduler = PathScheduler(net, SamplePredictor(LengthDistribution([20]), capped=False))
+        run = PipelineSimulation(net, scheduler, iter([(10, 1)] * 2), frames=frames)
         found[frames] = sorted(run.run_online([0.0, 0.0], measured_s=10.0).prompts.seconds)
         assert scheduler.in_flight == 0
     # a: 5 ms, one layer on 20 tokens 2 ms; the link 10 ms for each 10 kB and 10 ms; b; 5 ms.

@@ -23,6 +23,7 @@ from hetlb.sim.fleet_result import FleetResult
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.sim.kv_links import KvLinks, KvPath
 from hetlb.workload.arrivals import PlannedRequest
+from hetlb.workload.traces import Row
 
 LATENCY = LatencyModel(k1=1e-4, k2=0.0, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
 LINK = KvLink(Connector.NIXL, bytes_per_token=1e5, bandwidth_bytes_per_s=1e9, latency_s=0.01)
@@ -63,7 +64,7 @@ def fleet(
 
 
 def requests(count: int, gap_s: float = 0.05, prompt: int = 1000, output: int = 50) -> list[PlannedRequest]:
-    return [PlannedRequest(i, i * gap_s, prompt, output) for i in range(count)]
+    return [PlannedRequest(i, i * gap_s, Row(None, prompt, output)) for i in range(count)]
 
 
 def test_one_request_takes_prefill_transfer_and_one_step_until_its_first_token() -> None:
@@ -88,7 +89,9 @@ def test_one_request_takes_prefill_transfer_and_one_step_until_its_first_token()
 def test_every_request_ends_well_once_and_no_engine_keeps_a_block(
     roles: list[Role], rows: list[tuple[int, int]], gap_s: float, kv_tokens: int, bandwidth: float
 ) -> None:
-    plan = [PlannedRequest(i, i * gap_s, prompt, output) for i, (prompt, output) in enumerate(rows)]
+    plan = [
+        PlannedRequest(i, i * gap_s, Row(None, prompt, output)) for i, (prompt, output) in enumerate(rows)
+    ]
     link = KvLink(Connector.NIXL, bytes_per_token=1e5, bandwidth_bytes_per_s=bandwidth, lease_s=60.0)
     simulation, result = fleet(roles, plan, kv_tokens=kv_tokens, link=link)
     assert all(outcome is Outcome.OK for outcome in result.outcomes)
@@ -111,7 +114,7 @@ def test_a_link_carries_one_transfer_after_the_other() -> None:
 
 def test_a_slow_shared_link_delays_what_crosses_it() -> None:
     """Two prefill instances send over one wire: half as fast as over two."""
-    plan = [PlannedRequest(i, 0.0, 1000, 2) for i in range(8)]
+    plan = [PlannedRequest(i, 0.0, Row(None, 1000, 2)) for i in range(8)]
     names = ["prefill-0", "prefill-1", "decode-2"]
     ends = {}
     for label, wires in (("shared", ["w", "w"]), ("own", ["v", "w"])):
@@ -152,7 +155,7 @@ def of_the_pair(roles: Sequence[Role] | None) -> tuple[float, int]:
     rng, now, plan = random.Random(0), 0.0, []
     for i in range(300):
         prompt, output = round(rng.lognormvariate(6.6, 0.8)), round(rng.lognormvariate(3.9, 0.6))
-        plan.append(PlannedRequest(i, now, min(8000, prompt), max(1, min(250, output))))
+        plan.append(PlannedRequest(i, now, Row(None, min(8000, prompt), max(1, min(250, output)))))
         now += rng.expovariate(7.0)
     link = KvLink(Connector.NIXL, bytes_per_token=131_072, bandwidth_bytes_per_s=6e9)
     specs, engines = [], {}

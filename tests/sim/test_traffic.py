@@ -22,7 +22,7 @@ from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_result import FleetResult
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest, Waves, make_plan
-from hetlb.workload.content import contents_of
+from hetlb.workload.content import HASH_BLOCK_TOKENS
 from hetlb.workload.traces import Row
 
 FAST = LatencyModel(k1=1e-4, k2=1e-3, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
@@ -61,12 +61,12 @@ def simulate(
 
 
 def planned(rows: list[Row], rate: float = float("inf"), seed: int = 0) -> list[PlannedRequest]:
-    return make_plan(rows, None, rate, random.Random(seed), contents=contents_of(rows))
+    return make_plan(rows, None, rate, random.Random(seed), hash_block_tokens=HASH_BLOCK_TOKENS)
 
 
 def test_every_sequence_of_a_request_is_one_in_the_engine() -> None:
-    result = simulate([PlannedRequest(0, 0.0, 100, 30, prompts=3, n=2)])
-    alone = simulate([PlannedRequest(i, 0.0, 100, 30) for i in range(6)])
+    result = simulate([PlannedRequest(0, 0.0, Row(None, 100, 30, sequences=3, n=2))])
+    alone = simulate([PlannedRequest(i, 0.0, Row(None, 100, 30)) for i in range(6)])
     record = result.records[0]
     assert (record.prompt_tokens, record.output_tokens, record.sequences) == (300, 180, 6)
     assert record.first_token_s == alone.records[0].first_token_s
@@ -77,7 +77,8 @@ def test_every_sequence_of_a_request_is_one_in_the_engine() -> None:
 def test_a_request_has_ended_when_its_last_sequence_has() -> None:
     # Four places: the other four sequences wait in the engine.
     first, second = (
-        simulate([PlannedRequest(0, 0.0, 100, 30, prompts=count)], places=4).records[0] for count in (4, 8)
+        simulate([PlannedRequest(0, 0.0, Row(None, 100, 30, sequences=count))], places=4).records[0]
+        for count in (4, 8)
     )
     assert second.e2el_s == pytest.approx(2 * first.e2el_s, rel=0.02)
     assert second.ttft_s == first.ttft_s
@@ -87,8 +88,7 @@ def test_samples_share_the_blocks_of_their_prompt() -> None:
     row = Row(None, 1600, 10, n=8)
     shared = simulate(planned([row, row]), prefix_cache=True)
     alone = simulate(planned([row, row]))
-    assert shared.prefix_hits is not None
-    hit, computed = shared.prefix_hits["i0"]
+    hit, computed = (shared.counted["i0"][key] for key in ("prefix_hit_tokens", "prefilled_tokens"))
     # A prompt of 1,600 tokens is longer than half an iteration: the second sample finds what the first read.
     assert computed < 5 * 1600
     assert hit + computed == 16 * 1600
@@ -114,7 +114,7 @@ def test_what_an_instance_cannot_hold_goes_to_one_that_can() -> None:
 
 
 def test_what_waits_too_long_or_finds_no_room_has_failed_with_its_reason() -> None:
-    plan = [PlannedRequest(i, 0.0, 200, 200) for i in range(200)]
+    plan = [PlannedRequest(i, 0.0, Row(None, 200, 200)) for i in range(200)]
     limits = QueueLimits(max_requests=50, max_bytes=None, timeout_s=1.0)
     result = simulate(plan, policy="hetlb", limits=limits, places=16)
     errors = {record.error for record in result.records}
@@ -142,9 +142,8 @@ def test_a_restarted_proxy_loses_nothing(policy: str) -> None:
 def test_a_prefix_cache_is_each_engine_s_own_affair() -> None:
     rows = generate.shared_prompts(60, random.Random(1), prefix_tokens=2048)
     cached, plain = (simulate(planned(rows), prefix_cache=on) for on in (True, False))
-    assert plain.prefix_hits is None
-    assert cached.prefix_hits is not None
-    assert cached.prefix_hits["i0"][0] > 40 * 2000
+    assert "prefix_hit_tokens" not in plain.counted["i0"]
+    assert cached.counted["i0"]["prefix_hit_tokens"] > 40 * 2000
     assert cached.summary()["duration"] < plain.summary()["duration"]
 
 

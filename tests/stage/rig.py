@@ -94,7 +94,7 @@ class Rig:
     async def idle(self) -> None:
         """Wait until nothing is held anywhere, and check that the books say so."""
         await until(lambda: not any(stage.pool.used for stage in self.stages.values()))
-        assert self.coordinator.in_flight == 0
+        assert not self.coordinator._sequences
         assert self.coordinator.scheduler.in_flight == self.coordinator.scheduler.waiting == 0
         assert all(not ledger.kv_token_layers for ledger in self.coordinator.scheduler.ledgers.values())
         self.coordinator.scheduler.check_integrity()

@@ -203,7 +203,7 @@ async def test_a_client_that_leaves_frees_everything(api: Api) -> None:
         asking = asyncio.create_task(
             api.http.post(f"{api.url}/v1/completions", json={**body, "stream": stream})
         )
-        await until(lambda: api.rig.coordinator.in_flight == 1)
+        await until(lambda: len(api.rig.coordinator._sequences) == 1)
         await until(lambda: any(stage.pool.used for stage in api.rig.stages.values()))
         asking.cancel()
         with contextlib.suppress(asyncio.CancelledError):

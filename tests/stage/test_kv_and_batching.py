@@ -69,7 +69,8 @@ def test_batches_keep_order_and_limits(
         batcher.add(Pass(lease, 0, sent.get(lease, 0), count, True), opening(0, 2) if first else None, rows)
         sent[lease] = sent.get(lease, 0) + count
     for _ in range(2000):
-        works, given_up = batcher.form(lambda lease: True)
+        works = batcher.form(lambda lease: True)
+        given_up, batcher.lost = batcher.lost, []
         gone |= {lease for each in given_up for lease in each.leases}
         assert len(works) <= seats
         assert sum(work.count for work in works) <= budget
@@ -96,7 +97,7 @@ def test_a_lease_closed_while_its_batch_runs_keeps_its_blocks_until_then() -> No
     pool = StageBlocks(8, SIZE)
     batcher = Batcher(pool, max_num_seqs=4, max_num_batched_tokens=64)
     batcher.add(Pass(1, 0, 0, 4, True), opening(0, 2), memoryview(bytes(16)))
-    works, _ = batcher.form(lambda lease: True)
+    works = batcher.form(lambda lease: True)
     batcher.close(1)
     assert works[0].lease.table.blocks.size == pool.used == 2
     batcher.done()
@@ -106,8 +107,8 @@ def test_a_lease_closed_while_its_batch_runs_keeps_its_blocks_until_then() -> No
 def test_a_lease_whose_output_cannot_leave_waits() -> None:
     batcher = Batcher(StageBlocks(8, SIZE), max_num_seqs=4, max_num_batched_tokens=64)
     batcher.add(Pass(1, 0, 0, 4, True), opening(0, 2), memoryview(bytes(16)))
-    assert batcher.form(lambda lease: False) == ([], [])
-    assert len(batcher.form(lambda lease: True)[0]) == 1
+    assert batcher.form(lambda lease: False) == []
+    assert len(batcher.form(lambda lease: True)) == 1
 
 
 def test_a_pass_that_skips_tokens_ends_its_lease() -> None:
@@ -116,7 +117,6 @@ def test_a_pass_that_skips_tokens_ends_its_lease() -> None:
     batcher.add(Pass(1, 0, 5, 1, True), None, memoryview(bytes(4)))
     batcher.form(lambda lease: True)
     batcher.done()
-    works, given_up = batcher.form(lambda lease: True)
-    assert not works
-    assert [each.leases for each in given_up] == [[1]]
-    assert given_up[0].reason
+    assert not batcher.form(lambda lease: True)
+    assert [each.leases for each in batcher.lost] == [[1]]
+    assert batcher.lost[0].reason

@@ -18,7 +18,7 @@ from stage.toy import answer, make_worker
 
 from hetlb.core.paths.path_log import dispatches
 from hetlb.core.types import RejectReason
-from hetlb.plan.placement.check_path import check_path
+from hetlb.plan.check import check_path
 from hetlb.stage.coordinator import Sequence as Asked
 from hetlb.stage.stage_channel import ChannelError, connect
 from hetlb.stage.stage_messages import Sampling, pack

@@ -85,9 +85,7 @@ class ToyRunner:
         self.batches = 0
         self.largest = 0
 
-    @property
-    def row_bytes(self) -> int:
-        return 8
+    row_bytes = 8
 
     def run(self, works: Sequence[Work]) -> list[Result]:
         self.gate.wait(30)
@@ -98,13 +96,13 @@ class ToyRunner:
         return [self._run(work) for work in works]
 
     def _poisoned(self, work: Work) -> bool:
-        rows = np.frombuffer(work.rows, dtype="<i4" if work.lease.first == 0 else "<i8")
-        return self.poison is not None and work.lease.first == 0 and self.poison in rows
+        rows = np.frombuffer(work.rows, dtype="<i4" if work.lease.table.first == 0 else "<i8")
+        return self.poison is not None and work.lease.table.first == 0 and self.poison in rows
 
     def _run(self, work: Work) -> Result:
         lease, count, position = work.lease, work.count, work.position
-        x = np.frombuffer(work.rows, dtype="<i4" if lease.first == 0 else "<i8").astype(np.int64)
-        for layer in range(lease.first, lease.end):
+        x = np.frombuffer(work.rows, dtype="<i4" if lease.table.first == 0 else "<i8").astype(np.int64)
+        for layer in range(lease.table.first, lease.table.end):
             table = lease.table
             self._cache[table.slots(layer, layer + 1, position, count, self._size)[0]] = x
             seen = self._cache[table.slots(layer, layer + 1, 0, position + count, self._size)[0]]

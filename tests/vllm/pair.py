@@ -37,10 +37,10 @@ from engines import (
 
 from hetlb.core.engine_metrics import parse
 from hetlb.core.types import EngineSample
-from hetlb.loadtest.bodies import CompletionBodies
+from hetlb.loadtest.bodies import RequestBodies
 from hetlb.loadtest.generator import run_load
+from hetlb.loadtest.load_result import LoadResult
 from hetlb.loadtest.processes import helper_processes
-from hetlb.loadtest.verdict import LoadResult
 from hetlb.workload.arrivals import PlannedRequest, make_plan
 from hetlb.workload.traces import Row
 
@@ -95,7 +95,7 @@ async def _warm_up(servers: Sequence[Server]) -> None:
 
 async def load(url: str, plan: Sequence[PlannedRequest], seed: str, *, stream: bool = True) -> LoadResult:
     """Run the plan against a server with prompts drawn from `seed`: no two seeds share a cached prefix."""
-    bodies = CompletionBodies(SERVED_MODEL_NAME, plan, random.Random(seed), stream=stream)
+    bodies = RequestBodies(SERVED_MODEL_NAME, plan, seed, stream=stream)
     async with asyncio.timeout(600.0):
         return await run_load(plan, bodies, url)
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import stages as real
 
 from hetlb.core.paths.path_log import dispatches
-from hetlb.plan.placement.check_path import check_path
+from hetlb.plan.check import check_path
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 

@@ -29,7 +29,7 @@ prefill: {{k1: 1.1e-4, k2: 1.0e-3, k3: 0.0, k4: 1.0e-2}}
 decode: {{k5: 5.0e-8, k6: 6.0e-5, k7: 0.0, k8: 1.3e-2}}
 """
 #: Once, and twenty times with the slow tests.
-TIMES = [1, pytest.param(20, marks=pytest.mark.slow)]
+TIMES = [pytest.param(1, marks=pytest.mark.light), pytest.param(20, marks=pytest.mark.slow)]
 
 
 class Streams(Engine):

@@ -175,7 +175,7 @@ class World:
             limits=QueueLimits(max_requests=4),
             now=self.clock,
         )
-        host = RelayHost(scheduler, self.loop, lambda at_once: None, lambda link, report: None)
+        host = RelayHost(scheduler, self.loop, lambda at_once: None)
         host.now = lambda: self.clock
         return host
 

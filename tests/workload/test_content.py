@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.core.prefix_cuts import FIRST_TOKENS, cuts
-from hetlb.workload.content import UNSHARED, PromptContent, contents_of, in_cycle
+from hetlb.workload.content import UNSHARED, PromptContent, contents_of
 from hetlb.workload.traces import Row
 
 #: A prompt as the choices made on its way down a tree; the name of a span says which way it went.
@@ -55,16 +55,15 @@ def test_a_conversation_follows_what_its_blocks_name() -> None:
         Row(None, 950, 10, session="s", turn="2", hash_ids=("c=400",)),
     ]
     first, second, third = contents_of(rows, 100)
-    assert first.spans[:2] == (("a", 400), ("b", 100))
+    assert first.spans[:2] == ((("", "a", 400), 400), (("", "b", 100), 100))
     assert second.spans[: len(first.spans) + 1] == (*first.spans, (first.answer, 10))
     assert [sum(length for _, length in content.spans) for content in (first, second, third)] == [
         700,
         900,
         950,
     ]
-    assert third.spans[0] == ("c", 400), "expected another beginning to begin anew"
+    assert third.spans[0] == (("", "c", 400), 400), "expected another beginning to begin anew"
 
 
-def test_what_shares_nothing_stays_unshared_in_every_cycle() -> None:
-    assert contents_of([Row(None, 10, 10)]) == [UNSHARED]
-    assert in_cycle(UNSHARED, 3) is UNSHARED
+def test_what_shares_nothing_is_unshared() -> None:
+    assert contents_of([Row(None, 10, 10)])[0] is UNSHARED

@@ -108,18 +108,26 @@ def test_nesting_without_end_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("x.jsonl", '{"prompt": 5}\n', 'line 1: expected {"prompt": "…"}'),
+        (
+            "x.jsonl",
+            '{"prompt": 5}\n',
+            "line 1: expected a JSON object with a prompt: Expected `str`, got `int` - at `$.prompt`",
+        ),
         ("x.jsonl", '{"prompt": "a"}\n{oops\n', "line 2: expected a JSON object"),
         (
             "x.jsonl",
             '{"prompt": "a", "output_tokens": 0}\n',
-            "line 1: output_tokens: expected a whole number",
+            "line 1: expected a JSON object with a prompt: Expected `int` >= 1",
         ),
         ("x.txt", "\n\n", "expected at least one prompt, got none"),
-        ("x.json", "{}", "expected a JSON list of conversations, got a dict"),
+        ("x.json", "{}", "expected a JSON list of conversations: Expected `array`, got `object`"),
         ("x.json", "[", "expected a JSON list of conversations"),
-        ("x.json", '[{"id": 1}]', "entry 1: conversations: expected a list of turns"),
-        ("x.json", '[{"conversations": [1, 2]}]', "entry 1: expected turns of the form"),
+        ("x.json", '[{"id": 1}]', "expected at least one conversation of usable length"),
+        (
+            "x.json",
+            '[{"conversations": [1, 2]}]',
+            "expected a JSON list of conversations: Expected `object`, got `int`",
+        ),
         ("x.json", "[]", "expected at least one conversation of usable length"),
     ],
 )

@@ -45,7 +45,7 @@ def test_lengths_have_their_median_and_their_ends() -> None:
 def test_shared_prompts_begin_with_one_of_so_many() -> None:
     rows = generate.shared_prompts(300, random.Random(1), prompts=5, prefix_tokens=1000)
     spans = {content.spans for content in contents_of(rows)}
-    assert spans == {((f"prompt-{i}", 1000),) for i in range(5)}
+    assert spans == {((("", f"prompt-{i}", 1000), 1000),) for i in range(5)}
     assert all(row.input_tokens > 1000 for row in rows)
 
 
@@ -54,7 +54,7 @@ def test_agents_share_a_tree_and_each_turn_begins_with_the_last() -> None:
     rows = generate.agents(2000, random.Random(4), tree)
     heads = {content.spans[:2] for content in contents_of(rows)}
     assert len(heads) == 6
-    assert {head[0] for head in heads} == {("system-0", 500), ("system-1", 500)}
+    assert {head[0] for head in heads} == {(("", f"system-{i}", 500), 500) for i in range(2)}
     turns: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         turns[row.session].append(row)

@@ -86,7 +86,8 @@ def test_stretches_and_single_gaps_give_the_figures_of_all_gaps_written_out(
 ) -> None:
     gaps = Gaps()
     written_out = list(singles)
-    gaps.extend(array("d", singles))
+    for single in singles:
+        gaps.add(single)
     for first, increment, steps, count in stretches:
         gaps.add(first, increment, steps, count)
         written_out += [first + step * increment for step in range(steps) for _ in range(count)]
@@ -179,7 +180,7 @@ def test_gaps_of_the_records_are_used_when_none_were_counted_for_the_run() -> No
 
 def test_named_instances_are_reported_even_when_they_did_nothing() -> None:
     summary = summarize(
-        [record(0.0, 0.1, 1.0, 2)], instances=["idle", "a"], preemptions={"a": 3}, kv_peak={"a": 0.5}
+        [record(0.0, 0.1, 1.0, 2)], instances=["idle", "a"], counted={"a": {"preemptions": 3, "kv_peak": 0.5}}
     )
     idle, a = summary["instances"]
     assert (idle["name"], idle["completed"], idle["last_finish_s"]) == ("idle", 0, 0.0)

@@ -18,13 +18,11 @@ The cost of a path (s) has two parts.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
 from typing import Final
 
 from hetlb.core.paths.path_ledger import PathLease, StageLedger
-from hetlb.core.paths.policies import PathContext, PathPolicy
-from hetlb.core.paths.stages import SINK, SOURCE, Edge, Hop, StageNetwork, StageSpec
+from hetlb.core.paths.policies import PathPolicy
+from hetlb.core.paths.stages import SINK, SOURCE, Edge, Hop, StageSpec
 
 #: Weight of a new observation in the means of prompts, outputs and times of a pass.
 _SMOOTHING: Final = 0.05
@@ -40,6 +38,12 @@ _CONVOY: Final = 4.0
 _SMALL_BATCH, _LARGE_BATCH = 8.0, 64.0
 #: E[t^2] / E[t]^2 of the prompts' times: chat prompts vary about as much as their mean.
 _PROMPT_SPREAD: Final = 1.6
+
+
+def _blocked_s(prompts_per_s: float, prompt_s: float) -> float:
+    """Mean wait for the prompts in between: M/G/1."""
+    used = min(_FULL, prompts_per_s * prompt_s)
+    return prompts_per_s * _PROMPT_SPREAD * prompt_s * prompt_s / (2.0 * (1.0 - used))
 
 
 class _Stage:
@@ -58,9 +62,7 @@ class _Stage:
     def total_s(self, requests: float, prompts_per_s: float, prompt_tokens: float) -> float:
         """Time that so many requests in flight spend here per pass of each, at so many prompts/s."""
         prompt_s = self.spec.layers * self.spec.prompt(prompt_tokens)
-        used = min(_FULL, prompts_per_s * prompt_s)
-        blocked = prompts_per_s * _PROMPT_SPREAD * prompt_s * prompt_s / (2.0 * (1.0 - used))
-        return requests * (self.batch_s + blocked)
+        return requests * (self.batch_s + _blocked_s(prompts_per_s, prompt_s))
 
 
 class _Link:
@@ -82,10 +84,8 @@ class _Link:
 
     def total_s(self, requests: float, prompts_per_s: float, prompt_tokens: float) -> float:
         """Total of the path, as for a stage."""
-        prompt_s = prompt_tokens * self.token_s
-        used = min(_FULL, prompts_per_s * prompt_s)
-        blocked = prompts_per_s * _PROMPT_SPREAD * prompt_s * prompt_s / (2.0 * (1.0 - used))
-        return requests * (self.latency_s + blocked + _CONVOY * self.batch_s * requests)
+        blocked_s = _blocked_s(prompts_per_s, prompt_tokens * self.token_s)
+        return requests * (self.latency_s + blocked_s + _CONVOY * self.batch_s * requests)
 
 
 class LeastTime(PathPolicy):
@@ -93,41 +93,30 @@ class LeastTime(PathPolicy):
 
     name = "hetlb"
 
-    def __init__(
-        self, network: StageNetwork, ledgers: Mapping[str, StageLedger], high_water: float, rng: random.Random
-    ) -> None:
-        super().__init__(network, ledgers, high_water, rng)
-        self._stages = {name: _Stage(spec, ledgers[name]) for name, spec in self._specs.items()}
+    def _prepare(self) -> None:
+        self._stages = {name: _Stage(spec, self._ledgers[name]) for name, spec in self._specs.items()}
         self._links: dict[Edge, _Link] = {}
         for sender, after in self._next.items():
             for receiver in after:
-                spec = network.links[sender, receiver]
-                size = network.message_bytes(sender, receiver)
+                spec = self._network.links[sender, receiver]
+                size = self._network.message_bytes(sender, receiver)
                 self._links[sender, receiver] = _Link(
                     size / spec.bytes_per_s, spec.latency_s, self._specs.get(receiver)
                 )
-        self._order = [SOURCE, *sorted((name for name in self._next if name != SOURCE), key=self._end_of)]
+        stages = (name for name in self._next if name != SOURCE)
+        self._order = [SOURCE, *sorted(stages, key=lambda name: self._specs[name].end)]
         self._prompt_tokens = _PRIOR_PROMPT
         self._output_tokens = _PRIOR_OUTPUT
         #: Seconds of a decode pass: at first the layers' times alone, as if there were one stage per layer.
-        self._pass_s = self._prior_pass_s()
-        self._decode_began: dict[int, float] = {}
+        all_s = sum(spec.decode(_SMALL_BATCH) for spec in self._specs.values())
+        self._pass_s = 3.0 * self._network.layers * all_s / max(1, len(self._specs))
 
-    def _end_of(self, name: str) -> int:
-        return self._specs[name].end
-
-    def _prior_pass_s(self) -> float:
-        specs = list(self._specs.values())
-        return (
-            3.0 * self._network.layers * sum(spec.decode(_SMALL_BATCH) for spec in specs) / max(1, len(specs))
-        )
-
-    def choose(self, ctx: PathContext) -> tuple[Hop, ...] | None:
+    def choose(self, lease: PathLease) -> tuple[Hop, ...] | None:
         """The cheapest path now."""
-        tokens, output = ctx.context_tokens, ctx.predicted_output
+        tokens, output = lease.context_tokens, lease.predicted_output
         #: By stage: cost so far, when the prompt leaves it, the way to it.
-        best: dict[str, tuple[float, float, tuple[str, ...]]] = {SOURCE: (0.0, ctx.now, ())}
-        costs: dict[str, float] = {}
+        best: dict[str, tuple[float, float, tuple[str, ...]]] = {SOURCE: (0.0, lease.dispatched_at, ())}
+        costs: dict[str, float | None] = {}
         for sender in self._order:
             if sender not in best:
                 continue
@@ -137,23 +126,18 @@ class LeastTime(PathPolicy):
                 arrives = max(at, link.free_at) + tokens * link.token_s + link.latency_s
                 reached = cost + output * self._added(link, link.requests)
                 if receiver != SINK:
-                    if receiver not in costs:
-                        costs[receiver] = self._stage_cost(receiver, ctx)
                     stage = self._stages[receiver]
-                    if costs[receiver] == float("inf"):
+                    if receiver not in costs:
+                        takes = self._takes(receiver, lease)
+                        costs[receiver] = self._added(stage, stage.ledger.in_flight) if takes else None
+                    if (added := costs[receiver]) is None:
                         continue
                     arrives = max(arrives, stage.free_at) + stage.spec.layers * stage.spec.prompt(tokens)
-                    reached += output * costs[receiver]
+                    reached += output * added
                 known = best.get(receiver)
                 if known is None or reached + arrives < known[0] + known[1]:
                     best[receiver] = (reached, arrives, (*way, receiver))
         return self._hops(best[SINK][2][:-1]) if SINK in best else None
-
-    def _stage_cost(self, name: str, ctx: PathContext) -> float:
-        if not self._takes(name, ctx):
-            return float("inf")
-        stage = self._stages[name]
-        return self._added(stage, stage.ledger.in_flight)
 
     def _added(self, place: _Stage | _Link, requests: int) -> float:
         """Time per pass that one more request adds to the time of all of them."""
@@ -162,28 +146,21 @@ class LeastTime(PathPolicy):
         return with_it - place.total_s(requests, requests * rate, self._prompt_tokens)
 
     def dispatched(self, lease: PathLease) -> None:
-        tokens = lease.context_tokens
+        tokens, at = lease.context_tokens, lease.dispatched_at
         self._prompt_tokens += _SMOOTHING * (tokens - self._prompt_tokens)
-        at, sender = lease.dispatched_at, SOURCE
-        for hop in lease.hops:
-            link, stage = self._links[sender, hop.stage], self._stages[hop.stage]
+        for edge in lease.edges:
+            link = self._links[edge]
             link.requests += 1
-            link.free_at = max(at, link.free_at) + tokens * link.token_s
-            stage.free_at = max(link.free_at + link.latency_s, stage.free_at)
-            stage.free_at += stage.spec.layers * stage.spec.prompt(tokens)
-            at, sender = stage.free_at, hop.stage
-        self._links[sender, SINK].requests += 1
-
-    def first_token(self, lease: PathLease, now: float) -> None:
-        self._decode_began[lease.id] = now
+            if (stage := self._stages.get(edge[1])) is not None:
+                link.free_at = max(at, link.free_at) + tokens * link.token_s
+                stage.free_at = max(link.free_at + link.latency_s, stage.free_at)
+                stage.free_at += stage.spec.layers * stage.spec.prompt(tokens)
+                at = stage.free_at
 
     def ended(self, lease: PathLease, now: float) -> None:
-        sender = SOURCE
-        for name in (*(hop.stage for hop in lease.hops), SINK):
-            self._links[sender, name].requests -= 1
-            sender = name
-        began = self._decode_began.pop(lease.id, None)
-        if began is not None and lease.output_tokens > 1:
-            pass_s = (now - began) / (lease.output_tokens - 1)
+        for edge in lease.edges:
+            self._links[edge].requests -= 1
+        if lease.first_token_at is not None and lease.output_tokens > 1:
+            pass_s = (now - lease.first_token_at) / (lease.output_tokens - 1)
             self._pass_s += _SMOOTHING * (pass_s - self._pass_s)
             self._output_tokens += _SMOOTHING * (lease.output_tokens - self._output_tokens)

@@ -1,9 +1,9 @@
 """The scheduler of pipelines: facts and the current time go in, commands come out, as in `core.scheduler`.
 
-No I/O, no clock, no logging. Every dispatch is one lease with a path that computes each layer once;
-what it booked on every stage is given back exactly once, however it ends. A request is at any moment
-waiting, leased or gone. No path crosses a stage that is lost. The queue is bounded. The simulator drives
-this object from a heap of events, a proxy in front of `hetlb stage` workers from real messages.
+Every dispatch is one lease with a path that computes each layer once; what it booked on every stage is
+given back exactly once, however it ends. A request is at any moment waiting, leased or gone. No path crosses
+a stage that is lost. The simulator drives this object from a heap of events, the coordinator of `hetlb stage`
+workers from real messages.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from hetlb.core.paths.least_time import LeastTime
-from hetlb.core.paths.path_ledger import PathDispatch, PathLease, StageLedger, fullest_layer
+from hetlb.core.paths.path_ledger import PathLease, StageLedger, kv_by_layer
 from hetlb.core.paths.policies import (
     FixedPipelines,
-    PathContext,
     PathPolicy,
     RandomPaths,
     ShortestQueue,
@@ -38,7 +37,8 @@ PATH_POLICIES: Final[dict[str, type[PathPolicy]]] = {
     for policy in (LeastTime, WeightedRoundRobin, Swarm, RandomPaths, ShortestQueue, FixedPipelines)
 }
 
-PathCommand: TypeAlias = PathDispatch | Reject
+#: A lease is the command to send its request over its path now.
+PathCommand: TypeAlias = PathLease | Reject
 
 #: A request whose path broke so often is given up: it may be what breaks stages.
 MOST_REPLAYS: Final = 3
@@ -47,12 +47,13 @@ MOST_REPLAYS: Final = 3
 _REPLAYED = frozenset({Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE, Outcome.BROKEN_STREAM})
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Waiting:
-    """A request without a path yet. `done_tokens` of its answer were produced before its last path broke."""
+    """A request without a path: `done_tokens` of its answer are there, so many `replays` were needed."""
 
     request: Request
     done_tokens: int = 0
+    replays: int = 0
 
     @property
     def context_tokens(self) -> int:
@@ -78,22 +79,18 @@ class PathScheduler:
         self._high_water = high_water
         self._queue_limit = queue_limit
         self._rng = random.Random(seed)
-        self._ledgers = {stage.name: StageLedger(stage) for stage in network.stages}
-        self._policy = self._make_policy(policy)
+        #: Ledgers by stage; drivers only read them.
+        self.ledgers = {stage.name: StageLedger(stage) for stage in network.stages}
+        self._policy_type = PATH_POLICIES[policy]
+        self._policy = self._make_policy()
         self._queue: deque[_Waiting] = deque()
         self._leased: dict[LeaseId, PathLease] = {}
         self._next_lease = 1
-        self._replays: dict[RequestId, int] = {}
 
-    def _make_policy(self, name: str) -> PathPolicy:
-        return PATH_POLICIES[name](self._network, self._ledgers, self._high_water, self._rng)
+    def _make_policy(self) -> PathPolicy:
+        return self._policy_type(self._network, self.ledgers, self._high_water, self._rng)
 
     # --- what drivers may look at ---
-
-    @property
-    def ledgers(self) -> dict[str, StageLedger]:
-        """Ledgers by stage. To be read, not written."""
-        return self._ledgers
 
     @property
     def waiting(self) -> int:
@@ -108,12 +105,7 @@ class PathScheduler:
     @property
     def passable(self) -> bool:
         """True if the stages that are up hold all layers."""
-        return self._covers(lambda stage: self._ledgers[stage.name].up)
-
-    @property
-    def policy_name(self) -> str:
-        """Name of the policy in use."""
-        return self._policy.name
+        return self._covers(lambda stage: self.ledgers[stage.name].up)
 
     @property
     def reads_hops(self) -> bool:
@@ -121,8 +113,9 @@ class PathScheduler:
         return self._policy.reads_hops
 
     def kv_usage(self) -> float:
-        """Booked share of the KV cache of the fullest layer."""
-        return fullest_layer(self._ledgers.values(), self._network.layers)
+        """Booked share of the KV cache of the fullest layer (Helix's measure)."""
+        layers = kv_by_layer(self.ledgers.values(), self._network.layers)
+        return max((booked / total if total else 1.0) for booked, total in layers)
 
     # --- facts ---
 
@@ -132,7 +125,7 @@ class PathScheduler:
         if not self._fits(entry):
             return [self._too_long(entry)]
         if not self._queue and (lease := self._place(entry, now)) is not None:
-            return [PathDispatch(request.id, lease)]
+            return [lease]
         if self._queue_limit is not None and len(self._queue) >= self._queue_limit:
             detail = "Too many requests are waiting for a path."
             return [Reject(request.id, RejectReason.QUEUE_FULL, detail, retry_after_s=1.0)]
@@ -144,9 +137,6 @@ class PathScheduler:
         if lease.first_token_at is not None:
             return []
         lease.first_token_at = now
-        for hop in lease.hops:
-            self._ledgers[hop.stage].first_token(lease)
-        self._policy.first_token(lease, now)
         return self._flush(now) if self._queue else []
 
     def on_hop(self, sender: str, receiver: str, seconds: float) -> None:
@@ -161,72 +151,55 @@ class PathScheduler:
         """
         request, done = lease.request, self._release(lease, now)
         if outcome in _REPLAYED:
-            replays = self._replays.pop(request.id, 0) + 1
-            if replays > MOST_REPLAYS:
-                detail = "Every path of the request broke."
-                return [Reject(request.id, RejectReason.NO_RESPONSE, detail), *self._flush(now)]
-            self._replays[request.id] = replays
-            return self._requeue(request, done, now)
+            if lease.replays < MOST_REPLAYS:
+                return self._requeue(_Waiting(request, done, lease.replays + 1), now)
+            detail = "Every path of the request broke."
+            return [Reject(request.id, RejectReason.NO_RESPONSE, detail), *self._flush(now)]
         if outcome is Outcome.OK:
             self._predictor.observe(request, done)
-        self._replays.pop(request.id, None)
         return self._flush(now)
 
     def on_preempted(self, lease: PathLease, now: float) -> list[PathCommand]:
         """A stage took the KV blocks of a lease for an older one; the request goes first in the queue."""
-        return self._requeue(lease.request, self._release(lease, now), now)
+        return self._requeue(_Waiting(lease.request, self._release(lease, now), lease.replays), now)
 
-    def _requeue(self, request: Request, done_tokens: int, now: float) -> list[PathCommand]:
+    def _requeue(self, entry: _Waiting, now: float) -> list[PathCommand]:
         """Put a request first in the queue; turn it away if no path could ever hold what it has by now."""
-        self._queue.appendleft(_Waiting(request, done_tokens))
+        self._queue.appendleft(entry)
         return [*self._drop_misfits(), *self._flush(now)]
 
     def _release(self, lease: PathLease, now: float) -> int:
         """Give back what a lease booked; returns the tokens of the answer so far."""
         del self._leased[lease.id]
         for hop in lease.hops:
-            self._ledgers[hop.stage].release(lease)
-        lease.ended = True
+            self.ledgers[hop.stage].release(lease)
         self._policy.ended(lease, now)
         return lease.context_tokens - lease.request.prompt_tokens + lease.output_tokens
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[PathCommand]:
         """The client of a waiting request left. (With a lease, the driver ends the lease instead.)"""
-        self._replays.pop(request_id, None)
         self._queue = deque(entry for entry in self._queue if entry.request.id != request_id)
         return self._flush(now)
 
-    def on_stage(self, name: str, *, up: bool, now: float) -> list[PathCommand]:
-        """A stage was lost or came back. Leases that cross it end when the driver says so. Unknown names are
-        ignored.
-        """
-        ledger = self._ledgers.get(name)
-        if ledger is None:
-            return []
-        ledger.up = up
+    def on_stage_lost(self, name: str, now: float) -> list[PathCommand]:
+        """Use a stage no more. Leases that cross it end when the driver says so."""
+        self.ledgers[name].up = False
         return [*self._drop_misfits(), *self._flush(now)]
 
     def on_network(self, network: StageNetwork, now: float) -> list[PathCommand]:
-        """Stages came, went or changed. One that went or changed must have no lease; the ledgers of the
-        others stay.
-        """
+        """Stages came, went or changed: those had no lease. The ledgers of the others stay."""
         ledgers = {stage.name: StageLedger(stage) for stage in network.stages}
-        for name, ledger in self._ledgers.items():
+        for name, ledger in self.ledgers.items():
             kept = name in ledgers and ledgers[name].spec == ledger.spec
             assert kept or not ledger.leases, f"{name} went or changed with leases"
             if kept:
                 ledgers[name] = ledger
-        self._network, self._ledgers = network, ledgers
-        return [*self._drop_misfits(), *self.set_policy(self._policy.name, now)]
-
-    def set_policy(self, name: str, now: float) -> list[PathCommand]:
-        """Switch the policy; the ledger stays. Raises `KeyError` for an unknown name."""
-        self._policy = self._make_policy(name)
+        self._network, self.ledgers = network, ledgers
+        misfits = self._drop_misfits()
+        self._policy = self._make_policy()
         for lease in self._leased.values():
             self._policy.dispatched(lease)
-            if lease.first_token_at is not None:
-                self._policy.first_token(lease, lease.first_token_at)
-        return self._flush(now)
+        return [*misfits, *self._flush(now)]
 
     # --- inside ---
 
@@ -235,75 +208,60 @@ class PathScheduler:
         return self._covers(lambda stage: (entry.context_tokens + 1) * stage.layers <= stage.kv_token_layers)
 
     def _too_long(self, entry: _Waiting) -> Reject:
-        self._replays.pop(entry.request.id, None)
         detail = f"No path through the stages holds {entry.context_tokens} tokens."
         return Reject(entry.request.id, RejectReason.TOO_LONG, detail)
 
     def _drop_misfits(self) -> list[PathCommand]:
-        """Turn away those that wait and fit no path of the stages that there are, as they would hold up the
-        others. Without any path all wait.
+        """Turn away what fits no path of the stages that there are, and would hold up the others.
+
+        Without any path all wait.
         """
         if not self._queue or not self._covers(lambda stage: True):
             return []
-        waiting, self._queue = self._queue, deque()
-        misfits: list[PathCommand] = []
-        for entry in waiting:
-            if self._fits(entry):
-                self._queue.append(entry)
-            else:
-                misfits.append(self._too_long(entry))
-        return misfits
+        misfits = [entry for entry in self._queue if not self._fits(entry)]
+        self._queue = deque(entry for entry in self._queue if entry not in misfits)
+        return [self._too_long(entry) for entry in misfits]
 
     def _covers(self, usable: Callable[[StageSpec], bool]) -> bool:
         """True if usable stages can follow each other through all layers."""
-        reached, partial = {0}, self._network.partial_inference
-        for stage in sorted(self._network.stages, key=lambda stage: stage.end):
-            if usable(stage) and any(
-                at == stage.first or (partial and stage.first < at < stage.end) for at in reached
-            ):
+        network, reached = self._network, {0}
+        for stage in sorted(network.stages, key=lambda stage: stage.end):
+            if usable(stage) and any(network.enters(stage, at) for at in reached):
                 reached.add(stage.end)
-        return self._network.layers in reached
+        return network.layers in reached
 
     def _flush(self, now: float) -> list[PathCommand]:
         """Give paths to waiting requests, in order, until the first that finds none."""
         commands: list[PathCommand] = []
         while self._queue and (lease := self._place(self._queue[0], now)) is not None:
             self._queue.popleft()
-            commands.append(PathDispatch(lease.request.id, lease))
+            commands.append(lease)
         return commands
 
     def _place(self, entry: _Waiting, now: float) -> PathLease | None:
-        request = entry.request
-        context = entry.context_tokens
-        predicted = max(1.0, self._predictor.predict(request) - entry.done_tokens)
-        hops = self._policy.choose(PathContext(context, predicted, now))
+        predicted = max(1.0, self._predictor.predict(entry.request) - entry.done_tokens)
+        lease = PathLease(self._next_lease, entry.request, entry.context_tokens, predicted, now)
+        hops = self._policy.choose(lease)
         if hops is None:
             return None
-        lease = PathLease(
-            self._next_lease,
-            request,
-            hops,
-            context_tokens=context,
-            predicted_output=predicted,
-            dispatched_at=now,
-        )
+        lease.hops, lease.replays = hops, entry.replays
         self._next_lease += 1
         for hop in hops:
-            self._ledgers[hop.stage].acquire(lease, hop.layers)
+            self.ledgers[hop.stage].acquire(lease, hop.layers)
         self._leased[lease.id] = lease
         self._policy.dispatched(lease)
         return lease
 
     def check_integrity(self) -> None:
         """Assert that token-layers and requests are all accounted for and every path is whole."""
-        for ledger in self._ledgers.values():
+        for ledger in self.ledgers.values():
             ledger.check_integrity()
-        booked = sum(len(ledger.leases) for ledger in self._ledgers.values())
+        booked = sum(len(ledger.leases) for ledger in self.ledgers.values())
         assert booked == sum(len(lease.hops) for lease in self._leased.values())
         for lease in self._leased.values():
             at = 0
             for hop in lease.hops:
-                spec = self._ledgers[hop.stage].spec
+                spec = self.ledgers[hop.stage].spec
                 assert hop.first == at, f"{lease!r} goes on at layer {hop.first}, not {at}"
                 assert spec.first <= hop.first < hop.end <= spec.end, f"{lease!r} leaves {spec.name}"
                 at = hop.end
@@ -312,4 +270,3 @@ class PathScheduler:
         waiting = [entry.request.id for entry in self._queue]
         assert len(set(waiting)) == len(waiting), "a request waits twice"
         assert not leased & set(waiting), "a request waits and is leased"
-        assert self._replays.keys() <= leased | set(waiting), "a count of replays outlived its request"

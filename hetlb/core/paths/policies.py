@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final
 
 from hetlb.core.paths.path_ledger import PathLease, StageLedger
@@ -21,20 +19,6 @@ LEAST_FLOW_SHARE: Final = 0.05
 #: Swarm's estimate of a hop before one was measured (s), and the weight of a new measurement.
 SWARM_PRIOR_S: Final = 0.05
 SWARM_SMOOTHING: Final = 0.8
-
-
-@dataclass(frozen=True, slots=True)
-class PathContext:
-    """A request that needs a path: tokens of its first pass, output predicted, when."""
-
-    context_tokens: int
-    predicted_output: float
-    now: float
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens it is expected to hold in the end."""
-        return self.context_tokens + round(self.predicted_output)
 
 
 class PathPolicy:
@@ -58,6 +42,10 @@ class PathPolicy:
             after = [other.name for other in network.successors(stage)]
             self._next[stage.name] = [*after, SINK] if network.leads_out(stage) else after
         self._prune()
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Set up what the policy itself keeps."""
 
     def _prune(self) -> None:
         """Leave out stages from which no token comes out."""
@@ -67,16 +55,18 @@ class PathPolicy:
             for name, after in self._next.items():
                 self._next[name] = [other for other in after if other not in dead]
 
-    def choose(self, ctx: PathContext) -> tuple[Hop, ...] | None:
+    def choose(self, lease: PathLease) -> tuple[Hop, ...] | None:
         """The path for a request, None if there is none now."""
         blocked: set[str] = set()
         names: list[str] = []
         while True:
             sender = names[-1] if names else SOURCE
-            open_to = [name for name in self._next[sender] if name not in blocked and self._takes(name, ctx)]
+            open_to = [
+                name for name in self._next[sender] if name not in blocked and self._takes(name, lease)
+            ]
             if SINK in open_to:
                 return self._hops(names)
-            receiver = self._pick(sender, open_to, ctx) if open_to else None
+            receiver = self._pick(sender, open_to, lease) if open_to else None
             if receiver is not None:
                 names.append(receiver)
             elif names:
@@ -84,11 +74,8 @@ class PathPolicy:
             else:
                 return None
 
-    def _takes(self, name: str, ctx: PathContext) -> bool:
-        if name == SINK:
-            return True
-        ledger = self._ledgers[name]
-        return ledger.up and ledger.has_room(ctx.context_tokens, ctx.kv_tokens, self._high_water)
+    def _takes(self, name: str, lease: PathLease) -> bool:
+        return name == SINK or self._ledgers[name].takes(lease, self._high_water)
 
     def _hops(self, names: Sequence[str]) -> tuple[Hop, ...]:
         at, hops = 0, []
@@ -98,15 +85,12 @@ class PathPolicy:
             at = end
         return tuple(hops)
 
-    def _pick(self, sender: str, receivers: Sequence[str], ctx: PathContext) -> str | None:
+    def _pick(self, sender: str, receivers: Sequence[str], lease: PathLease) -> str | None:
         """One of the stages that may follow, None if the policy uses none of them."""
         raise NotImplementedError
 
     def dispatched(self, lease: PathLease) -> None:
         """A path was booked."""
-
-    def first_token(self, lease: PathLease, now: float) -> None:
-        """The first pass came out."""
 
     def ended(self, lease: PathLease, now: float) -> None:
         """A lease ended."""
@@ -120,7 +104,7 @@ class RandomPaths(PathPolicy):
 
     name = "random"
 
-    def _pick(self, sender: str, receivers: Sequence[str], ctx: PathContext) -> str:
+    def _pick(self, sender: str, receivers: Sequence[str], lease: PathLease) -> str:
         return self._rng.choice(receivers)
 
 
@@ -132,10 +116,7 @@ class FixedPipelines(PathPolicy):
 
     name = "round-robin"
 
-    def __init__(
-        self, network: StageNetwork, ledgers: Mapping[str, StageLedger], high_water: float, rng: random.Random
-    ) -> None:
-        super().__init__(network, ledgers, high_water, rng)
+    def _prepare(self) -> None:
         self._pipelines: list[tuple[str, ...]] = []
         used: set[str] = set()
         while (names := self._unused_pipeline(SOURCE, used)) is not None:
@@ -154,12 +135,12 @@ class FixedPipelines(PathPolicy):
                 used.add(name)
         return None
 
-    def choose(self, ctx: PathContext) -> tuple[Hop, ...] | None:
+    def choose(self, lease: PathLease) -> tuple[Hop, ...] | None:
         """The next pipeline in turn that has room on all stages."""
         count = len(self._pipelines)
         for step in range(count):
             names = self._pipelines[(self._turn + step) % count]
-            if all(self._takes(name, ctx) for name in names):
+            if all(self._takes(name, lease) for name in names):
                 return self._hops(names)
         return None
 
@@ -174,62 +155,50 @@ class ShortestQueue(PathPolicy):
 
     name = "shortest-queue"
 
-    def _pick(self, sender: str, receivers: Sequence[str], ctx: PathContext) -> str:
+    def _pick(self, sender: str, receivers: Sequence[str], lease: PathLease) -> str:
         return min(receivers, key=lambda name: self._ledgers[name].in_flight)
 
 
 class WeightedRoundRobin(PathPolicy):
-    """Helix's interleaved weighted round robin (ASPLOS 2025, section 5.1): every sender follows the flow's
-    shares.
+    """Helix's interleaved weighted round robin over the shares of a flow (ASPLOS 2025, section 5.1).
 
-    The receiver with the least (tokens sent + tokens of this request) / flow is next. The tokens of a
-    request are its first pass and its output: as predicted when it is dispatched, corrected to what came
-    when it ends.
+    The receiver with the least (tokens sent + tokens of this request) / flow is next; the output of a request
+    is as predicted until it ends.
     """
 
     name = "iwrr"
 
-    def __init__(
-        self, network: StageNetwork, ledgers: Mapping[str, StageLedger], high_water: float, rng: random.Random
-    ) -> None:
-        super().__init__(network, ledgers, high_water, rng)
+    def _prepare(self) -> None:
         totals: dict[str, float] = {}
-        for (sender, _), rate in network.flows.items():
+        for (sender, _), rate in self._network.flows.items():
             totals[sender] = totals.get(sender, 0.0) + rate
         self._flows = {
             edge: rate
-            for edge, rate in network.flows.items()
+            for edge, rate in self._network.flows.items()
             if rate >= LEAST_FLOW_SHARE * totals[edge[0]] > 0.0
         }
         self._sent: dict[Edge, float] = dict.fromkeys(self._flows, 0.0)
-        self._counted: dict[int, float] = {}
 
-    def _pick(self, sender: str, receivers: Sequence[str], ctx: PathContext) -> str | None:
-        flows, sent = self._flows, self._sent
-        tokens = ctx.context_tokens
+    def _pick(self, sender: str, receivers: Sequence[str], lease: PathLease) -> str | None:
+        flows, sent, tokens = self._flows, self._sent, lease.context_tokens
         used = [name for name in receivers if (sender, name) in flows]
-        if not used:
-            return None
-        return min(used, key=lambda name: (sent[sender, name] + tokens) / flows[sender, name])
+        return min(used, key=lambda name: (sent[sender, name] + tokens) / flows[sender, name], default=None)
 
     def _count(self, lease: PathLease, tokens: float) -> None:
-        names = [SOURCE, *(hop.stage for hop in lease.hops), SINK]
-        for edge in pairwise(names):
+        for edge in lease.edges:
             if edge in self._sent:
                 self._sent[edge] += tokens
 
     def dispatched(self, lease: PathLease) -> None:
-        tokens = lease.context_tokens + lease.predicted_output
-        self._counted[lease.id] = tokens
-        self._count(lease, tokens)
+        self._count(lease, lease.context_tokens + lease.predicted_output)
 
     def ended(self, lease: PathLease, now: float) -> None:
-        self._count(lease, lease.context_tokens + lease.output_tokens - self._counted.pop(lease.id))
+        counted = lease.context_tokens + lease.predicted_output
+        self._count(lease, lease.context_tokens + lease.output_tokens - counted)
 
 
 class Swarm(PathPolicy):
-    """SWARM's stochastic wiring (Ryabinin et al., ICML 2023, appendix C): each sender's receivers by
-    measured time.
+    """SWARM's stochastic wiring (Ryabinin et al., ICML 2023, appendix C).
 
     A receiver's priority grows by its smoothed hop time whenever it is chosen; the lowest is next.
     """
@@ -237,22 +206,17 @@ class Swarm(PathPolicy):
     name = "swarm"
     reads_hops = True
 
-    def __init__(
-        self, network: StageNetwork, ledgers: Mapping[str, StageLedger], high_water: float, rng: random.Random
-    ) -> None:
-        super().__init__(network, ledgers, high_water, rng)
+    def _prepare(self) -> None:
         edges = [(sender, name) for sender, after in self._next.items() for name in after]
         self._hop_s: dict[Edge, float] = dict.fromkeys(edges, SWARM_PRIOR_S)
         self._priority: dict[Edge, float] = dict.fromkeys(edges, SWARM_PRIOR_S)
 
-    def _pick(self, sender: str, receivers: Sequence[str], ctx: PathContext) -> str:
+    def _pick(self, sender: str, receivers: Sequence[str], lease: PathLease) -> str:
         return min(receivers, key=lambda name: self._priority[sender, name])
 
     def dispatched(self, lease: PathLease) -> None:
-        sender = SOURCE
-        for hop in lease.hops:
-            self._priority[sender, hop.stage] += self._hop_s[sender, hop.stage]
-            sender = hop.stage
+        for edge in lease.edges[:-1]:
+            self._priority[edge] += self._hop_s[edge]
 
     def hop_took(self, sender: str, receiver: str, seconds: float) -> None:
         edge = (sender, receiver)

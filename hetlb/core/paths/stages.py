@@ -23,9 +23,7 @@ Edge: TypeAlias = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A piecewise linear function through points with ascending x, continued with the slope of the last
-    piece.
-    """
+    """A piecewise linear function through points with ascending x; the last piece goes on."""
 
     xs: tuple[float, ...]
     ys: tuple[float, ...]
@@ -48,17 +46,16 @@ class Curve:
 
 
 def decode_curve(points: Sequence[tuple[float, float]]) -> Curve:
-    """The curve of measured decode times (requests, seconds). The stage model counts a single decode twice
-    (Helix's rule), so half of its time is taken.
+    """The curve of measured decode times (requests, seconds).
+
+    The stage model counts a single decode twice (Helix's rule), so half of its time is taken.
     """
     return Curve(tuple(x for x, _ in points), tuple(y / 2.0 if x == 1 else y for x, y in points))
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Most that one batch of a stage may hold: prompts, their tokens, decoding requests, their cached
-    tokens.
-    """
+    """Most that one batch of a stage may hold: prompts, their tokens, decodes, their cached tokens."""
 
     prompts: int
     prompt_tokens: int
@@ -128,21 +125,18 @@ class StageNetwork:
     flows: Mapping[Edge, float] = field(default_factory=dict)
 
     def successors(self, stage: StageSpec | None) -> tuple[StageSpec, ...]:
-        """Stages that may compute the layers behind those of `stage` (None: the source) and are linked to
-        it.
-        """
+        """Stages linked to `stage` (None: the source) that may compute the layers behind its own."""
         at = 0 if stage is None else stage.end
         sender = SOURCE if stage is None else stage.name
         return tuple(
             other
             for other in self.stages
-            if other is not stage and (sender, other.name) in self.links and self._continues(other, at)
+            if other is not stage and (sender, other.name) in self.links and self.enters(other, at)
         )
 
-    def _continues(self, stage: StageSpec, at: int) -> bool:
-        if stage.first == at:
-            return True
-        return self.partial_inference and at > 0 and stage.first < at < stage.end
+    def enters(self, stage: StageSpec, at: int) -> bool:
+        """True if a path that has computed the layers below `at` may go on with this stage."""
+        return stage.first == at or (self.partial_inference and stage.first < at < stage.end)
 
     def leads_out(self, stage: StageSpec) -> bool:
         """True if tokens come out behind `stage`."""

@@ -1,8 +1,7 @@
 """Base of every policy: the context of a decision, the paper's terms, the decision.
 
-A policy sees only instances that can take the request (the scheduler has filtered), the lowest
-score wins and ties go to the first in file order. Choosing reads and changes nothing but the policy's random
-draws; `committed` is told what was chosen.
+A policy sees only instances that can take the request, the lowest score wins and ties go to the first in file
+order. Choosing changes nothing but the policy's random draws; `committed` is told what was chosen.
 """
 
 from __future__ import annotations
@@ -25,30 +24,13 @@ from hetlb.core.prefix_index import Held
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import Candidate, Request, Role, pair_name
 
-
-def _power(t_s: float, u: float, theta: float) -> float:
-    return t_s * math.pow(theta, u)
-
-
-def _exp(t_s: float, u: float, theta: float) -> float:
-    return t_s * math.exp(theta * u)
-
-
-def _linear(t_s: float, u: float, theta: float) -> float:
-    return t_s * (1.0 + theta * u)
-
-
-def _sum(t_s: float, u: float, theta: float) -> float:
-    return t_s + theta * u
-
-
-#: The forms of the paper's eq. 7, which joins processing time, KV utilisation and a constant. No copy at
-#: hand prints the formula, so none of them is called the paper's own; `power` is the default.
-COMBINE_FORMS: dict[str, Callable[[float, float, float], float]] = {
-    "power": _power,
-    "exp": _exp,
-    "linear": _linear,
-    "sum": _sum,
+#: The forms of the paper's eq. 7, which joins processing time T, KV utilisation u and a constant. No copy at
+#: hand prints the formula, so none of them is called the paper's own.
+COMBINE_FORMS: Final[dict[str, Callable[[float, float, float], float]]] = {
+    "power": lambda t_s, u, theta: t_s * math.pow(theta, u),
+    "exp": lambda t_s, u, theta: t_s * math.exp(theta * u),
+    "linear": lambda t_s, u, theta: t_s * (1.0 + theta * u),
+    "sum": lambda t_s, u, theta: t_s + theta * u,
 }
 
 #: A workload is kept below this many seconds: far beyond any real one, and its nanoseconds still add up.
@@ -69,11 +51,7 @@ class PlannedShares(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class PolicyParams(PickleByFields):
-    """Parameters under `policy:` of the fleet file: `shares` of `planned`.
-
-    `adapter_load_s` is the time in which an engine loads a LoRA adapter that is in none of its slots;
-    `weights` are those of terms of `hetlb` that differ from the default.
-    """
+    """Parameters under `policy:` of the fleet file; `shares` are for `planned`, `weights` for `hetlb`."""
 
     theta: float = 2.0
     combine: str = "power"
@@ -137,23 +115,14 @@ def paper_work(ctx: SchedulingContext, instance: Instance) -> tuple[int, float, 
 class SchedulingContext:
     """Context of one decision: the request, the time, and what else is asked for.
 
-    `waiting` is the size (see `core.demand`) of the other requests in the queue for the same model. `held` is
-    what prefix caches have of its prompt, None where none has any.
-    `availabilities` give for each instance `core.throttle.NORMAL`, `DEPRIORITISED` or `BLOCKED`, and why, for
-    policies that hold back; None where all are normal.
+    `waiting` is the size of the other requests in the queue for the same model. `held` is what prefix caches
+    have of its prompt. `availabilities` give for each instance that of `core.throttle`, and why, for policies
+    that hold back; None where all are normal.
     """
 
     __slots__ = (
-        "adapter_load_s",
-        "availabilities",
-        "demand",
-        "held",
-        "long_output",
-        "now",
-        "predicted_output",
-        "request",
-        "waited_s",
-        "waiting",
+        "adapter_load_s", "availabilities", "demand", "held", "long_output", "mean_prefill", "now",
+        "predicted_output", "request", "waited_s", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -172,6 +141,8 @@ class SchedulingContext:
         self.long_output = long_output
         self.waiting = waiting
         self.demand = demand
+        #: Tokens to compute of the mean prompt when this was made.
+        self.mean_prefill = demand.mix.prefill
         self.now = now
         self.held = held
         self.availabilities = availabilities
@@ -183,11 +154,7 @@ class SchedulingContext:
 
 @mypyc_attr(acyclic=True, free_list_len=1)
 class Choice:
-    """Choice of a policy: the index of the instance, the seconds of work to book, the forecast there.
-
-    `candidates` makes every instance's terms, in order, from figures kept at the time: most decisions are
-    never looked at.
-    """
+    """Index of the instance, seconds of work to book, forecast; `candidates` are made on demand."""
 
     __slots__ = ("candidates", "forecast", "index", "work_s")
 
@@ -205,7 +172,7 @@ class Choice:
 OWN_PREFILL_TOKENS: Final = 256
 
 
-@mypyc_attr(acyclic=True)
+@dataclass(frozen=True, slots=True)
 class SplitChoice:
     """Instances of the prefill and of the decode of a request that may be split, by index.
 
@@ -215,33 +182,15 @@ class SplitChoice:
     `candidates` are those of all instances, and of pairs behind them.
     """
 
-    __slots__ = (
-        "candidates", "decode", "decode_end_s", "decode_first_s", "decode_work_s", "first_s", "forecast",
-        "prefill", "work_s",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        prefill: int,
-        decode: int,
-        work_s: float,
-        candidates: Callable[[], list[Candidate]],
-        *,
-        decode_work_s: float = 0.0,
-        first_s: float = 0.0,
-        decode_first_s: float = 0.0,
-        decode_end_s: float = 0.0,
-        forecast: Forecast | None = None,
-    ) -> None:
-        self.prefill = prefill
-        self.decode = decode
-        self.work_s = work_s
-        self.candidates = candidates
-        self.decode_work_s = decode_work_s
-        self.first_s = first_s
-        self.decode_first_s = decode_first_s
-        self.decode_end_s = decode_end_s
-        self.forecast = forecast
+    prefill: int
+    decode: int
+    work_s: float
+    candidates: Callable[[], list[Candidate]]
+    decode_work_s: float = 0.0
+    first_s: float = 0.0
+    decode_first_s: float = 0.0
+    decode_end_s: float = 0.0
+    forecast: Forecast | None = None
 
 
 def whole_choice(index: int, choice: Choice) -> SplitChoice:
@@ -287,7 +236,7 @@ def forecast(ctx: SchedulingContext, instance: Instance) -> Forecast:
 
 def prompts_per_s(ctx: SchedulingContext, seen: Occupancy) -> float:
     """Mean prompts that each engine of an instance prefilled per second lately."""
-    return seen.prefilling.per_s(ctx.now) / (seen.load.engines * max(1.0, ctx.demand.mix.prefill))
+    return seen.prefilling.per_s(ctx.now) / (seen.load.engines * max(1.0, ctx.mean_prefill))
 
 
 def cached_at(ctx: SchedulingContext, instance: Instance) -> int:
@@ -317,8 +266,6 @@ class Policy:
     def __init__(self, params: PolicyParams, rng: random.Random) -> None:
         self.params = params
         self._rng = rng
-        #: True if its choices depend on earlier ones: `committed` is called for each.
-        self.remembers: bool = type(self).committed is not Policy.committed
 
     def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice | None:
         """The eligible candidate with the lowest score, the first of several; None for none now."""
@@ -326,7 +273,7 @@ class Policy:
         index = best(candidates)
         if index is None:
             return None
-        # Booked under every policy: the ledger stays meaningful when the policy is switched.
+        # The ledger stays meaningful when the policy is switched.
         workload = candidates[index].workload
         if workload is None:
             request, predicted = ctx.request, ctx.predicted_output
@@ -336,10 +283,7 @@ class Policy:
     def choose_split(
         self, ctx: SchedulingContext, instances: Sequence[Instance], transfers: TransferTimes, mixed: bool
     ) -> SplitChoice | None:
-        """Instances for a request that may be split, None for none now. `mixed`: all have the role `both`.
-
-        A policy that does not weigh transfers splits only where no instance takes whole requests.
-        """
+        """Instances for a request that may be split, None for none now; `mixed`: all have the role `both`."""
         whole = [i for i, instance in enumerate(instances) if instance.spec.role is Role.BOTH]
         if whole:
             found = self.choose(ctx, [instances[i] for i in whole])
@@ -360,13 +304,14 @@ class Policy:
 
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
         """One candidate per instance, in their order; an infinite score is never chosen."""
+        return [self.rate(ctx, each) for each in instances]
+
+    def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
+        """Candidate of one instance, for policies that look at each by itself."""
         raise NotImplementedError
 
     def committed(self, ctx: SchedulingContext, chosen: Instance, instances: Sequence[Instance]) -> None:
         """`chosen` out of `instances` got the request."""
-
-    def _draw_two(self, count: int) -> set[int]:
-        return set(self._rng.sample(range(count), 2)) if count > 2 else set(range(count))
 
 
 def best(candidates: Sequence[Candidate]) -> int | None:

@@ -1,7 +1,4 @@
-"""Policies to compare with, a small class each.
-
-Everything a policy decides by is in the `Candidate` it returns.
-"""
+"""Policies to compare with, a small class each."""
 
 from __future__ import annotations
 
@@ -14,13 +11,7 @@ from typing import ClassVar, Final
 
 from hetlb.core.instance import Instance
 from hetlb.core.occupancy import SIGNAL_STALE_S
-from hetlb.core.policies.base import (
-    Policy,
-    PolicyParams,
-    SchedulingContext,
-    cached_at,
-    paper_terms,
-)
+from hetlb.core.policies.base import Policy, PolicyParams, SchedulingContext, cached_at, paper_terms
 from hetlb.core.types import Candidate, Request
 
 NOT_DRAWN: Final = "not drawn"
@@ -64,11 +55,8 @@ class SmoothWeightedRoundRobin(Policy):
         super().__init__(params, rng)
         self._current: dict[str, float] = {}
 
-    def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
-        return [
-            Candidate(instance.name, -(self._current.get(instance.name, 0.0) + instance.spec.weight))
-            for instance in instances
-        ]
+    def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
+        return Candidate(instance.name, -(self._current.get(instance.name, 0.0) + instance.spec.weight))
 
     def committed(self, ctx: SchedulingContext, chosen: Instance, instances: Sequence[Instance]) -> None:
         for instance in instances:
@@ -84,10 +72,8 @@ class Random(Policy):
 
     name = "random"
 
-    def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
-        return [
-            Candidate(instance.name, self._rng.expovariate(instance.spec.weight)) for instance in instances
-        ]
+    def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
+        return Candidate(instance.name, self._rng.expovariate(instance.spec.weight))
 
 
 class LeastRequests(Policy):
@@ -95,22 +81,21 @@ class LeastRequests(Policy):
 
     name = "least-requests"
 
-    def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
-        return [Candidate(instance.name, float(instance.in_flight)) for instance in instances]
+    def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
+        return Candidate(instance.name, float(instance.in_flight))
 
 
-class PowerOfTwoChoices(Policy):
+class PowerOfTwoChoices(LeastRequests):
     """`p2c`: two drawn at random, the one with fewer requests in flight."""
 
     name = "p2c"
 
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
-        drawn = self._draw_two(len(instances))
+        count = len(instances)
+        drawn = set(self._rng.sample(range(count), 2)) if count > 2 else set(range(count))
         return [
-            Candidate(instance.name, float(instance.in_flight))
-            if i in drawn
-            else Candidate(instance.name, math.inf, reason=NOT_DRAWN)
-            for i, instance in enumerate(instances)
+            self.rate(ctx, each) if i in drawn else Candidate(each.name, math.inf, reason=NOT_DRAWN)
+            for i, each in enumerate(instances)
         ]
 
 
@@ -127,30 +112,18 @@ class LeastKv(Policy):
 
     name = "least-kv"
 
-    def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
-        return [
-            Candidate(
-                instance.name,
-                kv_used_tokens(instance, ctx.now) - instance.kv_cache_tokens,
-                kv_utilization=instance.kv_utilization,
-            )
-            for instance in instances
-        ]
+    def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
+        free = instance.kv_cache_tokens - kv_used_tokens(instance, ctx.now)
+        return Candidate(instance.name, -free, kv_utilization=instance.kv_utilization)
 
 
-class PeakEwmaChoice(Policy):
+class PeakEwmaChoice(PowerOfTwoChoices):
     """`peak-ewma`: Linkerd's balancer, the cheaper of two drawn by peak EWMA times (in flight + 1)."""
 
     name = "peak-ewma"
 
-    def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
-        drawn = self._draw_two(len(instances))
-        return [
-            Candidate(instance.name, instance.peak_ewma.estimate_s(ctx.now) * (instance.in_flight + 1))
-            if i in drawn
-            else Candidate(instance.name, math.inf, reason=NOT_DRAWN)
-            for i, instance in enumerate(instances)
-        ]
+    def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
+        return Candidate(instance.name, instance.peak_ewma.estimate_s(ctx.now) * (instance.in_flight + 1))
 
 
 class Single(Policy):
@@ -168,11 +141,9 @@ class Paper(Policy):
     name = "paper"
     _fixed_processing_s: ClassVar[float | None] = None
 
-    def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
-        params, fixed = self.params, self._fixed_processing_s
-        return [
-            paper_terms(instance, ctx.request, ctx.predicted_output, params, fixed) for instance in instances
-        ]
+    def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
+        fixed_s = self._fixed_processing_s
+        return paper_terms(instance, ctx.request, ctx.predicted_output, self.params, fixed_s)
 
 
 class PaperMemory(Paper):
@@ -183,32 +154,27 @@ class PaperMemory(Paper):
 
 
 class LMetric(Policy):
-    """`lmetric`: the least product of prompt tokens to be computed there and batch, both with the request.
+    """`lmetric`: least product of uncached prompt tokens to be computed there and batch, with the request.
 
     Source: Zhang et al., "LMetric: Simple is Better", arXiv 2603.15202, 2026.
     """
 
     name = "lmetric"
 
-    def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
-        return [Candidate(each.name, _product(ctx, each)) for each in instances]
+    def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
+        sequences = ctx.request.sequences
+        own = sequences * max(1, ctx.request.prompt_tokens - cached_at(ctx, instance))
+        batch = instance.unfinished_sequences + sequences
+        return Candidate(instance.name, float(instance.pending_prompt_tokens + own) * batch)
 
 
-class LMetricBySpeed(Policy):
+class LMetricBySpeed(LMetric):
     """`lmetric-speed`: the product of `lmetric` over the speed of the instance at the mean request."""
 
     name = "lmetric-speed"
 
-    def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
-        mix = ctx.demand.mix
-        return [Candidate(each.name, _product(ctx, each) / mix.speed(each)) for each in instances]
-
-
-def _product(ctx: SchedulingContext, instance: Instance) -> float:
-    """Prompt tokens to be computed, the cached ones left out, times sequences."""
-    sequences = ctx.request.sequences
-    own = sequences * max(1, ctx.request.prompt_tokens - cached_at(ctx, instance))
-    return float(instance.pending_prompt_tokens + own) * (instance.unfinished_sequences + sequences)
+    def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
+        return Candidate(instance.name, super().rate(ctx, instance).score / ctx.demand.mix.speed(instance))
 
 
 class PrefixMatch(Policy):
@@ -261,7 +227,7 @@ class PrefixMatch(Policy):
             sent.popitem(last=False)
 
 
-class SessionAffinity(Policy):
+class SessionAffinity(LeastRequests):
     """`session`: the instance of a session, by weighted rendezvous hashing; without one the fewest requests.
 
     A session moves only when its instance is away. Source: Schindelhauer and Schomaker, "Weighted
@@ -270,11 +236,11 @@ class SessionAffinity(Policy):
 
     name = "session"
 
-    def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
+    def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
         for name, _ in ctx.request.prefix_keys:
             if name.startswith(_SESSION):
-                return [Candidate(each.name, _distance(name, each)) for each in instances]
-        return [Candidate(each.name, float(each.in_flight)) for each in instances]
+                return Candidate(instance.name, _distance(name, instance))
+        return super().rate(ctx, instance)
 
 
 def _distance(session: str, instance: Instance) -> float:

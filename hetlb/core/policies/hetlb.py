@@ -7,8 +7,7 @@
    how much all is done later. The least wins, the first in file order of equals.
 3. Hold: a slower instance is passed over where the score of a faster one that is full is better, the wait
    until the faster ones are done with all that waits included: a slow-server threshold (Lin, Kumar, Optimal
-   control of a queueing system with two heterogeneous servers, 1984). A request with targets waits for a full
-   instance that can meet them while those with room cannot.
+   control of a queueing system with two heterogeneous servers, 1984).
 
 Scoring reads and changes nothing.
 """
@@ -24,7 +23,6 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.core.demand import size_of
 from hetlb.core.forecast import Forecast
-from hetlb.core.forecast_errors import normal_quantile
 from hetlb.core.instance import Instance
 from hetlb.core.occupancy import Occupancy
 from hetlb.core.policies.base import (
@@ -37,6 +35,13 @@ from hetlb.core.policies.base import (
     credit_at,
     paper_work,
     prompts_per_s,
+)
+from hetlb.core.policies.targets import (
+    leaves_room,
+    lost_by_others_s,
+    probability_of_miss,
+    shares_of_targets,
+    stake_s,
 )
 from hetlb.core.throttle import BLOCKED, DEPRIORITISED, NORMAL
 from hetlb.core.transfer import TransferTimes
@@ -57,7 +62,6 @@ NO_MEMORY: Final = 2
 HELD: Final = 3
 RESTRAINED: Final = 4
 KEPT_FREE: Final = 5
-MISSES: Final = 6
 
 
 class Term(NamedTuple):
@@ -86,12 +90,11 @@ TERMS: Final = (
 class Rating(Forecast):
     """Forecast for the request on one instance, and its score.
 
-    `miss` is the probability that a target of its own is missed. `limit`: the score above which it is passed
-    over. `last`: to be taken only if no other can.
+    `limit`: the score above which it is passed over. `last`: to be taken only if no other can.
     """
 
     __slots__ = (
-        "adapter_s", "finish_s", "index", "last", "limit", "loss_s", "miss", "own_s", "score", "shared_s",
+        "adapter_s", "finish_s", "index", "last", "limit", "loss_s", "own_s", "score", "shared_s",
         "state",
     )  # fmt: skip
 
@@ -104,13 +107,7 @@ class Rating(Forecast):
     finish_s: float
     shared_s: float
     loss_s: float
-    miss: float
     limit: float
-
-    @property
-    def has_room(self) -> bool:
-        """True if the request can go there now."""
-        return self.state == ROOM
 
 
 @mypyc_attr(acyclic=True, free_list_len=1)
@@ -122,16 +119,12 @@ class Evaluation:
     """
 
     __slots__ = (
-        "_booked", "_ctx", "_done_s", "_half_grown", "_kept", "_least", "_limits", "_output", "_prompt",
-        "_prompts", "_seen", "_states", "fleet", "instances", "weights",
+        "_booked", "_ctx", "_done_s", "_half_grown", "_kept", "_least", "_limits", "_mean_size", "_output",
+        "_prompt", "_prompts", "_seen", "_states", "fleet", "instances", "weights",
     )  # fmt: skip
 
     def __init__(
-        self,
-        ctx: SchedulingContext,
-        instances: Sequence[Instance],
-        weights: tuple[float, ...],
-        hold: bool = True,
+        self, ctx: SchedulingContext, instances: Sequence[Instance], weights: tuple[float, ...], hold: bool
     ) -> None:
         """Look at `instances`. Without `hold` none is passed over."""
         mix, request = ctx.demand.mix, ctx.request
@@ -154,19 +147,21 @@ class Evaluation:
         self._booked = prompts * self._prompt + sequences * self._output / 2.0
         #: Tokens that an answer of the mean request has, half-grown.
         self._half_grown = mix.output / 2.0
+        self._mean_size = mix.size
         self._seen: list[Occupancy] = []
         self._states: list[int] = []
         self._kept: list[Rating | None] = [None] * len(members)
         #: Once no more requests come, for each the seconds until the faster ones are done with what waits.
         self._done_s: list[float] | None = None
         #: Each is passed over above this score: that of a faster one that is full, the wait for it included.
-        self._limits: list[float] | None = None
-        for each in members:
+        self._limits = [math.inf] * len(members)
+        for i, each in enumerate(members):
             seen = each.occupancy
+            state = ROOM if seen.empty else self._room(each, seen)
+            if ctx.availabilities is not None and ctx.availabilities[i][0] == BLOCKED and state == ROOM:
+                state = RESTRAINED
             self._seen.append(seen)
-            self._states.append(ROOM if seen.empty else self._room(each, seen))
-        if ctx.availabilities is not None:
-            self._heed(ctx.availabilities)
+            self._states.append(state)
         self._least = self._least_scores()
         holds = hold and len(members) > 1
         if holds:
@@ -174,8 +169,6 @@ class Evaluation:
         if service.background or ctx.demand.protected.count > 0 or ctx.adapter_load_s > 0.0:
             self._rate_all()  # errors and slots, which these go by, may have changed by then
         if holds:
-            if service.stated:
-                self._wait_for_targets()
             self._hold()
 
     @property
@@ -241,14 +234,10 @@ class Evaluation:
             found.append(least * _ROUNDING)
         return found
 
-    def _uncached(self, index: int) -> float:
-        """Tokens of the prompt that an instance is to compute."""
-        new = self._prompt - cached_at(self._ctx, self.instances[index])
-        return new if new > 1.0 else 1.0
-
     def _paid(self, index: int) -> float:
-        """Tokens of those that count: others that share the beginning of the prompt pay for the rest."""
-        new = self._uncached(index) - credit_at(self._ctx, self.instances[index])
+        """Tokens of the prompt to compute there; others that share its beginning pay for their part."""
+        instance = self.instances[index]
+        new = self._prompt - cached_at(self._ctx, instance) - credit_at(self._ctx, instance)
         return new if new > 1.0 else 1.0
 
     def _rating(self, index: int) -> Rating:
@@ -267,7 +256,7 @@ class Evaluation:
         each.index = index
         each.last = ctx.availabilities is not None and ctx.availabilities[index][0] == DEPRIORITISED
         each.own_s = each.first_token_s + self._output * each.with_s
-        each.limit = each.adapter_s = each.loss_s = each.miss = each.finish_s = 0.0
+        each.adapter_s = each.loss_s = each.finish_s = 0.0
         credit = credit_at(ctx, instance)
         each.shared_s = self._first_token_s(each, cached + credit) - each.first_token_s if credit else 0.0
         adapters = instance.adapters
@@ -275,10 +264,9 @@ class Evaluation:
             wait_s = self._half_grown * seen.now_s
             each.adapter_s = adapters.cost_s(ctx.request.model, ctx.adapter_load_s, wait_s)
         if service.stated:
-            each.miss = self._miss(each, instance)
-            each.loss_s = each.miss * self._stake_s(each)
+            each.loss_s = probability_of_miss(ctx, each, instance.errors) * stake_s(ctx, each)
         if instance.stated_sequences:
-            each.loss_s += self._lost_by_others_s(each, instance)
+            each.loss_s += lost_by_others_s(ctx, each, instance)
         if self._done_s is not None:
             each.finish_s = max(0.0, self._busy_s(each) - self._done_s[index])
         each.score = (
@@ -303,25 +291,28 @@ class Evaluation:
     def _judge(self, each: Rating) -> None:
         """Set the state of an instance rated in full."""
         each.state = self._states[each.index]
-        if self._limits is not None:
-            each.limit = self._limits[each.index]
-            if each.state == ROOM and each.limit < each.score:
-                each.state = HELD
+        each.limit = self._limits[each.index]
+        if each.state == ROOM and each.limit < each.score:
+            each.state = HELD
 
     def _rate_all(self) -> None:
         """Rate all, and keep what requests with targets need free of the background."""
-        for each in self.ratings:
-            if each.state == ROOM and self._ctx.request.service.background and not self._leaves_room(each):
-                each.state = self._states[each.index] = KEPT_FREE
-
-    # --- filter ---
+        ctx, ratings = self._ctx, self.ratings
+        if not ctx.request.service.background:
+            return
+        shares = shares_of_targets(ctx.demand.protected, self.instances, self.fleet.costs)
+        for each, instance, share in zip(ratings, self.instances, shares, strict=True):
+            if each.state == ROOM:
+                used = self._used_tokens(instance, each.seen, self._ending(each.seen))
+                if not leaves_room(ctx, each, instance, used, share):
+                    each.state = self._states[each.index] = KEPT_FREE
 
     def _room(self, instance: Instance, seen: Occupancy) -> int:
         """Room for the request beside others: a slot, and KV cache for what of it is not there."""
         ending = self._ending(seen)
         if seen.running - ending >= seen.load.all_slots:
             return NO_SLOT
-        if not instance.tried and seen.running >= instance.untried_sequences(self._ctx.now):
+        if not instance.explored and seen.running >= instance.explored_sequences(self._ctx.now):
             return NO_SLOT
         return NO_MEMORY if self._used_tokens(instance, seen, ending) > seen.load.kv_cache_tokens else ROOM
 
@@ -337,116 +328,12 @@ class Evaluation:
             used -= self._prompts * cached_at(ctx, instance)
         return used - ending * (ctx.demand.mix.booked + self._half_grown) if ending > 0.0 else used
 
-    def _leaves_room(self, each: Rating) -> bool:
-        """True if requests with targets will still meet them there beside this one of the background.
-
-        They are taken to come to the instances that can meet their targets as fast as these are, and to be as
-        many at once as all but a share of 1 - attainment of Poisson arrivals make. Forecasts count at the
-        quantile of their errors at that attainment.
-        """
-        instance, seen = self.instances[each.index], each.seen
-        demand, load, latency = self._ctx.demand, each.load, each.load.latency
-        protected, now = demand.protected, self._ctx.now
-        rate = protected.rate(now)
-        # None is expected while this one runs.
-        if not instance.stated_sequences and rate * each.end_s < 1.0 - protected.attainment:
-            return True
-        slow = instance.errors.step.quantile(protected.attainment)
-        late = instance.errors.first_token.quantile(protected.attainment)
-        context = protected.prompt + protected.output / 2.0
-        speed = 0.0
-        for other, cost in zip(self.instances, self.fleet.costs, strict=True):
-            if other.latency.step_s(1.0, context) <= protected.tpot_s:
-                speed += cost.speed
-        if latency.step_s(1.0, context) * slow > protected.tpot_s or speed <= 0.0:
-            return True  # no request with targets is served here in time
-        rate *= self.fleet.costs[each.index].speed / speed / load.engines
-        z = normal_quantile(protected.attainment)
-
-        def most(mean: float) -> float:
-            return mean + z * math.sqrt(mean)
-
-        step_s = protected.tpot_s / slow if protected.tpot_s < math.inf else each.step_s
-        to_come = max(0.0, most(rate * protected.output * step_s) - instance.stated_sequences / load.engines)
-        batch = load.batch + each.own + to_come
-        used = self._used_tokens(instance, seen, self._ending(seen))
-        if batch > load.slots or used + to_come * load.engines * context > load.kv_cache_tokens:
-            return False
-        tokens = seen.context + each.own * (self._prompt + self._output / 2.0) + to_come * context
-        share = each.with_s / each.step_s
-        if latency.step_s(batch, tokens) / share * slow > protected.tpot_s:
-            return False
-        pending = seen.pending + each.prompts * (self._prompt - each.cached)
-        if protected.ttft_s < math.inf:
-            pending += max(0.0, most(rate * protected.ttft_s) - 1.0) * protected.prompt
-            first_s = latency.joining_s(each.with_s, load.asynchronous) + latency.first_token_s(
-                protected.prompt, 0.0, pending, batch, tokens, load.budget
-            )
-            return first_s * late <= protected.ttft_s
-        return True
-
-    def _heed(self, availabilities: Sequence[tuple[int, str]]) -> None:
-        """Leave out instances that may not be taken now by their availability."""
-        for i, (availability, _) in enumerate(availabilities):
-            if availability == BLOCKED and self._states[i] == ROOM:
-                self._states[i] = RESTRAINED
-
-    # --- targets ---
-
-    def _miss(self, each: Rating, instance: Instance) -> float:
-        """Probability that the request misses a target on an instance."""
-        service, waited_s, errors = self._ctx.request.service, self._ctx.waited_s, instance.errors
-        met = 1.0
-        if service.ttft_s < math.inf:
-            met *= 1.0 - errors.first_token.over((service.ttft_s - waited_s) / each.first_token_s)
-        if service.tpot_s < math.inf and self._output > 1.0:
-            met *= 1.0 - errors.step.over(service.tpot_s / each.step_s)
-        if service.e2e_s < math.inf:
-            met *= 1.0 - errors.end.over((service.e2e_s - waited_s) / each.end_s)
-        return 1.0 - met
-
-    def _stake_s(self, each: Rating) -> float:
-        """Seconds that a missed target costs: those of the answer, at the attainment as many as it takes."""
-        service = self._ctx.request.service
-        first_s = service.ttft_s if service.ttft_s < math.inf else each.first_token_s
-        step_s = service.tpot_s if service.tpot_s < math.inf else each.step_s
-        return min(service.e2e_s, first_s + self._output * step_s) / (1.0 - service.attainment)
-
-    def _lost_by_others_s(self, each: Rating, instance: Instance) -> float:
-        """Seconds lost by requests with targets that run there and miss them because of this one."""
-        protected = self._ctx.demand.protected
-        now_s = each.seen.now_s
-        if protected.tpot_s == math.inf or now_s <= 0.0:
-            return 0.0
-        batch, output = each.load.batch, max(1.0, protected.output)
-        sequences = self._ctx.request.sequences / each.own * batch
-        # Half-grown in the mean, they are delayed by its prompt and by longer steps for what is left.
-        prompt_s = (each.others_s - each.joining_s(self._output)) / sequences if sequences > 0.0 else 0.0
-        left = min(self._output, output / 2.0)
-        more_s = (max(0.0, prompt_s) + left * max(0.0, each.with_s - now_s)) / output
-        step_s = now_s * each.step_s / each.with_s
-        over = instance.errors.step.over
-        missed = over(protected.tpot_s / (step_s + more_s)) - over(protected.tpot_s / step_s)
-        stake_s = protected.output * protected.tpot_s / (1.0 - protected.attainment)
-        return instance.stated_sequences * missed * stake_s
-
-    def _wait_for_targets(self) -> None:
-        """Leave out instances that most likely miss a target, if a full one most likely would not."""
-        full = [each.miss for each in self.ratings if each.state == NO_SLOT or each.state == NO_MEMORY]
-        if full and min(full) < 0.5:
-            for each in self.ratings:
-                if each.state == ROOM and each.miss > 0.5:
-                    each.state = self._states[each.index] = MISSES
-
-    # --- hold ---
-
     def _hold(self) -> None:
         """Pass slower instances over where waiting for a faster one that is full costs less."""
         states = self._states
         if NO_SLOT not in states and NO_MEMORY not in states:
             return
-        self._limits = limits = [math.inf] * len(states)
-        wait_weight, full = self.weights[0] + self.weights[1], math.inf
+        limits, wait_weight, full = self._limits, self.weights[0] + self.weights[1], math.inf
         for i, wait_s in self._waits():
             if states[i] == ROOM:
                 limits[i] = full + wait_weight * wait_s
@@ -480,9 +367,8 @@ class Evaluation:
 
     def _busy_s(self, each: Rating) -> float:
         """Seconds until an instance is done with one long answer, and with all that it has at full speed."""
-        ctx, mix = self._ctx, self._ctx.demand.mix
         # Half of all that runs is done in the mean.
-        size = size_of(ctx.request, ctx.predicted_output) + mix.size * each.seen.running / 2.0
+        size = size_of(self._ctx.request, self._output) + self._mean_size * each.seen.running / 2.0
         return max(self._long_answer_s(each), size / self.fleet.costs[each.index].speed)
 
     def _long_answer_s(self, each: Rating) -> float:
@@ -490,8 +376,6 @@ class Evaluation:
         seen, load, long = each.seen, each.load, self._ctx.long_output
         context = seen.context + self._prompt + long / 2.0
         return each.first_token_s + long * (load.next_step_s + load.next_token_s * context)
-
-    # --- for people ---
 
     def __call__(self) -> list[Candidate]:
         """Candidates for people. The instances may have changed meanwhile: only their constants are read."""
@@ -517,14 +401,12 @@ class Evaluation:
     def _reason(self, each: Rating) -> str:
         state, availabilities = each.state, self._ctx.availabilities
         if state == NO_SLOT:
-            few = "" if self.instances[each.index].tried else ", few until its speed is known"
+            few = "" if self.instances[each.index].explored else ", few until its speed is known"
             return f"{FULL}: every slot is taken{few}"
         if state == NO_MEMORY:
             return f"{FULL}: its KV cache would not hold it beside what is expected in use"
         if state == KEPT_FREE:
             return "kept free: requests with targets would miss them beside it"
-        if state == MISSES:
-            return f"{PASSED_OVER}: it would miss a target here with probability {each.miss:.2f}"
         if state == HELD:
             return f"{PASSED_OVER}: a faster one that is full scores {each.limit:.3g}, the wait included"
         return "" if availabilities is None else availabilities[each.index][1]
@@ -542,12 +424,16 @@ class Hetlb(Policy):
         self._weights = tuple([stated.get(term.name, term.weight) for term in TERMS])
 
     def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice | None:
-        evaluation = Evaluation(ctx, instances, self._weights)
+        evaluation = Evaluation(ctx, instances, self._weights, True)
         found = evaluation.best()
         if found is None:
             return None
-        if ctx.request.preferred:
-            found = _preferred(ctx, evaluation, found)
+        preferred = ctx.request.preferred
+        if preferred:  # unless it is too much worse
+            among = [i for i, each in enumerate(evaluation.instances) if each.name in preferred]
+            other = evaluation.best(among)
+            if other is not None and other.score <= (1.0 + ctx.request.preferred_within) * found.score:
+                found = other
         work_s = paper_work(ctx, evaluation.instances[found.index])[2]
         return Choice(found.index, work_s, evaluation, found)
 
@@ -559,14 +445,4 @@ class Hetlb(Policy):
         return choose_pair(ctx, Evaluation(ctx, instances, self._weights, hold=mixed), transfers, mixed)
 
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
-        return Evaluation(ctx, instances, self._weights)()
-
-
-def _preferred(ctx: SchedulingContext, evaluation: Evaluation, best: Rating) -> Rating:
-    """The best of the instances that the request prefers, unless that is too much worse than `best`."""
-    request = ctx.request
-    among = [i for i, each in enumerate(evaluation.instances) if each.name in request.preferred]
-    found = evaluation.best(among)
-    if found is None or found.score > (1.0 + request.preferred_within) * best.score:
-        return best
-    return found
+        return Evaluation(ctx, instances, self._weights, True)()

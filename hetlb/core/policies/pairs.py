@@ -7,7 +7,7 @@ those of the source and the decode's those of the target, and the time of the tr
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from mypy_extensions import mypyc_attr
 
@@ -23,11 +23,9 @@ from hetlb.core.policies.base import (
     prompts_per_s,
     whole_choice,
 )
+from hetlb.core.policies.hetlb import ROOM, Evaluation, Rating
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import Candidate, Role, pair_name
-
-if TYPE_CHECKING:
-    from hetlb.core.policies.hetlb import Evaluation, Rating
 
 #: A pair must cost less than this share of what one instance costs: it takes two slots, and may fail.
 _WORTH: Final = 0.9
@@ -135,7 +133,7 @@ class _Pairs:
         sources: list[tuple[float, int]] = []
         targets: list[tuple[float, int]] = []
         for each in evaluation.ratings:
-            if each.has_room:
+            if each.state == ROOM:
                 role = Role.BOTH if self._mixed else evaluation.instances[each.index].spec.role
                 if role is not Role.DECODE:
                     sources.append((self._prefill_score(each), each.index))

@@ -24,10 +24,9 @@ class Planned(Hetlb):
     """`planned`: every type of request divided over the instances as a plan says.
 
     A request is of the types with the nearest prompt length, and of the one among them whose answers are as
-    long as predicted; where none is, lengths cannot be told in advance and it counts as a mean of them. Of
-    the instances with room, by the rules of `hetlb`, it goes to the one that is furthest behind its share;
-    it waits while only instances without a share have room. Where no instance with a share can be reached,
-    or nothing is planned for the model, the decision is that of `hetlb`.
+    long as predicted; where none is it counts as a mean of them. Of the instances with room, by the rules of
+    `hetlb`, it goes to the one that is furthest behind its share; where none with a share can be reached, or
+    nothing is planned for the model, the decision is that of `hetlb`.
     """
 
     name = "planned"
@@ -63,9 +62,8 @@ class Planned(Hetlb):
     def _may_wait_there(candidate: Candidate, instance: Instance) -> bool:
         """True if an instance that `hetlb` would not take may have the request all the same.
 
-        To wait for a faster instance is `hetlb`'s way to divide the work: a plan has done that. And where a
-        request may go to few instances, those that wait for one that is full hold up all behind them: up to
-        twice what fits an instance waits in its engine instead.
+        A plan has divided the work: it passes over none. Up to twice what fits an instance waits in its
+        engine, so that requests for a full one do not hold up all behind them.
         """
         if candidate.reason.startswith(PASSED_OVER):
             return True

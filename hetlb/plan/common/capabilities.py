@@ -44,7 +44,6 @@ class Fact:
     machines: tuple[int, int] = (1, 1 << 10)
 
     def fits(self, form: Form) -> bool:
-        """True if the fact is about this form."""
         return (
             self.connector == form.connector
             and form.role in self.roles
@@ -98,12 +97,7 @@ VLLM_FACTS = (
         tp=(1, 1),
         pp=(1, 2),
     ),
-    Fact(
-        Status.STARTED,
-        "CPU build 0.32.0: two ranks of tensor parallelism",
-        tp=(2, 2),
-        pp=(1, 1),
-    ),
+    Fact(Status.STARTED, "CPU build 0.32.0: two ranks of tensor parallelism", tp=(2, 2), pp=(1, 1)),
     Fact(
         Status.UNTRIED,
         "more tensor parallelism and longer pipelines on one machine: documented by vLLM, not run here",
@@ -112,7 +106,6 @@ VLLM_FACTS = (
 
 
 def fact_of(form: Form) -> Fact:
-    """The first fact about a form."""
     return next(fact for fact in VLLM_FACTS if fact.fits(form))
 
 

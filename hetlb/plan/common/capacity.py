@@ -20,25 +20,23 @@ def usable_bytes(gpus: int, memory_bytes: float, utilization: float, reserved_by
     return gpus * (exact(utilization) * exact(memory_bytes) - reserved_bytes)
 
 
+def kv_bytes(stages: Iterable[tuple[Fraction, Fraction]], weight_bytes: Fraction) -> Fraction:
+    """Bytes of KV cache of all layers, by usable bytes and share of the layers of each stage.
+
+    Below 0 where the weights do not fit.
+    """
+    return min((usable - weight_bytes * share) / share for usable, share in stages if share)
+
+
 def kv_cache_tokens(
     stages: Iterable[tuple[Fraction, Fraction]], weight_bytes: Fraction, kv_bytes_per_token: int
 ) -> int:
-    """Tokens that the KV cache of an instance holds: that of the stage with the least room.
-
-    `stages` are usable bytes and the share of the layers; 0 where the weights do not fit.
-    """
-    room = [
-        (usable - weight_bytes * share) / (kv_bytes_per_token * share) for usable, share in stages if share
-    ]
-    return max(0, math.floor(min(room)))
+    """Tokens of the KV cache of an instance of these stages; 0: no room."""
+    return max(0, math.floor(kv_bytes(stages, weight_bytes) / kv_bytes_per_token))
 
 
 def divide_layers(weights: Sequence[float | Fraction], layers: int | None) -> list[Fraction]:
-    """Shares of the layers in proportion to weights; whole layers, one each at least, where their number is
-    known.
-
-    What rounding leaves goes to the largest remainders.
-    """
+    """Shares of the layers in proportion to weights; of known `layers` whole ones, at least one each."""
     exactly = [Fraction(weight) for weight in weights]
     total = sum(exactly)
     shares = [weight / total for weight in exactly]

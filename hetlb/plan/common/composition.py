@@ -14,15 +14,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import msgspec
 
-from hetlb.config.profile_file import Hardware, ModelInfo, Profile, ProfileSource, with_latency
+from hetlb.config.plan_tables import Model, RooflineTable
+from hetlb.config.profile_file import EngineInfo, Hardware, ModelInfo, Profile, ProfileSource, with_latency
 from hetlb.core.latency import LatencyModel
 from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillGrid, SplitKv
 from hetlb.sim.engine_limits import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
 from hetlb.sim.staged_engine import EngineStage
 
+#: The most stages of an instance, and its most GPUs over machines.
+MOST_STAGES, MOST_GPUS = 8, 16
 #: The bytes of one value that stages and GPUs send each other.
 ACTIVATION_BYTES = 2
 #: The fields of a latency model that `compose_latency` composes.
@@ -40,10 +44,33 @@ class LinkSeconds:
     token_s: float = 0.0
     batch_s: float = 0.0
 
-    @classmethod
-    def sum(cls, links: Sequence[LinkSeconds]) -> LinkSeconds:
-        """All of these links, one after the other."""
-        return cls(math.fsum(each.token_s for each in links), math.fsum(each.batch_s for each in links))
+
+def hidden_size(model: Model) -> float:
+    """Values of one token between layers: stated, or from parameters = 12 * layers * hidden^2."""
+    return float(model.hidden_size) or math.sqrt(model.parameters / (12.0 * (model.layers or 32)))
+
+
+def activation_link(model: Model, bytes_per_s: float, latency_s: float) -> LinkSeconds:
+    """A link between two stages of a model."""
+    return LinkSeconds(hidden_size(model) * ACTIVATION_BYTES / max(bytes_per_s, 1.0), latency_s)
+
+
+def estimated(
+    model: Model, table: RooflineTable, gpu: str, degree: int, memory_bytes: int | None
+) -> dict[str, Any]:
+    """Source, hardware, model and engine of a profile by peak figures of so many GPUs."""
+    return {
+        "source": ProfileSource(
+            kind="roofline",
+            measured=False,
+            system=gpu,
+            note=f"estimated, not measured: {table.flops:g} FLOP/s at {table.flops_efficiency:g}, "
+            f"{table.bandwidth_bytes_per_s:g} bytes/s at {table.bandwidth_efficiency:g}",
+        ),
+        "hardware": Hardware(gpu=gpu, gpus=degree, memory_bytes=memory_bytes),
+        "model": ModelInfo(name=model.name, kv_bytes_per_token=model.kv_bytes_per_token),
+        "engine": EngineInfo(tensor_parallel_size=degree),
+    }
 
 
 class _Round:
@@ -67,11 +94,7 @@ class _Round:
 def compose_latency(
     shares: Sequence[float], latencies: Sequence[LatencyModel], links: LinkSeconds
 ) -> LatencyModel:
-    """The latency model of stages as one engine.
-
-    `latencies` are of the whole model on the GPUs of each stage, `shares` the stages' parts of its layers.
-    One stage that holds every layer is its own profile.
-    """
+    """Stages as one engine: `latencies` are of the whole model on each stage, `shares` of its layers."""
     if len(latencies) == 1 and shares[0] == 1.0 and links == LinkSeconds():
         return latencies[0]
     turn, token_s, batch_s = _Round(shares, links), links.token_s, links.batch_s
@@ -134,10 +157,7 @@ def _decode(turn: _Round, tables: Sequence[DecodeTable | None]) -> DecodeTable |
 
 
 def _mixed(turn: _Round, latencies: Sequence[LatencyModel]) -> MixedTerm | None:
-    """The cost of decodes beside prompts; None where no stage knows it.
-
-    A stage without it counts with the rule that `LatencyModel` has for such a profile.
-    """
+    """The cost of decodes beside prompts; None where no stage knows it."""
     if all(each.mixed is None for each in latencies):
         return None
     known = [each.mixed_term for each in latencies]
@@ -164,25 +184,17 @@ def _split_kv(turn: _Round, terms: Sequence[SplitKv | None]) -> SplitKv | None:
 
 @dataclass(frozen=True, slots=True)
 class StageProfile:
-    """One stage: the profile of the whole model on its GPUs, and the share of the layers that it holds."""
+    """One stage: the profile of the whole model on its GPUs, its share of the layers, the link behind it."""
 
     profile: Profile
     share: float
     gpu: str
     gpus: int
+    link: LinkSeconds = LinkSeconds()
 
 
-def compose_profile(
-    name: str,
-    model: ModelInfo,
-    parts: Sequence[StageProfile],
-    kv_cache_tokens: int,
-    links: Sequence[LinkSeconds],
-) -> Profile:
-    """The profile of an instance of these stages; of one stage its own, with the KV cache that it has.
-
-    `links` are those behind all stages but the last.
-    """
+def compose_profile(name: str, model: Model, parts: Sequence[StageProfile], kv_cache_tokens: int) -> Profile:
+    """The profile of an instance of these stages; of one stage its own, with the KV cache that it has."""
     profiles = [part.profile for part in parts]
     first = profiles[0].engine
     if len(parts) == 1:
@@ -190,9 +202,8 @@ def compose_profile(
             first, kv_cache_tokens=kv_cache_tokens, tensor_parallel_size=parts[0].gpus
         )
         return msgspec.structs.replace(profiles[0], engine=engine)
-    latency = compose_latency(
-        [part.share for part in parts], [p.latency for p in profiles], LinkSeconds.sum(links)
-    )
+    links = LinkSeconds(*(math.fsum(getattr(p.link, key) for p in parts) for key in ("token_s", "batch_s")))
+    latency = compose_latency([part.share for part in parts], [p.latency for p in profiles], links)
     batched = min(p.engine.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS for p in profiles)
     seqs = min(p.engine.max_num_seqs or DEFAULT_MAX_NUM_SEQS for p in profiles)
     whole = Profile(
@@ -204,7 +215,7 @@ def compose_profile(
         hardware=Hardware(
             gpu="+".join(dict.fromkeys(part.gpu for part in parts)), gpus=sum(part.gpus for part in parts)
         ),
-        model=model,
+        model=ModelInfo(name=model.name, kv_bytes_per_token=model.kv_bytes_per_token),
         engine=msgspec.structs.replace(
             first,
             tensor_parallel_size=parts[0].gpus,
@@ -222,10 +233,10 @@ def compose_profile(
     return with_latency(whole, latency)
 
 
-def engine_stages(parts: Sequence[StageProfile], links: Sequence[LinkSeconds]) -> tuple[EngineStage, ...]:
-    """The stages as `StagedEngine` takes them; `links` are those behind each stage but the last."""
-    behind = [*links, LinkSeconds()]
+def engine_stages(parts: Sequence[StageProfile]) -> tuple[EngineStage, ...]:
+    """The stages as `StagedEngine` takes them; none of one that holds all layers."""
     return tuple(
-        EngineStage(part.profile.latency, part.share, link.token_s, link.batch_s)
-        for part, link in zip(parts, behind, strict=True)
+        EngineStage(part.profile.latency, part.share, part.link.token_s, part.link.batch_s)
+        for part in parts
+        if len(parts) > 1
     )

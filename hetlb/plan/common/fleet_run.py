@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_result import FleetResult
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.sim.kv_links import KvLinks
-from hetlb.workload.arrivals import PlannedRequest, gaps_s
+from hetlb.workload.arrivals import PlannedRequest, make_plan
+from hetlb.workload.traces import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +30,10 @@ class SimulatedServer:
 
 
 def arrivals(
-    rows: Sequence[tuple[int, int]], request_rate: float, rng: random.Random
+    rows: Sequence[tuple[int, int]], request_rate: float, rng: random.Random, count: int | None = None
 ) -> list[PlannedRequest]:
-    """Requests of these lengths, Poisson at a rate; at an infinite one all at 0 s."""
-    count = len(rows)
-    gaps = [0.0] * count if math.isinf(request_rate) else gaps_s(count, request_rate, 1.0, rng)
-    planned, now = [], 0.0
-    for index, ((prompt, output), gap) in enumerate(zip(rows, gaps, strict=True)):
-        planned.append(PlannedRequest(index, now, prompt, output))
-        now += gap
-    return planned
+    """Requests of these lengths (`count`, cycled, or all), Poisson at a rate; all at once at infinity."""
+    return make_plan([Row(None, prompt, output) for prompt, output in rows], count, request_rate, rng)
 
 
 def run_fleet(
@@ -58,18 +52,13 @@ def run_fleet(
     specs = []
     for server in servers:
         limits = server.engine.limits
-        capacity = Capacity(
-            kv_cache_tokens=limits.kv_cache_tokens,
-            block_size=limits.block_size,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-        )
+        sizes = limits.kv_cache_tokens, limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens
         specs.append(
             InstanceSpec(
                 name=server.name,
                 model=model,
                 latency=server.engine.latency,
-                capacity=capacity,
+                capacity=Capacity(*sizes),
                 role=server.role,
                 kv_transfer=server.kv_transfer,
             )

@@ -8,26 +8,32 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import yaml
 
 from hetlb.config.profile_file import Profile
+from hetlb.core.types import Role
 from hetlb.errors import ConfigError
 from hetlb.files import write_text
 from hetlb.plan.common.capabilities import Form, Status, fact_of
 from hetlb.profiler.sources import write_profile
 
-#: Port of the first server of a machine.
-FIRST_PORT = 8000
+#: Ports of the first server of a machine, and of its side channel for KV transfers.
+FIRST_PORT, _FIRST_SIDE_CHANNEL = 8000, 5600
+#: Seconds that a prefill server keeps the KV cache of a request for its decode server (vLLM's default).
+KV_LEASE_S = 30
+_KV_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
 #: Domain of hosts that have to be filled in (RFC 2606: it never resolves).
 PLACEHOLDER = ".invalid"
-#: The file of a profile, or what makes one: a file name without suffix, and the profile.
-ProfileOf: TypeAlias = Path | Callable[[], tuple[str, Profile]]
+#: The file of a profile, or what makes one, which is written under its name.
+ProfileOf: TypeAlias = Path | Callable[[], Profile]
 #: Words for the heading of a fleet file.
 FILL_IN = "Fill in the hosts (NAME.invalid): `hetlb serve --check` names those that are missing."
 
@@ -49,14 +55,12 @@ class VllmServer:
     model: str
     form: Form
     gpus: Sequence[tuple[str, tuple[int, ...]]]
-    port: int
     utilization: float
+    port: int = FIRST_PORT
     layers: Sequence[int] = ()
     replicas: int = 1
     max_model_len: int | str = "auto"
     max_num_seqs: int | None = None
-    kv_transfer: Mapping[str, Any] | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
     profile: ProfileOf | None = None
 
     @property
@@ -67,24 +71,25 @@ class VllmServer:
     def command(self) -> str:
         """The command for its (first) machine; a comment says where it runs, and if that was never tried."""
         form, machines = self.form, dict(self.gpus)
-        words = ["vllm", "serve", self.model, "--tensor-parallel-size", str(form.tensor_parallel_size)]
-        flags: list[tuple[str, object]] = [
-            (
-                "--pipeline-parallel-size",
-                form.pipeline_parallel_size if form.pipeline_parallel_size > 1 else None,
-            ),
-            ("--data-parallel-size", self.replicas if self.replicas > 1 else None),
-            ("--gpu-memory-utilization", f"{self.utilization:g}"),
-            ("--max-model-len", self.max_model_len),
-            ("--max-num-seqs", self.max_num_seqs),
-            ("--port", self.port),
-        ]
-        if self.kv_transfer is not None:
-            flags.append(("--kv-transfer-config", json.dumps(self.kv_transfer, separators=(",", ":"))))
-        if len(machines) > 1:
-            flags.append(("--distributed-executor-backend", "ray"))
-        words += [str(word) for flag, value in flags if value is not None for word in (flag, value)]
-        environment = dict(self.environment)
+        pp, connector = form.pipeline_parallel_size, form.connector
+        flags = {
+            "--tensor-parallel-size": form.tensor_parallel_size,
+            "--pipeline-parallel-size": pp if pp > 1 else None,
+            "--data-parallel-size": self.replicas if self.replicas > 1 else None,
+            "--gpu-memory-utilization": f"{self.utilization:g}",
+            "--max-model-len": self.max_model_len,
+            "--max-num-seqs": self.max_num_seqs,
+            "--port": self.port,
+            "--kv-transfer-config": None if connector is None else _kv_transfer(connector, form.role),
+            "--distributed-executor-backend": "ray" if len(machines) > 1 else None,
+        }
+        words = [str(word) for flag, value in flags.items() if value is not None for word in (flag, value)]
+        environment = {}
+        if connector is not None:
+            # A side channel per rank: the next server's begins behind those of this one.
+            side_channel = _FIRST_SIDE_CHANNEL + 16 * (self.port - FIRST_PORT)
+            environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = host_of(self.gpus[0][0])
+            environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel)
         if len(set(self.layers)) > 1:
             environment["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, self.layers))
         if len(machines) == 1:
@@ -95,29 +100,44 @@ class VllmServer:
                 f"{machine} (GPUs {','.join(map(str, own))})" for machine, own in self.gpus
             )
         prefix = "".join(f"{key}={shlex.quote(value)} " for key, value in environment.items())
-        tried = "" if fact_of(form).status is Status.STARTED else f"; {self._untried}"
-        return f"{prefix}{shlex.join(words)}  # {self.name} on {where}{tried}"
+        fact = fact_of(form)
+        tried = "" if fact.status is Status.STARTED else f"; {fact.status}: {fact.source.partition(':')[0]}"
+        return f"{prefix}{shlex.join(['vllm', 'serve', self.model, *words])}  # {self.name} on {where}{tried}"
 
-    @property
-    def _untried(self) -> str:
-        return f"{fact_of(self.form).status}: {fact_of(self.form).source.partition(':')[0]}"
+
+def _kv_transfer(connector: str, role: Role) -> str:
+    """The value of `--kv-transfer-config`."""
+    config: dict[str, Any] = {"kv_connector": connector, "kv_role": _KV_ROLE[role]}
+    if role is not Role.DECODE:
+        config["kv_connector_extra_config"] = {"kv_lease_duration": KV_LEASE_S}
+    if role is not Role.PREFILL:
+        config["kv_load_failure_policy"] = "recompute"
+    return json.dumps(config, separators=(",", ":"))
+
+
+def numbered(servers: Iterable[VllmServer]) -> list[VllmServer]:
+    """Servers with ports that are free on their first machines."""
+    ports: dict[str, Iterator[int]] = {}
+    return [
+        replace(server, port=next(ports.setdefault(server.gpus[0][0], count(FIRST_PORT))))
+        for server in servers
+    ]
 
 
 def write_servers(
     path: Path, heading: str, servers: Sequence[VllmServer], policy: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the fleet file of these servers, and beside it the profiles that are no file yet.
-
-    Raises `InputError` naming what cannot be written.
-    """
+    """Write a fleet file, and beside it the profiles that are no file yet. Raises `InputError`."""
     models: dict[str, dict[str, Any]] = {}
+    profiles = dict.fromkeys(server.profile for server in servers)  # instances alike share one
+    files = {each: _reference(path, each) for each in profiles if each is not None}
     for server in servers:
         entry = {"name": server.name, "url": server.url}
         if server.profile is not None:
-            entry["profile"] = _reference(path, server.profile)
+            entry["profile"] = files[server.profile]
         model = models.setdefault(server.model, {"name": server.model, "instances": []})
         model["instances"].append(entry)
-        if server.kv_transfer is not None:
+        if server.form.connector is not None:
             entry["role"] = str(server.form.role)
             model["kv_transfer"] = "nixl"
     write_fleet(path, heading, list(models.values()), policy)
@@ -139,7 +159,7 @@ def _reference(path: Path, profile: ProfileOf) -> str:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{folder}: expected a folder to write to: {error.strerror}") from error
-        name, made = profile()
-        profile = folder / f"{name}.yaml"
+        made = profile()
+        profile = folder / f"{re.sub('[/ ]', '-', made.name)}.yaml"
         write_profile(profile, made)
     return os.path.relpath(profile.resolve(), path.parent.resolve())

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 
-from hetlb.plan.disaggregation.cost import MOST_GPUS, GroupTable
+from hetlb.plan.common.composition import MOST_GPUS
+from hetlb.plan.disaggregation.cost import GroupTable
 from hetlb.plan.disaggregation.network import Network
 from hetlb.plan.disaggregation.split_cluster import Composition, Role, ServerGroup, SplitPlan
 from hetlb.plan.disaggregation.split_search import SplitSearch, SplitsFound
@@ -23,14 +23,6 @@ _ROUNDING = 1e-9
 SEARCH_S = 4.0
 
 
-def compositions(table: GroupTable) -> Iterator[Composition]:
-    """Every number of GPUs per machine that may be a group."""
-    counts = [range(machine.gpus + 1) for machine in table.cluster.machines]
-    for vector in itertools.product(*counts):
-        if 0 < sum(vector) <= MOST_GPUS:
-            yield tuple((m, n) for m, n in enumerate(vector) if n)
-
-
 class Exhaustive:
     """One exhaustive search; `best` is there at any time, `complete` says whether it ended by itself."""
 
@@ -38,7 +30,10 @@ class Exhaustive:
         self._network = Network(table.cluster)
         self._left = [machine.gpus for machine in table.cluster.machines]
         self._options: list[tuple[Composition, list[ServerGroup]]] = []
-        for composition in compositions(table):
+        for counts in itertools.product(*(range(n + 1) for n in self._left)):
+            composition = tuple((m, n) for m, n in enumerate(counts) if n)
+            if not 0 < sum(counts) <= MOST_GPUS:
+                continue
             groups = [g for role in roles if (g := table.group(composition, role)) is not None]
             if groups:
                 self._options.append((composition, groups))

@@ -4,9 +4,9 @@ Flows keep every group's capacity and every link's rate; the value is the highes
 rounding.
 
 Every stage of a prefill group sends the KV cache of its layers to the stages of the decode group that hold
-them (HexGen-2, section 3.3 and appendix A). Inside a machine, pairs of GPUs send side by side. Between two
-machines all share one link, which a maximum flow (an arc per pair of groups) cannot say: where it would
-overload a link, a linear program decides.
+them (HexGen-2, section 3.3 and appendix A). Inside a machine, pairs of GPUs send side by side; between two
+machines all share one link. Flows that use every group of one role, over the fastest routes first, are the
+most there can be; where routes or links allow none of that kind, a linear program decides.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hetlb.plan.common.capabilities import NIXL, Form, refused
+from hetlb.plan.common.capabilities import refused
 from hetlb.plan.disaggregation.split_cluster import Role, ServerGroup, SplitCluster, SplitPlan
 from hetlb.plan.highs import LinearProgram, SolveLimits
-from hetlb.plan.placement.flow import Dinic
 
 #: Share of a link that a plan uses. Transfers come at random, and a scheduler that chooses request by request
 #: follows no flow: over fuller links KV caches wait, and fill the prefill groups that keep them meanwhile.
@@ -30,11 +29,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """KV transfer between two groups.
-
-    Bytes per request over every link between machines, seconds per request inside machines, and requests/s at
-    most.
-    """
+    """KV transfer of two groups: bytes a request by link, seconds inside machines, requests/s at most."""
 
     link_bytes: tuple[tuple[tuple[int, int], float], ...]
     inside_s: float
@@ -58,15 +53,13 @@ class Network:
         self._routes: dict[tuple[object, object], Route] = {}
 
     def route(self, sender: ServerGroup, receiver: ServerGroup) -> Route:
-        """The way from a prefill group to a decode group."""
         key = sender.stages, receiver.stages
-        found = self._routes.get(key)
-        if found is None:
-            found = self._routes[key] = self._find_route(sender, receiver)
-        return found
+        if key not in self._routes:
+            self._routes[key] = self._find_route(sender, receiver)
+        return self._routes[key]
 
     def _find_route(self, sender: ServerGroup, receiver: ServerGroup) -> Route:
-        rates, size = self._rates, self._cluster.kv_bytes / self._cluster.layers
+        rates, size = self._rates, self._cluster.kv_bytes / self._cluster.model.layers
         links: dict[tuple[int, int], float] = {}
         inside_s = 0.0
         for machine, gpus, first, end in layer_ranges(sender):
@@ -84,20 +77,13 @@ class Network:
             capacity = min(capacity, rates[machine][other] / sent)
         return Route(tuple(links.items()), inside_s, capacity)
 
-    @staticmethod
-    def bound(groups: Sequence[ServerGroup]) -> float:
-        """Requests/s if links were no limit."""
-        prefill = math.fsum(g.capacity for g in groups if g.role is Role.PREFILL)
-        decode = math.fsum(g.capacity for g in groups if g.role is Role.DECODE)
-        return min(prefill, decode) + math.fsum(g.capacity for g in groups if g.role is Role.BOTH)
-
     def solve(self, groups: Sequence[ServerGroup]) -> SplitPlan:
         """The plan with the most requests/s of these groups.
 
         Groups for both phases whose servers cannot take part in transfers are left out of a plan that splits.
         """
         plan = self._solve(groups)
-        able = [group for group in groups if not _stands_alone(group)]
+        able = [group for group in groups if group.role is not Role.BOTH or not refused(group.form())]
         if not plan.splits or len(able) == len(groups):
             return plan
         whole = [group for group in groups if group.role is Role.BOTH]
@@ -110,9 +96,10 @@ class Network:
         flows: dict[tuple[int, int], float] = {}
         if senders and receivers:
             routes = {(p, d): self.route(groups[p], groups[d]) for p in senders for d in receivers}
-            flows = _max_flow(groups, routes)
-            if self._overloads(routes, flows):
-                flows = self._program(groups, routes)
+            filled = _fill(groups, routes)
+            if filled is None or self._overloads(routes, filled):
+                filled = self._program(groups, routes)
+            flows = filled
         return SplitPlan(tuple(groups), flows, served)
 
     def _overloads(self, routes: dict[tuple[int, int], Route], flows: dict[tuple[int, int], float]) -> bool:
@@ -150,25 +137,18 @@ class Network:
         return {pair: float(solution.values[c]) for pair, c in columns.items() if solution.values[c] > least}
 
 
-def _stands_alone(group: ServerGroup) -> bool:
-    """True for a group of both phases that the engine refuses with KV transfers."""
-    form = Form(group.tensor_parallel_size, len(group.stages), len(group.composition), NIXL, group.role)
-    return group.role is Role.BOTH and refused(form)
-
-
-def _max_flow(
+def _fill(
     groups: Sequence[ServerGroup], routes: dict[tuple[int, int], Route]
-) -> dict[tuple[int, int], float]:
-    """Dinic's algorithm: source -> prefill -> decode -> sink."""
-    count = len(groups)
-    network = Dinic(count + 2)
-    for g, group in enumerate(groups):
-        if group.role is Role.PREFILL:
-            network.add_arc(count, g, group.capacity)
-        elif group.role is Role.DECODE:
-            network.add_arc(g, count + 1, group.capacity)
-    most = sum(group.capacity for group in groups)
-    arcs = {(p, d): network.add_arc(p, d, min(most, route.capacity)) for (p, d), route in routes.items()}
-    total = network.run(count, count + 1)
-    least = _LEAST_SHARE * max(1e-12, total)
-    return {pair: flow for pair, arc in arcs.items() if (flow := network.flow_of(arc)) > least}
+) -> dict[tuple[int, int], float] | None:
+    """Flows that use all capacity of one role, the fastest routes first; None where routes forbid it."""
+    left = {g: groups[g].capacity for pair in routes for g in pair}
+    flows = {}
+    for pair, route in sorted(routes.items(), key=lambda item: -item[1].capacity):
+        prefill, decode = pair
+        flow = min(left[prefill], left[decode], route.capacity)
+        if flow > _LEAST_SHARE * groups[prefill].capacity:
+            flows[pair] = flow
+            left[prefill] -= flow
+            left[decode] -= flow
+    unused = [math.fsum(left[g] for g in {pair[side] for pair in routes}) for side in (0, 1)]
+    return flows if min(unused) <= _ROUNDING * math.fsum(flows.values()) else None

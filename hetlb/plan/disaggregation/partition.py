@@ -27,7 +27,7 @@ _SWAPS_PER_GPU = 20
 def group_count(cluster: SplitCluster) -> int:
     """The paper's K: total memory over the memory of one replica."""
     total = sum(machine.gpus * machine.usable_bytes for machine in cluster.machines)
-    return max(2, int(total / (cluster.weight_bytes * (1.0 + _KV_SHARE))))
+    return max(2, int(total / (cluster.model.weight_bytes * (1.0 + _KV_SHARE))))
 
 
 def partition(cluster: SplitCluster, count: int, rng: random.Random) -> list[Composition]:

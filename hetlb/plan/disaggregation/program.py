@@ -17,11 +17,13 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hetlb.plan.disaggregation.cost import MOST_GPUS, GroupTable
+from hetlb.plan.common.composition import MOST_GPUS
+from hetlb.plan.disaggregation.cost import GroupTable
 from hetlb.plan.disaggregation.network import LINK_SHARE
 from hetlb.plan.disaggregation.split_cluster import Composition, Role, ServerGroup, SplitCluster
 from hetlb.plan.highs import INFINITY, LinearProgram, SolveLimits
@@ -45,24 +47,24 @@ Shape = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A group up to the choice of machines; `group` is one that has its shape.
-
-    Until it is `exact`, its capacity may be more than it serves.
-    """
+    """A group up to the choice of machines; until it is `exact`, its capacity may be more than it serves."""
 
     shape: Shape
     group: ServerGroup
     exact: bool
 
 
+#: Templates with their numbers.
+Choice: TypeAlias = tuple[tuple[Template, int], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """Templates with their numbers, the best first, and the most requests/s that any choice has.
-
-    Several, since links are counted by class: what is best here may be worse once it is placed.
+    """The best choices first, and the most requests/s that any has. Links are counted by class: placed, they
+    may serve less.
     """
 
-    choices: tuple[tuple[tuple[Template, int], ...], ...]
+    choices: tuple[Choice, ...]
     bound: float
 
 
@@ -157,9 +159,7 @@ class Templates:
             integer = integer or limits.over or not self._simulate(used)
         return found
 
-    def _choice(
-        self, numbers: dict[int, int], values: NDArray[np.float64]
-    ) -> tuple[tuple[Template, int], ...]:
+    def _choice(self, numbers: dict[int, int], values: NDArray[np.float64]) -> Choice:
         counts = {at: round(values[number]) for at, number in numbers.items()}
         return tuple((self.templates[at], count) for at, count in counts.items() if count > 0)
 
@@ -223,12 +223,11 @@ class Templates:
             program.row([*entries, *into[d]], 0.0, 0.0)
 
     def _shares(self, group: ServerGroup) -> dict[int, float]:
-        """Share of the layers on each class."""
         class_of = {m: c for c, own in enumerate(self.members) for m in own}
         shares: dict[int, float] = {}
         for stage in group.stages:
             c = class_of[stage.machine]
-            shares[c] = shares.get(c, 0.0) + stage.layers / self.cluster.layers
+            shares[c] = shares.get(c, 0.0) + stage.layers / self.cluster.model.layers
         return shares
 
     def _link(self, c: int, d: int) -> float:
@@ -239,7 +238,7 @@ class Templates:
         total = math.fsum(rates[i][j] for i in self.members[c] for j in self.members[d])
         return LINK_SHARE * total / self.cluster.kv_bytes
 
-    def place(self, choice: tuple[tuple[Template, int], ...]) -> list[tuple[Composition, Role]]:
+    def place(self, choice: Choice) -> list[tuple[Composition, Role]]:
         """Machines for the chosen templates, the largest first; what finds no room is left out."""
         machines = self.cluster.machines
         left = [machine.gpus for machine in machines]

@@ -15,19 +15,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from hetlb.config.plan_tables import Machine, Model
-from hetlb.core.types import Role
-
-__all__ = [
-    "Composition",
-    "GroupStage",
-    "Links",
-    "RequestLengths",
-    "Role",
-    "ServerGroup",
-    "Slo",
-    "SplitCluster",
-    "SplitPlan",
-]
+from hetlb.core.types import Role as Role
+from hetlb.plan.common.capabilities import NIXL, Form
 
 #: GPUs of a group by machine: (index of the machine, GPUs), in the order of the machines.
 Composition: TypeAlias = tuple[tuple[int, int], ...]
@@ -52,12 +41,10 @@ class RequestLengths:
 
     @cached_property
     def prompt_tokens(self) -> float:
-        """Mean prompt tokens."""
         return math.fsum(i for i, _ in self.rows) / len(self.rows)
 
     @cached_property
     def output_tokens(self) -> float:
-        """Mean output tokens."""
         return math.fsum(o for _, o in self.rows) / len(self.rows)
 
     @cached_property
@@ -79,12 +66,10 @@ class RequestLengths:
 
     @cached_property
     def longest_tokens(self) -> int:
-        """Tokens of the longest request, prompt and output."""
         return max(i + o for i, o in self.rows)
 
     @cached_property
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt."""
         return max(i for i, _ in self.rows)
 
 
@@ -108,28 +93,11 @@ class SplitCluster:
     slo: Slo = Slo()
 
     @property
-    def layers(self) -> int:
-        """Layers of the model."""
-        return self.model.layers
-
-    @property
-    def weight_bytes(self) -> float:
-        """Bytes of all weights."""
-        return self.model.weight_bytes
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """KV bytes of one token in all layers."""
-        return self.model.kv_bytes_per_token
-
-    @property
     def kv_bytes(self) -> float:
-        """KV bytes of one request's prompt, on average."""
-        return self.workload.prompt_tokens * self.kv_bytes_per_token
+        return self.workload.prompt_tokens * self.model.kv_bytes_per_token
 
     @property
     def gpus(self) -> int:
-        """All GPUs."""
         return sum(machine.gpus for machine in self.machines)
 
     @cached_property
@@ -162,7 +130,6 @@ class ServerGroup:
 
     @property
     def composition(self) -> Composition:
-        """GPUs by machine."""
         counts: dict[int, int] = {}
         for stage in self.stages:
             counts[stage.machine] = counts.get(stage.machine, 0) + stage.gpus
@@ -170,8 +137,12 @@ class ServerGroup:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """GPUs of a stage."""
         return self.stages[0].gpus
+
+    def form(self, connector: str | None = NIXL) -> Form:
+        """The form of its server, with KV transfers or (None) without."""
+        sizes = self.tensor_parallel_size, len(self.stages), len(self.composition)
+        return Form(*sizes, connector, self.role)
 
 
 @dataclass(frozen=True)
@@ -187,8 +158,13 @@ class SplitPlan:
 
     @property
     def throughput(self) -> float:
-        """Requests/s."""
         return math.fsum(self.flows.values()) + math.fsum(self.served.values())
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the groups: role and number."""
+        roles = [group.role for group in self.groups]
+        return [f"{role}-{roles[:g].count(role)}" for g, role in enumerate(roles)]
 
     @property
     def splits(self) -> bool:

@@ -18,7 +18,7 @@ def document_of(
     cluster: SplitCluster, plan: SplitPlan, found: SplitsFound, servers: list[VllmServer], solve_s: float
 ) -> dict[str, Any]:
     """The figures of the contract, and what they rest on under further keys."""
-    rates = {Role.PREFILL: 0.0, Role.DECODE: 0.0, Role.BOTH: 0.0}
+    rates = dict.fromkeys(Role, 0.0)
     for group in plan.groups:
         rates[group.role] += group.capacity
     split_s = math.fsum(plan.flows.values())
@@ -64,18 +64,16 @@ def document_of(
     }
 
 
-def print_plan(cluster: SplitCluster, document: dict[str, Any], console: Console) -> None:
+def print_plan(document: dict[str, Any]) -> None:
     """The plan for a person: groups, flows, the plan without splitting, how far to trust it, commands."""
-    console.print(
-        f"{document['throughput_req_s']:.4g} requests/s, {document['throughput_tok_s']:.4g} output tokens/s",
-        highlight=False,
-        style="bold",
-    )
-    console.print(_group_grid(document))
+    console = Console(highlight=False, soft_wrap=True)
+    rate, tokens = document["throughput_req_s"], document["throughput_tok_s"]
+    console.print(f"{rate:.4g} requests/s, {tokens:.4g} output tokens/s", style="bold")
+    console.print(_group_grid(document), soft_wrap=False)
     if document["kv_flows"]:
-        console.print(_flow_grid(document))
+        console.print(_flow_grid(document), soft_wrap=False)
     for line in trust_lines(document):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line)
     for command in document["commands"]:
         print(command)
 

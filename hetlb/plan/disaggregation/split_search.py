@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hetlb.plan.common.annealing import anneal
-from hetlb.plan.disaggregation.cost import MOST_GPUS, GroupTable
+from hetlb.plan.common.composition import MOST_GPUS
+from hetlb.plan.disaggregation.cost import GroupTable
 from hetlb.plan.disaggregation.network import Network
 from hetlb.plan.disaggregation.partition import assign_roles, group_count, partition
 from hetlb.plan.disaggregation.program import Templates
-from hetlb.plan.disaggregation.split_cluster import Composition, Role, ServerGroup, SplitPlan
+from hetlb.plan.disaggregation.split_cluster import Composition, Role, SplitPlan
 from hetlb.plan.highs import SolveLimits
 
 #: A group of a candidate. Its GPUs may be too few for the model; then it serves nothing.
@@ -75,17 +76,13 @@ class _State:
 
 
 class SplitSearch:
-    """One search. `guided` False: random swaps, from the partition alone (the paper's truncated variant).
-
-    `kept` plans at most are found, of those that reach `kept_share` of the best of their round.
-    """
+    """One search; finds `kept` plans at most, of those with `kept_share` of the best of their round."""
 
     def __init__(
         self,
         table: GroupTable,
         *,
         roles: Sequence[Role] = tuple(Role),
-        guided: bool = True,
         kept: int = _KEPT,
         kept_share: float = _KEPT_SHARE,
         seed: int = 0,
@@ -94,7 +91,6 @@ class SplitSearch:
         self._table = table
         self._network = Network(table.cluster)
         self._roles = tuple(roles)
-        self._guided = guided
         self._most_kept = kept
         self._kept_share = kept_share
         self._rng = random.Random(seed)
@@ -131,21 +127,20 @@ class SplitSearch:
 
     def _starts(self, limits: SolveLimits) -> list[_State]:
         states = []
-        if self._guided:
-            templates = Templates(self._table, self._part(limits, _TEMPLATES_SHARE))
-            both = templates.solve(self._part(limits, _COLOCATED_SHARE), (Role.BOTH,))
-            if both is not None:
-                state = self._state(templates.place(both.choices[0]))
-                self._found.colocated = state.plan or self._plan(state)
-                states.append(state)
-            solved = templates.solve(self._part(limits, _PROGRAM_SHARE), self._roles)
-            if solved is not None:
-                states += [self._state(templates.place(choice)) for choice in solved.choices]
-                self._found.template_bound = solved.bound
-                if templates.complete:
-                    self._found.bound = solved.bound
+        templates = Templates(self._table, self._part(limits, _TEMPLATES_SHARE))
+        both = templates.solve(self._part(limits, _COLOCATED_SHARE), (Role.BOTH,))
+        if both is not None:
+            state = self._state(templates.place(both.choices[0]))
+            self._found.colocated = state.plan or self._plan(state)
+            states.append(state)
+        solved = templates.solve(self._part(limits, _PROGRAM_SHARE), self._roles)
+        if solved is not None:
+            states += [self._state(templates.place(choice)) for choice in solved.choices]
+            self._found.template_bound = solved.bound
+            if templates.complete:
+                self._found.bound = solved.bound
         count = group_count(self._table.cluster)
-        few = self._guided and self._table.cluster.gpus <= _SMALL_GPUS
+        few = self._table.cluster.gpus <= _SMALL_GPUS
         sizes = {count, max(2, count // 2), max(2, count * 2 // 3)} if few else {count}
         for size in sizes:
             if limits.over and states:
@@ -183,22 +178,15 @@ class SplitSearch:
     @staticmethod
     def _sum(state: _State, capacity: Callable[[Composition, Role], float]) -> None:
         """Put together what the groups of a candidate serve, if links were no limit."""
-        by_role = dict.fromkeys(Role, 0.0)
+        rates = dict.fromkeys(Role, 0.0)
         for composition, role in state.parts:
-            by_role[role] += capacity(composition, role)
-        state.prefill, state.decode, state.both = (
-            by_role[Role.PREFILL],
-            by_role[Role.DECODE],
-            by_role[Role.BOTH],
-        )
+            rates[role] += capacity(composition, role)
+        state.prefill, state.decode, state.both = (rates[r] for r in (Role.PREFILL, Role.DECODE, Role.BOTH))
         state.throughput = min(state.prefill, state.decode) + state.both
 
     def _plan(self, state: _State) -> SplitPlan:
-        return self._network.solve(self._groups(state.parts))
-
-    def _groups(self, parts: Sequence[Part]) -> list[ServerGroup]:
-        found = (self._table.group(composition, role) for composition, role in parts)
-        return [group for group in found if group is not None]
+        found = (self._table.group(composition, role) for composition, role in state.parts)
+        return self._network.solve([group for group in found if group is not None])
 
     def _keep(self, state: _State) -> None:
         state = self._with_one_role(state)
@@ -218,13 +206,11 @@ class SplitSearch:
         The scheduler would use it that way: what such a group serves beside others is then underestimated.
         """
         for g, (composition, role) in enumerate(state.parts):
-            scarce = self._scarce(state)
+            scarce, _ = self._unequal(state)
             if role is not Role.BOTH or scarce is None or scarce not in self._roles:
                 continue
-            spare = abs(state.prefill - state.decode)
-            if min(spare, self._table.capacity(composition, scarce)) > self._table.capacity(
-                composition, role
-            ):
+            more = min(abs(state.prefill - state.decode), self._table.capacity(composition, scarce))
+            if more > self._table.capacity(composition, role):
                 parts = state.parts.copy()
                 parts[g] = composition, scarce
                 other = self._state(parts)
@@ -256,7 +242,6 @@ class SplitSearch:
             if state.throughput > self._kept_share * best.throughput:
                 self._keep(state)
 
-        heat = _HEAT if self._guided else (0.0, 0.0)
         scale = max(start.throughput, 1e-9)
         anneal(
             start,
@@ -265,7 +250,7 @@ class SplitSearch:
             evaluate,
             done=done,
             scale=scale,
-            heat=heat,
+            heat=_HEAT,
             rng=self._rng,
             accepted=accepted,
         )
@@ -275,8 +260,6 @@ class SplitSearch:
 
     def _move(self, state: _State) -> list[Part] | None:
         rng, parts = self._rng, state.parts
-        if not self._guided:
-            return self._exchange(parts, *rng.sample(range(len(parts)), 2)) if len(parts) > 1 else None
         kind = rng.random()
         if kind < 0.2:
             return self._change_role(state)
@@ -290,11 +273,13 @@ class SplitSearch:
             return self._divide(parts)
         return self._use_idle(parts)
 
-    def _scarce(self, state: _State) -> Role | None:
-        """The phase that limits the flow."""
+    @staticmethod
+    def _unequal(state: _State) -> tuple[Role | None, Role | None]:
+        """The phase that limits the flow, and the one with capacity to spare."""
         if state.prefill == state.decode:
-            return None
-        return Role.PREFILL if state.prefill < state.decode else Role.DECODE
+            return None, None
+        less = state.prefill < state.decode
+        return (Role.PREFILL, Role.DECODE) if less else (Role.DECODE, Role.PREFILL)
 
     def _pick(self, state: _State, wanted: Role | None) -> int:
         """A group, most often one in the wanted role."""
@@ -306,8 +291,7 @@ class SplitSearch:
         return rng.randrange(len(parts))
 
     def _change_role(self, state: _State) -> list[Part] | None:
-        scarce = self._scarce(state)
-        spare = None if scarce is None else Role.DECODE if scarce is Role.PREFILL else Role.PREFILL
+        scarce, spare = self._unequal(state)
         g = self._pick(state, spare)
         composition, role = state.parts[g]
         others = [each for each in self._roles if each is not role]
@@ -323,31 +307,22 @@ class SplitSearch:
         rng, parts = self._rng, state.parts
         if len(parts) < 2:
             return None
-        scarce = self._scarce(state)
-        spare = None if scarce is None else Role.DECODE if scarce is Role.PREFILL else Role.PREFILL
+        scarce, spare = self._unequal(state)
         a, b = self._pick(state, spare), self._pick(state, scarce)
         if a == b:
             return None
         machine, held = rng.choice(parts[a][0])
         count = rng.choice([n for n in (1, 2, 4, held) if n <= held])
-        return _replaced(
-            parts,
-            {
-                a: (_changed(parts[a][0], machine, -count), parts[a][1]),
-                b: (_changed(parts[b][0], machine, count), parts[b][1]),
-            },
-        )
+        first, second = _changed(parts[a][0], machine, -count), _changed(parts[b][0], machine, count)
+        return _replaced(parts, {a: (first, parts[a][1]), b: (second, parts[b][1])})
 
     def _exchange(self, parts: list[Part], a: int, b: int) -> list[Part] | None:
         rng = self._rng
         (m, held), (k, other) = rng.choice(parts[a][0]), rng.choice(parts[b][0])
         if m == k:
             return None
-        if self._guided:
-            give = rng.choice([n for n in (1, 2, 4, held) if n <= held])
-            take = rng.choice([n for n in (1, 2, 4, other) if n <= other])
-        else:
-            give = take = 1
+        give = rng.choice([n for n in (1, 2, 4, held) if n <= held])
+        take = rng.choice([n for n in (1, 2, 4, other) if n <= other])
         first = _changed(_changed(parts[a][0], m, -give), k, take)
         second = _changed(_changed(parts[b][0], k, -take), m, give)
         return _replaced(parts, {a: (first, parts[a][1]), b: (second, parts[b][1])})

@@ -12,18 +12,18 @@ import math
 import random
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from hetlb.core.types import Connector, KvLink
 from hetlb.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
+from hetlb.plan.common.servers import KV_LEASE_S
 from hetlb.plan.disaggregation.cost import ProfileCost
 from hetlb.plan.disaggregation.network import LINK_SHARE, Network
 from hetlb.plan.disaggregation.split_cluster import Role, SplitCluster, SplitPlan
 from hetlb.plan.disaggregation.split_search import SplitsFound
-from hetlb.plan.disaggregation.split_servers import KV_LEASE_S, group_names
 from hetlb.plan.highs import SolveLimits
-from hetlb.plan.throughput import engine_spec
 from hetlb.sim.kv_links import KvLinks, KvPath
+from hetlb.sim.study import engine_of
 from hetlb.workload.records import RequestResult
 
 #: Offered load, as a share of the planned throughput.
@@ -54,7 +54,7 @@ def make_servers(
 ) -> tuple[list[SimulatedServer], KvLinks]:
     """The groups of a plan with their engines, and the links between them."""
     network = Network(cluster)
-    groups = dict(zip(group_names(plan), plan.groups, strict=True))
+    groups = dict(zip(plan.names, plan.groups, strict=True))
     prompt = cluster.workload.prompt_tokens
     paths: dict[tuple[str, str], KvPath] = {}
     rates: dict[Hashable, float] = {}
@@ -68,7 +68,7 @@ def make_servers(
         for (i, j), _ in route.link_bytes:
             rates[i, j] = max(cluster.links.bytes_per_s[i][j], 1.0)
         if route.inside_s > 0.0:
-            parts.append((pair, cluster.kv_bytes_per_token))
+            parts.append((pair, cluster.model.kv_bytes_per_token))
             rates[pair] = cluster.kv_bytes / (LINK_SHARE * route.inside_s)
         paths[pair] = KvPath(tuple(parts), cluster.links.latency_s if route.link_bytes else 0.0)
         seconds.setdefault(pair[1], []).append(1.0 / route.capacity)
@@ -78,11 +78,11 @@ def make_servers(
         transfer = KvLink(
             Connector.NIXL,
             lease_s=KV_LEASE_S,
-            bytes_per_token=float(cluster.kv_bytes_per_token),
+            bytes_per_token=float(cluster.model.kv_bytes_per_token),
             bandwidth_bytes_per_s=cluster.kv_bytes / max(1e-9, math.fsum(own) / len(own)),
             latency_s=cluster.links.latency_s,
         )
-        engine = engine_spec(cost.profile(group.stages, group.kv_cache_tokens, group.role))
+        engine = engine_of(cost.profile(group.stages, group.kv_cache_tokens, group.role))
         servers.append(SimulatedServer(name, engine, group.role, transfer if plan.splits else None))
     return servers, KvLinks(rates, paths)
 
@@ -100,7 +100,7 @@ def simulate_plan(
     """A plan under a policy at `rate` requests/s (a little above the plan's); `count` requests."""
     servers, links = make_servers(cluster, plan, cost)
     offered = plan.throughput * LOAD if rate is None else rate
-    number = count if count is not None else _count(cluster, plan)
+    number = count or round(min(_MOST, max(_FEWEST, _wanted(cluster, plan))))
     rng = random.Random(seed)
     rows = list(cluster.workload.rows)
     drawn = [rng.choice(rows) for _ in range(number)] if len(rows) > 1 else rows * number
@@ -110,12 +110,8 @@ def simulate_plan(
     return _measure(result.records, planned[-1].scheduled_s, result.transfers)
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A plan and what it serves in simulation."""
-
-    plan: SplitPlan
-    simulated: Simulated
+#: A plan and what it serves in simulation.
+Judged: TypeAlias = tuple[SplitPlan, Simulated]
 
 
 def judge(
@@ -131,17 +127,14 @@ def judge(
     for plan in plans:
         if judged and limits.over:
             break
-        judged.append(Judged(plan, simulate_plan(cluster, plan, cost, seed=seed)))
-    return sorted(judged, key=lambda each: -each.simulated.request_throughput)
+        judged.append((plan, simulate_plan(cluster, plan, cost, seed=seed)))
+    return sorted(judged, key=lambda each: -each[1].request_throughput)
 
 
 def choose(
     cluster: SplitCluster, found: SplitsFound, limits: SolveLimits, count: int
 ) -> tuple[SplitPlan, dict[str, Any]]:
-    """The best plan in simulation, and the figures of it and of the plan without splitting.
-
-    Of `count` plans; 0 or a run that would be too long: the first, not simulated.
-    """
+    """The best of `count` plans in simulation, else the first; figures of it and without splitting."""
     best, colocated = found.plans[0], found.colocated
     figures: dict[str, Any] = {
         "simulated": None,
@@ -158,14 +151,13 @@ def choose(
             policy: simulate_plan(cluster, colocated, cost, policy=policy, rate=rate, seed=limits.seed)
             for policy in ("hetlb", "rr")
         }
-        judged.append(Judged(colocated, by_policy["hetlb"]))
+        judged.append((colocated, by_policy["hetlb"]))
         figures["colocated"]["simulated"] = {
             policy: each.request_throughput for policy, each in by_policy.items()
         }
-    chosen = max(
-        judged, key=lambda each: each.simulated.request_throughput * (_WORTH if each.plan.splits else 1.0)
+    chosen, result = max(
+        judged, key=lambda each: each[1].request_throughput * (_WORTH if each[0].splits else 1.0)
     )
-    result = chosen.simulated
     figures["simulated"] = {
         "request_throughput": result.request_throughput,
         "output_throughput": result.output_throughput,
@@ -174,17 +166,17 @@ def choose(
         "policy": "hetlb",
         "requests": result.requests,
         "candidates": [
-            {"throughput_req_s": each.plan.throughput, "simulated_req_s": each.simulated.request_throughput}
-            for each in judged
+            {"throughput_req_s": plan.throughput, "simulated_req_s": each.request_throughput}
+            for plan, each in judged
         ],
     }
-    return chosen.plan, figures
+    return chosen, figures
 
 
 def why_nothing(cluster: SplitCluster) -> str:
     """One line that says what is missing where no group holds the model."""
     room = sum(machine.gpus * max(0.0, machine.usable_bytes) for machine in cluster.machines)
-    need = cluster.weight_bytes + cluster.kv_bytes_per_token * cluster.workload.longest_tokens
+    need = cluster.model.weight_bytes + cluster.model.kv_bytes_per_token * cluster.workload.longest_tokens
     words = (
         f"{need / 1e9:.4g} GB for {cluster.model.name} and one request of {cluster.workload.longest_tokens}"
     )
@@ -217,11 +209,6 @@ def _wanted(cluster: SplitCluster, plan: SplitPlan) -> float:
         if group.role is not Role.PREFILL
     )
     return _TURNS * stay_s * plan.throughput
-
-
-def _count(cluster: SplitCluster, plan: SplitPlan) -> int:
-    """Requests of a run, within bounds."""
-    return round(min(_MOST, max(_FEWEST, _wanted(cluster, plan))))
 
 
 def _measure(records: Sequence[RequestResult], last_s: float, transfers: int) -> Simulated:

@@ -1,8 +1,8 @@
 """Placements as one chain of blocks, by column generation at a given flow.
 
 A block is a number of layers and machines of one region in parallel branches, whose rates add up to the
-flow. A branch is one machine that holds all layers of the block, or several that share them. At a flow the
-linear program
+flow. A branch is one machine that holds all layers of the block, or several that share them. Machines that
+are alike (kind, layers, region) are counted, not named. At a flow the linear program
 
     max sum layers_c x_c   with   sum_c machines_gc x_c <= number of g, for every group g
 
@@ -25,15 +25,15 @@ from numpy.typing import NDArray
 
 from hetlb.core.paths.stages import SINK, SOURCE
 from hetlb.plan.highs import LinearProgram, SolveLimits
-from hetlb.plan.placement.branches import Branches, MachineGroup, groups_of
-from hetlb.plan.placement.flow import max_flow
-from hetlb.plan.placement.heuristics import Intervals
-from hetlb.plan.placement.place_cluster import PlaceCluster
+from hetlb.plan.placement.flow import PlacementFlows
+from hetlb.plan.placement.place_cluster import MachineGroup, PlaceCluster, Placement
 
 _MOST_ROUNDS = 60
 #: Halvings of the interval between a known flow and the bound, and seconds of each program.
 _HALVINGS = 8
 _PROGRAM_S = 2.0
+#: The most machines of a group in one branch.
+_MOST_ALIKE = 40
 #: Parts of a flow: rates are rounded down to whole parts.
 _PARTS = 500
 _WORTH = 1e-6
@@ -56,13 +56,78 @@ class _Block:
     branches: tuple[tuple[tuple[int, int], ...], ...]
 
 
+class Branches:
+    """The cheapest machines that together hold layers at each rate of a machine: a knapsack over groups."""
+
+    def __init__(self, groups: Sequence[MachineGroup], scope: Sequence[int], layers: int) -> None:
+        """`scope`: indices of groups; `layers`: the most of a branch."""
+        self._groups, self._scope, self._layers = groups, scope, layers
+        self.rates = np.array(sorted({rate for g in scope for rate in groups[g].rates[1:]}))
+        #: Most layers of a group's machine at every rate.
+        self._held = np.array([[_most_layers(group.rates, rate) for rate in self.rates] for group in groups])
+
+    def cheapest(self, prices: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[NDArray[np.int16]]]:
+        """Least prices by rate and layers, and the machines taken, for `machines`; `prices` by group."""
+        layers = self._layers
+        at = np.arange(layers + 1)[None, :]
+        cost = np.full((len(self.rates), layers + 1), np.inf)
+        cost[:, 0] = 0.0
+        taken: list[NDArray[np.int16]] = []
+        for g in self._scope:
+            each = self._held[g][:, None]
+            best, count = cost.copy(), np.zeros(cost.shape, dtype=np.int16)
+            least = int(each[each > 0].min(initial=layers))
+            for k in range(1, min(len(self._groups[g].nodes), _MOST_ALIKE, -(-layers // max(1, least))) + 1):
+                before = np.maximum(0, at - k * each)
+                reached = np.take_along_axis(cost, before, axis=1) + k * prices[g]
+                better = (reached < best - 1e-12) & (each > 0)
+                best, count = np.where(better, reached, best), np.where(better, k, count).astype(np.int16)
+            cost = best
+            taken.append(count)
+        return cost, taken
+
+    def machines(self, rate: int, layers: int, taken: list[NDArray[np.int16]]) -> tuple[int, ...]:
+        """Machines of each group in the cheapest branch of the rate with this index."""
+        counts, left = [0] * len(self._groups), layers
+        for g, count in zip(reversed(self._scope), reversed(taken), strict=True):
+            counts[g] = int(count[rate, left])
+            left = max(0, left - counts[g] * int(self._held[g, rate]))
+        return tuple(counts)
+
+    def shares(self, counts: Sequence[int], rate: float, layers: int) -> list[tuple[int, int]]:
+        """Group and layers of each machine of a branch: all that its rate allows, slow ones fewer."""
+        at = int(np.searchsorted(self.rates, rate * (1.0 - 1e-12)))
+        shares = [(g, int(self._held[g, at])) for g, n in enumerate(counts) for _ in range(n)]
+        over = sum(held for _, held in shares) - layers
+        while over > 0:
+            # One layer less where the machine is slowest, of those that keep the rate.
+            i = max(
+                (i for i, (_, held) in enumerate(shares) if held > 1),
+                key=lambda i: (self._keeps(shares[i], rate), 1.0 / self._speed(shares[i])),
+            )
+            shares[i] = shares[i][0], shares[i][1] - 1
+            over -= 1
+        return shares
+
+    def _keeps(self, share: tuple[int, int], rate: float) -> bool:
+        return self._groups[share[0]].rates[share[1] - 1] >= rate * (1.0 - 1e-9)
+
+    def _speed(self, share: tuple[int, int]) -> float:
+        rates = self._groups[share[0]].rates
+        return rates[share[1]] * share[1]
+
+
+def _most_layers(rates: Sequence[float], target: float) -> int:
+    return max((j for j, rate in enumerate(rates) if j and rate >= target * (1.0 - 1e-12)), default=0)
+
+
 class BlockChain:
     """The search for one cluster. A block is in one region, and blocks of a region stand together."""
 
     def __init__(self, cluster: PlaceCluster) -> None:
-        self._cluster = cluster
+        self._flows = PlacementFlows(cluster)
         self._layers = cluster.model.layers
-        self._groups: list[MachineGroup] = groups_of(cluster)
+        self._groups = cluster.groups(by_region=True)
         regions: dict[str, list[int]] = {}
         for g, group in enumerate(self._groups):
             regions.setdefault(group.nodes[0].region, []).append(g)
@@ -71,7 +136,7 @@ class BlockChain:
         most = min(self._layers, 2 * max(len(group.rates) - 1 for group in self._groups))
         self._branches = [Branches(self._groups, held, most) for held in self._regions]
 
-    def highest(self, low: float, high: float, limits: SolveLimits) -> Intervals | None:
+    def highest(self, low: float, high: float, limits: SolveLimits) -> Placement | None:
         """The placement of the highest flow found between both."""
         best, most = None, 0.0
         for _ in range(_HALVINGS):
@@ -85,7 +150,7 @@ class BlockChain:
                 if blocks is None:
                     break
                 placement = self._placement(blocks)
-                reached = max(reached, max_flow(self._cluster, placement).tokens_per_s)
+                reached = max(reached, self._flows.value(self._flows.held(placement)))
                 if reached > most:
                     best, most = placement, reached
                 if reached >= _LINKS_CARRY * flow:
@@ -194,10 +259,10 @@ class BlockChain:
 
     # --- placements ---
 
-    def _placement(self, blocks: list[_Block]) -> Intervals:
+    def _placement(self, blocks: list[_Block]) -> Placement:
         free = [list(group.nodes) for group in self._groups]
         over = sum(block.layers for block in blocks) - self._layers
-        placement: Intervals = {}
+        placement: Placement = {}
         at = 0
         for block in self._ordered(blocks):
             less = min(over, block.layers - 1)
@@ -229,9 +294,9 @@ def _slowest_between(cluster: PlaceCluster) -> float:
     """Mean tokens/s of the links from one region to another, of the pair where it is least."""
     region = {node.name: node.region for node in cluster.nodes}
     pairs: dict[tuple[str, str], list[float]] = {}
-    for (sender, receiver), link in cluster.links.items():
+    for sender, receiver in cluster.links:
         if sender != SOURCE and receiver != SINK and region[sender] != region[receiver]:
-            rate = cluster.link_rate((sender, receiver), link)
+            rate = cluster.link_rate((sender, receiver))
             pairs.setdefault((region[sender], region[receiver]), []).append(rate)
     return min(map(fmean, pairs.values()), default=math.inf)
 

@@ -14,13 +14,12 @@ against the simulator: docs/placement.md.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetlb.core.paths.path_scheduler import HIGH_WATER
-from hetlb.core.paths.stages import SINK, SOURCE, Edge
+from hetlb.core.paths.stages import SOURCE, Edge
 from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
 
 _Array = NDArray[np.float64]
@@ -34,16 +33,6 @@ _FULL = 0.98
 _MOST_DECODES = 1024
 #: Convoys merge on the way: batches wait longer with the square of the hops (fitted to simulations).
 _CONVOYS = 0.0042
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Figures of a full cluster."""
-
-    decode_tokens_per_s: float
-    requests_in_flight: float
-    decode_latency_s: float
-    prompt_latency_s: float
 
 
 class Estimator:
@@ -64,18 +53,15 @@ class Estimator:
             self._prompt_s[name] = float(times.mean()), float((times**2).mean())
             self._decode_s[name] = np.array(kind.decode.table(_MOST_DECODES))
 
-    def estimate(self, placement: Placement, shares: Mapping[Edge, float]) -> Estimate:
-        """Estimate a placement under a flow. `shares` may have any scale: the part of each link is what
-        counts.
-        """
+    def estimate(self, placement: Placement, shares: Mapping[Edge, float]) -> float:
+        """Output tokens/s of a placement under a flow, of whose `shares` only the proportions count."""
         total = sum(rate for (sender, _), rate in shares.items() if sender == SOURCE)
         if total <= 0.0:
-            return Estimate(0.0, 0.0, 0.0, 0.0)
+            return 0.0
         nodes = _Nodes(self, placement, shares, total)
         links = _Links(self, shares, total)
         most = min(self._most_in_flight(placement), nodes.most_in_flight)
         rate = 0.0
-        decode_s = prompt_s = 0.0
         guess = most / (self._output * 1.0 + 1.0)
         for round_number in range(_ROUNDS):
             rate = guess
@@ -86,7 +72,7 @@ class Estimator:
             # Overloaded guesses give absurd times: halve the way, in ever smaller steps.
             step = 0.5 if round_number < _ROUNDS // 2 else 0.3
             guess = max(rate * 0.3, rate * (wanted / rate) ** step)
-        return Estimate(rate * self._output, most, decode_s, prompt_s)
+        return rate * self._output
 
     def _most_in_flight(self, placement: Placement) -> float:
         cluster = self._cluster
@@ -157,17 +143,7 @@ class _Links:
         cluster = owner._cluster
         used = [edge for edge, rate in shares.items() if rate > 0.0]
         self._share = np.array([shares[edge] / total for edge in used])
-        seconds = np.array(
-            [
-                (
-                    cluster.model.token_bytes
-                    if SOURCE in edge or SINK in edge
-                    else cluster.model.activation_bytes
-                )
-                / cluster.links[edge].bytes_per_s
-                for edge in used
-            ]
-        )
+        seconds = np.array([1.0 / cluster.link_rate(edge) for edge in used])
         self._latency = np.array([cluster.links[edge].latency_s for edge in used])
         self._token = seconds
         self._prompt = seconds * owner._prompt

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hetlb.plan.highs import SolveLimits
-from hetlb.plan.placement.flow import max_flow
-from hetlb.plan.placement.place_cluster import PlaceCluster, Placement, PlaceNode
+from hetlb.plan.placement.flow import PlacementFlows
+from hetlb.plan.placement.place_cluster import Interval, Placement, PlaceNode
 
 #: The most layer boundaries of a move that are tried on either side.
 _MOST_BOUNDS = 6
@@ -23,83 +23,71 @@ class Move:
     """One node holds other layers; `loaded` of them are new to it."""
 
     node: str
-    first: int
-    end: int
+    layers: Interval
     loaded: int
     tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The placement without one of `nodes`, which are alike, and the best move of another one (None if none
-    helps).
-    """
+    """The placement without one of `nodes`, which are alike, and the best move of another, if any helps."""
 
     nodes: tuple[str, ...]
     tokens_per_s: float
     move: Move | None
 
 
-def losses(
-    cluster: PlaceCluster, placement: Placement, limits: SolveLimits, *, partial_inference: bool = False
-) -> list[Loss]:
+def losses(flows: PlacementFlows, placement: Placement, limits: SolveLimits) -> list[Loss]:
     """The loss of every class of nodes that hold layers, those that the limits leave time for."""
+    alike: dict[tuple[object, ...], list[PlaceNode]] = {}
+    for node in flows.cluster.nodes:
+        if node.name in placement:
+            key = (node.kind, node.region, flows.cluster.most_layers(node), placement[node.name])
+            alike.setdefault(key, []).append(node)
     found = []
-    classes = _classes(cluster, placement)
-    for nodes in classes:
+    for nodes in alike.values():
         if limits.over:
             break
-        found.append(_loss(cluster, placement, nodes, classes, limits, partial_inference))
+        found.append(_loss(flows, placement, nodes, list(alike.values()), limits))
     return found
 
 
-def _classes(cluster: PlaceCluster, placement: Placement) -> list[list[PlaceNode]]:
-    """Nodes of one kind and region that hold the same layers."""
-    alike: dict[tuple[object, ...], list[PlaceNode]] = {}
-    for node in cluster.nodes:
-        if node.name in placement:
-            key = (node.kind, node.region, cluster.most_layers(node), placement[node.name])
-            alike.setdefault(key, []).append(node)
-    return list(alike.values())
-
-
 def _loss(
-    cluster: PlaceCluster,
+    flows: PlacementFlows,
     placement: Placement,
     nodes: list[PlaceNode],
     classes: list[list[PlaceNode]],
     limits: SolveLimits,
-    partial: bool,
 ) -> Loss:
+    def value(held: Placement) -> float:
+        return flows.value(flows.held(held))
+
     lost = nodes[0].name
     left = {name: interval for name, interval in placement.items() if name != lost}
-    flow = max_flow(cluster, left, partial_inference=partial).tokens_per_s
+    flow, names = value(left), tuple(node.name for node in nodes)
     best: Move | None = None
-    whole = max_flow(cluster, placement, partial_inference=partial).tokens_per_s
-    names = tuple(node.name for node in nodes)
-    if flow >= whole * (1.0 - 1e-9):
+    if flow >= value(placement) * (1.0 - 1e-9):
         return Loss(names, flow, None)
     for node in (next((each for each in alike if each.name != lost), None) for alike in classes):
         if node is None:
             continue
-        for start, stop in _targets(placement, placement[lost], cluster.most_layers(node)):
+        for start, stop in _targets(placement, placement[lost], flows.cluster.most_layers(node)):
             if limits.over:
                 return Loss(names, flow, best)
             first, end = left[node.name]
             if (start, stop) == (first, end):
                 continue
             loaded = sum(not first <= layer < end for layer in range(start, stop))
-            moved = {**left, node.name: (start, stop)}
-            after = max_flow(cluster, moved, partial_inference=partial).tokens_per_s
+            after = value({**left, node.name: (start, stop)})
             least = flow if best is None else best.tokens_per_s
             better = after > least * (1.0 + 1e-9) + 1e-9
             equal = best is not None and abs(after - least) <= 1e-9 * max(1.0, least) and loaded < best.loaded
             if better or equal:
-                best = Move(node.name, start, stop, loaded, after)
+                best = Move(node.name, (start, stop), loaded, after)
     return Loss(names, flow, best)
 
 
-def _targets(placement: Placement, lost: tuple[int, int], most: int) -> Iterator[tuple[int, int]]:
+def _targets(placement: Placement, lost: Interval, most: int) -> Iterator[Interval]:
     """Layers between boundaries near those of the lost machine, some of which it held."""
     bounds = sorted({bound for interval in placement.values() for bound in interval})
     starts = sorted(bounds, key=lambda bound: abs(bound - lost[0]))[:_MOST_BOUNDS]

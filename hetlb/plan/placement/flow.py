@@ -1,4 +1,4 @@
-"""Maximum flow of a placement: tokens/s that can pass from the source through all layers to the sink.
+"""Maximum flows of placements: tokens/s that can pass from the source through all layers to the sink.
 
 The value is exact up to the rounding of sums (relative 1e-12), the flow obeys every capacity and is
 conserved at every node, and it is the same for the same input. Formulation of Helix (Mei et al., ASPLOS 2025,
@@ -12,14 +12,24 @@ the flow itself.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hetlb.core.paths.stages import SINK, SOURCE, Edge
-from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
+from hetlb.errors import PlanError
+from hetlb.plan.highs import LinearProgram, SolveLimits
+from hetlb.plan.placement.place_cluster import Interval, PlaceCluster, Placement
 
 #: Residual capacities below this share of the largest one are rounding, not capacity.
 _RELATIVE_EPSILON = 1e-13
+#: Flows below this share of the total are rounding of the solver of `balanced`.
+_LEAST_SHARE = 1e-7
+#: Larger networks take a maximum flow as it comes: links of one, and seconds of the solver.
+_MOST_LINKS = 3000
+_MOST_S = 2.0
+#: The limits of `balanced` leave room for the rounding of the maximum flow.
+_ROOM = 1.0 + 1e-9
 
 
 class Dinic:
@@ -32,18 +42,18 @@ class Dinic:
         self._head: list[int] = []
         self._capacity: list[float] = []
 
-    def add_arc(self, tail: int, head: int, capacity: float) -> int:
-        """Add an arc; returns its number, for `flow_of`."""
+    def add_arc(self, tail: int, head: int, capacity: float) -> None:
         number = len(self._head)
         self._out[tail].append(number)
         self._out[head].append(number + 1)
         self._head += (head, tail)
         self._capacity += (capacity, 0.0)
-        return number
 
-    def flow_of(self, arc: int) -> float:
-        """Flow on an arc."""
-        return self._capacity[arc + 1]
+    def arcs(self) -> Iterator[tuple[int, int, float, float]]:
+        """(tail, head, residual capacity, flow) of every arc."""
+        head, capacity = self._head, self._capacity
+        for arc in range(0, len(head), 2):
+            yield head[arc + 1], head[arc], capacity[arc], capacity[arc + 1]
 
     def run(self, source: int, sink: int) -> float:
         """Push as much as can be pushed; returns the total."""
@@ -100,7 +110,6 @@ class Flow:
     links: dict[Edge, float]
 
     def through(self, node: str) -> float:
-        """Tokens/s through a node."""
         return sum(rate for (_, receiver), rate in self.links.items() if receiver == node)
 
 
@@ -112,102 +121,149 @@ class Pipeline:
     tokens_per_s: float
 
 
-def valid_links(cluster: PlaceCluster, placement: Placement, *, partial_inference: bool) -> list[Edge]:
-    """Links that a request may take under a placement, in the order of the nodes.
+class PlacementFlows:
+    """Maximum flows of placements of one cluster, some 20,000 a second.
 
-    Source to nodes that start at layer 0; i to j where j starts at i's end or, with partial inference, holds
-    i's end and more; nodes that end at the last layer to the sink.
+    A placement is given by the interval of every node in their order, (0, 0) for none: source to nodes that
+    start at layer 0; i to j where j starts at i's end or, with partial inference, holds i's end and more;
+    nodes that end at the last layer to the sink. Node i is entered at vertex 2 i and left at 2 i + 1.
     """
-    placed = [(node.name, *placement[node.name]) for node in cluster.nodes if node.name in placement]
-    links = cluster.links
-    found = [(SOURCE, name) for name, first, _ in placed if first == 0 and (SOURCE, name) in links]
-    by_end: dict[int, list[str]] = {}
-    for name, _, end in placed:
-        by_end.setdefault(end, []).append(name)
-    for end, senders in sorted(by_end.items()):
-        receivers = [
-            name for name, first, last in placed if first == end or (partial_inference and first < end < last)
-        ]
-        found += [
-            (sender, receiver) for sender in senders for receiver in receivers if (sender, receiver) in links
-        ]
-    return found + [
-        (name, SINK) for name, _, end in placed if end == cluster.model.layers and (name, SINK) in links
-    ]
+
+    def __init__(self, cluster: PlaceCluster) -> None:
+        self.cluster = cluster
+        self.names = [node.name for node in cluster.nodes]
+        self.rates = [cluster.rates(node) for node in cluster.nodes]
+        # No arc carries more than all nodes together: larger capacities would only cost precision.
+        top = sum(max(rates) for rates in self.rates)
+
+        def rate(sender: str, receiver: str) -> float:
+            return min(top, cluster.link_rate((sender, receiver)))
+
+        self._between = [[rate(a, b) for b in self.names] for a in self.names]
+        self._in = [rate(SOURCE, name) for name in self.names]
+        self._out = [rate(name, SINK) for name in self.names]
+        self._ends = [*(name for name in self.names for _ in range(2)), SOURCE, SINK]
+
+    def held(self, placement: Placement) -> list[Interval]:
+        return [placement.get(name, (0, 0)) for name in self.names]
+
+    def value(self, held: Sequence[Interval]) -> float:
+        return self._run(held)[1]
+
+    def flow(self, placement: Placement) -> Flow:
+        network, total = self._run(self.held(placement))
+        arcs = ((self._edge(tail, head), flow) for tail, head, _, flow in network.arcs() if flow > 0.0)
+        return Flow(total, {edge: flow for edge, flow in arcs if edge is not None})
+
+    def balanced(self, placement: Placement) -> Flow:
+        """The most even of all maximum flows; as it came where the solver finds no optimum.
+
+        Of all flows of the highest value it has the least sum of f^2 / capacity over nodes and links, so that
+        replicas share their load by speed: a first maximum flow leaves idle what it does not need.
+        """
+        cluster, flow, edges = self.cluster, self.flow(placement), self.edges(placement)
+        if flow.tokens_per_s <= 0.0 or len(edges) > _MOST_LINKS:
+            return flow
+        # Columns: the flow of every link, then of every node, as shares of the total.
+        total, program = flow.tokens_per_s, LinearProgram()
+
+        def column(rate: float) -> int:
+            index = program.column(upper=min(1.0, rate / total) * _ROOM)
+            program.subtract_square(index, total / rate)
+            return index
+
+        into: dict[str, list[tuple[int, float]]] = {name: [] for name in (*placement, SINK)}
+        out: dict[str, list[tuple[int, float]]] = {name: [] for name in (*placement, SOURCE)}
+        links = []
+        for edge in edges:
+            links.append(column(cluster.link_rate(edge)))
+            out[edge[0]].append((links[-1], 1.0))
+            into[edge[1]].append((links[-1], 1.0))
+        for node in cluster.nodes:
+            if node.name in placement:
+                first, end = placement[node.name]
+                through = column(cluster.kind(node).rate(end - first))
+                program.row([*into[node.name], (through, -1.0)], 0.0, 0.0)
+                program.row([*out[node.name], (through, -1.0)], 0.0, 0.0)
+        program.row(out[SOURCE], 1.0, 1.0)
+        try:
+            solution = program.solve(SolveLimits().within(_MOST_S))
+        except PlanError:  # once in some thousand networks
+            return flow
+        if solution is None:
+            return flow
+        shares = zip(edges, solution.values[links], strict=True)
+        return Flow(total, {edge: float(share) * total for edge, share in shares if share > _LEAST_SHARE})
+
+    def edges(self, placement: Placement) -> list[Edge]:
+        """The links that a request may take."""
+        found = (self._edge(tail, head) for tail, head, _, _ in self._network(self.held(placement)).arcs())
+        return [edge for edge in found if edge is not None]
+
+    def _edge(self, tail: int, head: int) -> Edge | None:
+        """The link of an arc, None for that of a node."""
+        edge = self._ends[tail], self._ends[head]
+        return None if edge[0] == edge[1] else edge
+
+    def _run(self, held: Sequence[Interval]) -> tuple[Dinic, float]:
+        network = self._network(held)
+        return network, network.run(2 * len(held), 2 * len(held) + 1)
+
+    def _network(self, held: Sequence[Interval]) -> Dinic:
+        layers, partial = self.cluster.model.layers, self.cluster.partial_inference
+        network = Dinic(2 * len(held) + 2)
+        source, sink = 2 * len(held), 2 * len(held) + 1
+        by_first: dict[int, list[int]] = {}
+        for i, (first, end) in enumerate(held):
+            if first == end:
+                continue
+            network.add_arc(2 * i, 2 * i + 1, self.rates[i][end - first])
+            by_first.setdefault(first, []).append(i)
+            if first == 0 and self._in[i]:
+                network.add_arc(source, 2 * i, self._in[i])
+            if end == layers and self._out[i]:
+                network.add_arc(2 * i + 1, sink, self._out[i])
+        for i, (start, at) in enumerate(held):
+            if start == at:
+                continue
+            between = self._between[i]
+            receivers = by_first.get(at, [])
+            if partial:
+                receivers = receivers + [j for j, (first, end) in enumerate(held) if first < at < end]
+            for j in receivers:
+                if between[j]:
+                    network.add_arc(2 * i + 1, 2 * j, between[j])
+        return network
 
 
-def max_flow(cluster: PlaceCluster, placement: Placement, *, partial_inference: bool = False) -> Flow:
-    """The maximum flow of a placement. Nodes without layers carry nothing."""
-    names = [node.name for node in cluster.nodes if node.name in placement]
-    index = {name: 2 * i for i, name in enumerate(names)}
-    source, sink = 2 * len(names), 2 * len(names) + 1
-    rates = {
-        node.name: cluster.kind(node).rate(placement[node.name][1] - placement[node.name][0])
-        for node in cluster.nodes
-        if node.name in placement
-    }
-    # No arc carries more than all nodes together: larger capacities would only cost precision.
-    most = sum(rates.values())
-    network = Dinic(2 * len(names) + 2)
-    for name in names:
-        network.add_arc(index[name], index[name] + 1, rates[name])
-    arcs: dict[Edge, int] = {}
-    for edge in valid_links(cluster, placement, partial_inference=partial_inference):
-        tail = source if edge[0] == SOURCE else index[edge[0]] + 1
-        head = sink if edge[1] == SINK else index[edge[1]]
-        arcs[edge] = network.add_arc(tail, head, min(most, cluster.link_rate(edge, cluster.links[edge])))
-    value = network.run(source, sink)
-    return Flow(value, {edge: flow for edge, arc in arcs.items() if (flow := network.flow_of(arc)) > 0.0})
+def max_flow(cluster: PlaceCluster, placement: Placement) -> Flow:
+    """The maximum flow of one placement. Nodes without layers carry nothing."""
+    return PlacementFlows(cluster).flow(placement)
 
 
 def pipelines(flow: Flow) -> list[Pipeline]:
-    """The flow as paths, greatest first: repeatedly the path whose narrowest link is widest.
+    """The flow as paths, greatest first: from node to node over the link that carries most of what is left.
 
-    At most one path per link; together they carry the whole flow. There are no cycles in a flow through
-    layers.
+    At most one path per link; together they carry the whole flow, to rounding. There are no cycles in a flow
+    through layers.
     """
-    left = dict(flow.links)
     least = 1e-9 * max(1.0, flow.tokens_per_s)
+    left: dict[str, dict[str, float]] = {}
+    for (sender, receiver), rate in flow.links.items():
+        left.setdefault(sender, {})[receiver] = rate
     found = []
-    while (nodes := _widest(left, least)) is not None:
-        edges = list(zip((SOURCE, *nodes), (*nodes, SINK), strict=True))
-        amount = min(left[edge] for edge in edges)
-        for edge in edges:
-            left[edge] -= amount
-            if left[edge] <= least:
-                del left[edge]
-        found.append(Pipeline(nodes, amount))
+    while True:
+        path = [SOURCE]
+        while after := left.get(path[-1]):
+            path.append(max(after, key=lambda name: after[name]))
+        if path == [SOURCE]:
+            break
+        edges = list(pairwise(path))
+        amount = min(left[sender][receiver] for sender, receiver in edges)
+        for sender, receiver in edges:
+            left[sender][receiver] -= amount
+            if left[sender][receiver] <= least:
+                del left[sender][receiver]
+        if path[-1] == SINK:  # else what rounding has left
+            found.append(Pipeline(tuple(path[1:-1]), amount))
     return sorted(found, key=lambda pipeline: -pipeline.tokens_per_s)
-
-
-def _widest(links: dict[Edge, float], least: float) -> tuple[str, ...] | None:
-    """Nodes of the widest path from source to sink, None if there is none."""
-    out: dict[str, list[tuple[str, float]]] = {}
-    for (sender, receiver), rate in links.items():
-        out.setdefault(sender, []).append((receiver, rate))
-    best: dict[str, tuple[float, tuple[str, ...]]] = {}
-    for name in _order(out):
-        width, path = (float("inf"), ()) if name == SOURCE else best.get(name, (0.0, ()))
-        if width <= least:
-            continue
-        for receiver, rate in out.get(name, ()):
-            reached = min(width, rate)
-            if reached > best.get(receiver, (least, ()))[0]:
-                best[receiver] = (reached, (*path, receiver))
-    return best[SINK][1][:-1] if SINK in best else None
-
-
-def _order(out: dict[str, list[tuple[str, float]]]) -> Iterable[str]:
-    """Vertices that can be reached from the source, each before its successors."""
-    found: list[str] = []
-    seen: set[str] = set()
-    stack: list[tuple[str, bool]] = [(SOURCE, False)]
-    while stack:
-        name, done = stack.pop()
-        if done:
-            found.append(name)
-        elif name not in seen:
-            seen.add(name)
-            stack.append((name, True))
-            stack += [(receiver, False) for receiver, _ in out.get(name, ()) if receiver not in seen]
-    return reversed(found)

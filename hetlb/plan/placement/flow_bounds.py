@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from hetlb.plan.highs import LinearProgram, SolveLimits
-from hetlb.plan.placement.place_cluster import PlaceCluster, alike
+from hetlb.plan.placement.place_cluster import PlaceCluster
 
 #: Bisection ends at this width, relative to the bound (or to the first one, where no flow is possible).
 _WIDTH = 1e-9
@@ -23,10 +23,12 @@ _LOOK = 4096
 
 
 def compute_bound(cluster: PlaceCluster) -> float:
-    """Sum over machines of max_j(j T_j), over the layers: every token passes every layer (Helix, section
-    4.5).
-    """
-    return sum(cluster.kind(node).layer_rate for node in cluster.nodes) / cluster.model.layers
+    """Sum over machines of max_j(j T_j), by layers: every token passes every layer (Helix, section 4.5)."""
+    most = {
+        name: max(j * holding.tokens_per_s for j, holding in enumerate(kind.holdings, start=1))
+        for name, kind in cluster.kinds.items()
+    }
+    return sum(most[node.kind] for node in cluster.nodes) / cluster.model.layers
 
 
 def flow_bound(cluster: PlaceCluster, limits: SolveLimits | None = None) -> float:
@@ -43,10 +45,11 @@ def flow_bound(cluster: PlaceCluster, limits: SolveLimits | None = None) -> floa
     Where the time is up it is the lowest bound known by then.
     """
     limits = limits or SolveLimits()
-    groups = alike(cluster)
-    items = [_Item(g, 1.0 / j, cluster.kind(nodes[0]).rate(j)) for g, nodes in enumerate(groups)
-             for j in range(1, cluster.most_layers(nodes[0]) + 1)]  # fmt: skip
-    numbers = [len(nodes) for nodes in groups]
+    groups = cluster.groups()
+    items = [
+        _Item(g, 1.0 / j, rate) for g, group in enumerate(groups) for j, rate in enumerate(group.rates) if j
+    ]
+    numbers = [len(group.nodes) for group in groups]
     low, high = 0.0, compute_bound(cluster)
     least = _WIDTH * _WIDTH * high
     while high - low > max(least, _WIDTH * high) and not limits.over:
@@ -69,32 +72,23 @@ class _Item:
 
 def _coverable(items: list[_Item], numbers: list[int], flow: float, limits: SolveLimits) -> float:
     """Most layers that the machines cover at this flow."""
-    rows: list[list[float]] = []
-    for group in range(len(numbers)):  # covers of one sort bound all prices
-        cheapest = min(
-            (item.share * math.ceil(flow / item.rate) for item in items if item.group == group),
-            default=math.inf,
-        )
-        rows.append([cheapest if g == group else 0.0 for g in range(len(numbers))])
+    program = LinearProgram()
+    prices = [program.column(-float(count)) for count in numbers]
+    for group, price in enumerate(prices):  # covers of one sort bound all prices
+        cheapest = min(item.share * math.ceil(flow / item.rate) for item in items if item.group == group)
+        program.row([(price, cheapest)], lower=1.0)
     for number in itertools.count():
-        program = LinearProgram()
-        columns = [program.column(-float(count)) for count in numbers]
-        for row in rows:
-            program.row(zip(columns, row, strict=True), lower=1.0)
         answer = program.solve(SolveLimits())
         if answer is None:  # no answer is no bound: the flow counts as possible
             return math.inf
-        prices = answer.values.tolist()
-        cost, cover = _cheapest_cover(items, prices, flow, limits)
+        cost, cover = _cheapest_cover(items, answer.values.tolist(), flow, limits)
         if limits.over:
             return math.inf
         if cost >= 1.0 - _VIOLATED or number == _MOST_COVERS:
             # Prices scaled up to the cheapest cover are feasible: a bound even where rounding left one short.
             return -answer.objective / min(1.0, cost)
-        shares = [0.0] * len(numbers)
-        for item in cover:
-            shares[item.group] += item.share
-        rows.append(shares)
+        shares = [math.fsum(item.share for item in cover if item.group == g) for g in range(len(numbers))]
+        program.row(zip(prices, shares, strict=True), lower=1.0)
     raise AssertionError
 
 

@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 
-from hetlb.plan.placement.place_cluster import PlaceCluster, PlaceNode
-
-Intervals = dict[str, tuple[int, int]]
+from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
 
 
-def swarm(cluster: PlaceCluster) -> Intervals | None:
+def swarm(cluster: PlaceCluster) -> Placement | None:
     """Equal stages with machines spread by throughput. None if there are fewer machines than stages."""
     layers = cluster.model.layers
     most = min(cluster.most_layers(node) for node in cluster.nodes)
@@ -29,7 +26,7 @@ def swarm(cluster: PlaceCluster) -> Intervals | None:
     if stages > len(cluster.nodes):
         return None
     rates = [0.0] * stages
-    placement = {}
+    placement: Placement = {}
     for node in sorted(cluster.nodes, key=lambda node: -cluster.kind(node).rate(length)):
         stage = rates.index(min(rates))
         rates[stage] += cluster.kind(node).rate(length)
@@ -37,11 +34,11 @@ def swarm(cluster: PlaceCluster) -> Intervals | None:
     return placement
 
 
-def petals(cluster: PlaceCluster, rng: random.Random) -> Intervals:
+def petals(cluster: PlaceCluster, rng: random.Random) -> Placement:
     """Every machine where throughput is least, in random order."""
     layers = cluster.model.layers
     rates = [0.0] * layers
-    placement = {}
+    placement: Placement = {}
     nodes = list(cluster.nodes)
     rng.shuffle(nodes)
     for node in nodes:
@@ -53,41 +50,31 @@ def petals(cluster: PlaceCluster, rng: random.Random) -> Intervals:
     return placement
 
 
-def separate_pipelines(cluster: PlaceCluster) -> Intervals | None:
-    """Pipelines of machines of one kind and region. None if no such group holds all layers."""
-
-    def key(node: PlaceNode) -> tuple[str, str]:
-        return node.kind, node.region
-
-    return _pipelines(cluster, key) or _pipelines(cluster, lambda node: (node.kind, ""))
+def separate_pipelines(cluster: PlaceCluster) -> Placement | None:
+    """Pipelines of machines of one kind and, where that leaves some, region. None if none hold all layers."""
+    return _pipelines(cluster, by_region=True) or _pipelines(cluster, by_region=False)
 
 
-def _pipelines(cluster: PlaceCluster, key: Callable[[PlaceNode], tuple[str, str]]) -> Intervals | None:
-    groups: dict[tuple[str, str], list[PlaceNode]] = {}
-    for node in cluster.nodes:
-        groups.setdefault(key(node), []).append(node)
-    placement: Intervals = {}
+def _pipelines(cluster: PlaceCluster, *, by_region: bool) -> Placement | None:
+    placement: Placement = {}
     layers = cluster.model.layers
-    for group in groups.values():
-        most = min(cluster.most_layers(node) for node in group)
-        length = math.ceil(layers / most)
-        for index in range(len(group) // length):
-            for stage, node in enumerate(group[index * length : (index + 1) * length]):
+    for group in cluster.groups(by_region=by_region):
+        nodes, length = group.nodes, math.ceil(layers / (len(group.rates) - 1))
+        for index in range(len(nodes) // length):
+            for stage, node in enumerate(nodes[index * length : (index + 1) * length]):
                 placement[node.name] = (stage * layers // length, (stage + 1) * layers // length)
     return placement or None
 
 
-def chains(cluster: PlaceCluster, rng: random.Random) -> Intervals:
-    """Machines in random order, region by region, each holding all that it can and its pipeline still
-    needs.
-    """
+def chains(cluster: PlaceCluster, rng: random.Random) -> Placement:
+    """Machines in random order by region, each with all it can hold and its pipeline still needs."""
     layers = cluster.model.layers
     regions = sorted({node.region for node in cluster.nodes})
     rng.shuffle(regions)
     nodes = list(cluster.nodes)
     rng.shuffle(nodes)
     nodes.sort(key=lambda node: regions.index(node.region))
-    placement = {}
+    placement: Placement = {}
     at = 0
     for node in nodes:
         end = min(layers, at + cluster.most_layers(node))

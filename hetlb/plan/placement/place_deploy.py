@@ -8,9 +8,8 @@ from shlex import quote
 from typing import Any
 
 from hetlb.plan.common.capabilities import Form
-from hetlb.plan.common.servers import FIRST_PORT, VllmServer, host_of, write_fleet
+from hetlb.plan.common.servers import VllmServer, host_of, write_fleet
 from hetlb.plan.placement.flow import Flow, Pipeline, max_flow, pipelines
-from hetlb.plan.placement.heuristics import Intervals
 from hetlb.plan.placement.place_cluster import PlaceCluster, Placement, PlaceNode
 
 _STAGE_PORT = 9100
@@ -23,22 +22,18 @@ _UTILIZATION = 0.9
 
 def stage_commands(cluster: PlaceCluster, placement: Placement, folder: str) -> list[str]:
     """The shared key, made once, then one worker per node. `folder` holds the model on every machine."""
-    return [
-        f"test -e {KEY_FILE} || openssl rand -hex 32 > {KEY_FILE}  # once: the same file on all machines",
-        *(
-            f"{_visible(node)}hetlb stage --model {quote(folder)} --layers {first}:{end} --host 0.0.0.0 "
-            f"--port {_port(node)} --key-file {KEY_FILE}  # on {node.host or node.name}"
-            for node, (first, end) in _placed(cluster, placement)
-        ),
+    commands = [
+        f"test -e {KEY_FILE} || openssl rand -hex 32 > {KEY_FILE}  # once: the same file on all machines"
     ]
-
-
-def _placed(cluster: PlaceCluster, placement: Placement) -> list[tuple[PlaceNode, tuple[int, int]]]:
-    return [(node, placement[node.name]) for node in cluster.nodes if node.name in placement]
-
-
-def _visible(node: PlaceNode) -> str:
-    return "" if node.gpu is None else f"CUDA_VISIBLE_DEVICES={node.gpu} "
+    for node in cluster.nodes:
+        if node.name in placement:
+            first, end = placement[node.name]
+            visible = "" if node.gpu is None else f"CUDA_VISIBLE_DEVICES={node.gpu} "
+            commands.append(
+                f"{visible}hetlb stage --model {quote(folder)} --layers {first}:{end} --host 0.0.0.0 "
+                f"--port {_port(node)} --key-file {KEY_FILE}  # on {node.host or node.name}"
+            )
+    return commands
 
 
 def _port(node: PlaceNode) -> int:
@@ -46,13 +41,11 @@ def _port(node: PlaceNode) -> int:
 
 
 def write_stages(path: Path, cluster: PlaceCluster, placement: Placement, folder: str) -> None:
-    """The stages of a placement as a fleet file; hosts, key and folder are to be filled in.
-
-    Raises `InputError`.
-    """
+    """Write a fleet file; its hosts, key and folder are to be filled in. Raises `InputError`."""
     workers = [
         {"name": node.name, "url": f"http://{host_of(node.host or node.name)}:{_port(node)}"}
-        for node, _ in _placed(cluster, placement)
+        for node in cluster.nodes
+        if node.name in placement
     ]
     stages = {"folder": folder, "key_file": KEY_FILE, "workers": workers}
     heading = f"Written by `hetlb place`. The folder of the model and {KEY_FILE} are to be filled in, too."
@@ -60,7 +53,7 @@ def write_stages(path: Path, cluster: PlaceCluster, placement: Placement, folder
 
 
 def vllm_plan(
-    cluster: PlaceCluster, placement: Placement, flow: Flow, separate: Intervals | None
+    cluster: PlaceCluster, placement: Placement, flow: Flow, separate: Placement | None
 ) -> dict[str, Any] | None:
     """The same machines as vLLM servers with pipeline parallelism, None where there are none.
 
@@ -108,7 +101,6 @@ def _server(cluster: PlaceCluster, placement: Placement, index: int, names: Sequ
         model=cluster.model.name,
         form=Form(pipeline_parallel_size=len(names), machines=len(hosts)),
         gpus=[(host, tuple(gpus)) for host, gpus in hosts.items()],
-        port=FIRST_PORT,
         utilization=_UTILIZATION,
         layers=[placement[name][1] - placement[name][0] for name in names],
     )

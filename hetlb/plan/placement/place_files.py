@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from hetlb.config.yaml_file import read_object
 from hetlb.core.paths.stages import SINK, SOURCE, BatchLimits, Curve, Edge, LinkSpec
 from hetlb.csv_rows import MOST_COUNT, csv_rows
 from hetlb.errors import ConfigError
-from hetlb.plan.placement.place_cluster import Holding, LayeredModel, MachineKind, PlaceCluster, PlaceNode
+from hetlb.plan.placement.place_cluster import (
+    Holding,
+    LayeredModel,
+    MachineKind,
+    PlaceCluster,
+    Placement,
+    PlaceNode,
+)
 
 NODE_COLUMNS = ("node", "gpu_type", "region", "max_layers", "nic_in_bytes_per_s", "nic_out_bytes_per_s")
 LINK_COLUMNS = ("from", "to", "bytes_per_s", "latency_s")
@@ -28,33 +34,19 @@ LIMIT_COLUMNS = (
 _MOST_LAYERS = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterFiles:
-    """Paths of the files of a cluster."""
+def load_cluster(files: Mapping[str, Path], *, pruned: bool = False) -> PlaceCluster:
+    """Read a cluster from its `nodes`, `links`, `layer_times`, `limits` and `model`. Raises `ConfigError`.
 
-    nodes: Path
-    links: Path
-    layer_times: Path
-    limits: Path
-    model: Path
-
-
-def load_cluster(files: ClusterFiles, *, pruned: bool = False) -> PlaceCluster:
-    """Read a cluster. With `pruned`, links whose `kept_after_pruning` is 0 are left out. Raises
-    `ConfigError`.
+    With `pruned`, links whose `kept_after_pruning` is 0 are left out.
     """
-    model = _read_model(files.model)
-    times = read_layer_times(files.layer_times)
-    kinds = _read_limits(files.limits, times)
-    nodes = _read_nodes(files.nodes, kinds)
-    links = read_links(files.links, {node.name for node in nodes}, pruned=pruned)
-    return PlaceCluster(model=model, nodes=nodes, kinds=kinds, links=links)
+    kinds = _read_limits(files["limits"], read_layer_times(files["layer_times"]))
+    nodes = _read_nodes(files["nodes"], kinds)
+    links = read_links(files["links"], {node.name for node in nodes}, pruned=pruned)
+    return PlaceCluster(_read_model(files["model"]), nodes, kinds, links)
 
 
 def read_layer_times(path: Path) -> dict[str, tuple[Curve, Curve]]:
-    """Seconds of one layer by tokens of the batch, for prompts and decodes, by kind of machine. Raises
-    `ConfigError`.
-    """
+    """Seconds of one layer by tokens of the batch, for prompts and decodes, by kind of machine."""
     points: dict[tuple[str, str], dict[float, float]] = {}
     for row in csv_rows(path, TIME_COLUMNS, ConfigError):
         phase = row.text("phase")
@@ -172,11 +164,11 @@ def read_flows(path: Path, names: set[str]) -> dict[Edge, float]:
     return flows
 
 
-def load_placement(path: Path, cluster: PlaceCluster) -> dict[str, tuple[int, int]]:
+def load_placement(path: Path, cluster: PlaceCluster) -> Placement:
     """Read a placement: `{node: [first, end]}`. Raises `ConfigError` where it does not fit the cluster."""
     raw = read_object(path)
     nodes = {node.name: node for node in cluster.nodes}
-    placement: dict[str, tuple[int, int]] = {}
+    placement: Placement = {}
     for name, value in raw.items():
         if name not in nodes:
             raise ConfigError(f"{path}: {name[:60]!r}: expected a node of the nodes file")

@@ -1,16 +1,66 @@
-"""A placement for a person: layers by node, what a lost machine costs, the commands, what to trust."""
+"""A placement as a document (`--json`) and for a person: layers, costs of a lost machine, commands."""
 
 from __future__ import annotations
 
+import random
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
+from hetlb.plan.placement.flow import max_flow, pipelines
+from hetlb.plan.placement.heuristics import petals, separate_pipelines, swarm
+from hetlb.plan.placement.place_deploy import advice, stage_commands, vllm_plan
+from hetlb.plan.placement.place_plan import PlacePlan
 from hetlb.tables import table
 
 
+def document_of(
+    plan: PlacePlan, *, scheduler: str, load: str, seed: int, solve_s: float, folder: str
+) -> dict[str, Any]:
+    """The figures of the contract, and what they rest on under further keys."""
+    cluster, flow, highest, result = plan.cluster, plan.chosen.flow, plan.highest_flow, plan.result
+    separate = separate_pipelines(cluster)
+    vllm = vllm_plan(cluster, plan.chosen.placement, flow, separate)
+    entered_anywhere = replace(cluster, partial_inference=True)
+    baselines = {
+        "swarm": (cluster, swarm(cluster)),
+        "separate-pipelines": (cluster, separate),
+        "petals": (entered_anywhere, petals(cluster, random.Random(seed))),
+    }
+    return {
+        "max_flow_tokens_per_s": flow.tokens_per_s,
+        "upper_bound_tokens_per_s": plan.bound,
+        "gap": plan.bound / flow.tokens_per_s - 1.0 if flow.tokens_per_s else None,
+        "partial_inference": cluster.partial_inference,
+        "placement": plan.chosen.placement,
+        "flows": [
+            {"from": sender, "to": receiver, "tokens_per_s": rate}
+            for (sender, receiver), rate in flow.links.items()
+        ],
+        "pipelines": [asdict(pipeline) for pipeline in pipelines(flow)],
+        "simulated": None
+        if result is None
+        else {"scheduler": scheduler, "load": load, "seconds": result.window_s, **result.document()},
+        "highest_flow": None
+        if highest is None
+        else {"max_flow_tokens_per_s": highest.flow.tokens_per_s, "placement": highest.placement},
+        "baselines": {
+            name: {"max_flow_tokens_per_s": max_flow(of, placement).tokens_per_s}
+            for name, (of, placement) in baselines.items()
+            if placement is not None
+        },
+        "losses": [asdict(loss) for loss in plan.losses],
+        "solve_s": solve_s,
+        "interrupted": plan.interrupted,
+        "commands": stage_commands(cluster, plan.chosen.placement, folder),
+        "vllm": vllm,
+        "advice": advice(flow.tokens_per_s, vllm),
+    }
+
+
 def print_placement(document: dict[str, Any], console: Console) -> None:
-    """Tables, figures and commands of `place_plan.document_of`."""
     console.print(_nodes(document))
     if document["losses"]:
         console.print(_failures(document))
@@ -43,7 +93,7 @@ def print_placement(document: dict[str, Any], console: Console) -> None:
         print(command)
 
 
-def _nodes(document: dict[str, Any]) -> Any:
+def _nodes(document: dict[str, Any]) -> Table:
     through: dict[str, float] = {}
     for flow in document["flows"]:
         through[flow["to"]] = through.get(flow["to"], 0.0) + flow["tokens_per_s"]
@@ -54,7 +104,7 @@ def _nodes(document: dict[str, Any]) -> Any:
     return table("layers by node", ("node", "layers", ">tokens/s"), rows)
 
 
-def _failures(document: dict[str, Any]) -> Any:
+def _failures(document: dict[str, Any]) -> Table:
     rows = []
     for loss in document["losses"]:
         nodes, move = loss["nodes"], loss["move"]

@@ -29,10 +29,7 @@ _BY_SPEED: Final = frozenset({"hetlb", "paper", "paper-memory", "planned"})
 
 @dataclass(frozen=True, slots=True)
 class BalancePart:
-    """One instance: its share of the work and of the speed (0 to 1), and how full it is.
-
-    `out` says why it takes no requests, "" where it does. `busy` is the share of its places in use.
-    """
+    """One instance: its shares of work and speed (0 to 1), share of slots in use, and why it is `out`."""
 
     name: str
     work_share: float
@@ -44,10 +41,7 @@ class BalancePart:
 def sentence(
     parts: Sequence[BalancePart], waiting: int, policy: str, requests: int = 1 << 30
 ) -> tuple[bool, str]:
-    """True if the work is shared as it should be, and a sentence that says so.
-
-    Of few `requests` one more or less is a large share.
-    """
+    """True if the work is shared as it should be, and a sentence; of few `requests` one is a large share."""
     able = [part for part in parts if not part.out]
     out = "; ".join(f"{part.name} is {part.out}" for part in parts if part.out)
     tail = f" ({out})" if out else ""

@@ -1,8 +1,4 @@
-"""Decisions as documents: what was asked, the instances considered, the one chosen, and what came of it.
-
-A summary costs no candidate; the candidates of a decision, with every term of its score, are made
-only when it is opened.
-"""
+"""Decisions as documents: what was asked, the instances considered, the one chosen, and what came of it."""
 
 from __future__ import annotations
 
@@ -53,10 +49,7 @@ def decision_document(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A filter of decisions; "" and 0 leave out nothing. `request` is an `x-request-id` or a number.
-
-    `outcome` is an outcome of requests, or `running`; `longer_s` is the least time from dispatch on.
-    """
+    """A filter of decisions; "" and 0 leave out nothing. `outcome` may be `running`."""
 
     request: str = ""
     instance: str = ""
@@ -65,7 +58,6 @@ class Wanted:
     longer_s: float = 0.0
 
     def fits(self, dispatch: Dispatch, now: float) -> bool:
-        """True if a decision is one of them."""
         lease = dispatch.lease
         if self.request and self.request not in (dispatch.label, str(dispatch.request_id)):
             # With several processes the scheduler knows numbers alone: an id that hetlb made ends in one.

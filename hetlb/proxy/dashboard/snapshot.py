@@ -1,7 +1,4 @@
-"""Events of the page's stream: all that the page shows, at one moment.
-
-Its charts get columns of plain numbers, seconds and tokens, rounded for the eye.
-"""
+"""Events of the page's stream: all that the page shows, at one moment."""
 
 from __future__ import annotations
 
@@ -16,11 +13,10 @@ import msgspec
 import hetlb
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.types import Outcome
+from hetlb.proxy.admin import pools
 from hetlb.proxy.dashboard import balance
 from hetlb.proxy.dashboard.decisions import decision_summary
-from hetlb.proxy.dashboard.event_stream import EventStream
-from hetlb.proxy.dashboard.routes import pools
-from hetlb.proxy.dashboard.samples import Levels
+from hetlb.proxy.dashboard.page import EventStream
 from hetlb.proxy.fleet_status import status
 from hetlb.proxy.telemetry.recent import BIN_S, BINS, POINTS, Recent, Stretch, latencies
 from hetlb.workload.records import weighted_percentile
@@ -35,24 +31,16 @@ DECISIONS_SHOWN: Final = 25
 class Snapshots:
     """Maker of events and of the status over `source`; `fleet` gives the body of `GET /v1/fleet`."""
 
-    def __init__(
-        self,
-        source: FleetService,
-        fleet: Callable[[], dict[str, Any]],
-        levels: Levels,
-    ) -> None:
+    def __init__(self, source: FleetService, fleet: Callable[[], dict[str, Any]]) -> None:
         self._source = source
         self._fleet = fleet
-        self._levels = levels
         self.events = EventStream(lambda: msgspec.json.encode(self.event()))
 
     def status(self) -> dict[str, Any]:
-        """The body of `GET /v1/status`."""
         source = self._source
-        return status(source.scheduler, pools(source.scheduler), source.recent, self._levels, source.now())
+        return status(source.scheduler, pools(source.scheduler), source.recent, source.now())
 
     def event(self) -> dict[str, Any]:
-        """One event of the stream: all that the page shows, at one moment."""
         source = self._source
         scheduler, now, totals = source.scheduler, source.now(), source.totals
         fleet = self._fleet()
@@ -76,18 +64,35 @@ class Snapshots:
             "fleet": fleet,
             "status": self.status(),
             "balance": balance.documents(scheduler, totals.recent, pools(scheduler), now),
-            "series": {**series(totals.recent, now), **self._levels.document(now)},
+            "series": {**series(totals.recent, now), **levels(totals.recent, now)},
             "accuracy": accuracy(totals.recent),
         }
 
 
-def series(recent: Recent, now: float) -> dict[str, Any]:
-    """Rates and latencies of the last five minutes, up to the last stretch that is over at `now`.
-
-    An answer counts, tokens and all, when it ends.
-    """
+def _shown(recent: Recent, now: float) -> list[Stretch]:
+    """The last five minutes, up to the last stretch that is over at `now`."""
     end = math.floor(now / BIN_S)
-    stretches = [recent.stretches.get(number) or Stretch() for number in range(end - BINS, end)]
+    return [recent.stretches.get(number) or Stretch() for number in range(end - BINS, end)]
+
+
+def levels(recent: Recent, now: float) -> dict[str, Any]:
+    """Columns `queue`, `in_flight` and `kv_reserved` (by instance), aligned with those of `series`."""
+    shown = [each.levels for each in _shown(recent, now)]
+    names = dict.fromkeys(name for each in shown if each is not None for name in each[1])
+
+    def column(name: str, place: int) -> list[float | None]:
+        return [None if each is None or name not in each[1] else each[1][name][place] for each in shown]
+
+    return {
+        "queue": [None if each is None else sum(each[0].values()) for each in shown],
+        "in_flight": {name: column(name, 0) for name in names},
+        "kv_reserved": {name: column(name, 1) for name in names},
+    }
+
+
+def series(recent: Recent, now: float) -> dict[str, Any]:
+    """Rates and latencies of the last five minutes."""
+    stretches = _shown(recent, now)
     outcomes: Counter[str] = Counter()
     for each in stretches:
         outcomes.update(each.outcomes)
@@ -102,7 +107,7 @@ def series(recent: Recent, now: float) -> dict[str, Any]:
     }
     return {
         "bin_s": BIN_S,
-        "end_s": end * BIN_S,
+        "end_s": math.floor(now / BIN_S) * BIN_S,
         "outcomes": dict(outcomes),
         "instances": {name: [each.get(name, 0) / BIN_S for each in tokens] for name in names},
         "ok_per_s": [count / BIN_S for count in ok],
@@ -117,10 +122,7 @@ def _percentile(counts: dict[int, int], percent: int) -> float | None:
 
 
 def accuracy(recent: Recent) -> dict[str, Any]:
-    """The newest answers as points: predicted and actual output tokens, predicted and actual seconds.
-
-    The names of the instances, and the points with an index into them.
-    """
+    """Predicted and actual tokens and seconds of the newest answers, by index of the instance."""
     names: dict[str, int] = {}
     points = [
         (

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from dns.exception import DNSException
+from dns.resolver import NXDOMAIN, Resolver
+
 from hetlb.config.discovery import DnsTable
 from hetlb.config.urls import bracketed
-from hetlb.errors import ConfigError
 from hetlb.proxy.discovery.source import Found, Publish, SourceFailedError
 
 #: Seconds that an answer may take.
@@ -19,22 +21,10 @@ _TIMEOUT_S = 2.0
 _LEAST_S = 0.1
 
 
-def check_installed(where: str) -> None:
-    """Raise `ConfigError` unless the resolver is there."""
-    try:
-        import dns.resolver  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"{where}discovery.dns: expected dnspython: pip install 'hetlb[discovery]'"
-        ) from error
-
-
 class DnsSource:
     """The servers of one name."""
 
     def __init__(self, table: DnsTable) -> None:
-        from dns.resolver import Resolver
-
         self.name = f"dns {table.name}"
         self._table = table
         self._resolver = Resolver(configure=not table.servers)
@@ -51,7 +41,6 @@ class DnsSource:
         self._resolver.lifetime = _TIMEOUT_S
 
     async def run(self, publish: Publish) -> None:
-        """Publish the servers of the name; ask again when the answer is too old."""
         while True:
             # Thousands of records take a tenth of a second to read.
             found, ttl_s = await asyncio.to_thread(self._ask)
@@ -77,15 +66,18 @@ class DnsSource:
         known = self._known
         self._known = {
             pair: known.get(pair)
-            or Found(pair[0], f"{table.scheme}://{pair[0]}", table.model or "", table.labels, weight=pair[1])
+            or Found(
+                name=pair[0],
+                url=f"{table.scheme}://{pair[0]}",
+                model=table.model or "",
+                labels=table.labels,
+                weight=pair[1],
+            )
             for pair in sorted(pairs)
         }
         return list(self._known.values()), ttl_s
 
     def _records(self, kind: str) -> tuple[Sequence, float]:  # type: ignore[type-arg]
-        from dns.exception import DNSException
-        from dns.resolver import NXDOMAIN
-
         try:
             answer = self._resolver.resolve(self._table.name, kind, raise_on_no_answer=False, search=True)
         except NXDOMAIN:

@@ -1,16 +1,13 @@
-"""Instances in files: a folder of instance files, and the fleet file itself, watched for changes.
+"""Instances in files and folders of files, which are watched for changes.
 
-Files are looked at every `poll_s` (a network file system tells of no changes). A file with a mistake changes
-nothing; one that is gone from a folder takes its instances along.
+A file with a mistake changes nothing; one that is gone from a folder takes its instances along.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 import msgspec
 
@@ -19,12 +16,8 @@ from hetlb.config.urls import check_url
 from hetlb.config.yaml_file import load_yaml
 from hetlb.errors import ConfigError, InputError
 from hetlb.proxy.discovery.source import Found, Publish, logger
+from hetlb.proxy.reload import changes, files_of
 from hetlb.proxy.telemetry.events import Event, tell
-
-#: Seconds after a change was seen until a file is read.
-_SETTLED_S = 0.05
-#: One file: its path, time of change (ns), size and inode.
-Stamp: TypeAlias = tuple[tuple[str, int, int, int], ...]
 
 
 class InstanceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -32,40 +25,6 @@ class InstanceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     models: tuple[ModelTable, ...]
     version: int = 1
-
-
-def stamp(paths: Sequence[Path]) -> Stamp:
-    """The state of files and of the YAML files in folders."""
-    found: list[tuple[str, int, int, int]] = []
-    for path in paths:
-        for each in _files(path):
-            with contextlib.suppress(OSError):
-                status = each.stat()
-                found.append((str(each), status.st_mtime_ns, status.st_size, status.st_ino))
-    return tuple(found)
-
-
-def _files(path: Path) -> list[Path]:
-    """A file, or the files of a folder; those that begin with a dot are being written."""
-    if not path.is_dir():
-        return [path]
-    names = sorted(each for each in path.iterdir() if each.suffix in (".yaml", ".yml"))
-    return [each for each in names if not each.name.startswith(".")]
-
-
-async def changes(paths: Sequence[Path], poll_s: float) -> AsyncIterator[None]:
-    """One item at the beginning and after every change of the files."""
-    last: Stamp | None = None
-    while True:
-        now = stamp(paths)
-        if now == last:
-            await asyncio.sleep(poll_s)
-            continue
-        if last is not None:  # an editor writes in several steps
-            await asyncio.sleep(_SETTLED_S)
-            now = stamp(paths)
-        last = now
-        yield
 
 
 class FileSource:
@@ -78,7 +37,6 @@ class FileSource:
         self._known: dict[Path, list[Found]] = {}
 
     async def run(self, publish: Publish) -> None:
-        """Publish what the files hold, now and after every change."""
         async for _ in changes(self._paths, self._poll_s):
             mistakes = await asyncio.to_thread(self._read)
             publish([found for each in self._known.values() for found in each])
@@ -92,7 +50,7 @@ class FileSource:
         """Read all files; returns the mistakes of those that stay as they were."""
         mistakes: list[str] = []
         known: dict[Path, list[Found]] = {}
-        for path in [each for folder in self._paths for each in _files(folder)]:
+        for path in [each for folder in self._paths for each in files_of(folder)]:
             try:
                 known[path] = read_instances(path)
             except InputError as error:
@@ -103,7 +61,6 @@ class FileSource:
 
 
 def read_instances(path: Path) -> list[Found]:
-    """The instances of one file. Raises `ConfigError`."""
     found: list[Found] = []
     for m, model in enumerate(load_yaml(path, InstanceFile, ConfigError).models):
         for i, table in enumerate(model.instances):
@@ -114,26 +71,7 @@ def read_instances(path: Path) -> list[Found]:
                 if getattr(table, name) is not None:
                     raise ConfigError(f"{key}.{name}: expected none, this key belongs in the fleet file")
             url = check_url(table.url, f"{key}.url")
-            named = table.name or url.partition("//")[2]
-            profile = "" if table.profile is None else str(path.parent / table.profile)
-            found.append(Found(named, url, model.name, table.labels, profile, table.weight))
+            profile = None if table.profile is None else str(path.parent / table.profile)
+            own = {"name": table.name or url.partition("//")[2], "url": url, "profile": profile}
+            found.append(Found(model=model.name, **{**msgspec.structs.asdict(table), **own}))
     return found
-
-
-class FleetFileSource:
-    """The fleet file itself: it is reloaded after every change. Gives no instances of its own."""
-
-    def __init__(self, path: Path, poll_s: float, reload: Callable[[], None]) -> None:
-        self.name = f"fleet file {path}"
-        self._path = path
-        self._poll_s = poll_s
-        self._reload = reload
-
-    async def run(self, publish: Publish) -> None:
-        """Reload after every change; the first look changes nothing."""
-        publish([])
-        first = True
-        async for _ in changes([self._path], self._poll_s):
-            if not first and self._path.exists():
-                self._reload()
-            first = False

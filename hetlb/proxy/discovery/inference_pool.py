@@ -13,15 +13,14 @@ from typing import Final
 
 from hetlb.config.discovery import KubernetesTable
 from hetlb.errors import ConfigError
-from hetlb.proxy.discovery.kubernetes import ApiServer, Item, ServersOf, Watch, found_at, labels_of, ready
-from hetlb.proxy.discovery.source import Found, Publish
+from hetlb.proxy.discovery.kubernetes import ApiServer, Item, ServersOf, Watch, servers_of
+from hetlb.proxy.discovery.source import Publish
 
 _POOLS: Final = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
 _OBJECTIVES: Final = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferenceobjectives"
 
 
 def pool_of(table: KubernetesTable) -> str:
-    """Name of the pool. Raises `ConfigError`."""
     if table.pool is None:
         raise ConfigError("discovery.kubernetes.pool: expected the name of an InferencePool, got none")
     return table.pool
@@ -31,14 +30,12 @@ class InferencePoolSource:
     """The servers of one pool."""
 
     def __init__(self, table: KubernetesTable, base: Path) -> None:
-        """Raises `ConfigError`."""
         self._table = table
         self._api = ApiServer(table, base)
         self._pool = pool_of(table)
         self.name = f"InferencePool {self._pool} in {self._api.namespace}"
 
     async def run(self, publish: Publish) -> None:
-        """Publish the servers that are ready, after every change of a pod or of the pool."""
         #: Labels and ports of the pods; None: there is no pool, or it selects nothing.
         wanted: tuple[dict[str, str], list[int]] | None = {}, []
         changes = asyncio.Event()
@@ -73,20 +70,8 @@ class InferencePoolSource:
     async def _watch_pods(self, labels: dict[str, str], ports: list[int], publish: Publish) -> None:
         selector = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
         path = f"/api/v1/namespaces/{self._api.namespace}/pods"
-        servers = ServersOf(lambda pod: self._of_pod(pod, ports))
+        servers = ServersOf(lambda pod: servers_of(pod, ports, self._table))
         await Watch(self._api, path, selector, lambda pods: publish(servers(pods))).run()
-
-    def _of_pod(self, pod: Item, ports: list[int]) -> list[Found]:
-        if not ready(pod):
-            return []
-        assert pod.status is not None, "expected a pod that is ready"
-        address, labels, own = pod.status.pod_ip, labels_of(pod), pod.metadata.name
-        # As the reference picker names them.
-        names = [own] if len(ports) == 1 else [f"{own}-rank-{rank}" for rank in range(len(ports))]
-        return [
-            found_at(self._table, name, address, port, labels)
-            for name, port in zip(names, ports, strict=True)
-        ]
 
 
 class ObjectiveSource:
@@ -100,7 +85,6 @@ class ObjectiveSource:
         self.name = f"objectives of InferencePool {self._pool} in {self._api.namespace}"
 
     async def run(self, publish: Publish) -> None:
-        """Give the priorities of the pool's objectives, after every change."""
         publish([])  # nothing waits for it: many clusters do not have the kind
         path = _OBJECTIVES.format(self._api.namespace)
         await Watch(self._api, path, "", lambda items: self._take(self._priorities(items))).run()

@@ -1,9 +1,7 @@
 """Instances in Kubernetes: pods by label, or the EndpointSlices of a service, listed once and then watched.
 
-`Watch` keeps the objects of one resource (API concepts, "Efficient detection of changes"): it asks for a
-list, then for what changed since its `resourceVersion`; a connection that ends is resumed from the last
-version or bookmark; an expired version (410) begins with a list again. `KubernetesSource` makes servers of
-the objects.
+See "Efficient detection of changes" in Kubernetes' API concepts: a connection that ends is resumed from the
+last version or bookmark, an expired version (410) begins with a list again.
 """
 
 from __future__ import annotations
@@ -62,21 +60,15 @@ class Item(msgspec.Struct, rename="camel"):
 
 
 class ContainerPort(msgspec.Struct, rename="camel"):
-    """One port of a container."""
-
     container_port: int
     name: str = ""
 
 
 class Container(msgspec.Struct):
-    """One container."""
-
     ports: list[ContainerPort] = []
 
 
 class Selector(msgspec.Struct, rename="camel"):
-    """Selector of an InferencePool."""
-
     match_labels: dict[str, str] = {}
 
 
@@ -104,23 +96,17 @@ class Spec(msgspec.Struct, rename="camel"):
 
 
 class Condition(msgspec.Struct):
-    """One condition of a pod."""
-
     type: str
     status: str
 
 
 class PodStatus(msgspec.Struct, rename="camel"):
-    """`status` of a pod."""
-
     pod_ip: str = msgspec.field(default="", name="podIP")
     phase: str = ""
     conditions: list[Condition] = []
 
 
 class PodTarget(msgspec.Struct):
-    """The object behind an endpoint."""
-
     name: str = ""
 
 
@@ -132,37 +118,27 @@ class Conditions(msgspec.Struct):
 
 
 class Endpoint(msgspec.Struct, rename="camel"):
-    """One endpoint of a slice."""
-
     addresses: list[str] = []
     conditions: Conditions = msgspec.field(default_factory=Conditions)
     target_ref: PodTarget | None = None
 
 
 class SlicePort(msgspec.Struct):
-    """One port of a slice."""
-
     name: str | None = None
     port: int | None = None
 
 
 class ItemList(msgspec.Struct):
-    """An answer to a list."""
-
     metadata: Metadata
     items: list[Item] | None = None
 
 
 class WatchEvent(msgspec.Struct):
-    """One line of a watch."""
-
     type: str
     object: msgspec.Raw
 
 
 class ResponseStatus(msgspec.Struct):
-    """An error of the API server."""
-
     code: int = 0
     message: str = ""
 
@@ -218,10 +194,7 @@ class ApiServer:
 
 
 class Watch:
-    """Keeps the objects at a path; `changed` gets all of them, by name, after changes that came together.
-
-    With a `name` that object alone.
-    """
+    """Keeps the objects at a path, or the one of a `name`; `changed` gets all by name after each change."""
 
     def __init__(
         self,
@@ -329,7 +302,6 @@ class Watch:
         return bytes(body)
 
     def _take(self, event: WatchEvent) -> None:
-        """One change. Raises `ExpiredError`."""
         if event.type == "ERROR":
             status = msgspec.json.decode(event.object, type=ResponseStatus)
             if status.code == 410:
@@ -390,25 +362,17 @@ class KubernetesSource:
         self._selector = selector
 
     async def run(self, publish: Publish) -> None:
-        """Publish the servers that are ready, after every change."""
         servers = ServersOf(self._of_pod if self._table.resource == "pods" else self._of_slice)
         await Watch(self._api, self._path, self._selector, lambda items: publish(servers(items))).run()
 
     def _of_pod(self, item: Item) -> list[Found]:
-        """The server of a pod that is ready and not about to end."""
-        if not ready(item):
-            return []
-        spec, port = item.spec or Spec(), self._table.port
-        if isinstance(port, str):
-            ports = [each for container in spec.containers for each in container.ports if each.name == port]
-            if not ports:
-                return []
-            port = ports[0].container_port
-        assert item.status is not None, "expected a pod that is ready"
-        return [found_at(self._table, item.metadata.name, item.status.pod_ip, port, labels_of(item))]
+        port, containers = self._table.port, (item.spec or Spec()).containers
+        if isinstance(port, int):
+            return servers_of(item, [port], self._table)
+        named = [each.container_port for every in containers for each in every.ports if each.name == port]
+        return servers_of(item, named[:1], self._table)
 
     def _of_slice(self, item: Item) -> list[Found]:
-        """The servers of a slice that are ready and not about to end."""
         servers: list[Found] = []
         port = self._slice_port(item)
         for endpoint in item.endpoints or ():
@@ -416,7 +380,7 @@ class KubernetesSource:
             if conditions.ready is False or conditions.terminating or not endpoint.addresses or not port:
                 continue
             name = endpoint.target_ref.name if endpoint.target_ref is not None else ""
-            servers.append(found_at(self._table, name, endpoint.addresses[0], port, item.metadata.labels))
+            servers.append(_found_at(self._table, name, endpoint.addresses[0], port, item.metadata.labels))
         return servers
 
     def _slice_port(self, item: Item) -> int | None:
@@ -427,21 +391,28 @@ class KubernetesSource:
         return wanted if isinstance(wanted, int) else None
 
 
-def ready(item: Item) -> bool:
-    """True for a pod that is ready and not about to end."""
-    status = item.status or PodStatus()
+def servers_of(pod: Item, ports: list[int], table: KubernetesTable) -> list[Found]:
+    """The server at each of these ports of a pod; none where it is not ready, or about to end."""
+    status, own = pod.status or PodStatus(), pod.metadata.name
     says_so = any(each.type == "Ready" and each.status == "True" for each in status.conditions)
-    return bool(status.pod_ip) and says_so and item.metadata.deletion_timestamp is None
-
-
-def labels_of(pod: Item) -> dict[str, str]:
-    """Labels of a pod, and those of its node that say what GPU it has."""
+    if not status.pod_ip or not says_so or pod.metadata.deletion_timestamp is not None:
+        return []
+    # Its own labels, and those of its node that say what GPU it has.
     node = {} if pod.spec is None else pod.spec.node_selector
-    return {**{name: value for name, value in node.items() if name in GPU_LABELS}, **pod.metadata.labels}
+    labels = {name: value for name, value in node.items() if name in GPU_LABELS} | pod.metadata.labels
+    # As the reference picker of InferencePools names them.
+    names = [own] if len(ports) == 1 else [f"{own}-rank-{rank}" for rank in range(len(ports))]
+    return [
+        _found_at(table, name, status.pod_ip, port, labels) for name, port in zip(names, ports, strict=True)
+    ]
 
 
-def found_at(table: KubernetesTable, name: str, address: str, port: int, labels: Mapping[str, str]) -> Found:
-    """The server at an address."""
+def _found_at(table: KubernetesTable, name: str, address: str, port: int, labels: Mapping[str, str]) -> Found:
     where = f"{bracketed(address)}:{port}"
     model = labels.get(table.model_label, "") if table.model_label else ""
-    return Found(name or where, f"{table.scheme}://{where}", model or table.model or "", dict(labels))
+    return Found(
+        name=name or where,
+        url=f"{table.scheme}://{where}",
+        model=model or table.model or "",
+        labels=dict(labels),
+    )

@@ -4,41 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Annotated, Any, Final
+from urllib.parse import urlsplit
 
+import msgspec
+
+from hetlb.config.fleet_tables import InstanceTable
 from hetlb.config.urls import Origin, origin
+from hetlb.config.yaml_file import convert
 from hetlb.core.types import InstanceSpec
-from hetlb.errors import InputError
+from hetlb.errors import ConfigError, InputError
 from hetlb.proxy.discovery.source import Found
+from hetlb.proxy.roster import AT_ONCE, REGISTRATION, Roster
 from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.turns import turns
 
-if TYPE_CHECKING:
-    from hetlb.proxy.roster import Roster
-
 logger = logging.getLogger("hetlb.discovery")
 
-#: The source of instances that were registered over HTTP.
-REGISTRATION: Final = "registration"
-#: Instances that come or go in one turn of the event loop.
-AT_ONCE: Final = 64
 #: Label of an instance that leaves: when it is gone, in seconds since 1970.
 LEAVES_AT: Final = "hetlb-leaves-at"
+#: Seconds that the name of a registered instance may take to resolve.
+_RESOLVE_S: Final = 5.0
 
 
 class Members:
     """Keeps the roster as the sources say. A name or an address belongs to the source that gave it first.
 
-    An answer costs what changed in it: servers that are given as before are not looked at. Where much
-    changed the rest follows in later turns of the event loop.
+    An answer costs what changed in it; where that is much the rest follows in later turns of the event loop.
     """
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
-        self._source_of: dict[str, str] = {}
         #: Servers that each source gave last, and the names of those that are not in the roster as given.
         self._given: dict[str, dict[str, Found]] = {}
         self._waiting: dict[str, set[str]] = {}
@@ -49,14 +49,6 @@ class Members:
         #: Labels `LEAVES_AT` of instances, as they were given last.
         self._notices: dict[str, str] = {}
         self._expiries: dict[str, asyncio.TimerHandle] = {}
-
-    def source_of(self, name: str) -> str | None:
-        """The source that an instance is from; None for one of the fleet file."""
-        return self._source_of.get(name)
-
-    def adopt(self, name: str) -> None:
-        """An instance of an earlier process: the first source that gives it takes it over."""
-        self._source_of[name] = ""
 
     def found(self, source: str, servers: Sequence[Found]) -> None:
         """A source knows these servers now, and no others."""
@@ -79,13 +71,12 @@ class Members:
             self._look(source, given)
 
     async def settled(self) -> None:
-        """Return when the roster is as the sources say."""
         while self._changed:
             await turns().next()
 
     def registered(self, name: str, ttl_s: float) -> None:
         """An instance was registered, for so many seconds; 0 is for ever."""
-        self._source_of[name] = REGISTRATION
+        self._roster.source_of[name] = REGISTRATION
         if timer := self._expiries.pop(name, None):
             timer.cancel()
         if ttl_s > 0:
@@ -94,7 +85,7 @@ class Members:
 
     def gone(self, name: str) -> None:
         """An instance left otherwise: by an operator, or because the fleet file has its name."""
-        source = self._source_of.pop(name, None)
+        source = self._roster.source_of.pop(name, None)
         self._notices.pop(name, None)
         if source and name in self._given.get(source, ()):
             self._waiting[source].add(name)
@@ -102,7 +93,6 @@ class Members:
             timer.cancel()
 
     def close(self) -> None:
-        """Stop the timers."""
         self._changed.clear()
         for timer in self._expiries.values():
             timer.cancel()
@@ -123,7 +113,7 @@ class Members:
             for each in some:
                 del self._changed[each]
             gone = [each for each in some if each[1] not in self._given[each[0]]]
-            self._leave([name for source, name in gone if self._source_of.get(name) == source])
+            self._leave([name for source, name in gone if self._roster.source_of.get(name) == source])
             for source in dict.fromkeys(source for source, _ in some):
                 given = self._given[source]
                 self._place(source, [given[name] for by, name in some if by == source and name in given])
@@ -173,7 +163,7 @@ class Members:
         if coming:
             self._roster.join(list(coming.values()))
         for found in servers:
-            if self._source_of.get(found.name) == source:
+            if self._roster.source_of.get(found.name) == source:
                 self._heed(source, found)
 
     def _heed(self, source: str, found: Found) -> None:
@@ -189,7 +179,7 @@ class Members:
         self._roster.notice(found.name, max(0.0, float(stated) - time.time()) if stated else None)
 
     def _take(self, source: str, name: str) -> None:
-        self._source_of[name] = source
+        self._roster.source_of[name] = source
         self._waiting[source].discard(name)
 
     def _allowed(
@@ -202,7 +192,7 @@ class Members:
         except InputError as error:
             self._tell_once(source, name, Event.DISCOVERY_FAILED, f"{name}: {error}")
             return None
-        if roster.spec(name) is not None and self._source_of.get(name) not in (source, ""):
+        if roster.spec(name) is not None and self._roster.source_of.get(name) not in (source, ""):
             self._tell_once(source, name, Event.DISCOVERY_CONFLICT, f"{name} is in the fleet already")
             return None
         place = origin(spec.url)
@@ -216,3 +206,31 @@ class Members:
         if self._told.get((source, name)) != text:
             self._told[source, name] = text
             tell(logger, event, "%s: %s", source, text, source=source, instance=name)
+
+
+class Registration(InstanceTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An instance as it registers itself: `model` "" where it names none; it holds for `ttl_s` seconds."""
+
+    model: str = ""
+    ttl_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] | None = None
+
+
+def read_registration(table: Mapping[str, Any]) -> Registration:
+    for key in ("profile", "api_key_file", "api_key_env", "ca_file"):
+        # A right to register is none to learn what is on this machine.
+        if table.get(key) is not None:
+            raise ConfigError(f"{key}: expected none, only the fleet file may name files and variables")
+    instance = convert(table, Registration)
+    if instance.url is None:
+        raise ConfigError("url: expected a value, but the key is missing")
+    return instance
+
+
+async def addresses(url: str) -> list[str]:
+    host = urlsplit(url).hostname
+    try:
+        async with asyncio.timeout(_RESOLVE_S):
+            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, TimeoutError, UnicodeError) as error:
+        raise ConfigError(f"url: expected a host with an address, got {host!r}, which has none") from error
+    return [str(sockaddr[0]) for *_, sockaddr in found]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
+from hetlb.config.discovery import DiscoveryTable
+from hetlb.config.fleet import Fleet
+from hetlb.config.fleet_tables import InstanceTable
 from hetlb.errors import HetlbError
 from hetlb.proxy.telemetry.events import Event, tell
 
@@ -18,16 +21,12 @@ BACKOFF_S = 0.5
 BACKOFF_CAP_S = 15.0
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """One server that a source knows. `profile` is a path relative to the fleet file, "" for none named."""
+class Found(InstanceTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An instance that stands in no fleet file; `model` "" where none is named."""
 
     name: str
     url: str
     model: str = ""
-    labels: Mapping[str, str] = field(default_factory=dict)
-    profile: str = ""
-    weight: float = 1.0
 
 
 #: Takes all servers that a source knows now.
@@ -67,14 +66,12 @@ class Sources:
             asyncio.create_task(self._keep(source, event), name=f"discover {source.name}")
             for source, event in zip(self._sources, first, strict=True)
         ]
-        if first:
-            waits = [asyncio.create_task(event.wait()) for event in first]
-            _, pending = await asyncio.wait(waits, timeout=most_s)
-            for task in pending:
-                task.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                for event in first:
+                    await event.wait()
 
     async def close(self) -> None:
-        """Stop all sources."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -107,3 +104,24 @@ class Sources:
                 )  # fmt: skip
             await asyncio.sleep(pause_s)
             pause_s = min(BACKOFF_CAP_S, 2 * pause_s)
+
+
+def configured(fleet: Fleet, table: DiscoveryTable) -> list[Source]:
+    """All sources of `discovery:`. Raises `ConfigError`."""
+    sources: list[Source] = []
+    paths = [fleet.base / each for each in table.files]
+    if others := [each for each in paths if fleet.path is None or each.resolve() != fleet.path.resolve()]:
+        from hetlb.proxy.discovery.file_source import FileSource
+
+        sources.append(FileSource(others, table.poll_s))
+    if table.names:
+        from hetlb.proxy.discovery.dns_names import DnsSource
+
+        sources += [DnsSource(each) for each in table.names]
+    for each in table.clusters:
+        from hetlb.proxy.discovery.inference_pool import InferencePoolSource
+        from hetlb.proxy.discovery.kubernetes import KubernetesSource
+
+        kind = InferencePoolSource if each.resource == "inferencepools" else KubernetesSource
+        sources.append(kind(each, fleet.base))
+    return sources

@@ -1,12 +1,12 @@
 """Answers of hetlb's own: one table from the reason to status, body, `Retry-After` and `x-should-retry`.
 
-Every answer of hetlb's own has OpenAI's error form; a client is told to retry only where nothing
-can have run.
+A client is told to retry only where nothing can have run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from http import HTTPStatus
 
 import msgspec
 
@@ -56,7 +56,6 @@ _CODES = {401: "invalid_api_key", 403: "model_not_allowed", 404: "not_found"}
 
 
 def bad_request(status: int, code: str | None = None) -> Answer:
-    """The answer of the gate and the body reader."""
     return Answer(
         Outcome.BAD_REQUEST,
         status,
@@ -79,16 +78,7 @@ class Refusal(GateError):
         self.lines = lines
 
 
-REASONS = {
-    200: b"OK", 400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden", 404: b"Not Found",
-    405: b"Method Not Allowed", 408: b"Request Timeout", 411: b"Length Required",
-    413: b"Content Too Large", 415: b"Unsupported Media Type",
-    417: b"Expectation Failed", 426: b"Upgrade Required", 429: b"Too Many Requests",
-    431: b"Request Header Fields Too Large", 500: b"Internal Server Error", 502: b"Bad Gateway",
-    503: b"Service Unavailable", 504: b"Gateway Timeout", 508: b"Loop Detected",
-}  # fmt: skip
-
-
+REASONS = {each.value: each.phrase.encode("ascii") for each in HTTPStatus}
 #: Anthropic's types of errors by status; others below 500 are `invalid_request_error`.
 _ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
@@ -112,9 +102,12 @@ def error_body(answer: Answer, message: str, path: str = "") -> bytes:
 
 
 def error_event(answer: Answer, message: str, path: str = "") -> bytes:
-    """The same as an event of a stream that has begun."""
+    return _event(error_body(answer, message, path), path)
+
+
+def _event(document: bytes, path: str) -> bytes:
     name = b"event: error\n" if speaks_anthropic(path) else b""
-    return name + b"data: " + error_body(answer, message, path) + b"\n\n"
+    return b"%bdata: %b\n\n" % (name, document)
 
 
 def upstream_error_event(status: int, body: bytes, path: str = "") -> bytes:
@@ -123,15 +116,10 @@ def upstream_error_event(status: int, body: bytes, path: str = "") -> bytes:
         document = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         document = None
-    if isinstance(document, dict) and document.get("object") == "error":
-        document = {"error": document}  # as vLLM before 0.10
     if not isinstance(document, dict) or not document.get("error"):
-        text = f"The instance answered with status {status}."
-        document = {"error": {"message": text, "type": "UpstreamError", "code": status, "param": None}}
-        if speaks_anthropic(path):
-            document = {"type": "error", "error": {"type": "api_error", "message": text}}
-    name = b"event: error\n" if speaks_anthropic(path) else b""
-    return name + b"data: " + msgspec.json.encode(document) + b"\n\n"
+        answer = Answer(Outcome.UPSTREAM_ERROR, status, "UpstreamError", "upstream_error", None)
+        return error_event(answer, f"The instance answered with status {status}.", path)
+    return _event(msgspec.json.encode(document), path)
 
 
 def response(

@@ -2,8 +2,7 @@
 
 Of a client's headers only those on a list reach an engine, and none that belongs to one connection
 (RFC 9110, 7.6.1, and what `Connection` names). `Via` says that a request passed here, so that one that comes
-back is noticed. Lengths, names of
-instances and of requests are put in for each message by the sender.
+back is noticed. Lengths, names of instances and of requests are put in for each message by the sender.
 """
 
 from __future__ import annotations
@@ -14,18 +13,10 @@ from hetlb.proxy.http.http1 import Headers, RequestHead, ResponseHead
 
 _HOP_BY_HOP = frozenset(
     {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-        b"http2-settings",
+        b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection",
+        b"te", b"trailer", b"transfer-encoding", b"upgrade", b"http2-settings",
     }
-)
+)  # fmt: skip
 #: Headers of a client that reach an engine: what vLLM, its APIs and another hetlb behind this one read. Any
 #: other may carry an identity that the client must not claim, or steer an engine (`x-data-parallel-rank`).
 _FORWARDED = frozenset(
@@ -39,12 +30,8 @@ _FORWARDED = frozenset(
 )  # fmt: skip
 _KEYS = frozenset({b"authorization", b"x-api-key", b"api-key"})
 _NOT_RETURNED = _HOP_BY_HOP | {
-    b"content-length",
-    b"x-hetlb-instance",
-    b"x-hetlb-prefill-instance",
-    b"x-request-id",
-    b"set-cookie",
-}
+    b"content-length", b"x-hetlb-instance", b"x-hetlb-prefill-instance", b"x-request-id", b"set-cookie",
+}  # fmt: skip
 
 
 class ForwardRules:

@@ -1,9 +1,7 @@
 """HTTP/1.1 framing and the strict gate, without sockets: bytes in, heads and payloads out.
 
-What is ambiguous is rejected, never repaired: one reading of every message, the same for us, the
-client and the engine. Heads are split here by their empty line, checked as raw bytes, then parsed by
-llhttp (httptools); bodies are framed here, so that the end of a message is known to the byte. Clients and
-engines send the same head again and again: one that is known is not parsed again (`KnownHeads`).
+What is ambiguous is rejected, never repaired. Heads are split here by their empty line, checked as raw bytes,
+then parsed by llhttp (httptools); bodies are framed here, so that the end of a message is known to the byte.
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ _BAD_PATH = re.compile(rb"//|[\\;#%]|/\.{1,2}(?:/|$)")
 #: Headers that may come once: two readers could take different ones.
 _ONCE = frozenset({b"content-type", b"authorization", b"x-api-key", b"api-key"})
 _CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+_NUMBER = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})?")
 _METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"OPTIONS", b"PATCH"})
 
 
@@ -43,16 +42,20 @@ class GateError(Exception):
         self.message = message
 
 
+def number(value: bytes | None) -> float | None:
+    """The number of a header's value, None where it is none of plain digits."""
+    return None if value is None or _NUMBER.fullmatch(value) is None else float(value)
+
+
 class RequestHead:
     """The head of one request that passed the gate, but for its length. Not to be changed: it is shared.
 
-    Header names are lower-case bytes; `fields` has the first of each name. `sized` says that it has a
-    Content-Length.
+    Header names are lower-case bytes; `fields` has the first of each name.
     """
 
     __slots__ = (
         "chunked", "content_type", "expects", "fields", "forward_rules", "forwarded", "headers", "http11",
-        "keep_alive", "method", "path", "query", "sized",
+        "keep_alive", "method", "path", "query",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -64,7 +67,6 @@ class RequestHead:
         self.content_type = b""
         self.http11 = True
         self.keep_alive = True
-        self.sized = False
         self.chunked = False
         self.expects: bytes | None = None
         #: Header lines that go to an engine (see `proxy.forwarded`), by whether the client's key goes along.
@@ -76,25 +78,21 @@ class RequestHead:
         head = RequestHead()
         head.method, head.path, head.query = self.method, self.path, self.query
         head.headers, head.fields, head.content_type = self.headers, self.fields, self.content_type
-        head.http11, head.keep_alive, head.sized = self.http11, False, self.sized
+        head.http11, head.keep_alive = self.http11, False
         head.chunked, head.expects = self.chunked, self.expects
         return head
 
 
 class ResponseHead:
-    """The head of one response of an engine, but for its length. Not to be changed: it is shared.
+    """The head of one response of an engine, but for its length. Not to be changed: it is shared."""
 
-    At most one of `sized` (the length is known) and `chunked` holds.
-    """
-
-    __slots__ = ("chunked", "fields", "forwarded", "headers", "keep_alive", "reason", "sized", "status")
+    __slots__ = ("chunked", "fields", "forwarded", "headers", "keep_alive", "reason", "status")
 
     def __init__(self) -> None:
         self.status = 0
         self.reason = b""
         self.headers: Headers = []
         self.fields: dict[bytes, bytes] = {}
-        self.sized = False
         self.chunked = False
         self.keep_alive = True
         #: Header lines that go to the client (see `proxy.forwarded`).
@@ -179,7 +177,7 @@ def parse_request_head(head: bytes) -> tuple[RequestHead, int | None]:
     result.path = path.decode("ascii")
     result.headers = collector.headers
     length = _take_fields(result)
-    if result.chunked and result.sized:
+    if result.chunked and length is not None:
         raise GateError(400, "Content-Length and Transfer-Encoding exclude each other.")
     return result, length
 
@@ -212,16 +210,11 @@ def _take_fields(head: RequestHead) -> int | None:
             raise GateError(415, "Encoded request bodies are not accepted.")
     if host is None and head.http11:
         raise GateError(400, "A Host header is expected.")
-    head.sized = length is not None
-    head.fields = _first_fields(head.headers)
+    head.fields = dict(reversed(head.headers))
     head.content_type = head.fields.get(b"content-type", b"").lower()
     options = {option.strip() for option in connection.split(b",")} if connection else set()
     head.keep_alive = b"close" not in options if head.http11 else b"keep-alive" in options
     return length
-
-
-def _first_fields(headers: Headers) -> dict[bytes, bytes]:
-    return dict(reversed(headers))
 
 
 def _port_fits(host: bytes) -> bool:
@@ -277,8 +270,7 @@ def parse_response_head(head: bytes, method: bytes) -> tuple[ResponseHead, int |
         raise GateError(502, "The engine sent both Content-Length and Transfer-Encoding.")
     if method == b"HEAD" or result.status in (204, 304) or result.status < 200:
         length, result.chunked = 0, False
-    result.sized = length is not None
-    result.fields = _first_fields(result.headers)
+    result.fields = dict(reversed(result.headers))
     return result, length
 
 
@@ -287,7 +279,7 @@ _LENGTH_FIELD: Final = b"\ncontent-length: "
 _TITLED_LENGTH_FIELD: Final = b"\nContent-Length: "
 #: Lengths from here on are compared as they stand.
 _LONG: Final = 10**15
-#: Maximum number of known heads, beyond which all are forgotten, and maximum bytes of one.
+#: Maximum number of known heads of either kind, beyond which all are forgotten, and maximum bytes of one.
 MOST_KNOWN: Final = 256
 LONGEST_KNOWN_BYTES: Final = 4 << 10
 
@@ -295,11 +287,10 @@ Head = TypeVar("Head", RequestHead, ResponseHead)
 
 
 class KnownHeads(Generic[Head]):
-    """Heads that were parsed lately, by their bytes.
+    """Heads that were parsed lately, by their bytes without the digits of the Content-Length.
 
-    The digits of the Content-Length are left out of what is compared: they are what differs between two
-    requests of one client. Everything else must be the same to the byte, so whatever the gate would say of
-    a head it has said of the one that is found.
+    Everything else must be the same to the byte, so whatever the gate would say of a head it has said of the
+    one that is found.
     """
 
     __slots__ = ("_parse", "_sized", "_whole")
@@ -307,7 +298,7 @@ class KnownHeads(Generic[Head]):
     def __init__(self, parse: Callable[[bytes], tuple[Head, int | None]]) -> None:
         self._parse: Callable[[bytes], tuple[Head, int | None]] = parse
         #: By their bytes without the length, and by all their bytes: what is cut must not look like another.
-        self._sized: dict[bytes, Head] = {}
+        self._sized: dict[bytes, tuple[Head, int | None]] = {}
         self._whole: dict[bytes, tuple[Head, int | None]] = {}
 
     def find(self, raw: bytes) -> tuple[Head, int | None]:
@@ -319,30 +310,20 @@ class KnownHeads(Generic[Head]):
             while end < size and 0x30 <= (digit := raw[end]) <= 0x39 and said < _LONG:
                 said = said * 10 + digit - 0x30
                 end += 1
+        known, key = self._whole, raw
         # Anything but the usual spelling of a plain number is compared as it stands.
-        if digit != 0x0D or end == at or raw[at] == 0x30 or said >= _LONG or not _begins_length(raw, at):
-            found = self._whole.get(raw)
-            if found is None:
-                found = self._parse(raw)
-                if len(raw) <= LONGEST_KNOWN_BYTES:
-                    self._make_room()
-                    self._whole[raw] = found
-            return found
-        rest = raw[:at] + raw[end:]
-        head = self._sized.get(rest)
-        if head is not None:
-            return head, said
-        head, length = self._parse(raw)
-        # Else it was said of a body that never comes.
-        if length == said and len(raw) <= LONGEST_KNOWN_BYTES:
-            self._make_room()
-            self._sized[rest] = head
-        return head, length
-
-    def _make_room(self) -> None:
-        if len(self._sized) + len(self._whole) >= MOST_KNOWN:
-            self._sized.clear()
-            self._whole.clear()
+        if digit == 0x0D and end > at and raw[at] != 0x30 and said < _LONG and _begins_length(raw, at):
+            known, key = self._sized, raw[:at] + raw[end:]
+        found = known.get(key)
+        if found is not None:
+            return found if known is self._whole else (found[0], said)
+        found = self._parse(raw)
+        # Else the length was said of a body that never comes.
+        if len(raw) <= LONGEST_KNOWN_BYTES and (known is self._whole or found[1] == said):
+            if len(known) >= MOST_KNOWN:
+                known.clear()
+            known[key] = found
+        return found
 
 
 def _begins_length(raw: bytes, at: int) -> bool:
@@ -419,7 +400,9 @@ class ChunkedDecoder:
                 if line_end < 0:
                     continue
                 line = self._take_line()
-                self._left = self._size(line)
+                if _CHUNK_SIZE.fullmatch(line) is None:
+                    raise GateError(400, "A chunk size is malformed or has extensions.")
+                self._left = int(line, 16)
                 self._chunks += 1
                 self._state = _DATA if self._left else _LAST
             else:
@@ -446,12 +429,6 @@ class ChunkedDecoder:
         if not line.endswith(b"\r\n"):
             raise GateError(400, "A chunk line does not end in CR LF.")
         return line[:-2]
-
-    @staticmethod
-    def _size(line: bytes) -> int:
-        if _CHUNK_SIZE.fullmatch(line) is None:
-            raise GateError(400, "A chunk size is malformed or has extensions.")
-        return int(line, 16)
 
 
 #: The usual spellings of the usual sizes of chunks.

@@ -1,8 +1,4 @@
-"""JSON bodies of the OpenAI API: a few fields, decoded once; everything else passes unread.
-
-Bytes are never re-serialised; wrong types and absurd numbers are one OpenAI-style 400; no input
-costs more than a pass over its bytes.
-"""
+"""JSON bodies of the OpenAI API: a few fields, decoded once; everything else passes unread, as it came."""
 
 from __future__ import annotations
 
@@ -12,30 +8,32 @@ from typing import Final
 import msgspec
 from mypy_extensions import mypyc_attr
 
-from hetlb.core.types import MAX_TOKENS_LIMIT
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import GateError
-from hetlb.proxy.http.media import ImageSize, find_media
 from hetlb.proxy.http.openai_fields import RequestFields
+from hetlb.proxy.http.transfer_fields import without_transfer_fields
 
 #: Maximum bytes of a body that `stream_options` is put into.
 MAX_INJECT_BYTES: Final = 256 << 10
-_INJECTION: Final = b',"stream_options":{"include_usage":true}'
-#: Maximum absolute value of `priority`.
-MAX_PRIORITY: Final = 1 << 31
-#: vLLM's own limit on `n`.
-MAX_SEQUENCES: Final = 16_384
 #: Maximum number of prompts in one request.
 MAX_PROMPTS: Final = 16_384
-#: Maximum bytes of a model's name, which is echoed and logged.
-MAX_MODEL_BYTES: Final = 512
 #: Bytes of prompt that a sound in a form counts as (about 600 tokens).
 MEDIA_BYTES: Final = 2400
 
 #: First byte of a list.
 _FIRST = re.compile(rb"\[[ \t\r\n]*(.)", re.S)
-
-
+#: Parts of a content, and the beginning of a string in one: all requests with media have them.
+_PARTS: Final = re.compile(rb"\[\s*\{")
+_HINT: Final = re.compile(rb'"(?:data|http)')
+#: A string that is a data URL, or base64 of an Anthropic image source or of `input_audio`. In text the quotes
+#: would be escaped, so no prompt can look like it.
+_INLINE: Final = re.compile(
+    rb'(?<!\\)"data:[^"]{0,100};base64,[A-Za-z0-9+/=\\]*"|"data":\s*"[A-Za-z0-9+/=\\]{64,}"'
+)
+_REMOTE: Final = re.compile(
+    rb'"(?:image|video|audio)_url":\s*(?:\{[^{}"]{0,40}(?:"detail":\s*"[a-z]{0,10}",\s*)?"url":\s*)?"https?:'
+    rb'|"type":\s*"url",\s*"url":\s*"https?:'
+)
 _decoder = msgspec.json.Decoder(RequestFields)
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
 _NO_OUTPUT: Final = Kind.NO_OUTPUT
@@ -46,10 +44,10 @@ _WITH_USAGE: Final = (Kind.COMPLETION, Kind.CHAT)
 
 @mypyc_attr(acyclic=True)
 class Call:
-    """The facts of one request body.
+    """The facts of one request body, and `body` itself as engines get it.
 
     `prompt_tokens_total` is of all prompts: counted where they are token ids, else None until the router has
-    estimated it from `text_bytes` (without encoded media) and the sizes of `images`. `prompts` is how many
+    estimated it from `text_bytes` (without encoded media) and the number of `media`. `prompts` is how many
     prompts are prefilled, `n` how often each is decoded; `continues` names the kept answer that this one goes
     on from; `priority` is vLLM's, lower goes first. `text`, `tools` and `ids` are raw JSON: the prompts, the
     tools of a chat, and prompts of token ids (`ids_nested`: a list for each); `cache_salt` keeps its prefixes
@@ -57,16 +55,16 @@ class Call:
     """
 
     __slots__ = (
-        "asked", "asks_options", "cache_salt", "continues", "hold_usage", "ids", "ids_nested", "images",
-        "longest_tokens", "max_tokens", "model", "n", "priority", "prompt_tokens_total", "prompts", "renamed",
-        "stream", "text", "text_bytes", "tools", "transfers",
+        "asked", "body", "cache_salt", "continues", "hold_usage", "ids", "ids_nested", "longest_tokens",
+        "max_tokens", "media", "model", "n", "priority", "prompt_tokens_total", "prompts", "renamed",
+        "stream", "text", "text_bytes", "tools",
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, body: bytes = b"") -> None:
+        self.body = body
         self.model: str | None = None
         self.continues: str | None = None
         self.stream = False
-        self.asks_options = False
         self.hold_usage = False
         self.max_tokens: int | None = None
         self.n = self.prompts = 1
@@ -74,7 +72,7 @@ class Call:
         self.prompt_tokens_total: int | None = None
         self.longest_tokens: int | None = None
         self.text_bytes = 0
-        self.images: list[ImageSize] = []
+        self.media = 0
         self.text: bytes = b""
         self.tools: bytes = b""
         self.ids: bytes = b""
@@ -83,36 +81,29 @@ class Call:
         #: True if it asked for an alias, or for a model that another stands in for: for `asked`.
         self.renamed = False
         self.asked = ""
-        #: True if it has fields that hetlb alone sets (`transfer_fields.py`), or what may hold one.
-        self.transfers = False
-
-
-def _invalid(message: str) -> GateError:
-    return GateError(400, message)
 
 
 def read_json(kind: Kind, body: bytes) -> Call:
-    """Read a JSON body. Raises `GateError` (400)."""
     try:
         if not body.isascii():
             body.decode()  # msgspec does not look into the strings that it skips
         decoded = _decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _invalid(_plain(str(error))) from error
+        raise GateError(400, _plain(str(error))) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _invalid("The body is not valid JSON.") from error
-    call = Call()
+        raise GateError(400, "The body is not valid JSON.") from error
+    call = Call(body)
     call.model = decoded.model
-    if call.model is not None and len(call.model) > MAX_MODEL_BYTES:
-        raise _invalid(f"model: expected a name of at most {MAX_MODEL_BYTES} characters.")
     call.stream = bool(decoded.stream)
-    call.asks_options = bool(decoded.stream_options)
     call.max_tokens = _output_cap(decoded)
-    call.n = _sequences(decoded)
-    call.priority = _priority(decoded)
+    call.n = max(decoded.n or 1, decoded.best_of or 1)
+    call.priority = decoded.priority or 0
     call.cache_salt = decoded.cache_salt
     own = decoded.kv_transfer_params or decoded.ec_transfer_params
-    call.transfers = bool(own or decoded.vllm_xargs or decoded.sampling_params)
+    if own or decoded.vllm_xargs or decoded.sampling_params:
+        call.body = without_transfer_fields(body)
+    if call.stream and not decoded.stream_options:
+        _ask_for_usage(kind, call)
     if kind is _NO_OUTPUT:
         call.text_bytes = len(body)
         if decoded.messages:
@@ -123,7 +114,7 @@ def read_json(kind: Kind, body: bytes) -> Call:
     elif kind is _RESPONSES:
         if bytes(decoded.request_id) not in (b"", b"null"):
             # vLLM would store the answer under that id, in place of one that is there.
-            raise _invalid("request_id: expected none here, the instance names its answers.")
+            raise GateError(400, "request_id: expected none here, the instance names its answers.")
         _read_prompt(call, decoded.input)
         call.prompts = 1
         call.continues = decoded.previous_response_id
@@ -136,19 +127,18 @@ def read_json(kind: Kind, body: bytes) -> Call:
     return call
 
 
-def inject_usage(kind: Kind, call: Call, body: bytes) -> bytes:
-    """The body to send: with `stream_options` put in before its last brace where usage is not asked for."""
-    if (
-        not call.stream
-        or kind not in _WITH_USAGE
-        or len(body) > MAX_INJECT_BYTES
-        or call.asks_options
-        or b'"stream_options"' in body
-    ):
-        return body
+def _ask_for_usage(kind: Kind, call: Call) -> None:
+    """Put `stream_options` into a body without any: before its last brace, so that nothing else changes."""
+    body = call.body
+    if kind in _WITH_USAGE and len(body) <= MAX_INJECT_BYTES and b'"stream_options"' not in body:
+        call.hold_usage = True
+        call.body = with_field(body, b"stream_options", b'{"include_usage":true}')
+
+
+def with_field(body: bytes, name: bytes, value: bytes) -> bytes:
+    """A JSON object with one more field at its end."""
     end = body.rfind(b"}")
-    call.hold_usage = True
-    return body[:end] + _INJECTION + body[end:]
+    return b'%b,"%b":%b%b' % (body[:end], name, value, body[end:])
 
 
 def _plain(text: str) -> str:
@@ -157,33 +147,10 @@ def _plain(text: str) -> str:
 
 
 def _output_cap(body: RequestFields) -> int | None:
-    name, value = "max_completion_tokens", body.max_completion_tokens
-    if value is None:
-        name, value = "max_output_tokens", body.max_output_tokens
-    if value is None:
-        name, value = "max_tokens", body.max_tokens
-    if value is None:
-        return None
-    if not 0 <= value <= MAX_TOKENS_LIMIT:
-        raise _invalid(f"{name}: expected a number from 0 to {MAX_TOKENS_LIMIT}, got {value}.")
-    return value or 1
-
-
-def _sequences(body: RequestFields) -> int:
-    if body.n is None and body.best_of is None:
-        return 1
-    n = max(1 if body.n is None else body.n, 1 if body.best_of is None else body.best_of)
-    if (body.n is not None and body.n < 1) or n > MAX_SEQUENCES:
-        raise _invalid(f"n: expected a number from 1 to {MAX_SEQUENCES}, got {body.n}.")
-    return n
-
-
-def _priority(body: RequestFields) -> int:
-    if body.priority is None:
-        return 0
-    if abs(body.priority) > MAX_PRIORITY:
-        raise _invalid(f"priority: expected a number within {MAX_PRIORITY} of 0, got {body.priority}.")
-    return body.priority
+    for cap in (body.max_completion_tokens, body.max_output_tokens, body.max_tokens):
+        if cap is not None:
+            return cap or 1
+    return None
 
 
 def _read_prompt(call: Call, raw: msgspec.Raw) -> None:
@@ -215,7 +182,7 @@ def _read_prompt(call: Call, raw: msgspec.Raw) -> None:
 
 def _check_prompts(count: int) -> None:
     if count > MAX_PROMPTS:
-        raise _invalid(f"prompt: expected at most {MAX_PROMPTS} prompts in one request, got {count}.")
+        raise GateError(400, f"prompt: expected at most {MAX_PROMPTS} prompts in one request, got {count}.")
 
 
 def _quotes(data: bytes) -> int:
@@ -228,7 +195,12 @@ def _quotes(data: bytes) -> int:
 
 
 def _read_text(call: Call, raw: bytes) -> None:
-    """Take `raw`, JSON, for the prompt; encoded images and sounds in it are no text."""
-    encoded, call.images = find_media(raw)
+    """Take `raw`, JSON, for the prompt; encoded images, sounds and videos in it are no text."""
     call.text = raw
-    call.text_bytes = len(raw) - encoded
+    call.text_bytes = len(raw)
+    if raw.find(b"[", 1) < 0 or _PARTS.search(raw, 1) is None or _HINT.search(raw) is None:
+        return
+    for found in _INLINE.finditer(raw):
+        call.text_bytes -= found.end() - found.start()
+        call.media += 1
+    call.media += sum(1 for _ in _REMOTE.finditer(raw))

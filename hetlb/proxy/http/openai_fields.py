@@ -1,26 +1,35 @@
-"""The fields of JSON that are read from requests and answers, and those that are written to the log.
+"""Fields of JSON that are read from requests and answers.
 
-Everything else in a document passes unread. (msgspec looks at the annotations of these classes while the
-program runs, and compiled classes keep none: this module stays interpreted.)
+This module stays interpreted: msgspec looks at annotations, and compiled classes keep none.
 """
 
 from __future__ import annotations
 
+from typing import Annotated, Final, TypeAlias
+
 import msgspec
+
+from hetlb.core.types import MAX_TOKENS_LIMIT
+
+#: Maximum characters of a model's name, which is echoed and logged.
+MAX_MODEL_CHARACTERS: Final = 512
+#: vLLM's own limit on `n`.
+_MAX_SEQUENCES: Final = 16_384
+_Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS_LIMIT)]
 
 
 class RequestFields(msgspec.Struct):
     """Fields of a request body that tell its work."""
 
-    model: str | None = None
+    model: Annotated[str, msgspec.Meta(max_length=MAX_MODEL_CHARACTERS)] | None = None
     stream: bool | None = None
     stream_options: msgspec.Raw = msgspec.Raw(b"")
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    max_output_tokens: int | None = None
-    n: int | None = None
-    best_of: int | None = None
-    priority: int | None = None
+    max_tokens: _Tokens | None = None
+    max_completion_tokens: _Tokens | None = None
+    max_output_tokens: _Tokens | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=_MAX_SEQUENCES)] | None = None
+    best_of: Annotated[int, msgspec.Meta(le=_MAX_SEQUENCES)] | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=1 << 31)] | None = None
     prompt: msgspec.Raw = msgspec.Raw(b"")
     messages: msgspec.Raw = msgspec.Raw(b"")
     input: msgspec.Raw = msgspec.Raw(b"")
@@ -115,28 +124,3 @@ class BootstrapEntry(msgspec.Struct):
     """One engine at a Mooncake bootstrap server."""
 
     engine_id: str
-
-
-class LogLine(msgspec.Struct, omit_defaults=True):
-    """One line of the request log as a JSON object; null where the words have a `-`."""
-
-    time: str
-    level: str
-    client: str | None
-    request: str
-    tenant: str | None
-    model: str
-    path: str
-    instance: str | None
-    outcome: str
-    phase: str
-    status: int
-    prompt_tokens: int
-    cached_tokens: int | None
-    output_tokens: int
-    predicted_output: float
-    queue_s: float
-    ttft_s: float | None
-    total_s: float
-    retries: int
-    resumed: int = 0

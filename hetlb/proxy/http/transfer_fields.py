@@ -1,9 +1,7 @@
 """Fields that select KV and encoder caches of other requests: only hetlb sets them, no client sees them.
 
-`kv_transfer_params` names blocks, engine and host that an engine fetches a prompt's KV cache from;
-`ec_transfer_params` does so for encoded images. Either may also stand in `vllm_xargs` or in
-`sampling_params.extra_args`. They are removed from what clients send, and emptied in what engines answer,
-however their names are escaped and wherever reads are cut.
+They are removed from what clients send, in `vllm_xargs` and `sampling_params.extra_args` too, and emptied in
+what engines answer, however their names are escaped and wherever reads are cut.
 """
 
 from __future__ import annotations
@@ -97,7 +95,6 @@ class TransferFilter:
         self._escaped = False
 
     def feed(self, data: bytes) -> bytes:
-        """The next bytes, emptied."""
         if self._place == _OUTSIDE:
             seen = self._before + data if self._before else data
             if harmless(seen):

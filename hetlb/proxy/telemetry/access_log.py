@@ -10,7 +10,6 @@ from typing import Final
 import msgspec
 
 from hetlb.core.types import CAUSES
-from hetlb.proxy.http.openai_fields import LogLine
 from hetlb.proxy.telemetry.request_record import RequestRecord
 
 _UNSAFE = re.compile(r"[^!-~]|[\"\\=]")
@@ -106,28 +105,29 @@ def json_line(record: RequestRecord, epoch_s: float) -> str:
     lease, outcome, end, ttft_s = record.lease, record.outcome, record.ended_at, record.ttft_s
     assert end is not None, "expected a request that has ended"
     assert outcome is not None, "expected a request that has ended"
-    line = LogLine(
-        time=_time(epoch_s + end),
-        level=_level(outcome.value),
-        client=None if record.address == "-" else record.address,
-        request=_whole(record.label),
-        tenant=None if record.tenant is None else _whole(record.tenant),
-        model=_whole(record.request.model),
-        path=_whole(record.path),
-        instance=lease.instance if lease else None,
-        outcome=outcome.value,
-        phase=str(record.ended_in),
-        status=record.status,
-        prompt_tokens=record.prompt_tokens_total,
-        cached_tokens=record.cached_tokens,
-        output_tokens=record.output_tokens,
-        predicted_output=round(lease.predicted_output, 1) if lease else 0.0,
-        queue_s=round(record.queue_s, 6),
-        ttft_s=None if ttft_s is None else round(ttft_s, 6),
-        total_s=round(record.e2e_s, 6),
-        retries=record.retries,
-        resumed=record.resumed,
-    )
+    line: dict[str, object] = {
+        "time": _time(epoch_s + end),
+        "level": _level(outcome.value),
+        "client": None if record.address == "-" else record.address,
+        "request": _whole(record.label),
+        "tenant": None if record.tenant is None else _whole(record.tenant),
+        "model": _whole(record.request.model),
+        "path": _whole(record.path),
+        "instance": lease.instance if lease else None,
+        "outcome": outcome.value,
+        "phase": str(record.ended_in),
+        "status": record.status,
+        "prompt_tokens": record.prompt_tokens_total,
+        "cached_tokens": record.cached_tokens,
+        "output_tokens": record.output_tokens,
+        "predicted_output": round(lease.predicted_output, 1) if lease else 0.0,
+        "queue_s": round(record.queue_s, 6),
+        "ttft_s": None if ttft_s is None else round(ttft_s, 6),
+        "total_s": round(record.e2e_s, 6),
+        "retries": record.retries,
+    }
+    if record.resumed:
+        line["resumed"] = record.resumed
     return msgspec.json.encode(line).decode() + "\n"
 
 

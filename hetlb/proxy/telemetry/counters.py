@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-from typing import Final
+from collections.abc import Sequence, Set
+from typing import Any, Final
 
 from hetlb.core.types import Lease, Outcome
 from hetlb.proxy.telemetry.histograms import GapHistogram, Histogram
-from hetlb.proxy.telemetry.recent import Recent
+from hetlb.proxy.telemetry.recent import Recent, add_counts
 from hetlb.proxy.telemetry.request_record import RequestRecord
 
 #: vLLM's own bounds (0.32), so that its figures and ours can be laid over each other; ITL and E2E have a
@@ -102,7 +102,6 @@ class InstanceTotals:
         self.model_seen_s = dict.fromkeys(PARTS, 0.0)
 
     def took(self, part: str, expected_s: float, seen_s: float) -> None:
-        """Count the time of a part of an answer."""
         self.model_expected_s[part] += expected_s
         self.model_seen_s[part] += seen_s
 
@@ -114,7 +113,6 @@ class InstanceTotals:
         }
 
     def ended(self, outcome: Outcome) -> None:
-        """A lease on it ended."""
         name = outcome._value_  # `value` and the hash of a member are functions in Python
         self.requests[name] = self.requests.get(name, 0) + 1
 
@@ -139,22 +137,11 @@ KV_TRANSFER_RESULTS: Final = (
 class Totals:
     """All counters of one process. The driver increments them."""
 
+    # Compiled, it is pickled by these.
     __slots__ = (
-        "accounts",
-        "arrival",
-        "classes",
-        "decisions",
-        "end",
-        "instances",
-        "kv_transfers",
-        "lag",
-        "models",
-        "recent",
-        "reloads",
-        "requests",
-        "resumptions",
-        "retries",
-    )
+        "accounts", "arrival", "classes", "decisions", "end", "instances", "kv_transfers", "lag", "models",
+        "recent", "reloads", "requests", "resumptions", "retries",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         #: By outcome, phase, model ("" where none was read) and class of the status.
@@ -179,6 +166,25 @@ class Totals:
         #: The requests that ended lately.
         self.recent = Recent()
 
+    def add(self, other: Totals) -> None:
+        """Count what another process has counted, but for what ended lately."""
+        _add(self, other, ("decisions", "retries"))
+        for counts in ("requests", "classes", "reloads", "kv_transfers", "resumptions"):
+            add_counts(getattr(self, counts), getattr(other, counts))
+        for histogram in ("arrival", "end", "lag"):
+            getattr(self, histogram).add(getattr(other, histogram))
+        for name, model in other.models.items():
+            for histogram in MODEL_HISTOGRAMS:
+                getattr(self.model(name), histogram).add(getattr(model, histogram))
+        for key, account in other.accounts.items():
+            _add(self.account(*key), account, ACCOUNT_COUNTS)
+        for name, instance in other.instances.items():
+            found = self.instance(name)
+            add_counts(found.requests, instance.requests)
+            add_counts(found.model_expected_s, instance.model_expected_s)
+            add_counts(found.model_seen_s, instance.model_seen_s)
+            _add(found, instance, INSTANCE_COUNTS)
+
     def model(self, name: str) -> ModelTotals:
         """The counters of a name that the fleet serves."""
         totals = self.models.get(name)
@@ -189,7 +195,6 @@ class Totals:
         return totals
 
     def instance(self, name: str) -> InstanceTotals:
-        """The counters of an instance."""
         totals = self.instances.get(name)
         if totals is None:
             totals = self.instances[name] = InstanceTotals()
@@ -201,7 +206,6 @@ class Totals:
             del self.instances[name]
 
     def account(self, tenant: str | None, model: str) -> AccountTotals:
-        """Use of a model by a tenant."""
         key = (tenant or "", model)
         account = self.accounts.get(key)
         if account is None:
@@ -211,7 +215,6 @@ class Totals:
         return account
 
     def tried_again(self, name: str, outcome: Outcome) -> None:
-        """A lease on an instance ended and its request is retried."""
         self.retries += 1
         self.instance(name).ended(outcome)
 
@@ -224,7 +227,6 @@ class Totals:
         instance.output_tokens += lease.output_tokens
 
     def kv_transferred(self, result: str) -> None:
-        """A KV transfer has ended."""
         self.kv_transfers[result] += 1
 
     def count(self, outcome: Outcome, phase: str, model: str, status: int) -> None:
@@ -296,6 +298,11 @@ class Totals:
             instance.expected_s += record.expected_s
             instance.served_s += served_s
             model.time_ratio.observe(record.expected_s / max(served_s, CLOCK_S))
+
+
+def _add(whole: Any, part: Any, names: Sequence[str]) -> None:
+    for name in names:
+        setattr(whole, name, getattr(whole, name) + getattr(part, name))
 
 
 def _met(record: RequestRecord) -> bool:

@@ -1,8 +1,4 @@
-"""Events of the proxy: what happens to it that is no request. Each has one name, to be found in a log.
-
-`tell` logs one; the formatters write it as the request log is written (`proxy.request_log_format`), with the
-time. docs/reference/events.md lists them.
-"""
+"""Events of the proxy: what happens to it that is no request (docs/reference/events.md)."""
 
 from __future__ import annotations
 
@@ -92,7 +88,6 @@ class Rarely:
         self._left_out = 0
 
     def tell(self, logger: logging.Logger, event: Event, message: str, *args: object, **fields: Any) -> None:
-        """Tell, or count it."""
         now = time.monotonic()
         if now - self._told_at < self._every_s:
             self._left_out += 1
@@ -125,7 +120,6 @@ class JsonFormatter(logging.Formatter):
     """An object per line: `time`, `level`, `event`, `message`, the fields, `traceback` where there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
         document: dict[str, Any] = {
             "time": _time(record.created),
             "level": record.levelname.lower(),

@@ -1,8 +1,4 @@
-"""Histograms that cost the hot path next to nothing: counts in a list, sums when they are read.
-
-An observation is one search in a short list and two additions, no allocation; a gap between two
-tokens is one addition to a list that is there already. Counts only grow.
-"""
+"""Histograms that cost the hot path next to nothing: counts in a list, sums when they are read."""
 
 from __future__ import annotations
 
@@ -29,13 +25,11 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one value."""
         counts, at = self._counts, first_at_least(self._bounds, value)
         counts[at] = counts[at] + 1
         self._sum += value
 
     def observe_all(self, values: Sequence[float]) -> None:
-        """Count several values."""
         bounds, counts = self._bounds, self._counts
         for value in values:
             at = first_at_least(bounds, value)
@@ -43,7 +37,6 @@ class Histogram:
         self._sum += sum(values)
 
     def add(self, other: Histogram) -> None:
-        """Count what another one with the same bounds has counted."""
         self._counts = list(map(add, self._counts, other._counts))
         self._sum += other._sum
 
@@ -65,8 +58,7 @@ def _histogram(bounds: list[float], counts: list[int], total: float) -> Histogra
 class GapHistogram:
     """Times between the tokens of streams, to the millisecond.
 
-    The owner of a stream adds one to `fine[milliseconds]` itself, since it does so for every token; what is
-    `FINE_MS` or longer is given to `long`. Bounds are in seconds, whole milliseconds.
+    The owner of a stream adds one to `fine[milliseconds]` itself; `FINE_MS` or longer is given to `long`.
     """
 
     __slots__ = ("_bounds", "_long", "fine")
@@ -81,12 +73,10 @@ class GapHistogram:
         self._long.observe(gap_s)
 
     def add(self, other: GapHistogram) -> None:
-        """Count what another one with the same bounds has counted."""
         self.fine = list(map(add, self.fine, other.fine))
         self._long.add(other._long)
 
     def figures(self) -> tuple[Sequence[float], list[int], float]:
-        """See `Histogram.figures`."""
         _, counts, total_s = self._long.figures()
         sums = list(accumulate(self.fine))
         for index, bound in enumerate(self._bounds):

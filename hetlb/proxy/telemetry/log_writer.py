@@ -13,8 +13,15 @@ import os
 import queue
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from hetlb.errors import InputError
 from hetlb.proxy.telemetry.events import FORMATTERS
+
+if TYPE_CHECKING:
+    from hetlb.core.eventlog import RecordingScheduler
+    from hetlb.core.setup import SchedulerSetup
 
 _FLUSH_S = 0.2
 #: Batches that may wait for a slow reader.
@@ -37,7 +44,6 @@ class LogWriter:
         self._thread.start()
 
     def write(self, *lines: str) -> None:
-        """Queue lines (with their newlines)."""
         self._lines += lines
         if self._timer is None:
             try:
@@ -62,7 +68,6 @@ class LogWriter:
             self.lost += len(lines)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write what is left, for at most `timeout_s`."""
         self.flush()
         try:
             self._batches.put(None, timeout=timeout_s)
@@ -86,6 +91,33 @@ class LogWriter:
         start = len(batch) - left
         end = batch.rfind(b"\n", start, start + self._at_once)
         return left if end < 0 else end + 1 - start
+
+
+class EventLog(LogWriter):
+    """A file that is written from its beginning. Raises `InputError` where it cannot be."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        except OSError as error:
+            raise InputError(
+                f"--event-log: expected a file that can be written, got {str(path)!r}: {error.strerror}"
+            ) from error
+        super().__init__(descriptor, "event log")
+        self._descriptor = descriptor
+
+    def scheduler(self, setup: SchedulerSetup) -> RecordingScheduler:
+        from hetlb.core.eventlog import RecordingScheduler, encode_setup
+
+        self.write(encode_setup(setup))
+        return RecordingScheduler(setup, write=self.write)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Write what is left and close the file; harmless if it is closed."""
+        if self._descriptor >= 0:
+            super().close(timeout_s)
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 _STDERR = 2

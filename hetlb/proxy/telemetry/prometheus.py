@@ -1,10 +1,8 @@
 """The proxy's own `/metrics` page: what the driver counted, and gauges read from the scheduler when asked.
 
-`FAMILIES` says of each family its name, its help and where its series are from. Labels take only values that
-configuration, code or the engines define, never what a client makes up; a series ends with its instance.
-Instances bear the label `server`: Prometheus itself sets `instance`, to the proxy that it asked. The page of
-a large fleet is written in slices of about a millisecond, so that a scrape delays no token.
-docs/reference/metrics.md has every name.
+Labels take only values that configuration, code or the engines define, never what a client makes up; a series
+ends with its instance. Instances bear the label `server`: Prometheus itself sets `instance`. The page of a
+large fleet is written in slices of about a millisecond, so that a scrape delays no token.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
@@ -48,23 +46,6 @@ class WorkerState:
     hangs: int = 0
 
 
-class SharedFigures(NamedTuple):
-    """A view that several processes share: `leases` are peers', `delay_s` the age of their news.
-
-    `connected`: the server is reached; `leads` is None where all serve. Messages `sent`, `received` and
-    `rejected`.
-    """
-
-    connected: bool
-    peers: int
-    leases: int
-    delay_s: float
-    sent: int
-    received: int
-    leads: bool | None
-    rejected: int = 0
-
-
 #: Things of one kind, each with the text of its labels (without the braces).
 Things: TypeAlias = Sequence[tuple[str, Any]]
 
@@ -73,16 +54,13 @@ class _Moment:
     """Sources of one page; instances and their counters come with the text of their labels."""
 
     def __init__(self, source: FleetService) -> None:
+        self.source = source
         self.now: float = source.now()
         self.scheduler: Scheduler = source.scheduler
         self.totals: Totals = source.totals
-        self.lost_lines: int = source.lost_lines
-        self.shared: SharedFigures | None = source.shared
-        self.workers: Sequence[WorkerState] = source.workers or (WorkerState("0", True, 0),)
-        self.stage_sources: Mapping[str, Callable[[], list[dict[str, Any]]]] = source.stages
         self.instances: Things = [(_pairs(server=each.name), each) for each in self.scheduler.instances]
         self.counted: Things = [(label, self.totals.instance(each.name)) for label, each in self.instances]
-        invalid: Mapping[str, int] = source.watch.scraper.invalid_samples
+        invalid: Mapping[str, int] = source.watch.invalid_samples
         self.invalid: Things = [(label, invalid.get(each.name, 0)) for label, each in self.instances]
 
     @property
@@ -92,7 +70,6 @@ class _Moment:
         return 0.0 if oldest_at is None else self.now - oldest_at
 
     def build(self) -> Things:
-        """This build."""
         policy, is_compiled = self.scheduler.placement.policy_name, str(compiled()).lower()
         return [(_pairs(version=hetlb.__version__, policy=policy, compiled=is_compiled), 1)]
 
@@ -117,7 +94,7 @@ class _Moment:
         """The load of every model that is served or waited for. `saturation` above 1: requests wait."""
         queued, loads = self.scheduler.queue.by_model(), []
         for model in dict.fromkeys([*self.scheduler.fleet.ready, *queued]):
-            able = [each for _, each in self.instances if each.routable and each.serves(model)]
+            able = [each for _, each in self.instances if each.routable and model in each.models]
             places, waiting = sum(each.max_num_seqs for each in able), queued.get(model, 0)
             running = sum(each.sequences for each in able)
             reserved = sum(each.kv_tokens for each in able)
@@ -134,22 +111,21 @@ class _Moment:
 
     def stages(self) -> Things | None:
         """The stages of instances that are made of some, None where none is."""
-        if not self.stage_sources:
+        if not self.source.stages:
             return None
         return [
             (_pairs(server=server, stage=stage["name"]), SimpleNamespace(**stage, up=stage["state"] == "up"))
-            for server, documents in self.stage_sources.items()
+            for server, documents in self.source.stages.items()
             for stage in documents()
         ]
 
 
+Families: TypeAlias = tuple[tuple[Callable[[_Moment], Things | None], tuple[tuple[str, str, str], ...]], ...]
 #: Sources of the things of each kind (None: its families are not on the page), and its families: name,
-#: attribute of the thing ("": the thing itself), help.
-FAMILIES: Final[tuple[tuple[Callable[[_Moment], Things | None], tuple[tuple[str, str, str], ...]], ...]] = (
-    (
-        _Moment.build,
-        (("hetlb_build_info", "", "Version, policy, whether the hot path is compiled."),),
-    ),
+#: attribute of the thing ("": the thing itself), help. A name in
+#: `_total` is a counter, every other one a gauge.
+FAMILIES: Final[Families] = (
+    (_Moment.build, (("hetlb_build_info", "", "Version, policy, whether the hot path is compiled."),)),
     (
         lambda moment: [
             (_pairs(outcome=end, cause=CAUSES[end], phase=phase, model=model, status=status), count)
@@ -184,10 +160,13 @@ FAMILIES: Final[tuple[tuple[Callable[[_Moment], Things | None], tuple[tuple[str,
         (
             ("hetlb_retries_total", "totals.retries", "Requests sent to another instance."),
             ("hetlb_decisions_total", "totals.decisions", "Dispatches decided."),
-            ("hetlb_log_lost_lines_total", "lost_lines", "Lines of logs that a slow reader made us drop."),
+            (
+                "hetlb_log_lost_lines_total",
+                "source.lost_lines",
+                "Lines of logs that a slow reader made us drop.",
+            ),
             ("hetlb_queue_bytes", "scheduler.queue.bytes", "Bytes of the bodies waiting."),
             ("hetlb_queue_oldest_seconds", "oldest_s", "Age of the request that waits longest."),
-            ("hetlb_loop_lag_seconds", "totals.lag", "How late the event loop called a timer, sampled."),
         ),
     ),
     (
@@ -213,22 +192,6 @@ FAMILIES: Final[tuple[tuple[Callable[[_Moment], Things | None], tuple[tuple[str,
         ),
     ),
     (
-        lambda moment: [(_pairs(model=model), each) for model, each in moment.totals.models.items()],
-        (
-            ("hetlb_time_to_first_token_seconds", "ttft", "From arrival to the first byte of a stream."),
-            ("hetlb_inter_token_latency_seconds", "gaps", "Between two reads of a stream with text."),
-            ("hetlb_e2e_request_latency_seconds", "e2e", "From arrival to the end of an answer."),
-            ("hetlb_request_queue_time_seconds", "queue", "From arrival to the last dispatch, or the end."),
-            ("hetlb_websocket_session_seconds", "session", "From dispatch to the end of a session."),
-            ("hetlb_predicted_output_ratio", "output_ratio", "Predicted over actual output tokens."),
-            ("hetlb_predicted_time_ratio", "time_ratio", "Predicted over actual time from the dispatch."),
-        ),
-    ),
-    (
-        lambda moment: [('event="arrival"', moment.totals.arrival), ('event="end"', moment.totals.end)],
-        (("hetlb_decision_seconds", "", "Time of one call of the scheduler, by what happened."),),
-    ),
-    (
         _Moment.stages,
         (
             ("hetlb_stage_up", "up", "1 while a stage is used."),
@@ -237,29 +200,28 @@ FAMILIES: Final[tuple[tuple[Callable[[_Moment], Things | None], tuple[tuple[str,
         ),
     ),
     (
-        lambda moment: moment.shared and [("", moment.shared)],
+        lambda moment: None if moment.source.sharing is None else [("", moment.source.sharing)],
         (
             ("hetlb_shared_connected", "connected", "1 while the server of the shared state is reached."),
             ("hetlb_shared_peers", "peers", "Other processes whose leases are known."),
-            ("hetlb_shared_peer_leases", "leases", "Requests at the engines that are theirs."),
-            ("hetlb_shared_delay_seconds", "delay_s", "Age of their news, by own messages coming back."),
+            ("hetlb_shared_peer_leases", "view.peer_leases", "Requests at the engines that are theirs."),
+            ("hetlb_shared_delay_seconds", "view.delay_s", "Age of their news, by own messages coming back."),
         ),
     ),
     (
         lambda moment: (
-            moment.shared
-            and [
-                (_pairs(direction=each), getattr(moment.shared, each))
+            None
+            if moment.source.sharing is None
+            else [
+                (_pairs(direction=each), getattr(moment.source.sharing, each))
                 for each in ("sent", "received", "rejected")
             ]
         ),
         (("hetlb_shared_messages_total", "", "Messages of the shared state."),),
     ),
     (
-        lambda moment: (
-            [("", moment.shared.leads)] if moment.shared and moment.shared.leads is not None else None
-        ),
-        (("hetlb_shared_leads", "", "1 while this process serves."),),
+        lambda moment: None if moment.source.leader is None else [("", moment.source.leader)],
+        (("hetlb_shared_leads", "leads", "1 while this process serves."),),
     ),
     (
         lambda moment: [
@@ -308,10 +270,7 @@ FAMILIES: Final[tuple[tuple[Callable[[_Moment], Things | None], tuple[tuple[str,
         lambda moment: moment.times("model_seen_s"),
         (("hetlb_instance_model_seen_seconds_total", "", "The same times as they were seen."),),
     ),
-    (
-        attrgetter("invalid"),
-        (("hetlb_instance_invalid_samples_total", "", "Scrapes with absurd values."),),
-    ),
+    (attrgetter("invalid"), (("hetlb_instance_invalid_samples_total", "", "Scrapes with absurd values."),)),
     (
         attrgetter("instances"),
         (
@@ -355,7 +314,10 @@ FAMILIES: Final[tuple[tuple[Callable[[_Moment], Things | None], tuple[tuple[str,
         (("hetlb_instance_health", "", "1 for the health in force."),),
     ),
     (
-        lambda moment: [(_pairs(worker=each.number), each) for each in moment.workers],
+        lambda moment: [
+            (_pairs(worker=each.number), each)
+            for each in moment.source.workers or (WorkerState("0", True, 0),)
+        ],
         (
             ("hetlb_worker_up", "up", "1 for a process that serves requests."),
             ("hetlb_worker_restarts_total", "restarts", "Times a process that serves was replaced."),
@@ -365,18 +327,29 @@ FAMILIES: Final[tuple[tuple[Callable[[_Moment], Things | None], tuple[tuple[str,
 )
 
 
-#: Families that are histograms. A name in `_total` is a counter, every other one a gauge.
-HISTOGRAMS: Final = {
-    "hetlb_decision_seconds",
-    "hetlb_e2e_request_latency_seconds",
-    "hetlb_inter_token_latency_seconds",
-    "hetlb_loop_lag_seconds",
-    "hetlb_predicted_output_ratio",
-    "hetlb_predicted_time_ratio",
-    "hetlb_request_queue_time_seconds",
-    "hetlb_time_to_first_token_seconds",
-    "hetlb_websocket_session_seconds",
-}
+#: The same of histograms.
+HISTOGRAMS: Final[Families] = (
+    (
+        lambda moment: [("", moment.totals)],
+        (("hetlb_loop_lag_seconds", "lag", "How late the event loop called a timer, sampled."),),
+    ),
+    (
+        lambda moment: [(_pairs(model=model), each) for model, each in moment.totals.models.items()],
+        (
+            ("hetlb_time_to_first_token_seconds", "ttft", "From arrival to the first byte of a stream."),
+            ("hetlb_inter_token_latency_seconds", "gaps", "Between two reads of a stream with text."),
+            ("hetlb_e2e_request_latency_seconds", "e2e", "From arrival to the end of an answer."),
+            ("hetlb_request_queue_time_seconds", "queue", "From arrival to the last dispatch, or the end."),
+            ("hetlb_websocket_session_seconds", "session", "From dispatch to the end of a session."),
+            ("hetlb_predicted_output_ratio", "output_ratio", "Predicted over actual output tokens."),
+            ("hetlb_predicted_time_ratio", "time_ratio", "Predicted over actual time from the dispatch."),
+        ),
+    ),
+    (
+        lambda moment: [('event="arrival"', moment.totals.arrival), ('event="end"', moment.totals.end)],
+        (("hetlb_decision_seconds", "", "Time of one call of the scheduler, by what happened."),),
+    ),
+)
 
 
 class MetricsPage:
@@ -401,13 +374,14 @@ class MetricsPage:
     def pieces(self) -> Iterator[str]:
         """Write all families in a fixed order, in pieces; between two of them the fleet may change."""
         moment = _Moment(self._source)
-        for things_of, families in FAMILIES:
+        for group in (*FAMILIES, *HISTOGRAMS):
+            things_of, families = group
             if (things := things_of(moment)) is None:
                 continue
             for name, attribute, help_text in families:
                 of = attrgetter(attribute) if attribute else None
                 kind = (
-                    "histogram" if name in HISTOGRAMS else "counter" if name.endswith("_total") else "gauge"
+                    "histogram" if group in HISTOGRAMS else "counter" if name.endswith("_total") else "gauge"
                 )
                 yield f"# HELP {name} {help_text}\n# TYPE {name} {kind}\n"
                 for at in range(0, len(things), _LINES):

@@ -1,26 +1,37 @@
-"""Requests that ended lately, summed up by stretches of time: what the dashboard and the fleet's status show.
-
-Sums of several processes can be added. Nothing of a single request is kept but the figures of the newest
-answers; no text of a client is.
-"""
+"""The last minutes by stretches of time, for the dashboard and the status: what ended, and what waited."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from hetlb.core.types import CAUSES, Outcome
 from hetlb.proxy.telemetry.request_record import RequestRecord
+
+if TYPE_CHECKING:
+    from hetlb.core.scheduler import Scheduler
 
 #: The series are this many stretches of this many seconds: five minutes.
 BINS: Final = 150
 BIN_S: Final = 2.0
 #: Answers kept as points, the newest.
 POINTS: Final = 400
+#: Instances whose levels are kept: the page has colours for fewer.
+LEVELS_KEPT: Final = 16
+#: Stretches that a sample may stand for at most.
+LATE: Final = 5
 #: Latencies are counted in steps of 2^(1/16): 4.4 %, from some 0.1 ms on.
 _STEPS: Final = 16.0
 _LEAST_S: Final = 1e-4
 _OK: Final = Outcome.OK
+#: Requests that wait by model; those in flight, and the share of the KV cache reserved, by instance.
+Levels: TypeAlias = tuple[dict[str, int], dict[str, tuple[int, float]]]
+
+
+def add_counts(whole: dict[Any, Any], part: dict[Any, Any]) -> None:
+    for key, count in part.items():
+        whole[key] = whole.get(key, 0) + count
 
 
 class InstanceShare:
@@ -32,7 +43,6 @@ class InstanceShare:
         self.ended = self.failed = self.prompt_tokens = self.output_tokens = 0
 
     def add(self, other: InstanceShare) -> None:
-        """Count what another one has counted."""
         self.ended += other.ended
         self.failed += other.failed
         self.prompt_tokens += other.prompt_tokens
@@ -40,31 +50,30 @@ class InstanceShare:
 
 
 class Stretch:
-    """Requests that ended in one interval: outcomes, shares of instances, counts of latencies by step."""
+    """Requests that ended in one interval: outcomes, shares of instances, counts of latencies by step.
 
-    __slots__ = ("e2e", "outcomes", "shares", "ttft")
+    `levels` are a sample of the process that has the scheduler, None without one.
+    """
+
+    __slots__ = ("e2e", "levels", "outcomes", "shares", "ttft")
 
     def __init__(self) -> None:
         self.outcomes: dict[str, int] = {}
         self.shares: dict[str, InstanceShare] = {}
         self.ttft: dict[int, int] = {}
         self.e2e: dict[int, int] = {}
+        self.levels: Levels | None = None
 
     def share(self, instance: str) -> InstanceShare:
-        """The share of an instance."""
         share = self.shares.get(instance)
         if share is None:
             share = self.shares[instance] = InstanceShare()
         return share
 
     def add(self, other: Stretch) -> None:
-        """Count what another one has counted."""
-        mine_and_theirs: list[tuple[dict[Any, int], dict[Any, int]]] = [
-            (self.outcomes, other.outcomes), (self.ttft, other.ttft), (self.e2e, other.e2e),
-        ]  # fmt: skip
-        for mine, theirs in mine_and_theirs:
-            for key, count in theirs.items():
-                mine[key] = mine.get(key, 0) + count
+        add_counts(self.outcomes, other.outcomes)
+        add_counts(self.ttft, other.ttft)
+        add_counts(self.e2e, other.e2e)
         for instance, share in other.shares.items():
             self.share(instance).add(share)
 
@@ -121,8 +130,22 @@ class Recent:
             if len(self.points) >= 2 * POINTS:
                 del self.points[:POINTS]
 
+    def sample(self, scheduler: Scheduler, now: float) -> None:
+        """Keep how things stand now, of the first instances alone."""
+        index = math.floor(now / BIN_S)
+        loads = {
+            each.name: (each.in_flight, round(each.kv_tokens / each.kv_cache_tokens, 4))
+            for each in islice(scheduler.instances, LEVELS_KEPT)
+        }
+        levels: Levels = (scheduler.queue.by_model(), loads)
+        # The timer is late by a little each time: a stretch that it left out is as the next one.
+        sampled = [number for number, each in self.stretches.items() if each.levels is not None]
+        last = max([number for number in sampled if number < index], default=index - 1)
+        begin = last + 1 if index - last <= LATE else index
+        for number in range(begin, index + 1):
+            self._stretch(number).levels = levels
+
     def add(self, other: Recent) -> None:
-        """Count what another process has counted."""
         for number, stretch in other.stretches.items():
             self._stretch(number).add(stretch)
         self.points = sorted(self.points + other.points)[-POINTS:]

@@ -1,7 +1,7 @@
 """Per-request record, read by the access log, the counters, the spans, `/metrics` and the history.
 
-The exchange of a request (`proxy/exchange.py`) is its record and the only writer; telemetry reads it when the
-request has ended. Every count has one home here, so that all readers give the same number.
+The exchange of a request (`proxy/exchange.py`) is its record and the only writer. Every count has one home
+here, so that all readers give the same number.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hetlb.proxy.http.endpoints import Kind
 
 if TYPE_CHECKING:
     from hetlb.proxy.limits import Ticket
-    from hetlb.proxy.telemetry.trace_context import Trace
+    from hetlb.proxy.telemetry.tracing import Trace
 
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
 _QUEUED: Final = Phase.QUEUED
@@ -95,7 +95,6 @@ class RequestRecord:
 
     @property
     def sequences(self) -> int:
-        """Sequences that the engine decodes: prompts times `n`."""
         return self.request.sequences
 
     @property
@@ -111,7 +110,6 @@ class RequestRecord:
 
     @property
     def output_tokens(self) -> int:
-        """Output tokens of all sequences so far."""
         lease = self.lease
         return self.resumed_tokens + (0 if lease is None else lease.output_tokens)
 
@@ -131,7 +129,6 @@ class RequestRecord:
         return True
 
     def own_lines(self, now: float) -> bytes:
-        """Header lines of the proxy's own in the answer."""
         lease = self.lease
         assert lease is not None, "expected an answer of an instance"
         lines = b"x-hetlb-instance: %b\r\n" % lease.instance.encode("ascii")
@@ -158,6 +155,5 @@ class RequestRecord:
 
     @property
     def e2e_s(self) -> float:
-        """Seconds from arrival to the end."""
         assert self.ended_at is not None, "expected a request that has ended"
         return self.ended_at - self.arrived_at

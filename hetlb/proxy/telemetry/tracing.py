@@ -1,32 +1,32 @@
 """Traces for OpenTelemetry: a span per request, made when the request is over, and the id that engines get.
 
-Without `tracing` in the fleet file none of OpenTelemetry is imported. A client's `traceparent` is
-continued and its sampling obeyed; what a client sends that is no traceparent begins a trace of its own. Spans
-hold times, counts and names, no prompt and no answer. A thread of its own sends them: a collector that is
-slow or gone costs spans, never a request.
+A client's `traceparent` is continued and its sampling obeyed. Spans hold times, counts and names, no prompt
+and no answer. A collector that is slow or gone costs spans, never a request.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import re
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import Final
 from urllib.parse import urlsplit
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 import hetlb
 from hetlb.config.fleet_tables import TracingTable
 from hetlb.core.types import CAUSES
-from hetlb.errors import ConfigError
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.telemetry.request_record import RequestRecord
-from hetlb.proxy.telemetry.trace_context import SAMPLED, Trace
-
-if TYPE_CHECKING:
-    from opentelemetry.context import Context
-    from opentelemetry.sdk.trace.export import SpanExporter
 
 #: Path of a collector that takes spans over HTTP, if its address has none.
 OTLP_PATH = "/v1/traces"
@@ -43,50 +43,72 @@ _OPERATIONS = {
     Kind.COMPLETION: "text_completion",
 }
 _EMBEDDINGS = "/v1/embeddings"
+_NO_CONTEXT = Context()
 #: Causes of ends that are no failure on our side unless the status says so.
 _NO_ERROR = frozenset({"none", "client", "limit"})
+
+
+#: The flag of a trace whose spans are kept.
+SAMPLED: Final = 1
+_CONTINUED = re.compile(rb"(?<=\n)traceparent:[^\n]*\n")
+#: State that another vendor's trace left behind means nothing in this one.
+_BEGUN = re.compile(rb"(?<=\n)(?:traceparent|tracestate):[^\n]*\n")
+
+
+class Trace:
+    """The ids of one request: its parent's, its own, and the one whose children an engine makes."""
+
+    __slots__ = ("engine_id", "flags", "parent_id", "span_id", "trace_id")
+
+    def __init__(
+        self, trace_id: int, parent_id: int | None, span_id: int, engine_id: int, flags: int
+    ) -> None:
+        self.trace_id = trace_id
+        self.parent_id = parent_id
+        self.span_id = span_id
+        self.engine_id = engine_id
+        self.flags = flags
+
+    @property
+    def sampled(self) -> bool:
+        return bool(self.flags & SAMPLED)
+
+    @property
+    def header(self) -> bytes:
+        """The header for the engine, without a line end."""
+        return b"traceparent: 00-%032x-%016x-%02x" % (self.trace_id, self.engine_id, self.flags)
+
+    def onto(self, lines: bytes) -> bytes:
+        """A head's lines (names in lower case, CR LF behind each) with `header` instead of the client's."""
+        taken = _CONTINUED if self.parent_id is not None else _BEGUN
+        return b"%b%b\r\n" % (taken.sub(b"", lines), self.header)
+
+
+class _GivenIds(IdGenerator):
+    """Ids that were chosen when the request was sent on."""
+
+    def __init__(self) -> None:
+        self.trace_id = self.span_id = 0
+
+    def generate_trace_id(self) -> int:
+        return self.trace_id
+
+    def generate_span_id(self) -> int:
+        return self.span_id
+
+    def is_trace_id_random(self) -> bool:
+        return True
 
 
 class Tracing:
     """Begins traces and makes their spans. On the event loop only."""
 
-    def __init__(self, table: TracingTable, where: str = "", exporter: SpanExporter | None = None) -> None:
-        """`where` begins an error; `exporter` takes the place of the one to `table.otlp_endpoint`.
-
-        Raises `ConfigError` where OpenTelemetry is not installed.
-        """
-        check_installed(where)
-        from opentelemetry import trace
-        from opentelemetry.context import Context
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.trace.id_generator import IdGenerator
-        from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-
-        class Given(IdGenerator):
-            """Ids that were chosen when the request was sent on."""
-
-            def __init__(self) -> None:
-                self.trace_id = self.span_id = 0
-
-            def generate_trace_id(self) -> int:
-                return self.trace_id
-
-            def generate_span_id(self) -> int:
-                return self.span_id
-
-            def is_trace_id_random(self) -> bool:
-                return True
-
+    def __init__(self, table: TracingTable, exporter: SpanExporter | None = None) -> None:
+        """`exporter` takes the place of the one to `table.otlp_endpoint`."""
         if exporter is None:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
             exporter = OTLPSpanExporter(endpoint=spans_url(table.otlp_endpoint))
         resource = Resource.create({"service.name": table.service_name, "service.version": hetlb.__version__})
-        self._api = trace
-        self._no_context = Context()
-        self._ids = Given()
+        self._ids = _GivenIds()
         self._provider = TracerProvider(
             sampler=ALWAYS_ON, resource=resource, id_generator=self._ids, shutdown_on_exit=False
         )
@@ -119,7 +141,7 @@ class Tracing:
         def at(when: float) -> int:
             return now_ns - int((now_s - when) * 1e9)
 
-        api, lease, outcome = self._api, record.lease, record.outcome
+        lease, outcome = record.lease, record.outcome
         failed = CAUSES[outcome.value] not in _NO_ERROR or record.status >= 500
         operation = _operation(record)
         shared = _shared_attributes(record, operation, outcome.value, failed)
@@ -132,7 +154,7 @@ class Tracing:
         span = self._tracer.start_span(
             f"{method} {route}",
             self._child_of(ids, ids.parent_id, remote=True),
-            kind=api.SpanKind.SERVER,
+            kind=trace.SpanKind.SERVER,
             attributes={**shared, **_own_attributes(record, method, route)},
             start_time=at(record.arrived_at),
         )
@@ -140,7 +162,7 @@ class Tracing:
             span.add_event("dispatched", timestamp=at(record.dispatched_at))
         if record.first_byte_at is not None:
             span.add_event("first_token", timestamp=at(record.first_byte_at))
-        status = api.Status(api.StatusCode.ERROR) if failed else None
+        status = trace.Status(trace.StatusCode.ERROR) if failed else None
         if status is not None:
             span.set_status(status)
         if lease is not None and record.dispatched_at is not None:
@@ -148,7 +170,7 @@ class Tracing:
             child = self._tracer.start_span(
                 f"{operation or method} {_text(record.request.model)}".rstrip(),
                 self._child_of(ids, ids.span_id, remote=False),
-                kind=api.SpanKind.CLIENT,
+                kind=trace.SpanKind.CLIENT,
                 attributes=shared,
                 start_time=at(record.dispatched_at),
             )
@@ -159,11 +181,11 @@ class Tracing:
 
     def _child_of(self, ids: Trace, parent_id: int | None, *, remote: bool) -> Context:
         if parent_id is None:
-            return self._no_context
-        parent = self._api.SpanContext(
-            ids.trace_id, parent_id, is_remote=remote, trace_flags=self._api.TraceFlags(ids.flags)
+            return _NO_CONTEXT
+        parent = trace.SpanContext(
+            ids.trace_id, parent_id, is_remote=remote, trace_flags=trace.TraceFlags(ids.flags)
         )
-        return self._api.set_span_in_context(self._api.NonRecordingSpan(parent), self._no_context)
+        return trace.set_span_in_context(trace.NonRecordingSpan(parent), _NO_CONTEXT)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Send what is left, for at most `timeout_s`."""
@@ -180,7 +202,6 @@ def _operation(record: RequestRecord) -> str | None:
 def _shared_attributes(
     record: RequestRecord, operation: str | None, outcome: str, failed: bool
 ) -> dict[str, str | int]:
-    """Build the attributes of both spans of a request."""
     found: dict[str, str | int] = {"hetlb.outcome": outcome}
     if operation is not None:
         found |= {"gen_ai.operation.name": operation, "gen_ai.provider.name": "vllm"}
@@ -198,7 +219,6 @@ def _shared_attributes(
 
 
 def _own_attributes(record: RequestRecord, method: str, route: str) -> dict[str, str | int | float]:
-    """Build the attributes of the server span alone."""
     found: dict[str, str | int | float] = {
         "http.request.method": method,
         "http.route": route,
@@ -215,18 +235,6 @@ def _own_attributes(record: RequestRecord, method: str, route: str) -> dict[str,
     if record.lease is not None:
         found["hetlb.predicted_output_tokens"] = record.lease.predicted_output
     return found
-
-
-def check_installed(where: str) -> None:
-    """Raise `ConfigError` unless OpenTelemetry is installed. `where` begins the error."""
-    try:
-        found = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
-    except ModuleNotFoundError:
-        found = False
-    if not found:
-        raise ConfigError(
-            f"{where}tracing: expected the extra otel to be installed: pip install 'hetlb[otel]'"
-        )
 
 
 def spans_url(endpoint: str) -> str:

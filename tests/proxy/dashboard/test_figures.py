@@ -11,8 +11,7 @@ from helpers import make_scheduler, spec
 from proxy.dashboard.rows import ended
 
 from hetlb.core.types import Outcome
-from hetlb.proxy.dashboard.samples import Levels
-from hetlb.proxy.dashboard.snapshot import accuracy, series
+from hetlb.proxy.dashboard.snapshot import accuracy, levels, series
 from hetlb.proxy.telemetry.recent import BIN_S, BINS, POINTS, Recent
 
 #: Latencies are counted in steps of 4.4 %.
@@ -104,13 +103,13 @@ def test_the_newest_points_stay() -> None:
 
 
 def test_levels_are_kept_while_no_page_is_open_and_a_late_timer_leaves_no_gap() -> None:
-    levels, scheduler = Levels(), make_scheduler([spec("a"), spec("b")])
+    recent, scheduler = Recent(), make_scheduler([spec("a"), spec("b")])
     for at in (100.0, 102.1, 106.2):  # the timer left out the stretch of 104 s
-        levels.sample(scheduler, at)
-    document = levels.document(110.0)
+        recent.sample(scheduler, at)
+    document = levels(recent, 110.0)
     assert len(document["queue"]) == BINS
     assert document["queue"][-5:] == [0, 0, 0, 0, None]
     assert document["in_flight"]["a"][-5:] == [0, 0, 0, 0, None]
     assert document["queue"][0] is None
-    levels.sample(scheduler, 1e6)
-    assert [each for each in levels.document(1e6 + 2)["queue"] if each is not None] == [0]
+    recent.sample(scheduler, 1e6)
+    assert [each for each in levels(recent, 1e6 + 2)["queue"] if each is not None] == [0]

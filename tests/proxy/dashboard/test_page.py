@@ -17,8 +17,8 @@ from helpers import turns_until
 from proxy.services import Engine, Running, document, serving
 from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, chunk
 
-from hetlb.proxy.dashboard import event_stream as events
-from hetlb.proxy.dashboard.event_stream import EventStream
+from hetlb.proxy.dashboard import page as events
+from hetlb.proxy.dashboard.page import EventStream
 from hetlb.proxy.dashboard.snapshot import DECISIONS_SHOWN
 
 FILES = {

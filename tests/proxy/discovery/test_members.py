@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from helpers import make_scheduler, request, spec
+from msgspec.structs import replace
 
 from hetlb.config.urls import Origin, origin
 from hetlb.core import fleet_state
@@ -30,6 +30,7 @@ class CountingRoster:
     def __init__(self) -> None:
         self.there: dict[str, InstanceSpec] = {}
         self.at: dict[Origin, str] = {}
+        self.source_of: dict[str, str] = {}
         self.looks = 0
         self.joined: list[int] = []
         self.left: list[int] = []
@@ -73,8 +74,12 @@ class CountingRoster:
         return self.looks
 
 
+def found(name: str, url: str) -> Found:
+    return Found(name=name, url=url, model="m")
+
+
 def servers(count: int) -> list[Found]:
-    return [Found(f"s{n}", f"http://10.0.{n >> 8}.{n & 255}:8000", "m") for n in range(count)]
+    return [found(f"s{n}", f"http://10.0.{n >> 8}.{n & 255}:8000") for n in range(count)]
 
 
 async def test_an_answer_costs_what_changed_in_it() -> None:
@@ -101,15 +106,15 @@ async def test_an_answer_costs_what_changed_in_it() -> None:
 
 async def test_a_server_that_could_not_come_does_so_when_its_place_is_free() -> None:
     roster = CountingRoster()
-    await roster.cost("one", [Found("a", "http://10.0.0.1:80", "m")])
-    await roster.cost("two", [Found("a", "http://10.0.0.2:80", "m"), Found("b", "http://10.0.0.1:80", "m")])
+    await roster.cost("one", [found("a", "http://10.0.0.1:80")])
+    await roster.cost("two", [found("a", "http://10.0.0.2:80"), found("b", "http://10.0.0.1:80")])
     assert set(roster.there) == {"a"}
     await roster.cost("one", [])
     assert {name: spec.url for name, spec in roster.there.items()} == {
         "a": "http://10.0.0.2:80", "b": "http://10.0.0.1:80",
     }  # fmt: skip
     roster.leave(["b"])  # by an operator: the next answer has it again
-    await roster.cost("two", [Found("a", "http://10.0.0.2:80", "m"), Found("b", "http://10.0.0.1:80", "m")])
+    await roster.cost("two", [found("a", "http://10.0.0.2:80"), found("b", "http://10.0.0.1:80")])
     assert set(roster.there) == {"a", "b"}
 
 
@@ -141,7 +146,7 @@ def test_what_many_engines_say_is_worked_out_once(
 
 def test_a_label_gives_notice_once_and_takes_it_back(caplog: pytest.LogCaptureFixture) -> None:
     roster = CountingRoster()
-    stays, leaves = (Found(name, f"http://{name}:8000", "m") for name in ("stays", "leaves"))
+    stays, leaves = (found(name, f"http://{name}:8000") for name in ("stays", "leaves"))
 
     def labelled(text: str) -> list[Found]:
         return [stays, replace(leaves, labels={LEAVES_AT: text})]

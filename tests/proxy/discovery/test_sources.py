@@ -16,6 +16,7 @@ from proxy.services import METRICS, Engine, Running, document, said, serving
 from proxy.upstreams import plain
 
 from hetlb.config.discovery import parse_selector, select_profile
+from hetlb.config.fleet import fleet_from_urls
 from hetlb.errors import ConfigError
 from hetlb.proxy.discovery import file_source as files
 from hetlb.proxy.discovery.source import Found
@@ -76,6 +77,16 @@ async def test_files_are_read_outside_of_the_loop(tmp_path: Path) -> None:
     task.cancel()
 
 
+def test_gpu_and_slots_in_a_file_count_as_in_a_fleet_file(tmp_path: Path) -> None:
+    path = tmp_path / "instances.yaml"
+    instance = "{url: 'http://h:1', gpu: H100, max_num_seqs: 8, weight: 2}"
+    path.write_text(f"models:\n- name: m\n  instances: [{instance}]\n")
+    [found] = files.read_instances(path)
+    spec = fleet_from_urls([]).resolve_found(found, found.model, {})
+    assert (spec.name, spec.model, spec.weight) == ("h:1", "m", 2)
+    assert (spec.gpu, spec.capacity.max_num_seqs, spec.slots_stated) == ("H100", 8, True)
+
+
 async def test_a_name_belongs_to_the_first_that_gives_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -117,7 +128,10 @@ async def test_no_source_gives_a_special_address(
 ) -> None:
     """hetlb would send it the engines' key."""
     async with Engine() as one, serving(tmp_path, document(one)) as running:
-        found = [Found("odd", f"http://{host}:80", "m"), Found("good", "http://127.0.0.1:1", "m")]
+        found = [
+            Found(name="odd", url=f"http://{host}:80", model="m"),
+            Found(name="good", url="http://127.0.0.1:1", model="m"),
+        ]
         running.service.roster.members.found("dns x.example", found)
         assert running.names == ["i0", "good"]
         assert len(said(caplog.records, "expected the address of a server")) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Iterator
 from typing import Final
 
 TEXT: Final = 0x1
@@ -113,20 +114,10 @@ class FrameReader:
         """True if what was fed ended with a frame: another one may follow."""
         return self._left is None and not self._head
 
-    def feed(self, data: bytes) -> list[tuple[int, bytes]]:
-        """The messages that end within `data`: opcode and payload. Raises `ProtocolError`."""
-        found: list[tuple[int, bytes]] = []
+    def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
+        """The messages that end within `data`, one by one: opcode and payload. Raises `ProtocolError`."""
         at = 0
-        while at < len(data):
-            at = self.read(data, at, len(data), found)
-        return found
-
-    def read(self, data: bytes, at: int, most: int, found: list[tuple[int, bytes]]) -> int:
-        """Read up to `most` frames from a position on; the position behind them. Raises `ProtocolError`.
-
-        The messages that end there, opcode and payload, are added to `found`.
-        """
-        while most > 0 and (at < len(data) or self._left == 0):
+        while at < len(data) or self._left == 0:
             if self._left is None:
                 at = self._read_head(data, at)
                 if self._left is None:
@@ -138,9 +129,8 @@ class FrameReader:
                 self._keep(piece)
             if not self._left:
                 self._left = None
-                most -= 1
-                self._end_frame(found)
-        return at
+                if (ended := self._end_frame()) is not None:
+                    yield ended
 
     def _read_head(self, data: bytes, at: int) -> int:
         """Take what `data` has of a frame's head from `at` on; the position behind it."""
@@ -190,15 +180,18 @@ class FrameReader:
         if len(kept) > 2 * self._most_kept:
             del kept[: -self._most_kept]
 
-    def _end_frame(self, found: list[tuple[int, bytes]]) -> None:
+    def _end_frame(self) -> tuple[int, bytes] | None:
+        """The message that ends with a frame, None if it goes on."""
         opcode = self._opcode & 0x0F
         kept = self._message
         if opcode >= CLOSE:
             kept = self._control
         elif opcode:
             self._data_opcode = opcode
-        if self._opcode & 0x80:
-            if opcode < CLOSE:
-                opcode, self._data_opcode = self._data_opcode, 0
-            found.append((opcode, bytes(kept[-self._most_kept :])))
-            kept.clear()
+        if not self._opcode & 0x80:
+            return None
+        if opcode < CLOSE:
+            opcode, self._data_opcode = self._data_opcode, 0
+        message = bytes(kept[-self._most_kept :])
+        kept.clear()
+        return opcode, message

@@ -1,21 +1,24 @@
-"""Result of a load test and the verdict on its client: a run is VALID, or SUSPECT with reasons.
+"""Result of a load test: its figures, the details of every request, and the verdict on the client.
 
-Every limit is here, and every figure that a verdict rests on is in what it gives. A client that is
-slow, or answers that are not what was asked for, are named instead of being reported as the server's
-latency.
+A run is VALID, or SUSPECT with reasons: a client that is slow, or answers that are not what was asked for,
+are named instead of being reported as the server's latency.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.records import RequestResult, percentile, summarize
+from hetlb.workload.records import METRICS, RequestResult, latencies_s, latency_figures, percentile, summarize
 
 VALID, SUSPECT = "VALID", "SUSPECT"
+#: The latencies that a goodput may set a limit to.
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 #: A measurement error below this is of no concern; above it, it must be small beside what is measured.
 ERROR_ALLOWED_MS = 5.0
 ERROR_ALLOWED_SHARE_OF_TTFT = 0.01
@@ -32,19 +35,24 @@ MISMATCHED_ALLOWED = 0.01
 class LoadResult:
     """Result of a run: a record per planned request in plan order, and the client's own lag in seconds.
 
-    `cpu_share` is of one core; `errors` counts failures by kind, `examples` has a message of each.
+    `cpu_share` is of one core; `examples` has a message of each kind of failure.
     `exact_output`: every answer was to be as long as planned, or at most as long; `exact_prompt`: the planned
-    lengths of prompts are no estimates.
+    lengths of prompts are no estimates. `run` is its document, a member of `runs`.
     """
 
     plan: Sequence[PlannedRequest]
     records: list[RequestResult]
     cpu_share: float
     loop_lag_s: list[float]
-    errors: dict[str, int] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
     exact_output: bool = True
     exact_prompt: bool = True
+    run: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Failures by kind, the most frequent first."""
+        return dict(Counter(record.error for record in self.records if record.error).most_common())
 
     def summary(self, **options: Any) -> dict[str, Any]:
         """`summarize` of the records (`options` are its own), and how the client fared as `client`."""
@@ -63,7 +71,7 @@ class LoadResult:
             "achieved_rate": _rate([record.sent_s for record in self.records if record.sent_s is not None]),
             "mismatched_lengths": 0,
             "mismatched_prompts": 0,
-            "errors": dict(self.errors),
+            "errors": self.errors,
         }
         for planned, record in zip(self.plan, self.records, strict=True):
             if record.ok:
@@ -72,12 +80,82 @@ class LoadResult:
                 found["mismatched_prompts"] += (
                     self.exact_prompt and record.prompt_tokens != planned.input_tokens
                 )
-        reasons = [*_timing_reasons(found, figures), *_answer_reasons(found, figures)]
+        reasons = list(_reasons(found, figures))
         return {"verdict": SUSPECT if reasons else VALID, "reasons": reasons, **found}
 
+    def figures(self, percentiles: Sequence[float] = (), **options: Any) -> dict[str, Any]:
+        """`summary`, and what `hetlb bench` adds; `from_sent` counts from the time a request was sent.
 
-def _timing_reasons(found: Mapping[str, Any], figures: Mapping[str, Any]) -> Iterable[str]:
-    """Yield reasons to suspect a client that was behind its plan."""
+        `percentiles` are reported of every latency beside those that always are. `slo_attainment` is the
+        share of all planned requests that met every limit of `goodput_slo_s` (null without limits): one that
+        failed met none.
+        """
+        figures, records = self.summary(**options), self.records
+        met = round(figures["request_goodput"] * figures["duration"])
+        late = (value for record in records if (value := record.lateness_s) is not None)
+        done = [record for record in records if record.ok]
+        sent = [replace(each, scheduled_s=each.sent_s) for each in done if each.sent_s is not None]
+        for name in METRICS:
+            ordered = sorted(latencies_s(done, name))
+            for percent in percentiles:
+                figures[f"p{percent:g}_{name}_ms"] = 1e3 * percentile(ordered, percent)
+        return {
+            **figures,
+            "slo_attainment": met / len(records) if options.get("goodput_slo_s") and records else None,
+            "max_concurrent_requests": peak_concurrency(records),
+            **latency_figures("client_queue_time", late),
+            "from_sent": {
+                **latency_figures("ttft", latencies_s(sent, "ttft")),
+                **latency_figures("e2el", latencies_s(sent, "e2el")),
+            },
+            "instances": [
+                {**entry, **_instance_latencies(records, entry["name"])} for entry in figures["instances"]
+            ],
+        }
+
+    def details(self) -> dict[str, Any]:
+        """Details of every request, in plan order; names and units (seconds) are those of vLLM.
+
+        Times count from the start of the run. `session_ids` and `turns` are there where some requests have
+        them, null for those that have none.
+        """
+        records = self.records
+        sessions = [planned.row.session or None for planned in self.plan]
+        turns = [planned.row.turn or None for planned in self.plan]
+        return {
+            **({"session_ids": sessions} if any(sessions) else {}),
+            **({"turns": turns} if any(turns) else {}),
+            "input_lens": [record.prompt_tokens for record in records],
+            "output_lens": [record.output_tokens for record in records],
+            "ttfts": [record.ttft_s for record in records],
+            "itls": [list(record.itl_s or ()) for record in records],
+            "e2els": [record.e2el_s if record.ok else None for record in records],
+            "scheduled_times": [record.scheduled_s for record in records],
+            "start_times": [record.sent_s for record in records],
+            "end_times": [record.end_s for record in records],
+            "request_instances": [record.instance for record in records],
+            "errors": [record.error for record in records],
+        }
+
+
+def peak_concurrency(records: Iterable[RequestResult]) -> int:
+    """The most requests in flight at once."""
+    changes = [(record.sent_s, 1) for record in records if record.sent_s is not None]
+    changes += [(each.end_s, -1) for each in records if each.sent_s is not None and each.end_s is not None]
+    return max(accumulate(step for _, step in sorted(changes)), default=0)
+
+
+def _instance_latencies(records: Iterable[RequestResult], name: str) -> dict[str, Any]:
+    mine = [record for record in records if record.instance == name]
+    done = [record for record in mine if record.ok]
+    figures: dict[str, Any] = {"failed": len(mine) - len(done)}
+    for metric in METRICS:
+        figures |= latency_figures(metric, latencies_s(done, metric))
+    return figures
+
+
+def _reasons(found: Mapping[str, Any], figures: Mapping[str, Any]) -> Iterable[str]:
+    """Reasons to suspect a client that was behind its plan, or answers other than asked for."""
     late_ms, lag_ms, cpu_share = found["p99_lateness_ms"], found["p99_loop_lag_ms"], found["cpu_share"]
     offered, achieved = found["offered_rate"], found["achieved_rate"]
     allowed_ms = ERROR_ALLOWED_SHARE_OF_TTFT * (figures["median_ttft_ms"] or figures["median_e2el_ms"])
@@ -97,10 +175,6 @@ def _timing_reasons(found: Mapping[str, Any], figures: Mapping[str, Any]) -> Ite
         yield f"rate: sent at {achieved or 0.0:.4g} requests/s, but planned were {offered:.4g} requests/s"
     if cpu_share > CPU_ALLOWED:
         yield f"cpu: the client used {100 * cpu_share:.0f} % of a core"
-
-
-def _answer_reasons(found: Mapping[str, Any], figures: Mapping[str, Any]) -> Iterable[str]:
-    """Yield reasons to suspect answers that differ from those requested."""
     completed, failed = figures["completed"], figures["failed"]
     mismatched, other_prompts = found["mismatched_lengths"], found["mismatched_prompts"]
     if failed > FAILED_ALLOWED * (completed + failed):

@@ -1,8 +1,4 @@
-"""One event stream for all viewers: server-sent events over the admin listener.
-
-Nothing is computed without listeners, and at most one snapshot a second for all together;
-a listener that is slow misses snapshots, one that reads nothing or left is forgotten.
-"""
+"""Page of the dashboard as it is served: its public files, and one stream of snapshots for all viewers."""
 
 from __future__ import annotations
 
@@ -10,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from aiohttp import web
+
+from hetlb.pages import asset
 
 #: Seconds between two snapshots.
 INTERVAL_S = 1.0
@@ -22,6 +20,34 @@ _HEADERS = {
     "X-Accel-Buffering": "no",
     "X-Content-Type-Options": "nosniff",
 }
+
+_OWN, _SHARED = "hetlb.proxy.dashboard", "hetlb.pages"
+#: Path -> package of the file, its name, its type.
+_FILES = {
+    "/": (_OWN, "dashboard.html", "text/html"),
+    "/dashboard.css": (_OWN, "dashboard.css", "text/css"),
+    "/dashboard.js": (_OWN, "dashboard.js", "text/javascript"),
+    "/theme.css": (_SHARED, "theme.css", "text/css"),
+    "/charts.js": (_SHARED, "charts.js", "text/javascript"),
+    "/dom.js": (_SHARED, "dom.js", "text/javascript"),
+}
+#: Nothing from elsewhere, nothing inline, no frame around it.
+_FILE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    ),
+    "Cache-Control": "no-cache",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def page_file(path: str) -> web.Response:
+    package, name, content_type = _FILES[path]
+    body = asset(name, package).encode()
+    return web.Response(body=body, content_type=content_type, charset="utf-8", headers=_FILE_HEADERS)
 
 
 class EventStream:
@@ -64,7 +90,6 @@ class EventStream:
         return response
 
     def close(self) -> None:
-        """End every stream; no more are served."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()

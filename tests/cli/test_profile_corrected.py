@@ -1,9 +1,8 @@
-"""Profiles corrected by a log and by what a running proxy has seen."""
+"""Profiles corrected by a log, and the client of a running proxy that reads what it has seen."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
@@ -13,8 +12,6 @@ from socketserver import BaseRequestHandler, TCPServer
 import pytest
 
 from hetlb.cli.main import main
-from hetlb.cli.profile_corrected import counters
-from hetlb.config.profile_file import load_profile
 from hetlb.core.types import Outcome
 from hetlb.proxy.telemetry.counters import InstanceTotals
 
@@ -24,16 +21,6 @@ name: some
 prefill: {k1: 1.0e-4, k2: 1.0e-3, k3: 0.0, k4: 1.0e-2}
 decode: {k5: 5.0e-8, k6: 6.0e-5, k7: 0.0, k8: 1.3e-2}
 engine: {kv_cache_tokens: 60000}
-"""
-PAGE = """\
-# TYPE hetlb_instance_model_expected_seconds_total counter
-hetlb_instance_model_expected_seconds_total{server="a",part="prefill"} 40.0
-hetlb_instance_model_expected_seconds_total{server="a",part="mixed"} 3.0
-hetlb_instance_model_expected_seconds_total{server="a",part="decode"} 100.0
-hetlb_instance_model_seen_seconds_total{server="a",part="prefill"} 50.0
-hetlb_instance_model_seen_seconds_total{server="a",part="mixed"} 30.0
-hetlb_instance_model_seen_seconds_total{server="a",part="decode"} 90.0
-hetlb_instance_model_seen_seconds_total{server="b",part="decode"} 1.0
 """
 
 
@@ -50,91 +37,40 @@ def serving(handler: type[BaseRequestHandler]) -> Iterator[str]:
             thread.join()
 
 
-@pytest.fixture
-def admin() -> Iterator[str]:
-    class Page(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/metrics" else 404)
-            self.end_headers()
-            self.wfile.write(PAGE.encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with serving(Page) as url:
-        yield url
-
-
-def test_a_part_that_was_seen_enough_is_corrected(
-    tmp_path: Path, admin: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start, out = tmp_path / "start.yaml", tmp_path / "out.yaml"
-    start.write_text(PROFILE)
-    arguments = ["profile", "--from", f"proxy:{admin}", "--server", "a", "--start", str(start)]
-    assert main([*arguments, "--out", str(out)]) == 0
-    before, after = load_profile(start).latency, load_profile(out).latency
-    assert after.k1 == pytest.approx(1.25 * before.k1)
-    assert after.k8 == pytest.approx(0.9 * before.k8)
-    assert "mixed: left as it is, under 30 s" in capsys.readouterr().out
-    assert main([*arguments, "--out", str(out), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["profile"]["source"]["kind"] == "proxy"
-    assert document["warnings"] == ["mixed: left as it is, under 30 s of it were seen"]
-    assert main([*arguments[:-3], "b", "--start", str(start), "--out", str(out)]) == 2
-    assert "expected at least 30 s of some part on b" in capsys.readouterr().err
-
-
 def test_the_token_goes_to_the_proxy_and_not_to_where_it_redirects(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     heard: list[tuple[str, str | None]] = []
 
     class Redirect(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             heard.append((self.path, self.headers["authorization"]))
-            self.send_response(302 if self.path == "/metrics" else 200)
+            self.send_response(200 if self.path == "/elsewhere" else 302)
             self.send_header("location", "/elsewhere")
             self.end_headers()
-            self.wfile.write(PAGE.encode())
+            self.wfile.write(b'{"decisions": [], "clock_s": 0}')
 
         def log_message(self, *_: object) -> None:
             pass
 
-    start, out = tmp_path / "start.yaml", tmp_path / "out.yaml"
-    start.write_text(PROFILE)
     monkeypatch.setenv("SOME_TOKEN", "secret")
     with serving(Redirect) as url:
-        source = ["profile", "--from", f"proxy:{url}", "--server", "a", "--start", str(start)]
-        assert main([*source, "--out", str(out), "--api-key-env", "SOME_TOKEN"]) == 0
-    assert heard == [("/metrics", "Bearer secret"), ("/elsewhere", None)]
+        assert main(["explain", "--url", url, "--last", "1", "--token-env", "SOME_TOKEN"]) == 0
+    assert heard == [("/v1/decisions?last=1", "Bearer secret"), ("/elsewhere", None)]
 
 
 @pytest.mark.parametrize("answer", [b"SSH-2.0-x\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nx", b""])
-def test_a_server_of_another_protocol_is_one_line(
-    answer: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_of_another_protocol_is_one_line(answer: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     class Other(BaseRequestHandler):
         def handle(self) -> None:
             self.request.recv(65536)
             self.request.sendall(answer)
 
-    start = tmp_path / "start.yaml"
-    start.write_text(PROFILE)
     with serving(Other) as url:
-        source = ["profile", "--from", f"proxy:{url}", "--server", "a", "--start", str(start)]
-        assert main([*source, "--out", str(tmp_path / "out.yaml")]) == 2
-        assert (
-            f"--from: expected the admin address of a running proxy, got '{url}'" in capsys.readouterr().err
-        )
         assert main(["explain", "--url", url, "--last", "1"]) == 2
         assert (
             f"--admin: expected the admin address of a running proxy, got '{url}'" in capsys.readouterr().err
         )
-
-
-def test_counters_of_a_page() -> None:
-    assert counters(PAGE, "a")["decode"] == {"expected": 100.0, "seen": 90.0}
-    assert counters(PAGE, "nothing") == {}
 
 
 def test_a_version_1_profile_says_what_it_lacks_and_may_not_have_more(
