@@ -351,6 +351,11 @@ def break_each(scheduler: Scheduler, *names: str) -> list[str]:
     return out
 
 
+def test_either_of_two_equal_servers_is_ejected_whatever_was_learnt() -> None:
+    scheduler = make_scheduler([roomy("a"), roomy("b", slower=1.1)], "rr")
+    assert break_each(scheduler, *"ab") == ["a"]
+
+
 def test_at_most_half_of_the_capacity_is_ejected() -> None:
     scheduler = make_scheduler([roomy(name) for name in "abcd"], "rr")
     assert break_each(scheduler, *"abcd") == ["a", "b"]
