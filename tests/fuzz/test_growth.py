@@ -264,7 +264,7 @@ CASES: dict[str, tuple[Reader, Make, int]] = {
 def test_calls_per_byte_are_few_and_flat_over_three_doublings(name: str) -> None:
     """Counted, not timed: the same in every run, but for what begins a turn of the event loop.
 
-    The lesser of two counts: the loop puts its cancelled timers away now and then, those of earlier tests too.
+    The lesser of two counts: the loop now and then drops its cancelled timers, those of earlier tests too.
     """
     reader, make, size = CASES[name]
     inputs = [make(size // 4 << doubling) for doubling in range(4)]
