@@ -16,7 +16,7 @@ from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import Command, Health, HealthChanged, InstanceSpec, Request
 
 #: Instances that are ejected for failed answers hold at most this share of the capacity for a model.
-#: More than half by the error of learnt speeds, so that either of two equal servers can go.
+#: More than half, for the error of learnt speeds: either of two equal servers can go.
 MOST_EJECTED: Final = 0.55
 
 

@@ -92,7 +92,7 @@ async def server(plan: Plan) -> AsyncIterator[str]:
 
 
 async def command(*arguments: str, code: int) -> str:
-    """What a command prints, run in a thread beside the servers."""
+    """Output of a command, run in a thread beside the servers."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert await asyncio.to_thread(main, arguments) == code
     return out.getvalue()
