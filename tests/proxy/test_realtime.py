@@ -432,7 +432,7 @@ async def test_a_flood_of_short_frames_holds_up_no_other(tmp_path: Path, flooder
             writer.write(HANDSHAKE.replace(b"model=m", b"model=other") + b"\r\n")
             await reader.readuntil(b"\r\n\r\n")
             visit = await engine.asked_for()
-            said = b"\x81\x80mask" * 50_000 if flooder == "client" else b"\x81\0" * 150_000
+            said = b"\x81\x80mask" * 50_000 if flooder == "client" else b"\x81\0" * 600_000
             speaker, hearer = (writer, visit.reader) if flooder == "client" else (visit.writer, reader)
             async with turns_are_short():
                 speaker.write(said)
