@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import random
+import statistics
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
@@ -71,14 +72,19 @@ async def test_a_live_server_becomes_a_profile(
 async def test_tokens_of_a_step_are_learnt_from_the_engine_with_speculative_decoding(
     start: Start, flags: list[str], tmp_path: Path
 ) -> None:
-    engine = await start(time_scale=MEASURED, tokens_per_step=2.5)
+    scale = 2.5 * MEASURED  # a decode takes as long as elsewhere
+    engine = await start(time_scale=scale, tokens_per_step=2.5)
     assert await profile("--url", engine.url, *flags) == 0
     made = load_profile(tmp_path / "p.yaml")
     assert made.engine.tokens_per_step == pytest.approx(2.5, rel=0.01)
     assert made.grid is not None
     # Points are of steps, whose tokens come 2.5 times as fast.
-    least_s = 0.7 * MEASURED * 2.5 * engine.models[0].latency.step_s(1, 64)
-    assert min(seconds for _, _, seconds in made.grid.decode) > least_s
+    step_s = engine.models[0].latency.step_s
+    ratios = [
+        seconds / (scale * 2.5 * step_s(batch, batch * context))
+        for batch, context, seconds in made.grid.decode
+    ]
+    assert statistics.median(ratios) > 0.7, ratios
     assert any(line.startswith("engine.tokens_per_step: 2.5") for line in made.assumed)
 
 
