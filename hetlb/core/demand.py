@@ -250,21 +250,23 @@ class Demand:
     __slots__ = ("_ticks", "mix", "protected")
 
     def __init__(self) -> None:
-        #: Times of the newest ticks with arrivals, seconds.
+        #: Times of the newest ticks with arrivals since the fleet was idle, seconds.
         self._ticks: list[float] = []
         self.mix = Mix()
         self.protected = Protected()
 
-    def arrived(self, now: float) -> None:
-        """A request came in."""
+    def arrived(self, now: float, idle: bool) -> None:
+        """Record an arrival. `idle`: no instance had a request, so those before are no part of a stream."""
         tick_s, ticks = int(now / _TICK_S) * _TICK_S, self._ticks
         if not ticks or tick_s > ticks[-1]:
+            if idle:
+                ticks.clear()
             ticks.append(tick_s)
             if len(ticks) > _STREAM:
                 del ticks[0]
 
     def goes_on(self, horizon_s: float, now: float) -> bool:
-        """True if another request is expected within `horizon_s`, by the gaps between the newest ticks.
+        """True if another request is expected within `horizon_s`, by the gaps since the fleet was idle.
 
         Requests that came at once are no stream: they wait, and are counted there.
         """

@@ -50,6 +50,14 @@ class ReadyInstances:
         #: A prompt longer than this, with one token of output if there is any, fits no instance.
         self.longest_prompt = max((_longest(instance) for instance in instances), default=math.inf)
 
+    @property
+    def idle(self) -> bool:
+        """True if no instance has a request."""
+        for each in self.instances:  # noqa: SIM110 (compiled, a loop is faster than a generator)
+            if each.in_flight:
+                return False
+        return True
+
     def fit_of(self, request: Request) -> int:
         """The smallest class of instances that can take a request; the largest where none can."""
         limits = self.limits

@@ -113,7 +113,7 @@ class Scheduler:
             return [rejections.too_long(request, ready.instances)]
         demand = placement.demands[request.model]
         predicted, long = self.predictor.outlook(request) if request.generates else (0.0, 0.0)
-        demand.arrived(now)
+        demand.arrived(now, ready.idle)
         demand.mix.add(request.prompt_tokens, predicted)
         if request.service.stated:
             demand.protected.arrived(request.service, request.prompt_tokens, predicted, now)
@@ -398,14 +398,15 @@ class Scheduler:
         if instance is None:
             return None
         dispatched_at = now - live.age_s
+        if arrived:
+            ready = self.fleet.ready.get(request.model)
+            self.placement.demands[request.model].arrived(now, ready is not None and ready.idle)
         lease = self.ledger.grant(request, instance, live.predicted_output, live.work_ns, dispatched_at)
         instance.acquire(lease)
         if live.begun:
             instance.first_token(lease, now)
         lease.mark = lease.first_mark = None
         self.ledger.restored(lease, now, own)
-        if arrived:
-            self.placement.demands[request.model].arrived(now)
         return lease
 
     def assume(self, request: Request, now: float) -> Lease | None:

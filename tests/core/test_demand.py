@@ -32,7 +32,7 @@ def test_a_steady_stream_goes_on(rate: float) -> None:
                 sum(not demand.goes_on(1e6, now + gap_s * part / 20) for part in range(20)) * gap_s / 20
             )
         now += gap_s
-        demand.arrived(now)
+        demand.arrived(now, False)
     assert ended_s < 0.1 * (now - 100.0)
 
 
@@ -40,18 +40,18 @@ def test_a_steady_stream_goes_on(rate: float) -> None:
 def test_a_burst_is_no_stream(count: int, spread_s: float, later_s: float) -> None:
     demand = Demand()
     for i in range(count):
-        demand.arrived(100.0 + i * spread_s / count)
+        demand.arrived(100.0 + i * spread_s / count, False)
     assert not demand.goes_on(1e6, 100.0 + spread_s + later_s)
 
 
 def test_a_stream_ends_some_gaps_after_its_last_request_and_begins_anew() -> None:
     demand = Demand()
     for number in range(40):
-        demand.arrived(100.0 + number)
+        demand.arrived(100.0 + number, False)
     assert demand.goes_on(16.0, 143.0)
     assert not demand.goes_on(16.0, 145.5)
     assert not demand.goes_on(0.5, 143.0), "nothing is expected so soon"
-    demand.arrived(200.0)
+    demand.arrived(200.0, False)
     assert not demand.goes_on(16.0, 200.0)
 
 
@@ -59,11 +59,23 @@ def test_a_stream_ends_some_gaps_after_its_last_request_and_begins_anew() -> Non
 def test_a_stream_is_seen_after_a_silence_as_soon_as_any_other(before: int) -> None:
     demand = Demand()
     for number in range(before):
-        demand.arrived(100.0 * number)
+        demand.arrived(100.0 * number, False)
     for number in range(4):
         assert not demand.goes_on(2.0, 50_000.0 + number)
-        demand.arrived(50_000.0 + number)
+        demand.arrived(50_000.0 + number, False)
     assert demand.goes_on(2.0, 50_003.0)
+
+
+@given(st.integers(2, 1000), st.floats(0.0, 0.2), st.floats(0.0, 2.0))
+def test_a_burst_at_an_idle_fleet_is_no_stream_whatever_came_before(
+    count: int, spread_s: float, later_s: float
+) -> None:
+    demand = Demand()
+    for number in range(40):
+        demand.arrived(60.0 + number, False)
+    for i in range(count):
+        demand.arrived(100.0 + i * spread_s / count, i == 0)
+    assert not demand.goes_on(1e6, 100.0 + spread_s + later_s)
 
 
 @given(st.lists(st.floats(0, 1000), max_size=60), st.floats(0.01, 1000))
@@ -72,7 +84,7 @@ def test_asking_changes_nothing(gaps: list[float], horizon: float) -> None:
     for gap in gaps:
         now += gap
         for each in (asked, silent):
-            each.arrived(now)
+            each.arrived(now, False)
         asked.goes_on(horizon, now + gap)
     assert asked.goes_on(horizon, now) is silent.goes_on(horizon, now)
 

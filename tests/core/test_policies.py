@@ -217,6 +217,21 @@ def test_hetlb_is_not_drawn_to_much_memory() -> None:
     assert chosen.count("fast") >= 37
 
 
+def test_a_burst_at_an_idle_fleet_is_spread_alike_whether_requests_came_before() -> None:
+    fleet = [spec("fast", kv=100_000), spec("slow", kv=100_000, slower=4.0)]
+    spread = {}
+    for before in (0, 8):
+        scheduler = make_scheduler(fleet, "hetlb")
+        for i in range(before):
+            lease = dispatched(scheduler.on_arrival(request(i, max_tokens=500), float(i)))
+            scheduler.on_first_token(lease, i + 0.1)
+            scheduler.on_lease_ended(lease, Outcome.OK, i + 0.5)
+        for i in range(80):
+            scheduler.on_arrival(request(1000 + i, max_tokens=500), 10.0)
+        spread[before] = [each.in_flight for each in scheduler.instances]
+    assert spread[8] == spread[0] == [64, 0]
+
+
 def test_hetlb_passes_over_the_slowest_at_the_end_but_not_under_steady_load() -> None:
     fleet = [spec("fast", kv=100_000), spec("slow", kv=100_000, slower=20.0)]
     # A lone request: the fast one is done with everything long before the slow one would be.
