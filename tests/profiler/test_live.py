@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import random
-import statistics
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
@@ -79,12 +78,8 @@ async def test_tokens_of_a_step_are_learnt_from_the_engine_with_speculative_deco
     assert made.engine.tokens_per_step == pytest.approx(2.5, rel=0.01)
     assert made.grid is not None
     # Points are of steps, whose tokens come 2.5 times as fast.
-    step_s = engine.models[0].latency.step_s
-    ratios = [
-        seconds / (scale * 2.5 * step_s(batch, batch * context))
-        for batch, context, seconds in made.grid.decode
-    ]
-    assert statistics.median(ratios) > 0.7, ratios
+    least_s = 0.7 * scale * 2.5 * engine.models[0].latency.step_s(1, 64)
+    assert min(seconds for _, _, seconds in made.grid.decode) > least_s
     assert any(line.startswith("engine.tokens_per_step: 2.5") for line in made.assumed)
 
 
