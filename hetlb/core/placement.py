@@ -16,12 +16,11 @@ from hetlb.core.ledger import Ledger, exact_held
 from hetlb.core.policies.base import (
     Choice,
     Policy,
-    SchedulingContext,
     SplitChoice,
     best,
-    forecast,
     paper_terms,
 )
+from hetlb.core.policies.sight import SchedulingContext, foreseen
 from hetlb.core.predictor import Predictor
 from hetlb.core.prefix_index import Held
 from hetlb.core.queue import Queue
@@ -303,7 +302,7 @@ class Placement:
         candidates = with_excluded(scored, ready.instances, excluded)
         for instance, candidate in zip(ready.instances, candidates, strict=True):
             if candidate.forecast is None:
-                candidate.forecast = forecast(ctx, instance).document(instance.errors)
+                candidate.forecast = foreseen(ctx, instance).document(instance.errors)
             if candidate.ideal_batch is None:
                 terms = paper_terms(instance, request, predicted, self.policy.params)
                 candidate.ideal_batch, candidate.processing_s = terms.ideal_batch, terms.processing_s
