@@ -51,6 +51,11 @@ class LearntRatio:
         self._above += above
         self.value = min(self._most, max(self._least, self._above / self._below))
 
+    @property
+    def sums(self) -> tuple[float, float]:
+        """Upper and lower sum, as far as they are remembered."""
+        return self._above, self._below
+
 
 def bytes_per_token() -> LearntRatio:
     return LearntRatio(START_BYTES_PER_TOKEN, 200.0, 200_000.0, _LEAST, _MOST)
@@ -101,6 +106,10 @@ class TokenEstimator:
         if learnt is None:
             learnt = self._text[model] = bytes_per_token()
         learnt.learn(text_bytes, tokens)
+
+    def text_sums(self) -> dict[str, tuple[float, float]]:
+        """Return bytes and tokens of the texts that taught a model's ratio, by model."""
+        return {model: each.sums for model, each in self._text.items()}
 
     def _text_tokens(self, model: str, text_bytes: float) -> float:
         return text_bytes / self._text.get(model, _NO_TEXT).value
