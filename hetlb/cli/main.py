@@ -93,7 +93,21 @@ _FIRST = ("demo", "init", "doctor", "serve", "status")
 class _Parser(argparse.ArgumentParser):
     """argparse whose errors are an `InputError`."""
 
+    #: The command that is parsed, None for all.
+    only: str | None = None
+
     def error(self, message: str) -> NoReturn:
+        from hetlb.config.gone import gone_flag
+
+        command = self.only or self.prog.rpartition(" ")[2]
+        if wrong := re.match(r"argument (--[\w-]+): invalid choice: '(.*?)'", message):
+            gone = gone_flag(command, wrong[1], wrong[2])
+        elif wrong := re.match(r"unrecognized arguments: (--[\w-]+)", message):
+            gone = gone_flag(command, wrong[1])
+        else:
+            gone = None
+        if gone is not None:
+            raise InputError(gone)
         if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             close = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1)
             message += f"; did you mean {close[0]}?" if close else ""
@@ -124,6 +138,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
         epilog="examples:\n" + "\n".join(f"  {COMMANDS[name].example}" for name in _FIRST),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.only = only
     parser.add_argument("--version", action="version", version=version_line())
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (summary, example) in COMMANDS.items():

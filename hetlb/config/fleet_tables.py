@@ -56,8 +56,7 @@ class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The policy and its parameters.
 
     `theta` and `combine` form the paper's workload; `predictor` guesses output lengths, from `trace`
-    where it needs a data set; `seed` makes random draws repeatable; `state_file` keeps what was
-    learnt over restarts.
+    where it needs a data set; `seed` makes random draws repeatable.
     `shares` are what `planned` holds (written by `hetlb rent`). `adapter_load_s` is the time to load a LoRA
     adapter that is in none of an engine's slots; `weights` are those of terms of `hetlb`.
     """
@@ -68,7 +67,6 @@ class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     predictor: str | None = None
     trace: str | None = None
     seed: int = 0
-    state_file: str | None = None
     shares: tuple[SharesTable, ...] = ()
     adapter_load_s: NonNegative = 0.25
     weights: dict[str, NonNegative] = {}

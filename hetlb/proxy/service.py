@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from hetlb.proxy.kv_events import KvEventReader
     from hetlb.proxy.leader import Leader
     from hetlb.proxy.sharing import Sharing
-    from hetlb.proxy.state_file import StateFile
     from hetlb.proxy.takeover import Takeover
 
 logger = logging.getLogger("hetlb.proxy")
@@ -117,8 +116,6 @@ class FleetService(ABC):
         self.watch = EngineWatch(fleet.file.scrape, scheduling, self._engines)
         self.roster = Roster(fleet, self.access, self._engines, scheduling, self.watch)
         scheduling.take_out = self.roster.change
-        #: File of what is learnt, None where none is stated.
-        self._learnt: StateFile | None = None
         #: Reads engines' own KV events, None while none publishes any.
         self._kv_events: KvEventReader | None = None
         self.roster.on_gone = lambda name: self._follow(name, None)
@@ -146,15 +143,6 @@ class FleetService(ABC):
             await self._sources.start(most_s)
             await self.roster.members.settled()
         await self.watch.start(self.fleet.profiles, most_s)
-
-    def _load_learnt(self, token_estimator: TokenEstimator) -> None:
-        """Take over what an earlier process has learnt, where a file is stated."""
-        stated = self.fleet.file.policy.state_file
-        if stated is not None:
-            from hetlb.proxy.state_file import StateFile
-
-            self._learnt = StateFile(self.fleet.base / stated, self.scheduler, token_estimator)
-            self._learnt.load()
 
     def _discovery_sources(self) -> list[Source]:
         """Sources of instances that stand in no file of the fleet. Raises `ConfigError`."""
@@ -317,8 +305,6 @@ class FleetService(ABC):
         self.roster.close()
         if self._sources is not None:
             await self._sources.close()
-        if self._learnt is not None:
-            await self._learnt.close()
         if self._kv_events is not None:
             await self._kv_events.close()
         await self.watch.close()
@@ -365,7 +351,6 @@ class Service(FleetService):
         if takeover is not None:
             self._takeover, listeners = takeover, takeover.listeners
         self._front.open_log()
-        self._load_learnt(self.driver.token_estimator)
         if self.sharing is not None:
             self.sharing.start()
         self._read_kv_events(self.fleet)
@@ -381,8 +366,6 @@ class Service(FleetService):
             tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
         if self._hands_over:
             self._offer.open(self.address)
-        if self._learnt is not None:
-            self._learnt.start()
 
     @property
     def ready_line(self) -> str:

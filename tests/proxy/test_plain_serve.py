@@ -48,8 +48,7 @@ ON_DEMAND = {
     "core.policies": ("baselines", "pairs", "planned"),
     "proxy": (
         "continuation", "fleet_status", "kv_events", "kv_transfers", "leader", "limits",
-        "model_names", "progress", "realtime", "service_classes", "sharing", "state_file",
-        "takeover",
+        "model_names", "progress", "realtime", "service_classes", "sharing", "takeover",
     ),
     "proxy.dashboard": ("balance", "decisions", "page", "snapshot"),
     "proxy.discovery": ("dns_names", "file_source", "kubernetes", "members", "source"),

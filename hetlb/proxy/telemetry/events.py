@@ -47,7 +47,6 @@ class Event(Enum):
     DISCOVERY_FAILED = "discovery_failed", _WARNING, "a source cannot be read; what it gave last stays"
     DISCOVERY_CONFLICT = "discovery_conflict", _WARNING, "it gave a name or address that another has"
     REGISTRATION_EXPIRED = "registration_expired", _WARNING, "a registered instance was not registered again"
-    STATE_FILE = "state_file", _WARNING, "`policy.state_file` cannot be read or written"
     EVENT_LOG = "event_log", _INFO, "the event log goes on in another file"
     SHARED = "shared", _INFO, "the server of the shared view is reached"
     SHARED_LOST = "shared_lost", _WARNING, "the server of the shared view is gone; the own view goes on"
