@@ -234,7 +234,7 @@ MODELS = [{"name": "m", "instances": [{"name": "a", "url": "http://a:8000"}]}]
 #: A change of each key that hetlb says only a restart changes; listeners are the chart's own.
 RESTARTS: dict[str, dict[str, Any]] = {
     "queue": {"queue": {"timeout_s": 7.0}},
-    "health": {"health": {"fall": 5}},
+    "health": {"health": {"slow_start_s": 5.0}},
     "scrape": {"scrape": {"interval_s": 7.0}},
     "proxy.workers": {"proxy": {"workers": 2}},
     "proxy.request_log": {"proxy": {"request_log": False}},
