@@ -93,21 +93,7 @@ _FIRST = ("demo", "init", "doctor", "serve", "status")
 class _Parser(argparse.ArgumentParser):
     """argparse whose errors are an `InputError`."""
 
-    #: The command that is parsed, None for all.
-    only: str | None = None
-
     def error(self, message: str) -> NoReturn:
-        from hetlb.config.gone import gone_flag
-
-        command = self.only or self.prog.rpartition(" ")[2]
-        if wrong := re.match(r"argument (--[\w-]+): invalid choice: '(.*?)'", message):
-            gone = gone_flag(command, wrong[1], wrong[2])
-        elif wrong := re.match(r"unrecognized arguments: (--[\w-]+)", message):
-            gone = gone_flag(command, wrong[1])
-        else:
-            gone = None
-        if gone is not None:
-            raise InputError(gone)
         if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             close = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1)
             message += f"; did you mean {close[0]}?" if close else ""
@@ -138,7 +124,6 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
         epilog="examples:\n" + "\n".join(f"  {COMMANDS[name].example}" for name in _FIRST),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.only = only
     parser.add_argument("--version", action="version", version=version_line())
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (summary, example) in COMMANDS.items():
@@ -159,12 +144,24 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
+def _parsed(arguments: Sequence[str], command: str) -> argparse.Namespace:
+    """Return the parsed arguments. Raises `InputError`, of a flag that went with what to use."""
+    try:
+        return build_parser(command if command in COMMANDS else "").parse_args(arguments)
+    except InputError:
+        from hetlb.config.gone import gone_flag
+
+        if (gone := gone_flag(command, arguments)) is not None:
+            raise InputError(gone) from None
+        raise
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
-        args = build_parser(command if command in COMMANDS else "").parse_args(arguments)
+        args = _parsed(arguments, command or "")
         if getattr(args, "plot", None) is not None:
             require("matplotlib")  # before the work, not after it
         args.command_line = shlex.join(["hetlb", *arguments])

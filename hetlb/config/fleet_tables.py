@@ -241,7 +241,7 @@ class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     kv_bootstrap: str | None = None
 
 
-ConnectorName: TypeAlias = Literal["nixl", "mooncake", "shared-storage"]
+ConnectorName: TypeAlias = Literal["nixl", "mooncake"]
 
 
 class KvTransferTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, Final
 
 #: By key path of a file, list positions left out.
@@ -11,9 +12,16 @@ GONE_KEYS: Final = {
     " `predictor: empirical` states lengths",
 }
 #: By key path and value.
-GONE_VALUES: Final[dict[tuple[str, object], str]] = {}
+_CONNECTORS: Final = "use `nixl` or `mooncake`, connectors that vLLM keeps up"
+GONE_VALUES: Final[dict[tuple[str, object], str]] = {
+    ("models[].kv_transfer", "shared-storage"): _CONNECTORS,
+    ("models[].kv_transfer.connector", "shared-storage"): _CONNECTORS,
+}
 #: By command and flag, or flag and value.
-GONE_FLAGS: Final[dict[tuple[str, str], str]] = {}
+GONE_FLAGS: Final[dict[tuple[str, str], str]] = {
+    ("engine", "--kv-transfer shared-storage"): _CONNECTORS,
+    ("engine", "--kv-folder"): "it was for `shared-storage`, which went",
+}
 
 
 def gone_key(path: str) -> str | None:
@@ -31,11 +39,14 @@ def gone_value(path: str, value: Any) -> str | None:
     return None if use is None else f"{path}: {value!r} went; {use}"
 
 
-def gone_flag(command: str | None, flag: str, value: str = "") -> str | None:
-    """Return the line about a flag, or a value of it, that went; None for others."""
-    text = f"{flag} {value}".strip()
-    use = GONE_FLAGS.get((command or "", text))
-    return None if use is None else f"{text}: went; {use}"
+def gone_flag(command: str, arguments: Sequence[str]) -> str | None:
+    """Return the line about the first flag, or value of one, that went; None without one."""
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    for flag, value in zip(words, [*words[1:], ""], strict=True):
+        for text in (flag, f"{flag} {value}"):
+            if (use := GONE_FLAGS.get((command, text))) is not None:
+                return f"{text}: went; {use}"
+    return None
 
 
 def _without_positions(path: str) -> str:

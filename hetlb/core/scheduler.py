@@ -143,7 +143,7 @@ class Scheduler:
             self.fleet.share_speed(source.spec.model, source.profiled)
         link = source.spec.kv_transfer
         planned = lease.decode
-        if link is None or planned is None or not link.holds:
+        if link is None or planned is None:
             return None
         if decode is not None and decode.first_token_at is not None:
             return None  # fetched already: both legs were sent at once
