@@ -297,7 +297,7 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A fleet file as written. With `watch` it is read again whenever it changes."""
+    """A fleet file as written. With `watch` it is read again whenever it or a file that it names changes."""
 
     version: Literal[1]
     models: tuple[ModelTable, ...]

@@ -33,7 +33,7 @@ from hetlb.proxy.admin import AdminListener, make_app, named
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.front import Front, Listener
 from hetlb.proxy.offer import Offer
-from hetlb.proxy.reload import changes, needs_restart, read_again
+from hetlb.proxy.reload import SeenFiles, needs_restart, read_again
 from hetlb.proxy.roster import Roster
 from hetlb.proxy.scheduler_driver import SchedulerDriver
 from hetlb.proxy.scheduler_side import Carrier
@@ -85,6 +85,7 @@ class FleetService(ABC):
         #: Keys and certificates by instance; the driver and the watcher look here.
         self._engines: dict[str, EngineAccess] = dict(self.access.engines)
         self.admin = AdminListener(self.access.admin_tls)
+        self._seen = SeenFiles(fleet.named_files)
         #: The file as it was at the start: what cannot be reloaded is compared with it.
         self._started = fleet.written
         self._event_log = None if event_log is None else EventLog(event_log)
@@ -131,7 +132,7 @@ class FleetService(ABC):
 
     async def _first_look(self, most_s: float = FIRST_ROUND_S) -> None:
         if self.fleet.file.watch and self.fleet.path is not None:
-            self._do(self._watch_file(self.fleet.path))
+            self._do(self._watch_files())
         if sources := self._discovery_sources():
             from hetlb.proxy.discovery.source import Sources
 
@@ -149,13 +150,10 @@ class FleetService(ABC):
 
         return configured(fleet, table)
 
-    async def _watch_file(self, path: Path) -> None:
+    async def _watch_files(self) -> None:
         table = self.fleet.file.discovery
-        read = False
-        async for found in changes([path], 1.0 if table is None else table.poll_s):
-            if read and found:
-                self._on_reload_signal()
-            read = True
+        async for _ in self._seen.changes(1.0 if table is None else table.poll_s):
+            await self._reload_by_signal()
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -226,6 +224,7 @@ class FleetService(ABC):
         """Read the fleet file again, whole or not at all; says what changed. Raises `InputError`."""
         async with self._reloading:
             reloads = self.scheduling.carrier.counted.reloads
+            self._seen.before_reading()
             try:
                 fleet = await asyncio.to_thread(read_again, self.fleet, self._load)
                 access = await asyncio.to_thread(require_urls, fleet)
@@ -234,6 +233,7 @@ class FleetService(ABC):
                 text = "not reloaded, the last good configuration stays: %s"
                 tell(logger, Event.RELOAD_REFUSED, text, error)
                 raise
+            self._seen.after_reading(fleet.named_files)
             self._spread(fleet)
             done = await self._swap(fleet, access)
             reloads["done"] += 1
