@@ -187,9 +187,7 @@ def test_a_picker_with_its_pool_route_and_gateway(name: str, tmp_path: Path) -> 
     assert route["parentRefs"] == [{"name": "inference"}]
     assert route["rules"][0]["backendRefs"][0]["name"] == source.pool
     rules = objects["Role", "demo-hetlb"]["rules"]
-    assert {"pods", "inferencepools", "inferenceobjectives", "leases"} <= {
-        r for x in rules for r in x["resources"]
-    }
+    assert {"pods", "inferencepools", "inferenceobjectives"} <= {r for x in rules for r in x["resources"]}
     assert pod(objects)["automountServiceAccountToken"] is True
 
 

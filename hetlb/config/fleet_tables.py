@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from hetlb.config.discovery import DiscoveryTable, LeaseTable
+from hetlb.config.discovery import DiscoveryTable
 from hetlb.config.stage_group import StagesTable
 from hetlb.config.yaml_file import NonNegative, Port, Positive, PositiveInt, Share
 
@@ -176,15 +176,13 @@ class TracingTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class SharedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Sharing of several processes of one fleet, over Valkey or Redis (`url`, or the variable `url_env`).
 
-    `group` keeps fleets apart that use one server. All serve, or, with a `lease` of Kubernetes, one does and
-    the others are ready to (pickers alone). A process that was silent for `silent_s` is gone.
+    `group` keeps fleets apart that use one server. A process that was silent for `silent_s` is gone.
     """
 
     url: str | None = None
     url_env: str | None = None
     group: str = "hetlb"
     silent_s: Annotated[float, msgspec.Meta(ge=0.2, le=60)] = 1.0
-    lease: LeaseTable | None = None
 
 
 class PickTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

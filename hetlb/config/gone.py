@@ -10,6 +10,7 @@ from typing import Any, Final
 GONE_KEYS: Final = {
     "policy.state_file": "lengths are learnt anew after a start: delete the key; `policy.trace` with"
     " `predictor: empirical` states lengths",
+    "shared.lease": "all pickers serve: `shared.url` names the server through which they share one view",
 }
 #: By key path and value.
 _CONNECTORS: Final = "use `nixl` or `mooncake`, connectors that vLLM keeps up"

@@ -50,7 +50,6 @@ from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 if TYPE_CHECKING:
     from hetlb.proxy.discovery.source import Source, Sources
     from hetlb.proxy.kv_events import KvEventReader
-    from hetlb.proxy.leader import Leader
     from hetlb.proxy.sharing import Sharing
     from hetlb.proxy.takeover import Takeover
 
@@ -71,8 +70,6 @@ class FleetService(ABC):
     stages: Mapping[str, Callable[[], list[dict[str, Any]]]] = {}
     #: The view that other processes of the fleet share, None where this one is alone.
     sharing: Sharing | None = None
-    #: The election of the one that serves, None where all do.
-    leader: Leader | None = None
     #: The processes that serve, where there are several.
     workers: Sequence[WorkerState] = ()
     #: True between SIGTERM and the closing of the listener: not ready, still accepting.
@@ -500,13 +497,11 @@ def _url(address: tuple[str, int], tls: object | None) -> str:
     return f"{'http' if tls is None else 'https'}://{bracketed(host)}:{port}"
 
 
-def _share(table: SharedTable, key: str, scheduling: SchedulerDriver) -> Sharing | None:
-    """Let a driver share its view; None where only a lease is shared. Raises `ConfigError`."""
+def _share(table: SharedTable, key: str, scheduling: SchedulerDriver) -> Sharing:
+    """Let a driver share its view. Raises `ConfigError`."""
     from hetlb.proxy.sharing import Sharing, shared_url
 
     url = shared_url(table, key)
-    if url is None:
-        return None
     sharing = Sharing(table, url, scheduling.scheduler, scheduling.carry_out, secrets.token_hex(6))
     scheduling.view = sharing.view
     return sharing

@@ -47,7 +47,7 @@ ON_DEMAND = {
     "core": ("block_index", "eventlog", "paths", "shared_view"),
     "core.policies": ("baselines", "pairs", "planned"),
     "proxy": (
-        "continuation", "fleet_status", "kv_events", "kv_transfers", "leader", "limits",
+        "continuation", "fleet_status", "kv_events", "kv_transfers", "limits",
         "model_names", "progress", "realtime", "service_classes", "sharing", "takeover",
     ),
     "proxy.dashboard": ("balance", "decisions", "page", "snapshot"),
