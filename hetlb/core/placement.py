@@ -306,7 +306,7 @@ class Placement:
 def _kept_for_others(
     choices: Choices, ready: ReadyInstances, ceiling: int | None, stays: bool
 ) -> dict[str, str]:
-    """Return the reasons against instances of class `ceiling` and above and, with `stays`, those that leave."""
+    """Return reasons against instances of class `ceiling` and above and, with `stays`, those that leave."""
     reasons: dict[str, str] = {}
     for each in choices.instances:
         if ceiling is not None and ready.class_of(each) >= ceiling:

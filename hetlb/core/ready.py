@@ -16,7 +16,7 @@ _ADMIN_REASON = {AdminState.DRAIN: "draining", AdminState.MAINT: "in maintenance
 
 @mypyc_attr(acyclic=True)
 class Choices:
-    """Instances that may get a request now, in file order, and the reason against each other one of its model.
+    """Instances that may get a request now, in file order, and why each other one of its model may not.
 
     `availabilities` (see `core.throttle`) go with `instances`; None where none is throttled.
     """
