@@ -31,10 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prefixes = "share KV blocks between prompts with a common prefix (default: off)"
     add("--enable-prefix-caching", prefixes, action="store_true")
     transfer = "transfer KV blocks as this connector of vLLM does (default: none)"
-    add("--kv-transfer", transfer, choices=("nixl", "nixl-push", "mooncake", "shared-storage"))
+    add("--kv-transfer", transfer, choices=("nixl", "nixl-push", "mooncake"))
     layers = "layers of which it holds KV blocks: engines that differ fetch nothing (default 32)"
     add("--kv-layers", layers, "N", COUNT, 32)
-    add("--kv-folder", "folder of the blocks (--kv-transfer shared-storage)", "DIR", Path)
     rule = "time of a mixed iteration: weights read once (token, default), or both summed (sum)"
     add("--iteration", rule, default=IterationRule.TOKEN, choices=tuple(IterationRule))
 
@@ -61,7 +60,7 @@ def _kv_settings(args: argparse.Namespace) -> KvSettings | None:
     """Return the connector of the flags; what it cannot fetch it computes, as in the commands of `split`."""
     if not args.kv_transfer:
         return None
-    return KvSettings(args.kv_transfer, policy="recompute", folder=args.kv_folder, layers=args.kv_layers)
+    return KvSettings(args.kv_transfer, policy="recompute", layers=args.kv_layers)
 
 
 async def _serve(engine: EmulatedEngine) -> None:
