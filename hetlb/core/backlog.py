@@ -119,7 +119,7 @@ class Backlog:
         )
         if found is None:
             # The rest of an answer was lost by all it was at: like a new request it may go back there.
-            if request.id in self._retries.attempts and not placement.able(request, ready, now)[0]:
+            if request.id in self._retries.attempts and not placement.able(request, ready, now).instances:
                 return self.give_up(request, unsent=False)
             return None
         if key.retry and not self._retries.allowed(len(self._ledger.leased)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from hetlb.core import rejections
 from hetlb.core.backlog import Backlog
@@ -20,7 +20,7 @@ from hetlb.core.instance import Instance
 from hetlb.core.journal import Booked, Journal
 from hetlb.core.placement import Placement
 from hetlb.core.policies.registry import make_policy
-from hetlb.core.predictor import OnlinePredictor, Predictor
+from hetlb.core.predictor import Predictor
 from hetlb.core.queue import Queue
 from hetlb.core.ready import least_tokens
 from hetlb.core.setup import SchedulerSetup
@@ -83,11 +83,6 @@ class Scheduler:
         """The instances of the fleet, in file order."""
         return list(self.fleet.instances.values())
 
-    def restore_lengths(self, state: Mapping[str, Any]) -> None:
-        """Take over what an earlier predictor has learnt. Raises `ValueError`."""
-        if isinstance(self.predictor, OnlinePredictor):
-            self.predictor.restore(state)
-
     @property
     def in_flight(self) -> int:
         """Leases that have not ended, also those of removed instances."""
@@ -148,7 +143,7 @@ class Scheduler:
             self.fleet.share_speed(source.spec.model, source.profiled)
         link = source.spec.kv_transfer
         planned = lease.decode
-        if link is None or planned is None or not link.holds:
+        if link is None or planned is None:
             return None
         if decode is not None and decode.first_token_at is not None:
             return None  # fetched already: both legs were sent at once
@@ -194,7 +189,7 @@ class Scheduler:
         placed = None if ready is None else self.placement.place(request, ready, now, predicted)
         if placed is not None:
             commands.append(placed)
-        elif ready is not None and attempts.tried and not self.placement.able(request, ready, now)[0]:
+        elif ready is not None and attempts.tried and not self.placement.able(request, ready, now).instances:
             commands.append(self._backlog.give_up(request, unsent=False))
         else:
             commands += self._backlog.push(request, now, predicted)
@@ -354,7 +349,7 @@ class Scheduler:
         unsent = not sent and attempts.runs == attempts.turned_away
         ready, placement = self.fleet.ready.get(request.model), self.placement
         # Dropped twice: the request itself may be what kills engines.
-        if attempts.runs <= 1 and ready is not None and placement.able(request, ready, now)[0]:
+        if attempts.runs <= 1 and ready is not None and placement.able(request, ready, now).instances:
             within = not sent or retries.allowed(self.in_flight)
             placed = placement.place(request, ready, now, predicted) if within else None
             if placed is not None:
