@@ -56,6 +56,8 @@ class Event(Enum):
     LEADS = "leads", _INFO, "this process serves now, the others stand by"
     LEADS_NO_MORE = "leads_no_more", _WARNING, "another process serves, or may"
     LEASE = "lease", _WARNING, "the Kubernetes Lease cannot be read or written"
+    REQUEST_FAILED = "request_failed", _ERROR, "hetlb raised an error at a request, which ends alone"
+    INTERNAL = "internal", _ERROR, "hetlb raised an error in work of no request; the same once a minute"
     WORKER_ENDED = "worker_ended", _ERROR, "a process ended and is replaced"
     WORKER_HUNG = "worker_hung", _ERROR, "a process does not answer and is killed"
     WORKER_FAILED = "worker_failed", _ERROR, "a process failed, with what is known"
