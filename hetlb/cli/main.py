@@ -144,12 +144,24 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
+def _parsed(arguments: Sequence[str], command: str) -> argparse.Namespace:
+    """Return the parsed arguments. Raises `InputError`, of a flag that went with what to use."""
+    try:
+        return build_parser(command if command in COMMANDS else "").parse_args(arguments)
+    except InputError:
+        from hetlb.config.gone import gone_flag
+
+        if (gone := gone_flag(command, arguments)) is not None:
+            raise InputError(gone) from None
+        raise
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
-        args = build_parser(command if command in COMMANDS else "").parse_args(arguments)
+        args = _parsed(arguments, command or "")
         if getattr(args, "plot", None) is not None:
             require("matplotlib")  # before the work, not after it
         args.command_line = shlex.join(["hetlb", *arguments])

@@ -323,22 +323,18 @@ class Placement:
         used = lease.kv_prompt_tokens if shared is None else lease.kv_prompt_tokens + shared.new_tokens
         sequences = request.sequences
         ctx.demand.mix.add_booking(used / sequences, lease.unread_tokens / sequences)
-        self._committed(ctx, instance, found.able)
+        try:
+            self.policy.committed(ctx, instance, found.able)
+        except Exception as error:  # the request has its instance all the same
+            if self.on_failed is None:
+                raise
+            self.on_failed(request, error)
         considered: Callable[[], Sequence[Candidate]] = choice.candidates
         excluded = found.excluded
         if excluded:
             scored, instances = considered, found.ready.instances
             considered = lambda: with_excluded(scored(), instances, excluded)  # noqa: E731
         return Dispatch(request.id, lease, self.policy_name, considered)
-
-    def _committed(self, ctx: SchedulingContext, chosen: Instance, able: Sequence[Instance]) -> None:
-        """Tell the policy of a booking. An error of it changes nothing: the request has its instance."""
-        try:
-            self.policy.committed(ctx, chosen, able)
-        except Exception as error:
-            if self.on_failed is None:
-                raise
-            self.on_failed(ctx.request, error)
 
     # --- explaining ---
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from hetlb.core import rejections
 from hetlb.core.backlog import Backlog
@@ -20,7 +20,7 @@ from hetlb.core.instance import Instance
 from hetlb.core.journal import Booked, Journal
 from hetlb.core.placement import Placement
 from hetlb.core.policies.registry import make_policy
-from hetlb.core.predictor import OnlinePredictor, Predictor
+from hetlb.core.predictor import Predictor
 from hetlb.core.queue import Queue
 from hetlb.core.ready import least_tokens
 from hetlb.core.setup import SchedulerSetup
@@ -82,11 +82,6 @@ class Scheduler:
     def instances(self) -> list[Instance]:
         """The instances of the fleet, in file order."""
         return list(self.fleet.instances.values())
-
-    def restore_lengths(self, state: Mapping[str, Any]) -> None:
-        """Take over what an earlier predictor has learnt. Raises `ValueError`."""
-        if isinstance(self.predictor, OnlinePredictor):
-            self.predictor.restore(state)
 
     @property
     def in_flight(self) -> int:
@@ -164,7 +159,7 @@ class Scheduler:
             self.fleet.share_speed(source.spec.model, source.profiled)
         link = source.spec.kv_transfer
         planned = lease.decode
-        if link is None or planned is None or not link.holds:
+        if link is None or planned is None:
             return None
         if decode is not None and decode.first_token_at is not None:
             return None  # fetched already: both legs were sent at once

@@ -128,7 +128,6 @@ class Connector(StrEnum):
 
     NIXL = "nixl"
     MOONCAKE = "mooncake"
-    SHARED_STORAGE = "shared-storage"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +148,6 @@ class KvLink(PickleByFields):
     def concurrent(self) -> bool:
         """True if both legs of a request are sent at the same time."""
         return self.connector is Connector.MOONCAKE
-
-    @property
-    def holds(self) -> bool:
-        """True if the prefill instance keeps the blocks in its KV cache until they are fetched."""
-        return self.connector is not Connector.SHARED_STORAGE
 
     def nominal_s(self, tokens: float) -> float:
         """Seconds to transfer the KV of `tokens` tokens, before any was seen."""

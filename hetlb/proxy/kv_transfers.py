@@ -2,7 +2,7 @@
 
 The prefill leg asks for one token with `kv_transfer_params`; those of its answer go on, as they are, in the
 body of the decode leg (NIXL). With Mooncake both legs are sent at once, with an engine id from the bootstrap
-server of the prefill instance. Shared storage needs no parameters. A prefill instance keeps the KV blocks for
+server of the prefill instance. A prefill instance keeps the KV blocks for
 `lease_s`: KV that is fetched later is that of another prompt, and the answer is wrong with status 200. So the
 first token must come before the lease can have ended, by our clock, or one instance gets the whole request.
 """
@@ -129,10 +129,8 @@ class KvTransfer:
         driver = exchange.driver
         exchange.dispatched_at = now
         exchange.enter(states.PREFILL_DISPATCHED, now)
-        params: bytes | None = _ASK
-        if self._link.connector is Connector.SHARED_STORAGE:
-            params = None
-        elif self._link.concurrent:
+        params = _ASK
+        if self._link.concurrent:
             params = b'{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"%b"}' % self._name()
         body = _prefill_body(exchange.kind, self.body, params)
         pool = driver.pools.of(lease)
@@ -245,14 +243,13 @@ class KvTransfer:
         self._hold = lease.hold
         now, expected_s = lease.dispatched_at, lease.forecast_end_s
         exchange.expected_s, exchange.expected_first_s, exchange.mixed = expected_s, 0.0, True
-        if self._link.holds:
-            begun_at = self._lease.dispatched_at
-            read_at = begun_at if self._transfers.stood_still_since(begun_at) else now
-            lease_s = self._link.lease_s
-            self._until = min(
-                read_at + lease_s - max(_LEAST_MARGIN_S, _MARGIN_SHARE * lease_s),
-                now + max(_LEAST_PATIENCE_S, _PATIENCE * expected_s),
-            )
+        begun_at = self._lease.dispatched_at
+        read_at = begun_at if self._transfers.stood_still_since(begun_at) else now
+        lease_s = self._link.lease_s
+        self._until = min(
+            read_at + lease_s - max(_LEAST_MARGIN_S, _MARGIN_SHARE * lease_s),
+            now + max(_LEAST_PATIENCE_S, _PATIENCE * expected_s),
+        )
         if exchange.engine is None and exchange.answer is None:
             exchange.enter(states.DISPATCHED, now)
             if not self._link.concurrent:
@@ -443,7 +440,7 @@ class KvTransfers:
             call.abort()
 
 
-def _prefill_body(kind: Kind, body: bytes, params: bytes | None) -> bytes:
+def _prefill_body(kind: Kind, body: bytes, params: bytes) -> bytes:
     """The body of a prefill leg: that of the client, but for one token of output and no stream."""
     fields = _raw_fields.decode(body)
     for name in _NOT_PREFILLED:
@@ -453,6 +450,5 @@ def _prefill_body(kind: Kind, body: bytes, params: bytes | None) -> bytes:
         fields["store"] = msgspec.Raw(b"false")
     elif kind is not Kind.MESSAGES:
         fields["ignore_eos"] = msgspec.Raw(b"true")
-    if params is not None:
-        fields["kv_transfer_params"] = msgspec.Raw(params)
+    fields["kv_transfer_params"] = msgspec.Raw(params)
     return msgspec.json.encode(fields)

@@ -115,7 +115,7 @@ async def rig(
 ) -> AsyncIterator[Rig]:
     """Engines e0, e1, ... with these roles; where `connectors` has None, without a connector."""
     profile = load_profile(DEMO / "fast.yaml")
-    of_all = KvSettings(connector, lease_s=lease_s, folder=folder, **settings)  # type: ignore[arg-type]
+    of_all = KvSettings(connector, lease_s=lease_s, **settings)  # type: ignore[arg-type]
     engines = {}
     for i in range(len(roles)):
         own = connectors[i] if connectors else connector
@@ -124,9 +124,7 @@ async def rig(
         )
         await engine.start()
         engines[f"e{i}"] = engine
-    transfer: dict[str, Any] = {"connector": connector.removesuffix("-push")}
-    if connector != "shared-storage":
-        transfer["lease_s"] = lease_s
+    transfer = {"connector": connector.removesuffix("-push"), "lease_s": lease_s}
     instances = [
         {
             "name": name,

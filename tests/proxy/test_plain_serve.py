@@ -47,9 +47,8 @@ ON_DEMAND = {
     "core": ("block_index", "eventlog", "paths", "shared_view"),
     "core.policies": ("baselines", "pairs", "planned"),
     "proxy": (
-        "continuation", "fleet_status", "kv_events", "kv_transfers", "leader", "limits",
-        "model_names", "progress", "realtime", "service_classes", "sharing", "state_file",
-        "takeover",
+        "continuation", "fleet_status", "kv_events", "kv_transfers", "limits",
+        "model_names", "progress", "realtime", "service_classes", "sharing", "takeover",
     ),
     "proxy.dashboard": ("balance", "decisions", "page", "snapshot"),
     "proxy.discovery": ("dns_names", "file_source", "kubernetes", "members", "source"),

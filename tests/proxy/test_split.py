@@ -11,7 +11,7 @@ import pytest
 from proxy.split_rig import WHOLE, rig
 
 
-@pytest.mark.parametrize("connector", ["nixl", "nixl-push", "mooncake", "shared-storage"])
+@pytest.mark.parametrize("connector", ["nixl", "nixl-push", "mooncake"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_answer_is_that_of_one_engine_and_its_prompt_is_computed_once(
     tmp_path: Path, connector: str, stream: bool

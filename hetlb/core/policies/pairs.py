@@ -209,7 +209,7 @@ class _Pairs:
         """
         link = self._evaluation.instances[j].spec.kv_transfer
         assert link is not None, f"{self._evaluation.instances[j].name} takes part in no KV transfer"
-        return self._ctx.request.streamed or not link.holds or whole_s <= _LEASE_SHARE * link.lease_s
+        return self._ctx.request.streamed or whole_s <= _LEASE_SHARE * link.lease_s
 
     def _delay_to_come_s(self, each: Rating, decode_s: float) -> float:
         """Weighted seconds by which an answer that takes `decode_s` delays prompts yet to come there.
