@@ -125,7 +125,7 @@ class Backlog:
                 self.forget(request.id)
                 return rejections.policy_failed(request.id)
             # The rest of an answer was lost by all it was at: like a new request it may go back there.
-            if request.id in self._retries.attempts and not placement.able(request, ready, now)[0]:
+            if request.id in self._retries.attempts and not placement.able(request, ready, now).instances:
                 return self.give_up(request, unsent=False)
             return None
         if key.retry and not self._retries.allowed(len(self._ledger.leased)):

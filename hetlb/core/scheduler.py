@@ -209,7 +209,7 @@ class Scheduler:
             request.id not in self.placement.failed
             and ready is not None
             and attempts.tried
-            and not self.placement.able(request, ready, now)[0]
+            and not self.placement.able(request, ready, now).instances
         ):
             commands.append(self._backlog.give_up(request, unsent=False))
         else:
@@ -371,7 +371,7 @@ class Scheduler:
         unsent = not sent and attempts.runs == attempts.turned_away
         ready, placement = self.fleet.ready.get(request.model), self.placement
         # Dropped twice: the request itself may be what kills engines.
-        if attempts.runs <= 1 and ready is not None and placement.able(request, ready, now)[0]:
+        if attempts.runs <= 1 and ready is not None and placement.able(request, ready, now).instances:
             within = not sent or retries.allowed(self.in_flight)
             placed = placement.place(request, ready, now, predicted) if within else None
             if placed is not None:

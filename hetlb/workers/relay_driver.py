@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Final
 
 from hetlb.core.journal import booked
@@ -249,7 +250,7 @@ class RelayDriver(SchedulerSide):
             exchange.lease.ended = True
             driver.turned_away(exchange.lease)
         if command.model:
-            exchange.request.model = command.model
+            exchange.request = replace(exchange.request, model=command.model)
         target, now = self._targets[command.instance], driver.now()
         lease = Lease(
             command.lease,
