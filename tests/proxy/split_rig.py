@@ -52,7 +52,7 @@ class Rig:
         async with self.session.post(self.url + path, json=given, timeout=timeout) as reply:
             raw = (await reply.read()).decode()
             names = reply.headers.get("x-hetlb-instance"), reply.headers.get("x-hetlb-prefill-instance")
-            return reply.status, text_of(path, raw, given), *names
+            return reply.status, text_of(raw, given), *names
 
     @property
     def handovers(self) -> dict[str, int]:
@@ -77,14 +77,12 @@ class Rig:
         return found
 
 
-def text_of(path: str, raw: str, body: dict[str, Any]) -> str:
+def text_of(raw: str, body: dict[str, Any]) -> str:
     """The text of an answer, streamed or not; all of it where it is an error."""
     if not body.get("stream"):
         found = json.loads(raw)
         if "error" in found:
             return raw
-        if path == "/v1/responses":
-            return found["output"][0]["content"][0]["text"]
         choice = found["choices"][0]
         return choice["text"] if "text" in choice else choice["message"]["content"]
     text = ""
@@ -93,9 +91,6 @@ def text_of(path: str, raw: str, body: dict[str, Any]) -> str:
             event = json.loads(line[6:])
             if "error" in event:
                 return raw
-            if path == "/v1/responses":
-                text += event.get("delta", "") if event["type"] == "response.output_text.delta" else ""
-                continue
             for choice in event["choices"]:
                 text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
     return text
@@ -135,6 +130,25 @@ async def rig(
         }
         for (name, engine), role in zip(engines.items(), roles, strict=True)
     ]
+    try:
+        async with serving(folder, transfer, instances, heartbeat_s, log) as (service, session):
+            found = Rig(engines, service, session)
+            found.profile, found.settings, found.time_scale = profile, of_all, time_scale
+            yield found
+    finally:
+        for engine in engines.values():
+            await engine.close()
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path,
+    transfer: dict[str, Any],
+    instances: list[dict[str, Any]],
+    heartbeat_s: float = 0.0,
+    log: Path | None = None,
+) -> AsyncIterator[tuple[Service, aiohttp.ClientSession]]:
+    """A proxy in front of these instances, all of which are up, and a client."""
     document = {
         "version": 1,
         "listen": {"port": 0},
@@ -148,14 +162,9 @@ async def rig(
     service = PatientService(load_fleet(file), log)
     await service.start()
     try:
-        async with aiohttp.ClientSession() as session:
-            found = Rig(engines, service, session)
-            found.profile, found.settings, found.time_scale = profile, of_all, time_scale
-            async with asyncio.timeout(HANG_S):
-                while any(each.health.state.value != "up" for each in service.scheduler.instances):
-                    await asyncio.sleep(0.01)
-            yield found
+        async with aiohttp.ClientSession() as session, asyncio.timeout(HANG_S):
+            while any(each.health.state.value != "up" for each in service.scheduler.instances):
+                await asyncio.sleep(0.01)
+            yield service, session
     finally:
         await service.stop(1.0)
-        for engine in engines.values():
-            await engine.close()
