@@ -31,7 +31,8 @@ COVERED = """() => Array.from(document.querySelectorAll('#models tbody tr')).fla
 })"""
 #: Tiles with a line of their own.
 ALONE = """() => {
-  const tops = Array.from(document.querySelector('#tiles').children, each => each.getBoundingClientRect().top);
+  const tiles = document.querySelector('#tiles').children;
+  const tops = Array.from(tiles, each => each.getBoundingClientRect().top);
   return tops.filter(top => tops.filter(other => other === top).length < 2);
 }"""
 
@@ -343,7 +344,7 @@ def test_the_state_comes_before_the_controls_on_a_phone(look: Look) -> None:
     look.page.wait_for_function(f"{controls} < {state}")
 
 
-#: Chart of a hundred values near 1 with others among them: height of its median above its least, word of its peak.
+#: Chart of values near 1 and others: height of its median above its least in pixels, word of its peak.
 CHART = """async (others) => {
   const { LineChart } = await import('./charts.js');
   const chart = new LineChart('t', [['a', 'k0']], {}, { least: 0 }, { robust: true });
@@ -351,7 +352,8 @@ CHART = """async (others) => {
   const values = Array.from({ length: 100 }, (_, n) => 1 + (n % 7) / 10);
   others.forEach((value, n) => { values[10 * n + 3] = value; });
   chart.update([values.map((value, n) => [n, value])]);
-  const ys = chart.element.querySelector('[role=img] path.line').getAttribute('d').match(/ [\\d.]+/g).map(Number);
+  const path = chart.element.querySelector('[role=img] path.line').getAttribute('d');
+  const ys = path.match(/ [\\d.]+/g).map(Number);
   const peak = chart.element.querySelector('.peak');
   const shown = peak.getAttribute('visibility') === 'visible' ? peak.textContent : '';
   chart.element.remove();
