@@ -508,6 +508,7 @@ class RejectReason(StrEnum):
     QUEUE_EXPIRED = "queue_expired"
     CONNECT_FAILED = "connect_failed"
     NO_RESPONSE = "no_response"
+    POLICY_FAILED = "policy_failed"
 
 
 @dataclass(slots=True)

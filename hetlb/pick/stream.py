@@ -503,6 +503,11 @@ class HttpStream(Upstream):
         if self._out is None:
             self._answer(error_responses.response(502, b""))
 
+    def forsake(self, exchange: object) -> None:
+        """End the stream if the exchange is still at work on it: it has failed and says nothing."""
+        if self._exchange is exchange and not self.over:
+            self._answer(error_responses.response(500, b""))
+
     # --- out ---
 
     def _reply(self, data: bytes) -> None:

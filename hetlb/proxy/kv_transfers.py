@@ -142,8 +142,9 @@ class KvTransfer:
         pool = driver.pools.of(lease)
         head = b"%bx-request-id: %b\r\n" % (exchange.head_lines(pool), exchange.outgoing.label)
         self._call = SideCall(
-            pool, head, body, self._prefilled, self._prefill_failed, lambda: driver.scheduling.serves(lease)
-        )
+            pool, head, body, self._prefilled, self._prefill_failed,
+            lambda: driver.scheduling.serves(lease), exchange.fault,
+        )  # fmt: skip
         if self.state is TransferState.PREFILL:
             self._call.send()
             return
@@ -151,7 +152,9 @@ class KvTransfer:
         if query is None:
             self._query_failed(ends.NOT_HANDED_OVER, "its bootstrap server is not known")
             return
-        self._query = SideCall(query, query.head(b"GET /query"), b"", self._queried, self._query_failed)
+        self._query = SideCall(
+            query, query.head(b"GET /query"), b"", self._queried, self._query_failed, on_fault=exchange.fault
+        )
         self._query.send()
 
     def _name(self) -> bytes:

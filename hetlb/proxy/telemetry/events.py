@@ -53,6 +53,8 @@ class Event(Enum):
     SHARED_LOST = "shared_lost", _WARNING, "the server of the shared view is gone; the own view goes on"
     SHARED_MESSAGE = "shared_message", _WARNING, "a message of the shared view is none; logged once in 10 s"
     SHARED_PEER_GONE = "shared_peer_gone", _WARNING, "another process of the fleet is silent; its leases go"
+    REQUEST_FAILED = "request_failed", _ERROR, "hetlb raised an error at a request, which ends alone"
+    INTERNAL = "internal", _ERROR, "hetlb raised an error in work of no request; the same once a minute"
     WORKER_ENDED = "worker_ended", _ERROR, "a process ended and is replaced"
     WORKER_HUNG = "worker_hung", _ERROR, "a process does not answer and is killed"
     WORKER_FAILED = "worker_failed", _ERROR, "a process failed, with what is known"
