@@ -16,7 +16,7 @@
 #   make man        the manual page, into build/hetlb.1
 #   make reference  docs/reference: keys, flags, metrics and events, from the code
 #   make pictures  docs/pictures: the dashboard and top under load (headless Chromium), diagrams, requests in flight (five minutes)
-#   make schemas    the JSON schemas of configs/schemas, from the tables that read the files
+#   make schemas    the JSON schemas of configs/schemas and of the Helm chart's values, from the tables that read the files
 #   make test-helm  the Helm chart, rendered and linted by Helm's own engine (250 MB)
 #   make test-sdks  openai, anthropic, litellm, langchain-openai and curl against an emulated engine and through hetlb
 #   make bench      the recorded benches against real vLLM on CPU
@@ -126,6 +126,7 @@ reference: .venv/.dev
 
 schemas: .venv/.run
 	for kind in fleet profile market cluster place; do $(BIN)/hetlb schema $$kind > configs/schemas/$$kind.json; done
+	PYTHONPATH=. $(BIN)/python configs/site/chart_schema.py
 
 test-helm: .venv/.dev
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[helm]'

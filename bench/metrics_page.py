@@ -161,7 +161,6 @@ def fleet(count: int) -> FleetService:
         workers=(),
         stages={},
         sharing=None,
-        leader=None,
         now=lambda: 12.5,
     )
     return cast(FleetService, source)

@@ -11,6 +11,7 @@ import yaml
 import hetlb
 from hetlb.cli.main import build_parser, main
 from hetlb.config.fleet import load_fleet
+from hetlb.proxy.reload import _FIXED
 from hetlb.proxy.service import READINESS_LAG_S
 
 helm = pytest.importorskip("helm_python", reason="needs the extra helm: make test-helm")
@@ -186,9 +187,7 @@ def test_a_picker_with_its_pool_route_and_gateway(name: str, tmp_path: Path) -> 
     assert route["parentRefs"] == [{"name": "inference"}]
     assert route["rules"][0]["backendRefs"][0]["name"] == source.pool
     rules = objects["Role", "demo-hetlb"]["rules"]
-    assert {"pods", "inferencepools", "inferenceobjectives", "leases"} <= {
-        r for x in rules for r in x["resources"]
-    }
+    assert {"pods", "inferencepools", "inferenceobjectives"} <= {r for x in rules for r in x["resources"]}
     assert pod(objects)["automountServiceAccountToken"] is True
 
 
@@ -219,3 +218,65 @@ def test_ways_in_from_outside_and_walls() -> None:
     assert ports == ["http", "admin"]
     [container] = pod(objects)["containers"]
     assert container["env"] == [{"name": "KEY", "value": "x"}]
+
+
+def restart_mark(**fleet: Any) -> str:
+    template = rendered({"fleet": {"models": MODELS, **fleet}})["Deployment", "demo-hetlb"]["spec"][
+        "template"
+    ]
+    mark: str = template["metadata"]["annotations"]["hetlb/restart"]
+    return mark
+
+
+MODELS = [{"name": "m", "instances": [{"name": "a", "url": "http://a:8000"}]}]
+#: A change of each key that hetlb says only a restart changes; listeners are the chart's own.
+RESTARTS: dict[str, dict[str, Any]] = {
+    "queue": {"queue": {"timeout_s": 7.0}},
+    "health": {"health": {"slow_start_s": 5.0}},
+    "scrape": {"scrape": {"interval_s": 7.0}},
+    "proxy.workers": {"proxy": {"workers": 2}},
+    "proxy.request_log": {"proxy": {"request_log": False}},
+    "proxy.request_log_format": {"proxy": {"request_log_format": "json"}},
+    "tracing": {"tracing": {"otlp_endpoint": "http://collector:4318"}},
+    "discovery": {"discovery": {"poll_s": 3.0}},
+    "watch": {"watch": False},
+    "pick": {"pick": {"buffer_bytes": 1024}},
+    "shared": {"shared": {"url_env": "REDIS"}},
+    "policy": {"policy": {"seed": 7}},
+    "models[].tokenizer": {"models": [{**MODELS[0], "tokenizer": "t.json"}]},
+}
+RELOADS: list[dict[str, Any]] = [
+    {"policy": {"name": "rr"}},
+    {"proxy": {"max_connections": 7}},
+    {"models": [{**MODELS[0], "aliases": ["gpt"]}]},
+    {"profiles": {}},
+]
+
+
+def test_a_key_that_needs_a_restart_rolls_the_pods_and_no_other_does() -> None:
+    listeners = {"listen.host", "listen.port", "admin.host", "admin.port", "listen.tls", "admin.tls"}
+    assert set(RESTARTS) == set(_FIXED) - listeners
+    plain = restart_mark()
+    assert {key for key, fleet in RESTARTS.items() if restart_mark(**fleet) == plain} == set()
+    assert [fleet for fleet in RELOADS if restart_mark(**fleet) != plain] == []
+
+
+@pytest.mark.parametrize(
+    "fleet",
+    [
+        {"modles": []},
+        {"models": [{"name": "m", "instnces": []}]},
+        {"queue": {"timeout_s": "soon"}},
+        {"listen": {}},
+    ],
+)
+def test_a_mistake_in_the_fleet_is_refused_before_anything_is_installed(fleet: dict[str, Any]) -> None:
+    with pytest.raises(helm.HelmError, match="fleet"):
+        rendered({"fleet": fleet})
+
+
+def test_the_prometheus_of_the_operator_passes_the_network_policy() -> None:
+    values = {"networkPolicy": {"enabled": True}, "serviceMonitor": {"enabled": True}}
+    admin = rendered(values)["NetworkPolicy", "demo-hetlb"]["spec"]["ingress"][1]
+    prometheus = {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}
+    assert {"namespaceSelector": {}, "podSelector": prometheus} in admin["from"]

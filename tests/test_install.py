@@ -20,10 +20,6 @@ from hetlb.extras import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 DEMO = Path(hetlb.demo.__file__).parent
-BASE_COMMANDS = (
-    "bench", "completion", "demo", "doctor", "engine", "explain", "init", "schema", "serve", "simulate",
-    "stage", "status", "top",
-)  # fmt: skip
 #: Commands that need the extra `tools`; those that are neither have an extra of their own.
 TOOLS_COMMANDS = {"place", "profile", "rent", "search", "split"} & COMMANDS.keys()
 #: Largest installed tree without the tools, in bytes.
@@ -97,17 +93,26 @@ def several_without_tools(lines: Sequence[str]) -> dict[str, tuple[int, str]]:
     return dict(zip(lines, map(tuple, json.loads(done.stdout)), strict=True))
 
 
-def test_a_base_command_needs_no_extra() -> None:
-    found = several_without_tools([f"{command} --help" for command in BASE_COMMANDS])
+def test_every_command_has_help_without_any_extra() -> None:
+    found = several_without_tools([f"{command} --help" for command in COMMANDS])
     assert {line: code for line, (code, _) in found.items()} == dict.fromkeys(found, 0)
 
 
+def test_help_of_a_command_whose_extra_is_missing_says_how_to_install_its_flags() -> None:
+    for command in TOOLS_COMMANDS:
+        shown = " ".join(hetlb_without_tools(command, "--help").stdout.split())
+        assert COMMANDS[command].summary.split()[0] in shown.lower()
+        assert "to be installed: pip install 'hetlb[tools]'" in shown
+
+
 def test_a_command_whose_extra_is_missing_says_so_in_one_line() -> None:
-    for command, (code, error) in several_without_tools(sorted(TOOLS_COMMANDS)).items():
-        assert code == 2, command
-        (line,) = error.splitlines()
-        assert line.startswith(f"hetlb {command}: expected the package ")
-        assert line.endswith("to be installed: pip install 'hetlb[tools]'")
+    for line, (code, error) in several_without_tools(
+        [line for command in sorted(TOOLS_COMMANDS) for line in (command, f"{command} --config F --json")]
+    ).items():
+        assert code == 2, line
+        (said,) = error.splitlines()
+        assert said.startswith(f"hetlb {line.split()[0]}: expected the package ")
+        assert said.endswith("to be installed: pip install 'hetlb[tools]'")
 
 
 def test_completion_of_the_base_commands_needs_no_extra() -> None:
@@ -174,6 +179,6 @@ def test_an_empty_environment_gets_a_small_tree_that_serves(tmp_path: Path) -> N
     size = sum(each.lstat().st_size for each in (folder / "lib").rglob("*") if each.is_file())
     assert size <= LARGEST_TREE
     hetlb = str(folder / "bin" / "hetlb")
-    for command in BASE_COMMANDS:
+    for command in COMMANDS:
         run(hetlb, command, "--help")
     assert start_until_ready([hetlb, *ENGINE]).startswith("hetlb engine ready on ")

@@ -75,7 +75,7 @@ def test_a_recorded_log_replays_to_the_same_decisions(
     assert "prompt" not in lines[5].replace("prompt_tokens", "").replace("prompt_exact", "")
 
 
-@pytest.mark.parametrize("connector", ["nixl", "mooncake", "shared-storage"])
+@pytest.mark.parametrize("connector", ["nixl", "mooncake"])
 def test_a_recorded_log_with_pairs_replays_to_the_same_decisions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], connector: str
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import sys
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -108,6 +109,16 @@ VALUES = st.sampled_from(
         {"x": 1},
     ]
 )
+
+
+def test_the_chart_s_values_have_the_schema_of_the_fleet_file() -> None:
+    sys.path.insert(0, str(CONFIGS / "site"))
+    try:
+        from chart_schema import VALUES, with_fleet
+    finally:
+        sys.path.pop(0)
+    values = json.loads(VALUES.read_text())
+    assert with_fleet(values) == values, "run `make schemas`"
 
 
 @given(data=st.data())

@@ -252,7 +252,6 @@ class _Everything:
         self.workers = ()
         view = SimpleNamespace(peer_leases=0, delay_s=0.0)
         self.sharing = SimpleNamespace(connected=True, peers=0, view=view, sent=0, received=0, rejected=0)
-        self.leader = SimpleNamespace(leads=True)
         self.stages = {"server": list}
 
     def now(self) -> float:

@@ -114,9 +114,9 @@ def actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """Parser of all commands, or with the flags of `only` one.
+    """Return the parser of all commands, or with the flags of `only` one.
 
-    Commands whose extra is not installed get no flags.
+    A command whose extra is not installed gets no flags; its help says how to install them.
     """
     parser = _Parser(
         prog="hetlb",
@@ -139,9 +139,28 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
         try:
             importlib.import_module(f"hetlb.cli.{name}").add_arguments(sub)
         except ModuleNotFoundError as error:
-            if only is not None or missing_extra(error) is None:
+            missing = missing_extra(error)
+            if missing is None:
                 raise
+            sub.set_defaults(missing=missing)
+            sub.epilog = f"flags: {missing}\n\n{sub.epilog}"
     return parser
+
+
+def _parsed(arguments: Sequence[str], command: str) -> argparse.Namespace:
+    """Return the parsed arguments. Raises `InputError`, of a flag that went with what to use."""
+    parser = build_parser(command if command in COMMANDS else "")
+    try:
+        known, unknown = parser.parse_known_args(arguments)
+        if (missing := getattr(known, "missing", None)) is not None:
+            raise missing
+        return parser.parse_args(arguments) if unknown else known
+    except InputError:
+        from hetlb.config.gone import gone_flag
+
+        if (gone := gone_flag(command, arguments)) is not None:
+            raise InputError(gone) from None
+        raise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
-        args = build_parser(command if command in COMMANDS else "").parse_args(arguments)
+        args = _parsed(arguments, command or "")
         if getattr(args, "plot", None) is not None:
             require("matplotlib")  # before the work, not after it
         args.command_line = shlex.join(["hetlb", *arguments])

@@ -102,8 +102,6 @@ def _check_alone(fleet: Fleet, *, replace: bool) -> None:
             raise InputError(f"{where}proxy.workers: expected 1 with {key}, got {workers}")
     if shared is None:
         return
-    if shared.lease is not None:
-        raise InputError(f"{where}shared.lease: expected none for proxies, which all serve")
     if hands_over:
         raise InputError(f"{where}shared: expected no instance with kv_transfer beside it")
     if replace:

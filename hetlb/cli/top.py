@@ -8,10 +8,11 @@ import json
 import os
 import queue
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -27,6 +28,8 @@ RETRY_S = 1.0
 STALE_S = 5.0
 #: Terminals of fewer lines show no curves.
 _CURVES_FROM = 16
+#: Columns of the widest curve: series have about as many values.
+_WIDEST_CURVE = 100
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _HEALTH_STYLES = {"up": "green", "suspect": "yellow", "ejected": "bold red"}
 _STATE_STYLES = {"well": "green", "busy": "yellow", "degraded": "red", "down": "red"}
@@ -127,21 +130,22 @@ class FleetScreen:
         """
         state = self._state()
         if self.snapshot is None:
-            return Group(_line(f"hetlb top  {self._url}", state, width))
+            return Group(_line(["hetlb top", self._url], state, width))
         snapshot = self.snapshot
-        head = f"hetlb {snapshot['version']}  {self._url}  policy {snapshot['fleet']['policy']}"
-        summary, status = _summary(snapshot, width), _status(snapshot, width)
-        if height is not None and height < _CURVES_FROM:
-            del summary[1:], status[1:]
+        head = [f"hetlb {snapshot['version']}", self._url, f"policy {snapshot['fleet']['policy']}"]
+        low = height is not None and height < _CURVES_FROM
+        summary, status = _summary(snapshot, width), _status(snapshot, width, 1 if low else 3)
+        if low:
+            del summary[1:]
         lines: list[Text | Table] = [*status, _line(head, state, width), *summary, Text()]
         models = snapshot["fleet"]["models"]
         rows = [(model["name"], row) for model in models for row in model["instances"]]
         rows.sort(key=lambda pair: (pair[1]["health"] == "up") * 2 + (pair[1]["state"] == "ready"))
-        troubles, decisions = _troubles([row for _, row in rows]), _decisions(snapshot)
+        troubles, decisions = _troubles([row for _, row in rows], width), _decisions(snapshot, width)
         if height is not None:
             # Lines left after the headers go to the instances first.
             free = height - len(lines) - 2
-            del troubles[3:]
+            del troubles[min(4, max(0, free - 2)) :]
             room = max(1, min(len(rows), free - len(troubles)))
             del decisions[max(0, free - room - len(troubles)) :]
             if room < len(rows):
@@ -156,27 +160,43 @@ class FleetScreen:
 
 
 def _text(words: str = "", style: str = "") -> Text:
-    """Single line, cut at the right edge."""
+    """Return a line that is cut at the right edge: for words, never for figures."""
     return Text(words, style, no_wrap=True, overflow="ellipsis")
 
 
-def _line(left: str, right: Text, width: int) -> Text:
-    """Line with text at both ends; the left one is shortened."""
+def _line(parts: Sequence[str], right: Text, width: int) -> Text:
+    """Return a line of the parts that fit whole beside a text at the right end."""
     right.truncate(width - 1, overflow="ellipsis")
-    text = Text(left, no_wrap=True)
-    text.truncate(max(0, width - right.cell_len - 1), overflow="ellipsis", pad=True)
+    text = Text(_fitting(parts, width - right.cell_len - 1, "  "), no_wrap=True)
+    text.truncate(max(0, width - right.cell_len - 1), pad=True)
     return text.append(" ").append_text(right)
 
 
-def _status(snapshot: dict[str, Any], width: int) -> list[Text]:
-    """Coloured status of the fleet, with its advice on the same line if it fits."""
+def _fitting(parts: Sequence[str], width: int, between: str) -> str:
+    """Return the first parts, joined, as far as they fit whole."""
+    line = ""
+    for part in parts:
+        longer = f"{line}{between}{part}" if line else part
+        if len(longer) > width:
+            break
+        line = longer
+    return line
+
+
+def _status(snapshot: dict[str, Any], width: int, most: int) -> list[Text]:
+    """Return the coloured state of the fleet with its sentence and advice, on at most `most` lines."""
     status = snapshot["status"]
-    text = _text(f" {status['state']} ", f"bold reverse {_STATE_STYLES[status['state']]}")
-    plain, advice = "default not reverse not bold", status["advice"]
-    text.append(f" {status['sentence']}.", plain)
-    if text.cell_len + 1 + len(advice) <= width:
-        return [text.append(f" {advice}", plain)]
-    return [text, _text(advice)]
+    badge = f" {status['state']} "
+    words = f"{status['sentence']}. {status['advice']}"
+    first, *others = _wrapped(words, width, most, indent=len(badge) + 1) or [""]
+    text = Text(badge, f"bold reverse {_STATE_STYLES[status['state']]}", no_wrap=True)
+    text.append(first[len(badge) :], "default not reverse not bold")
+    return [text, *map(_text, others)]
+
+
+def _wrapped(words: str, width: int, most: int, indent: int = 0) -> list[str]:
+    """Return words on at most `most` lines; "…" stands for words that have no room."""
+    return textwrap.wrap(words, width, max_lines=most, placeholder=" …", initial_indent=" " * indent)
 
 
 def _summary(snapshot: dict[str, Any], width: int) -> list[Text]:
@@ -188,13 +208,15 @@ def _summary(snapshot: dict[str, Any], width: int) -> list[Text]:
     reserved = sum(row["kv_reserved_tokens"] for row in instances)
     there = sum(row["kv_cache_tokens"] for row in instances)
     counts = _text()
-    counts.append(
-        f"{up} of {len(instances)} up", "" if up == len(instances) else "bold red" if not up else "yellow"
+    ready = f"{up} of {len(instances)} up"
+    counts.append(ready, "" if up == len(instances) else "bold red" if not up else "yellow")
+    parts = (
+        f"{sum(row['in_flight'] for row in instances):,} in flight",
+        f"queue {queue['requests']:,}{oldest}",
+        f"KV reserved {percent(reserved / there if there else None)} of {there:,}",
     )
-    counts.append(
-        f"   {sum(row['in_flight'] for row in instances):,} in flight   queue {queue['requests']:,}{oldest}"
-        f"   KV reserved {percent(reserved / there if there else None)} of {there:,}"
-    )
+    if fitting := _fitting(parts, width - len(ready) - 3, "   "):
+        counts.append(f"   {fitting}")
     lines = [counts]
     for title, column, text in (
         ("requests/s", "ok_per_s", _rate),
@@ -205,41 +227,65 @@ def _summary(snapshot: dict[str, Any], width: int) -> list[Text]:
         values = series[column]
         latest = next((value for value in reversed(values) if value is not None), None)
         top = max((value for value in values if value is not None), default=0.0)
-        line = _text(f"{title:<13}{text(latest):>9}  ").append(sparkline(values, width - 46), "cyan")
+        curve = sparkline(values, min(width, _WIDEST_CURVE + 46) - 46)
+        line = _text(f"{title:<13}{text(latest):>9}  ").append(curve, "cyan")
         lines.append(line.append(f"  5 min, top {text(top)}", "dim"))
     return lines
 
 
+class _Column(NamedTuple):
+    """A column of the table of instances: its heading, its width, the place in which it is left out.
+
+    Columns of place 0 are always there; where the terminal is narrow, the highest place goes first.
+    """
+
+    title: str
+    width: int
+    place: int
+    cell: Callable[[dict[str, Any]], Text | str]
+
+
+def _age(row: dict[str, Any]) -> Text:
+    age = row["signal_age_s"]
+    return Text(seconds(age), "yellow" if age is None or age > STALE_S else "")
+
+
+_COLUMNS = (
+    _Column("health", 7, 0, lambda row: Text(row["health"], _HEALTH_STYLES.get(row["health"], "yellow"))),
+    _Column("state", 5, 0, lambda row: Text(row["state"], "" if row["state"] == "ready" else "yellow")),
+    _Column("in", 4, 0, lambda row: _count(row["in_flight"])),
+    _Column("run", 4, 2, lambda row: _count(row["running"])),
+    _Column("wait", 4, 1, lambda row: _count(row["waiting"])),
+    _Column("KV reserved", 11, 6, lambda row: _meter(_reserved(row), 11)),
+    _Column("KV", 4, 0, lambda row: percent(_reserved(row))),
+    _Column("rep", 5, 4, lambda row: percent(row["kv_reported"])),
+    _Column("work", 7, 3, lambda row: seconds(row["workload"])),
+    _Column("age", 6, 5, _age),
+)
+
+
 def _fleet(rows: Sequence[tuple[str, dict[str, Any]]], width: int) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), width=width, header_style="dim")
+    """Return the table of instances, as wide as its columns, with the columns that fit whole."""
     several = len({model for model, _ in rows}) > 1 and width >= 100
-    table.add_column("instance", no_wrap=True, overflow="ellipsis", ratio=1)
     names = shortened([row["name"] for _, row in rows], 13 if width < 100 else 64)
+    name_width = max(len("instance"), *map(len, names.values()))
+    model_width = min(24, max((len(model) for model, _ in rows), default=0)) if several else 0
+    columns = list(_COLUMNS)
+    while (
+        name_width + 1 + (model_width + 1 if several else 0) + sum(each.width + 1 for each in columns) > width
+        and (last := max(columns, key=lambda each: each.place)).place
+    ):
+        columns.remove(last)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("instance", no_wrap=True, overflow="ellipsis")
     if several:
         table.add_column("model", no_wrap=True, overflow="ellipsis", max_width=24)
-    for name, fixed in (
-        ("health", 7), ("state", 5), ("in", 4), ("run", 4), ("wait", 4), ("KV reserved", 11), ("", 4),
-        ("rep", 5), ("work", 7), ("age", 6),
-    ):  # fmt: skip
-        left = name in ("health", "state", "KV reserved")
-        table.add_column(name, width=fixed, no_wrap=True, justify="left" if left else "right")
+    for each in columns:
+        left = each.title in ("health", "state", "KV reserved")
+        table.add_column(each.title, width=each.width, no_wrap=True, justify="left" if left else "right")
     for model, row in rows:
-        age = row["signal_age_s"]
-        stale = age is None or age > STALE_S
-        table.add_row(
-            names[row["name"]],
-            *([model] if several else []),
-            Text(row["health"], _HEALTH_STYLES.get(row["health"], "yellow")),
-            Text(row["state"], "" if row["state"] == "ready" else "yellow"),
-            _count(row["in_flight"]),
-            _count(row["running"]),
-            _count(row["waiting"]),
-            _meter(_reserved(row), 11),
-            percent(_reserved(row)),
-            percent(row["kv_reported"]),
-            seconds(row["workload"]),
-            Text(seconds(age), "yellow" if stale else ""),
-        )
+        cells = [each.cell(row) for each in columns]
+        table.add_row(names[row["name"]], *([model] if several else []), *cells)
     return table
 
 
@@ -258,30 +304,35 @@ def shortened(names: Sequence[str], most: int) -> dict[str, str]:
     return short
 
 
-def _troubles(rows: Sequence[dict[str, Any]]) -> list[Text]:
-    """Reasons of the instances that are not up."""
-    return [
-        _text(f"{row['name']} is {row['health']}: {row['health_reason']}", "red")
-        for row in rows
-        if row["health"] != "up"
+def _troubles(rows: Sequence[dict[str, Any]], width: int) -> list[Text]:
+    """Return the reasons of the instances that are not up."""
+    words = [
+        f"{row['name']} is {row['health']}: {row['health_reason']}" for row in rows if row["health"] != "up"
     ]
+    return [_text(line, "red") for each in words for line in _wrapped(each, width, 2)]
 
 
-def _decisions(snapshot: dict[str, Any]) -> list[Text]:
-    """The last decisions, a line each, under a heading."""
+def _decisions(snapshot: dict[str, Any], width: int) -> list[Text]:
+    """Return the last decisions, a line each, under a heading; the policy where it fits."""
     last = snapshot["decisions"]["last"]
     if not last:
         return []
-    head = f"{'placed':>7} {'request':>9} {'prompt':>7} {'predicted':>9} {'actual':>9}  chosen (policy)"
+    head = f"{'placed':>7} {'request':>9} {'prompt':>7} {'predicted':>9} {'actual':>9}  chosen"
+    chosen = [f"{each['chosen']} ({each['policy']})" for each in last]
+    if len(head) - len("chosen") + max(map(len, chosen)) > width:
+        chosen = [each["chosen"] for each in last]
+    else:
+        head += " (policy)"
     lines = [_text(), _text(head, "dim")]
-    for each in last:
+    for each, name in zip(last, chosen, strict=True):
         actual = f"{each['output_tokens'] / each['sequences']:.0f}{'' if each['ended'] else '…'}"
         age = max(0.0, snapshot["clock_s"] - each["dispatched_at_s"])
-        words = (
-            f"{seconds(age):>7} {each['request_id']:>9} {each['prompt_tokens_per_sequence']:>7,} "
-            f"{each['predicted_output']:>9,.0f} {actual:>9}  {each['chosen']} ({each['policy']})"
+        lines.append(
+            _text(
+                f"{seconds(age):>7} {each['request_id']:>9} {each['prompt_tokens_per_sequence']:>7,} "
+                f"{each['predicted_output']:>9,.0f} {actual:>9}  {name}"
+            )
         )
-        lines.append(_text(words))
     return lines
 
 

@@ -38,13 +38,6 @@ class ClusterTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ca_file: str | None = None
 
 
-class LeaseTable(ClusterTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Kubernetes Lease for leader election; it expires `duration_s` after the last renewal."""
-
-    name: str
-    duration_s: Annotated[int, msgspec.Meta(ge=1, le=600)] = 5
-
-
 class KubernetesTable(ClusterTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Pods by label, the EndpointSlices of a service, or an InferencePool, watched at the API server.
 

@@ -22,6 +22,7 @@ from hetlb.config.fleet_tables import (
     KvEventsTable,
     KvTransferTable,
     ModelTable,
+    PickTable,
     PolicyTable,
     Resume,
 )
@@ -92,6 +93,17 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     def base(self) -> Path:
         """Folder to which paths in the file are relative."""
         return self.path.parent if self.path else Path()
+
+    @property
+    def named_files(self) -> list[Path]:
+        """Return the fleet file and every file that it names: profiles, keys, tokens, certificates.
+
+        Sources of instances (`discovery`) and the listener of `hetlb pick` read their own files again.
+        """
+        if self.path is None:
+            return []
+        tables = msgspec.structs.replace(self.written, discovery=None, pick=PickTable())
+        return [self.path, *sorted({self.base / name for name in _file_names(msgspec.to_builtins(tables))})]
 
     @property
     def policy_params(self) -> PolicyParams:
@@ -172,6 +184,22 @@ def _service_class(name: str, table: ClassTable) -> ServiceClass:
         first_token_weight=table.first_token_weight,
         refuse_hopeless=table.refuse_hopeless,
     )
+
+
+#: Keys whose value is the path of a file, beside those that end with `_file`.
+_FILE_KEYS = frozenset({"profile", "tokenizer", "cert", "key"})
+
+
+def _file_names(tables: Any, key: str = "") -> Iterator[str]:
+    """Yield the paths in tables of the fleet file, as written."""
+    if isinstance(tables, dict):
+        for name, value in tables.items():
+            yield from _file_names(value, "profile" if key == "profiles" else name)
+    elif isinstance(tables, list | tuple):
+        for each in tables:
+            yield from _file_names(each, key)
+    elif isinstance(tables, str) and (key in _FILE_KEYS or key.endswith("_file")):
+        yield tables
 
 
 def _class_mistakes(classes: dict[str, ClassTable], key: str) -> Iterator[str]:

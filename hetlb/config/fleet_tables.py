@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from hetlb.config.discovery import DiscoveryTable, LeaseTable
+from hetlb.config.discovery import DiscoveryTable
 from hetlb.config.stage_group import StagesTable
 from hetlb.config.yaml_file import NonNegative, Port, Positive, PositiveInt, Share
 
@@ -56,8 +56,7 @@ class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The policy and its parameters.
 
     `theta` and `combine` form the paper's workload; `predictor` guesses output lengths, from `trace`
-    where it needs a data set; `seed` makes random draws repeatable; `state_file` keeps what was
-    learnt over restarts.
+    where it needs a data set; `seed` makes random draws repeatable.
     `shares` are what `planned` holds (written by `hetlb rent`). `adapter_load_s` is the time to load a LoRA
     adapter that is in none of an engine's slots; `weights` are those of terms of `hetlb`.
     """
@@ -68,7 +67,6 @@ class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     predictor: str | None = None
     trace: str | None = None
     seed: int = 0
-    state_file: str | None = None
     shares: tuple[SharesTable, ...] = ()
     adapter_load_s: NonNegative = 0.25
     weights: dict[str, NonNegative] = {}
@@ -178,15 +176,13 @@ class TracingTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class SharedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Sharing of several processes of one fleet, over Valkey or Redis (`url`, or the variable `url_env`).
 
-    `group` keeps fleets apart that use one server. All serve, or, with a `lease` of Kubernetes, one does and
-    the others are ready to (pickers alone). A process that was silent for `silent_s` is gone.
+    `group` keeps fleets apart that use one server. A process that was silent for `silent_s` is gone.
     """
 
     url: str | None = None
     url_env: str | None = None
     group: str = "hetlb"
     silent_s: Annotated[float, msgspec.Meta(ge=0.2, le=60)] = 1.0
-    lease: LeaseTable | None = None
 
 
 class PickTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -243,7 +239,7 @@ class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     kv_bootstrap: str | None = None
 
 
-ConnectorName: TypeAlias = Literal["nixl", "mooncake", "shared-storage"]
+ConnectorName: TypeAlias = Literal["nixl", "mooncake"]
 
 
 class KvTransferTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -301,7 +297,7 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A fleet file as written. With `watch` it is read again whenever it changes."""
+    """A fleet file as written. With `watch` it is read again whenever it or a file that it names changes."""
 
     version: Literal[1]
     models: tuple[ModelTable, ...]

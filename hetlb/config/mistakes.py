@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_
 
 import msgspec
 
+from hetlb.config.gone import gone_key, gone_value
 from hetlb.errors import InputError
 
 #: Most names listed in an error, and most errors reported of a file.
@@ -147,6 +148,9 @@ def _invalid(raw: Any, kind: Any, path: str) -> Iterator[str]:
         known = table.__struct_fields__
         for key in raw:
             if key not in known:
+                if (gone := gone_key(before + key)) is not None:
+                    yield gone
+                    continue
                 given = key if len(key) <= 60 else f"{key[:57]}..."
                 expected = f"unknown key, expected one of {', '.join(known)}{did_you_mean(given, known)}"
                 yield f"{before}{given}: {expected}"
@@ -165,7 +169,7 @@ def _invalid(raw: Any, kind: Any, path: str) -> Iterator[str]:
         try:
             msgspec.convert(raw, kind)
         except msgspec.ValidationError as caught:
-            yield _told(caught, raw, kind, path)
+            yield gone_value(path, raw) or _told(caught, raw, kind, path)
 
 
 def _told(error: msgspec.ValidationError, raw: Any, kind: Any, path: str) -> str:

@@ -69,10 +69,6 @@ class RecordingScheduler(Scheduler):
         self._write(json.dumps(line, separators=(",", ":")) + "\n")
         return commands
 
-    def restore_lengths(self, state: Mapping[str, Any]) -> None:
-        super().restore_lengths(state)
-        self._record("restored", 0.0, [], state=state)
-
     def on_arrival(self, request: Request, now: float) -> list[Command]:
         return self._record("arrival", now, super().on_arrival(request, now), request=request)
 
@@ -295,6 +291,7 @@ class Replay:
         self._lines = iter(lines)
         self.setup = decode_setup(next(self._lines, ""))
         self.scheduler = Scheduler(self.setup)
+        self.scheduler.contain(lambda request, error: None)
         self._leases: dict[LeaseId, Lease] = {}
 
     def __iter__(self) -> Iterator[Replayed]:
@@ -336,9 +333,6 @@ class Replay:
             return scheduler.on_hold_released(held[0], now) if held else []
         if kind == "kv_events":
             return scheduler.on_kv_events(raw["name"], _read_kv_events(raw["batch"]), now)
-        if kind == "restored":
-            scheduler.restore_lengths(raw["state"])
-            return []
         if kind == "restore":
             found = scheduler.restore(read_value(Booked, raw["live"]), now, arrived=raw.get("arrived", False))
         elif kind == "assume":

@@ -16,19 +16,18 @@ from hetlb.core.ledger import Ledger, exact_held
 from hetlb.core.policies.base import (
     Choice,
     Policy,
-    SchedulingContext,
     SplitChoice,
     best,
-    forecast,
     paper_terms,
 )
+from hetlb.core.policies.sight import SchedulingContext, foreseen
 from hetlb.core.predictor import Predictor
 from hetlb.core.prefix_index import Held
 from hetlb.core.queue import Queue
-from hetlb.core.ready import ReadyInstances, with_excluded
+from hetlb.core.ready import Choices, ReadyInstances, with_excluded
 from hetlb.core.retries import Retries
 from hetlb.core.transfer import Holds
-from hetlb.core.types import Candidate, Dispatch, Request
+from hetlb.core.types import Candidate, Dispatch, Request, RequestId
 
 #: Mean request by which capacity is measured before the first one: prompt and output tokens.
 _USUAL_REQUEST = (512.0, 256.0)
@@ -38,26 +37,32 @@ _USUAL_REQUEST = (512.0, 256.0)
 class Decision:
     """Decision of a policy for a request, before anything is booked."""
 
-    __slots__ = ("able", "choice", "ctx", "excluded", "instance", "pair", "ready", "target")
+    __slots__ = ("choice", "choices", "ctx", "instance", "pair", "ready", "target")
 
     def __init__(
         self,
         ctx: SchedulingContext,
         ready: ReadyInstances,
-        able: Sequence[Instance],
-        excluded: dict[str, str],
+        choices: Choices,
         choice: Choice | SplitChoice,
         instance: Instance,
     ) -> None:
         self.ctx = ctx
         self.ready = ready
-        self.able = able
-        self.excluded = excluded
+        self.choices = choices
         self.choice = choice
         self.instance = instance
         #: Instance that decodes the answer, if that is not `instance`, and what both book.
         self.target: Instance | None = None
         self.pair: SplitChoice | None = None
+
+
+def _check(index: int, work_s: float, instances: int) -> None:
+    """Raise `ValueError` unless a choice can be booked: one of the instances, and a finite time of work."""
+    if not (0 <= index < instances and 0.0 <= work_s < math.inf):
+        raise ValueError(
+            f"expected one of {instances} instances and seconds of work, got {index} and {work_s}"
+        )
 
 
 class Placement:
@@ -80,6 +85,10 @@ class Placement:
         self._patience_s: dict[str, float] = {}
         self._usual = Mix()
         self._usual.add(*_USUAL_REQUEST)
+        #: Called with each request at which the policy raised an error; None: the error is raised.
+        self.on_failed: Callable[[Request, Exception], None] | None = None
+        #: Requests at which it did, until they are rejected.
+        self.failed: set[RequestId] = set()
 
     def use(self, policy: Policy) -> None:
         """Decide by this policy from now on."""
@@ -144,8 +153,30 @@ class Placement:
 
         `own_size` is what it counts for in the queue; `long` is the predictor's, where it was asked already;
         instances of class `ceiling` and above are kept for another; it came `waited_s` ago. An instance that
-        has been given notice gets only what ends in time, with `stays` nothing.
+        has been given notice gets only what ends in time, with `stays` nothing. None, too, if the policy
+        raised an error: the request is in `failed` then.
         """
+        try:
+            return self._choose(request, ready, now, predicted, own_size, long, ceiling, waited_s, stays)
+        except Exception as error:
+            if self.on_failed is None:
+                raise
+            self.on_failed(request, error)
+            self.failed.add(request.id)
+            return None
+
+    def _choose(
+        self,
+        request: Request,
+        ready: ReadyInstances,
+        now: float,
+        predicted: float,
+        own_size: int,
+        long: float | None,
+        ceiling: int | None,
+        waited_s: float,
+        stays: bool,
+    ) -> Decision | None:
         queue, policy = self.queue, self.policy
         if ready.parts and request.splittable and (parts := self._parts(request, ready, now, ceiling)):
             waiting = queue.waiting(request.model) - own_size if queue.held else 0
@@ -154,40 +185,43 @@ class Placement:
             if choice is None:
                 return None
             if choice.prefill >= 0:
-                decision = Decision(ctx, ready, parts, {}, choice, parts[choice.prefill])
+                _check(choice.prefill, choice.work_s, len(parts))
+                _check(choice.decode, choice.decode_work_s, len(parts))
+                decision = Decision(ctx, ready, Choices(parts, {}), choice, parts[choice.prefill])
                 if choice.prefill != choice.decode:
                     decision.target, decision.pair = parts[choice.decode], choice
                 return decision
-        able, excluded, availabilities = self.able(request, ready, now)
+        choices = self.able(request, ready, now)
         if ceiling is not None or stays:
-            kept = [
-                (ceiling is None or ready.class_of(each) < ceiling) and not (stays and each.leaves_at)
-                for each in able
-            ]
-            able = [instance for instance, keep in zip(able, kept, strict=True) if keep]
-            if availabilities is not None:
-                availabilities = [each for each, keep in zip(availabilities, kept, strict=True) if keep]
+            choices = choices.without(_kept_for_others(choices, ready, ceiling, stays))
+        able = choices.instances
         if not able:
             return None
         waiting = queue.waiting(request.model) - own_size if queue.held else 0
         if self.elsewhere:
             waiting += self.elsewhere.get(request.model, 0)
-        ctx = self.context(request, predicted, waiting, now, availabilities, long, waited_s)
+        ctx = self.context(request, predicted, waiting, now, choices.availabilities, long, waited_s)
         found = policy.choose(ctx, able)
         if found is None:
             return None
+        _check(found.index, found.work_s, len(able))
         instance = able[found.index]
         leaves_at = instance.leaves_at
         if leaves_at is not None and request.pinned is None and not stays:
             late = now + found.forecast.end_s > leaves_at - NOTICE_MARGIN_S
             if late:
-                return self.choose(request, ready, now, predicted, own_size, long, ceiling, waited_s, True)
-        return Decision(ctx, ready, able, excluded, found, instance)
+                return self._choose(request, ready, now, predicted, own_size, long, ceiling, waited_s, True)
+        return Decision(ctx, ready, choices, found, instance)
 
-    def able(
-        self, request: Request, ready: ReadyInstances, now: float
-    ) -> tuple[list[Instance], dict[str, str], list[tuple[int, str]] | None]:
-        """Instances that may get a request (see `ReadyInstances.choices`): most may go to all."""
+    def take_failed(self, request_id: RequestId) -> bool:
+        """Return True if the policy failed on a request, which is said once."""
+        if not self.failed or request_id not in self.failed:
+            return False
+        self.failed.remove(request_id)
+        return True
+
+    def able(self, request: Request, ready: ReadyInstances, now: float) -> Choices:
+        """Return the instances that may get a request (see `ReadyInstances.choices`): most may go to all."""
         known = self.retries.attempts
         prompt = request.longest_prompt_tokens or request.prompt_tokens
         if (
@@ -197,7 +231,7 @@ class Placement:
             and not request.generated
             and (not known or request.id not in known)
         ):
-            return ready.able, ready.excluded, None
+            return ready.everyone
         if ready.throttled and not any(instance.throttle.active(now) for instance in ready.able):
             ready = self.fleet.ready[request.model] = ReadyInstances(ready.instances, now)
         attempts = known.get(request.id)
@@ -263,6 +297,7 @@ class Placement:
         request, now = ctx.request, ctx.now
         if found.pair is not None and target is not None:
             lease = self.ledger.book_pair(ctx, found.pair, instance, target)
+            self.holds.transfers.checks.booked(instance, target, now)
         else:
             slots = instance.adapters if ctx.adapter_load_s > 0.0 else None
             loads = None if slots is None else slots.loads(request.model)
@@ -279,9 +314,14 @@ class Placement:
         used = lease.kv_prompt_tokens if shared is None else lease.kv_prompt_tokens + shared.new_tokens
         sequences = request.sequences
         ctx.demand.mix.add_booking(used / sequences, lease.unread_tokens / sequences)
-        self.policy.committed(ctx, instance, found.able)
+        try:
+            self.policy.committed(ctx, instance, found.choices.instances)
+        except Exception as error:  # the request has its instance all the same
+            if self.on_failed is None:
+                raise
+            self.on_failed(request, error)
         considered: Callable[[], Sequence[Candidate]] = choice.candidates
-        excluded = found.excluded
+        excluded = found.choices.excluded
         if excluded:
             scored, instances = considered, found.ready.instances
             considered = lambda: with_excluded(scored(), instances, excluded)  # noqa: E731
@@ -297,16 +337,30 @@ class Placement:
         ready = self.fleet.ready.get(request.model)
         if ready is None:
             return [], None
-        able, excluded, availabilities = self.able(request, ready, now)
-        ctx = self.context(request, predicted, self.queue.waiting(request.model), now, availabilities)
-        scored = self.policy.score(ctx, able) if able else []
-        candidates = with_excluded(scored, ready.instances, excluded)
+        choices = self.able(request, ready, now)
+        waiting = self.queue.waiting(request.model)
+        ctx = self.context(request, predicted, waiting, now, choices.availabilities)
+        scored = self.policy.score(ctx, choices.instances) if choices.instances else []
+        candidates = with_excluded(scored, ready.instances, choices.excluded)
         for instance, candidate in zip(ready.instances, candidates, strict=True):
             if candidate.forecast is None:
-                candidate.forecast = forecast(ctx, instance).document(instance.errors)
+                candidate.forecast = foreseen(ctx, instance).document(instance.errors)
             if candidate.ideal_batch is None:
                 terms = paper_terms(instance, request, predicted, self.policy.params)
                 candidate.ideal_batch, candidate.processing_s = terms.ideal_batch, terms.processing_s
                 candidate.kv_utilization, candidate.workload = terms.kv_utilization, terms.workload
         chosen = best(candidates)
         return candidates, None if chosen is None else candidates[chosen].instance
+
+
+def _kept_for_others(
+    choices: Choices, ready: ReadyInstances, ceiling: int | None, stays: bool
+) -> dict[str, str]:
+    """Return reasons against instances of class `ceiling` and above and, with `stays`, those that leave."""
+    reasons: dict[str, str] = {}
+    for each in choices.instances:
+        if ceiling is not None and ready.class_of(each) >= ceiling:
+            reasons[each.name] = "kept for a longer request that waits"
+        elif stays and each.leaves_at:
+            reasons[each.name] = "it leaves before the answer would end"
+    return reasons

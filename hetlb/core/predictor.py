@@ -9,7 +9,7 @@ import bisect
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any, Final
 
@@ -235,26 +235,6 @@ class _Histogram:
         count = self._counts[index]
         return self._totals[index] / count if count else 0.0
 
-    def state(self) -> list[Any]:
-        """Buckets in use: [answers seen, [bucket, weight, tokens], ...], the newest answer weighing 1."""
-        unit = self._unit
-        return [self.seen, *([i, self._counts[i] / unit, self._totals[i] / unit] for i in self._used)]
-
-    @classmethod
-    def restored(cls, state: list[Any]) -> _Histogram:
-        """The histogram that `state` was made of. Raises `ValueError` or `TypeError` where it is none."""
-        made = cls()
-        made.seen = int(state[0])
-        for bucket in state[1:]:
-            known = len(bucket) == 3 and 0 <= bucket[0] < len(made._counts)
-            if not known or not (0.0 <= bucket[1] < _MOST_SUM and 0.0 <= bucket[2] < _MOST_SUM):
-                raise ValueError(f"expected a bucket, its weight and its tokens, got {bucket}")
-            index, count, total = bucket
-            made._counts[index], made._totals[index] = float(count), float(total)
-            made._used.append(int(index))
-        made._used.sort()
-        return made
-
     def _refresh(self) -> None:
         counts, totals, used = self._counts, self._totals, self._used
         end = used[-1] + 1 if used else 1
@@ -270,10 +250,6 @@ TENANT_WEIGHT: Final = 8.0
 _SPREAD_SEEN: Final = 50
 #: Tenants remembered over all models, the ones seen last.
 MOST_TENANTS: Final = 4096
-#: Weights and tokens of a saved bucket are below this: sums of them are finite.
-_MOST_SUM: Final = 1e100
-#: Version of the document that `OnlinePredictor.state` gives.
-STATE_VERSION: Final = 1
 
 
 class OnlinePredictor(Predictor):
@@ -350,36 +326,6 @@ class OnlinePredictor(Predictor):
                 if cap is not None:
                     each.follow(cap, expected, tokens)
                 each.add(tokens)
-
-    def parts(self) -> Iterator[tuple[str, str | None, list[Any]]]:
-        """Learnt lengths of every model (tenant None) and tenant, one by one; they may change meanwhile."""
-        for model, histogram in list(self._by_model.items()):
-            yield model, None, histogram.state()
-        for (model, tenant), histogram in list(self._by_tenant.items()):
-            yield model, tenant, histogram.state()
-
-    def state(self, parts: Iterable[tuple[str, str | None, list[Any]]] | None = None) -> dict[str, Any]:
-        """Learnt lengths, or these parts of them, as a JSON document: restored by `restore`."""
-        models: dict[str, list[Any]] = {}
-        tenants: list[list[Any]] = []
-        for model, tenant, learnt in self.parts() if parts is None else parts:
-            if tenant is None:
-                models[model] = learnt
-            else:
-                tenants.append([model, tenant, learnt])
-        return {"version": STATE_VERSION, "models": models, "tenants": tenants}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over a document that `state` gave. Raises `ValueError` where it is none."""
-        if state.get("version") != STATE_VERSION:
-            raise ValueError(f"version: expected {STATE_VERSION}, got {state.get('version')!r}")
-        try:
-            by_model = {str(model): _Histogram.restored(raw) for model, raw in state["models"].items()}
-            by_tenant = {(str(m), str(t)): _Histogram.restored(raw) for m, t, raw in state["tenants"]}
-        except (AttributeError, KeyError, TypeError, IndexError) as caught:
-            raise ValueError(f"expected what a predictor has written: {caught!r}") from caught
-        self._by_model = by_model
-        self._by_tenant = OrderedDict(by_tenant)
 
 
 def make_predictor(

@@ -6,10 +6,42 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
+from mypy_extensions import mypyc_attr
+
 from hetlb.core.instance import Instance, tokens_of
 from hetlb.core.types import AdminState, Candidate, Health, Request, Role
 
 _ADMIN_REASON = {AdminState.DRAIN: "draining", AdminState.MAINT: "in maintenance"}
+
+
+@mypyc_attr(acyclic=True)
+class Choices:
+    """Instances that may get a request now, in file order, and why each other one of its model may not.
+
+    `availabilities` (see `core.throttle`) go with `instances`; None where none is throttled.
+    """
+
+    __slots__ = ("availabilities", "excluded", "instances")
+
+    def __init__(
+        self,
+        instances: list[Instance],
+        excluded: dict[str, str],
+        availabilities: list[tuple[int, str]] | None = None,
+    ) -> None:
+        self.instances = instances
+        self.excluded = excluded
+        self.availabilities = availabilities
+
+    def without(self, reasons: Mapping[str, str]) -> Choices:
+        """Return the choices but for the instances that are named, with the reasons against them."""
+        if not reasons:
+            return self
+        kept = [i for i, each in enumerate(self.instances) if each.name not in reasons]
+        availabilities = self.availabilities
+        if availabilities is not None:
+            availabilities = [availabilities[i] for i in kept]
+        return Choices([self.instances[i] for i in kept], {**self.excluded, **reasons}, availabilities)
 
 
 class ReadyInstances:
@@ -39,6 +71,8 @@ class ReadyInstances:
         self.able = [each for each in up if each.name not in self.roles] if self.roles else up
         if not self.able and routable:  # those of the role that takes whole requests are all suspect
             self.able = [each for each in routable if each.name not in self.roles]
+        #: Choices of a request that may go to all of `able`.
+        self.everyone = Choices(self.able, self.excluded)
         #: True if an instance is throttled.
         self.throttled = any(instance.throttle.active(now) for instance in self.able)
         #: A request whose prompt and output stay within this fits everywhere.
@@ -69,32 +103,32 @@ class ReadyInstances:
 
     def choices(
         self, request: Request, tried: Sequence[str] | None, now: float, *, holds_back: bool
-    ) -> tuple[list[Instance], dict[str, str], list[tuple[int, str]] | None]:
-        """The instances that may be chosen now, why each other one may not, and their availability.
+    ) -> Choices:
+        """Return what a request may be sent to now.
 
         `tried`: where the request was before. `holds_back`: the policy heeds availability itself; otherwise
-        only the most available are left. No availabilities: none is throttled.
+        only the most available are left.
         """
-        chosen, excluded = self._fitting(request, tried)
+        found = self._fitting(request, tried)
+        chosen = found.instances
         if not self.throttled or not any(instance.throttle.active(now) for instance in chosen):
-            return chosen, excluded, None
+            return found
         doubt = not all(instance.health.probation.held(now) for instance in chosen)
-        availabilities = [
+        found.availabilities = availabilities = [
             each.throttle.availability(each.sequences, each.max_num_seqs, now, doubt=doubt) for each in chosen
         ]
-        if not holds_back:
-            best_availability = min(availability for availability, _ in availabilities)
-            excluded = dict(excluded)
-            for instance, (availability, reason) in zip(chosen, availabilities, strict=True):
-                if availability > best_availability:
-                    excluded[instance.name] = reason
-            chosen = [instance for instance in chosen if instance.name not in excluded]
-        return chosen, excluded, availabilities
+        if holds_back:
+            return found
+        best_availability = min(availability for availability, _ in availabilities)
+        less = {
+            instance.name: reason
+            for instance, (availability, reason) in zip(chosen, availabilities, strict=True)
+            if availability > best_availability
+        }
+        return found.without(less)
 
-    def _fitting(
-        self, request: Request, tried: Sequence[str] | None
-    ) -> tuple[list[Instance], dict[str, str]]:
-        """Instances that may have the request and are large enough, and a reason for each other one.
+    def _fitting(self, request: Request, tried: Sequence[str] | None) -> Choices:
+        """Return the instances that may have the request and are large enough.
 
         Roles count for nothing where no other instance is left. The rest of an answer goes on by its token
         ids, where any that is there takes them.
@@ -105,7 +139,7 @@ class ReadyInstances:
         )
         anywhere = tried is None and request.pinned is None and request.subset is None and not by_ids
         if anywhere and all(tokens <= _longest(instance) for instance in self.able):
-            return self.able, self.excluded
+            return Choices(self.able, self.excluded)
         excluded: dict[str, str] = {}
         able: list[Instance] = []
         kept: list[Instance] = []
@@ -146,7 +180,7 @@ class ReadyInstances:
                     excluded[instance.name] = "too small for prompt and max_tokens"
                 elif instance not in chosen:
                     excluded[instance.name] = f"suspect: {instance.health.reason}"
-        return chosen, excluded
+        return Choices(chosen, excluded)
 
     def parts_for(
         self, request: Request, tried: Sequence[str] | None, now: float, ceiling: int | None

@@ -15,12 +15,11 @@ from typing import Any, TypeAlias
 import msgspec
 from aiohttp import web
 
-from hetlb.emulator.anthropic_messages import MessagesReply, anthropic_error, prompt_tokens, read_message
 from hetlb.emulator.counting import chat_text, token_ids
 from hetlb.emulator.generation import Generation, Reader
 from hetlb.emulator.kv_transfer import KvExchange
 from hetlb.emulator.real_time import EngineGroup
-from hetlb.emulator.replies import VERSION, ChatReply, CompletionReply, EmbeddingReply, Reply, ResponsesReply
+from hetlb.emulator.replies import VERSION, ChatReply, CompletionReply, EmbeddingReply, Reply
 from hetlb.emulator.vllm_metrics import CONTENT_TYPE, VllmMetrics
 from hetlb.openai.answers import model_list
 from hetlb.openai.application import application
@@ -48,10 +47,7 @@ class Api:
         posts: dict[str, _Handler] = {
             "/v1/completions": partial(self._generate, reader.completion, CompletionReply),
             "/v1/chat/completions": partial(self._generate, reader.chat, ChatReply),
-            "/v1/responses": partial(self._generate, reader.response, ResponsesReply),
-            "/v1/messages": partial(self._generate, partial(read_message, reader), MessagesReply),
             "/v1/embeddings": partial(self._generate, reader.embedding, EmbeddingReply),
-            "/v1/messages/count_tokens": _telling(self._count_tokens),
             "/tokenize": _telling(self._tokenize),
             "/detokenize": _telling(self._detokenize),
             "/ping": _empty,
@@ -85,11 +81,9 @@ class Api:
             if self._kv is not None:
                 self._kv.reject(body)
             raise
-        named = generation.request_id
-        if kind is not ResponsesReply:  # aiohttp reads header fields as UTF-8, and they may be none
-            sent = request.headers.get("x-request-id", "")
-            named = sent.encode("utf-8", "surrogateescape").decode("latin-1")
-        request_id = named or f"{self._ids.getrandbits(64):016x}"
+        # aiohttp reads header fields as UTF-8, and they may be none.
+        sent = request.headers.get("x-request-id", "").encode("utf-8", "surrogateescape")
+        request_id = sent.decode("latin-1") or f"{self._ids.getrandbits(64):016x}"
         reply = kind(generation, self._reader.max_model_len, request_id)
         if self._kv is not None and generation.generates:
             self._kv.prepare(reply, generation.fields.kv_transfer_params)
@@ -127,10 +121,6 @@ class Api:
 
     async def _page(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), headers={"content-type": CONTENT_TYPE})
-
-    def _count_tokens(self, body: bytes) -> dict[str, Any]:
-        tokens = prompt_tokens(self._reader, body)
-        return {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
 
     def _tokenize(self, body: bytes) -> dict[str, Any]:
         asked = read(body, _Tokenize)
@@ -191,7 +181,7 @@ async def _body(request: web.Request) -> bytes:
 def _error_body(request: web.Request, error: ApiError) -> bytes:
     if request.match_info.http_exception is not None:  # no such path or method
         return msgspec.json.encode({"detail": HTTPStatus(error.status).phrase})
-    return anthropic_error(error) if request.path.startswith("/v1/messages") else error.body()
+    return error.body()
 
 
 async def _as_uvicorn(request: web.Request, response: web.StreamResponse) -> None:

@@ -143,5 +143,3 @@ def _check_kv(kv: KvSettings, data_parallel_size: int, prefix_caching: bool) -> 
         raise ConfigError(f"--kv-transfer: expected --data-parallel-size 1, got {data_parallel_size}")
     if prefix_caching:
         raise ConfigError("--enable-prefix-caching: expected an engine without --kv-transfer")
-    if kv.connector == "shared-storage" and kv.folder is None:
-        raise ConfigError("--kv-folder: expected a folder for shared-storage, got none")

@@ -33,19 +33,6 @@ from hetlb.openai.requests import (
 from hetlb.sim.engine_sequence import TokenSpan
 
 
-class ResponsesRequest(SampledRequest, kw_only=True):
-    """The body of `/v1/responses`."""
-
-    input: str | list[Any]
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    request_id: str | None = None
-
-    @property
-    def cap(self) -> int | None:
-        return self.max_output_tokens
-
-
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
     """The body of `/v1/embeddings`."""
 
@@ -103,8 +90,6 @@ class Generation(msgspec.Struct, kw_only=True):
     tool: ToolCall | None = None
     reasoning: float = 0.0
     generates: bool = True
-    #: Id of the answer that the body itself names.
-    request_id: str = ""
 
     def reasoning_tokens(self, output_tokens: int) -> int:
         if self.tool is not None:
@@ -159,29 +144,7 @@ class Reader(msgspec.Struct, frozen=True):
         return self._generation(fields, prompts, echo=bool(fields.echo))
 
     def chat(self, body: bytes) -> Generation:
-        return self.of_chat(read(body, ChatRequest))
-
-    def response(self, body: bytes) -> Generation:
-        fields = read(body, ResponsesRequest)
-        asked = [{"content": fields.input}] if isinstance(fields.input, str) else fields.input
-        messages = [{"role": "user", **item} for item in asked if isinstance(item, dict)]
-        if fields.instructions is not None:
-            messages.insert(0, {"role": "system", "content": fields.instructions})
-        text, tokens = chat_text(messages)
-        generation = self._generation(fields, [self._text_prompt(max(1, tokens), text)], draws=True)
-        generation.request_id = (fields.request_id or "").removeprefix("resp_")
-        return generation
-
-    def embedding(self, body: bytes) -> Generation:
-        fields = read(body, EmbeddingRequest)
-        prompts, model = self._prompts(fields.input, "input"), self.model(fields.model)
-        self._room(prompts)
-        return Generation(model=model, prompts=prompts, fields=SampledRequest(), generates=False)
-
-    # --- parts ---
-
-    def of_chat(self, fields: ChatRequest) -> Generation:
-        """A chat that has been read."""
+        fields = read(body, ChatRequest)
         if not fields.messages:
             raise bad("Expected at least one message.", "messages")
         text, tokens = chat_text(fields.messages)
@@ -191,6 +154,14 @@ class Reader(msgspec.Struct, frozen=True):
         generation = self._generation(fields, [self._text_prompt(tokens, text)], draws=True)
         generation.tool, generation.reasoning = tool, reasoning_share(fields)
         return generation
+
+    def embedding(self, body: bytes) -> Generation:
+        fields = read(body, EmbeddingRequest)
+        prompts, model = self._prompts(fields.input, "input"), self.model(fields.model)
+        self._room(prompts)
+        return Generation(model=model, prompts=prompts, fields=SampledRequest(), generates=False)
+
+    # --- parts ---
 
     def _generation(
         self, fields: SampledRequest, prompts: list[Prompt], *, draws: bool = False, echo: bool = False

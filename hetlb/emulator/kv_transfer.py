@@ -2,8 +2,8 @@
 
 `nixl`: an answer to `do_remote_decode` holds the parameters of the fetch, and the blocks stay for `lease_s`.
 `nixl-push`: the engine that has the blocks writes them, to the request of the same id. `mooncake`: the fetch
-may come first and waits for the prompt; `/query` is the bootstrap server. `shared-storage`: a file per prompt
-in a folder. What is fetched after the lease gives wrong text with status 200, as with vLLM (` x0 x1 ...`).
+may come first and waits for the prompt; `/query` is the bootstrap server.
+What is fetched after the lease gives wrong text with status 200, as with vLLM (` x0 x1 ...`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import contextlib
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import aiohttp
@@ -30,13 +29,17 @@ CONNECT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class KvSettings:
-    """Connector of a server. `policy` is vLLM's `kv_load_failure_policy`; `folder` that of shared storage."""
+    """Connector of a server. `policy` is vLLM's `kv_load_failure_policy`.
 
-    connector: Literal["nixl", "nixl-push", "mooncake", "shared-storage"]
+    `layers`: number of layers whose KV cache an engine of it holds. Engines of different numbers (a stage of
+    a pipeline, the whole model) refuse each other at the handshake.
+    """
+
+    connector: Literal["nixl", "nixl-push", "mooncake"]
     lease_s: float = 30.0
     bandwidth_bytes_per_s: float = 5e9
     policy: Literal["fail", "recompute"] = "fail"
-    folder: Path | None = None
+    layers: int = 32
 
 
 class _Held(NamedTuple):
@@ -101,11 +104,7 @@ class KvExchange:
     def prepare(self, reply: Reply, params: dict[str, Any] | None) -> None:
         """Apply a request's KV parameters to its only sequence."""
         choice = reply.choices[0]
-        if self.settings.connector == "shared-storage":
-            if self._file(choice).exists():
-                choice.remote_tokens = choice.prompt_tokens // 16 * 16  # whole blocks
-            reply.on_finished = self._store
-        elif params is None or len(reply.choices) != 1:
+        if params is None or len(reply.choices) != 1:
             return
         elif params.get("do_remote_decode"):
             choice.held = True
@@ -113,14 +112,6 @@ class KvExchange:
         elif _has_source(params):
             choice.remote_tokens = choice.prompt_tokens
             reply.kv_source = params
-
-    def _file(self, choice: ReplyChoice) -> Path:
-        assert self.settings.folder is not None, "expected a folder of shared storage"
-        return self.settings.folder / f"{choice.prompt.seed:08x}-{choice.prompt.tokens}"
-
-    def _store(self, reply: Reply) -> dict[str, Any] | None:
-        self._file(reply.choices[0]).touch()
-        return None
 
     # --- what is kept for others ---
 
@@ -165,6 +156,8 @@ class KvExchange:
 
         async def pull(request: web.Request) -> web.Response:
             asked = await request.json()
+            if asked.get("layers", self.settings.layers) != self.settings.layers:
+                return web.json_response({"state": "other layers"})
             return web.json_response({"state": await self._pulled(asked["engine_id"], asked["key"])})
 
         async def done(request: web.Request) -> web.Response:
@@ -272,7 +265,11 @@ class KvExchange:
         if base is None:
             base = f"http://{source['remote_host']}:{source['remote_port']}"
         key = source.get("transfer_id") or source.get("remote_request_id")
-        body = {"engine_id": source.get("remote_engine_id"), "key": str(key)}
+        body = {
+            "engine_id": source.get("remote_engine_id"),
+            "key": str(key),
+            "layers": self.settings.layers,
+        }
         async with self._session.post(f"{base}/kv_transfer/{what}", json=body) as answer:
             found: dict[str, Any] = await answer.json()
             return found

@@ -56,6 +56,8 @@ _OPTIONS: Final = (
     ("grpc.absolute_max_metadata_size", 16 << 10),
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none: what is sent is what is held
     ("grpc.server_handshake_timeout_ms", 10 * _MS),
+    # A connection without a call holds no place of `MAX_CONNECTIONS`.
+    ("grpc.max_connection_idle_ms", 10 * _MS),
     # A gateway that has said nothing for so long is asked for a sign of life, and has as long.
     ("grpc.keepalive_time_ms", 30 * _MS),
     ("grpc.keepalive_timeout_ms", 30 * _MS),

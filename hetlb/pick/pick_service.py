@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import secrets
 import socket
 from pathlib import Path
 from typing import Final
@@ -19,7 +18,6 @@ from hetlb.pick.pick_driver import PickDriver
 from hetlb.pick.pick_server import PickServer, gateway_certificates
 from hetlb.proxy.discovery.inference_pool import ObjectiveSource
 from hetlb.proxy.discovery.source import Source
-from hetlb.proxy.leader import Leader
 from hetlb.proxy.scheduler_driver import SchedulerDriver
 from hetlb.proxy.service import Service
 from hetlb.proxy.sharing import shared_url
@@ -45,7 +43,6 @@ class PickService(Service):
         super().__init__(fleet.with_tables(listen=Listen(host=pick.host, port=pick.port)), event_log)
         self._resolver: asyncio.Task[None] | None = None
         self.roster.on_coming = self._coming
-        self.leader = leader_of(fleet)
 
     def _drive(self) -> SchedulerDriver:
         fleet = self.fleet
@@ -63,14 +60,12 @@ class PickService(Service):
 
     def _serves(self) -> bool:
         """True if gateways should send requests here."""
-        return self.routable() and (self.leader is None or self.leader.leads)
+        return self.routable()
 
     async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Takeover | None = None) -> None:
         """Know the addresses of the instances, then start as any service."""
         await self._resolve()
         self._resolver = asyncio.create_task(self._resolve_for_ever())
-        if self.leader is not None:
-            self.leader.start()
         await super().start(listeners, takeover)
 
     async def close(self) -> None:
@@ -80,8 +75,6 @@ class PickService(Service):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        if self.leader is not None:
-            await self.leader.close()
         await super().close()
 
     def _coming(self, spec: InstanceSpec) -> None:
@@ -117,21 +110,11 @@ class PickService(Service):
             state.set_addresses(found)
 
 
-def leader_of(fleet: Fleet) -> Leader | None:
-    """The election of the picker that serves, None where all serve. Raises `ConfigError`."""
-    table = fleet.file.shared
-    if table is None or table.lease is None:
-        return None
-    name = f"{socket.gethostname()}_{secrets.token_hex(4)}"
-    return Leader(table.lease, fleet.base, name, f"{fleet.where}shared.lease")
-
-
 def check_pick(fleet: Fleet) -> None:
     """Raise `ConfigError` unless all that the section `pick` names is there."""
     gateway_certificates(fleet)
     if fleet.file.shared is not None:
         shared_url(fleet.file.shared, f"{fleet.where}shared")
-    leader_of(fleet)
 
 
 def _literal(url: str) -> str | None:

@@ -444,6 +444,19 @@ class Exchange(RequestRecord):
         else:
             self.refuse(error_responses.SHUTTING_DOWN, "The proxy is shutting down.", 1.0, end=ends.STOPPED)
 
+    def give_up(self) -> None:
+        """End with an error event or 500: hetlb itself raised an error at this request."""
+        self.stop_engine()
+        if self.session is not None:
+            self.session.shut_down()
+        else:
+            text = "The proxy failed on this request."
+            self.refuse(error_responses.FAULT, text, end=ends.FAULT)
+
+    def fault(self, error: Exception) -> None:
+        """Hand an error that was raised at this request to the guard, which ends it."""
+        self.driver.guard.ended(self, error)
+
     def move(self) -> bool:
         """Go on at another instance, since this one is about to leave; False where that cannot be."""
         if self.transfer is not None or self.request.pinned is not None:

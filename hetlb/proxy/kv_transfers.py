@@ -2,13 +2,16 @@
 
 The prefill leg asks for one token with `kv_transfer_params`; those of its answer go on, as they are, in the
 body of the decode leg (NIXL). With Mooncake both legs are sent at once, with an engine id from the bootstrap
-server of the prefill instance. Shared storage needs no parameters. A prefill instance keeps the KV blocks for
+server of the prefill instance. A prefill instance keeps the KV blocks for
 `lease_s`: KV that is fetched later is that of another prompt, and the answer is wrong with status 200. So the
 first token must come before the lease can have ended, by our clock, or one instance gets the whole request.
+Whether a prompt was fetched, or computed anew, the scheduler finds in the decode engine's counters
+(`core.fetch_checks`).
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable
 from enum import StrEnum
@@ -31,11 +34,14 @@ from hetlb.proxy.http.http1 import ResponseHead
 from hetlb.proxy.http.openai_body import with_field
 from hetlb.proxy.http.openai_fields import BootstrapEntry, PrefillFields, TransferFields
 from hetlb.proxy.http.sse import SseWatcher
+from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.upstream import SideCall
 
 if TYPE_CHECKING:
     from hetlb.proxy.exchange import Exchange
     from hetlb.proxy.scheduler_side import Carrier
+
+logger = logging.getLogger("hetlb.kv")
 
 #: Share of a lease that is left unused: the clocks of engine and proxy start at different times.
 _MARGIN_SHARE: Final = 0.1
@@ -129,17 +135,16 @@ class KvTransfer:
         driver = exchange.driver
         exchange.dispatched_at = now
         exchange.enter(states.PREFILL_DISPATCHED, now)
-        params: bytes | None = _ASK
-        if self._link.connector is Connector.SHARED_STORAGE:
-            params = None
-        elif self._link.concurrent:
+        params = _ASK
+        if self._link.concurrent:
             params = b'{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"%b"}' % self._name()
         body = _prefill_body(exchange.kind, self.body, params)
         pool = driver.pools.of(lease)
         head = b"%bx-request-id: %b\r\n" % (exchange.head_lines(pool), exchange.outgoing.label)
         self._call = SideCall(
-            pool, head, body, self._prefilled, self._prefill_failed, lambda: driver.scheduling.serves(lease)
-        )
+            pool, head, body, self._prefilled, self._prefill_failed,
+            lambda: driver.scheduling.serves(lease), exchange.fault,
+        )  # fmt: skip
         if self.state is TransferState.PREFILL:
             self._call.send()
             return
@@ -147,7 +152,9 @@ class KvTransfer:
         if query is None:
             self._query_failed(ends.NOT_HANDED_OVER, "its bootstrap server is not known")
             return
-        self._query = SideCall(query, query.head(b"GET /query"), b"", self._queried, self._query_failed)
+        self._query = SideCall(
+            query, query.head(b"GET /query"), b"", self._queried, self._query_failed, on_fault=exchange.fault
+        )
         self._query.send()
 
     def _name(self) -> bytes:
@@ -242,14 +249,13 @@ class KvTransfer:
         self._hold = lease.hold
         now, expected_s = lease.dispatched_at, lease.forecast_end_s
         exchange.expected_s, exchange.expected_first_s, exchange.mixed = expected_s, 0.0, True
-        if self._link.holds:
-            begun_at = self._lease.dispatched_at
-            read_at = begun_at if self._transfers.stood_still_since(begun_at) else now
-            lease_s = self._link.lease_s
-            self._until = min(
-                read_at + lease_s - max(_LEAST_MARGIN_S, _MARGIN_SHARE * lease_s),
-                now + max(_LEAST_PATIENCE_S, _PATIENCE * expected_s),
-            )
+        begun_at = self._lease.dispatched_at
+        read_at = begun_at if self._transfers.stood_still_since(begun_at) else now
+        lease_s = self._link.lease_s
+        self._until = min(
+            read_at + lease_s - max(_LEAST_MARGIN_S, _MARGIN_SHARE * lease_s),
+            now + max(_LEAST_PATIENCE_S, _PATIENCE * expected_s),
+        )
         if exchange.engine is None and exchange.answer is None:
             exchange.enter(states.DISPATCHED, now)
             if not self._link.concurrent:
@@ -283,7 +289,8 @@ class KvTransfer:
         self.state = LEFT.take(self.state)
         self._exchange.transfer = None
         if status < 400:
-            self._transfers.ended()
+            if not self._transfers.checks(self.decode, self._hold):
+                self._transfers.ended()
         elif self._hold is not None and not self._pushed:
             self._transfers.released(self._hold)  # vLLM releases them when it refuses the request
         return True
@@ -360,6 +367,8 @@ class KvTransfers:
         self.stood_still_since = carrier.stalls.since
         #: Requests of the proxy's own to engines.
         self._releases: set[SideCall] = set()
+        #: Pairs that were logged as failing, and how often.
+        self._told: dict[tuple[str, str], int] = {}
 
     def may_split(self, kind: Kind, path: str, body: bytes) -> bool:
         """True if a request with one prompt and one sequence can be split."""
@@ -387,6 +396,27 @@ class KvTransfers:
 
     def ended(self, result: str = "done") -> None:
         self._totals.kv_transferred(result)
+
+    def checks(self, lease: Lease, hold: Hold | None) -> bool:
+        """Return True if the decode engine's counters will say whether a prompt was fetched."""
+        if hold is None or hold.ended or hold.sent_tokens <= 0:
+            return False
+        target = self._scheduler.ledger.leased.get(lease.id)
+        return target is not None and self._scheduler.holds.transfers.checks.checks(target)
+
+    def judged(self) -> None:
+        """Count the verdicts of the scheduler, and log pairs that are no longer split."""
+        checks = self._scheduler.holds.transfers.checks
+        for result, count in checks.take_results().items():
+            self._totals.kv_transferred(result, count)
+        if not checks.restrained:
+            return
+        for record in checks.resting(self.now()):
+            if self._told.get(record.names) != record.rests:
+                self._told[record.names] = record.rests
+                source, target = record.names
+                text = "KV caches of prompts read at %s do not reach %s: such requests are not split"
+                tell(logger, Event.TRANSFERS_FAIL, text, source, target, instance=target, source=source)
 
     def released(self, hold: Hold) -> None:
         self._carry_out(self._scheduler.on_hold_released(hold, self.now()))
@@ -440,7 +470,7 @@ class KvTransfers:
             call.abort()
 
 
-def _prefill_body(kind: Kind, body: bytes, params: bytes | None) -> bytes:
+def _prefill_body(kind: Kind, body: bytes, params: bytes) -> bytes:
     """The body of a prefill leg: that of the client, but for one token of output and no stream."""
     fields = _raw_fields.decode(body)
     for name in _NOT_PREFILLED:
@@ -450,6 +480,5 @@ def _prefill_body(kind: Kind, body: bytes, params: bytes | None) -> bytes:
         fields["store"] = msgspec.Raw(b"false")
     elif kind is not Kind.MESSAGES:
         fields["ignore_eos"] = msgspec.Raw(b"true")
-    if params is not None:
-        fields["kv_transfer_params"] = msgspec.Raw(params)
+    fields["kv_transfer_params"] = msgspec.Raw(params)
     return msgspec.json.encode(fields)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -56,6 +56,36 @@ async def changes(paths: Sequence[Path], poll_s: float) -> AsyncIterator[Stamp]:
             now = stamp(paths)
         last = now
         yield now
+
+
+class SeenFiles:
+    """States of the files that a fleet names, from just before they were read.
+
+    A file behind a link changes with the file that the link leads to, as when Kubernetes swaps a volume.
+    """
+
+    def __init__(self, named: Sequence[Path]) -> None:
+        self._states = _states(named)
+
+    def before_reading(self) -> None:
+        """Look at the files that the fleet names until now."""
+        self._states = _states(self._states)
+
+    def after_reading(self, named: Sequence[Path]) -> None:
+        """Look at the files that the fleet names from now on and did not name before."""
+        self._states = _states(named) | {path: self._states[path] for path in named if path in self._states}
+
+    async def changes(self, poll_s: float) -> AsyncIterator[None]:
+        """Yield each time a file has changed, came or went; the receiver reads them again."""
+        while True:
+            await asyncio.sleep(poll_s)
+            if _states(self._states) != self._states:
+                await asyncio.sleep(_SETTLED_S)  # an editor writes in several steps
+                yield
+
+
+def _states(paths: Iterable[Path]) -> dict[Path, Stamp]:
+    return {path: stamp([path]) for path in paths}
 
 
 def read_again(running: Fleet, load: Callable[[Path], Fleet]) -> Fleet:

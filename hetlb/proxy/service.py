@@ -33,7 +33,7 @@ from hetlb.proxy.admin import AdminListener, make_app, named
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.front import Front, Listener
 from hetlb.proxy.offer import Offer
-from hetlb.proxy.reload import changes, needs_restart, read_again
+from hetlb.proxy.reload import SeenFiles, needs_restart, read_again
 from hetlb.proxy.roster import Roster
 from hetlb.proxy.scheduler_driver import SchedulerDriver
 from hetlb.proxy.scheduler_side import Carrier
@@ -50,9 +50,7 @@ from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
 if TYPE_CHECKING:
     from hetlb.proxy.discovery.source import Source, Sources
     from hetlb.proxy.kv_events import KvEventReader
-    from hetlb.proxy.leader import Leader
     from hetlb.proxy.sharing import Sharing
-    from hetlb.proxy.state_file import StateFile
     from hetlb.proxy.takeover import Takeover
 
 logger = logging.getLogger("hetlb.proxy")
@@ -72,8 +70,6 @@ class FleetService(ABC):
     stages: Mapping[str, Callable[[], list[dict[str, Any]]]] = {}
     #: The view that other processes of the fleet share, None where this one is alone.
     sharing: Sharing | None = None
-    #: The election of the one that serves, None where all do.
-    leader: Leader | None = None
     #: The processes that serve, where there are several.
     workers: Sequence[WorkerState] = ()
     #: True between SIGTERM and the closing of the listener: not ready, still accepting.
@@ -89,6 +85,7 @@ class FleetService(ABC):
         #: Keys and certificates by instance; the driver and the watcher look here.
         self._engines: dict[str, EngineAccess] = dict(self.access.engines)
         self.admin = AdminListener(self.access.admin_tls)
+        self._seen = SeenFiles(fleet.named_files)
         #: The file as it was at the start: what cannot be reloaded is compared with it.
         self._started = fleet.written
         self._event_log = None if event_log is None else EventLog(event_log)
@@ -116,8 +113,6 @@ class FleetService(ABC):
         self.watch = EngineWatch(fleet.file.scrape, scheduling, self._engines)
         self.roster = Roster(fleet, self.access, self._engines, scheduling, self.watch)
         scheduling.take_out = self.roster.change
-        #: File of what is learnt, None where none is stated.
-        self._learnt: StateFile | None = None
         #: Reads engines' own KV events, None while none publishes any.
         self._kv_events: KvEventReader | None = None
         self.roster.on_gone = lambda name: self._follow(name, None)
@@ -137,7 +132,7 @@ class FleetService(ABC):
 
     async def _first_look(self, most_s: float = FIRST_ROUND_S) -> None:
         if self.fleet.file.watch and self.fleet.path is not None:
-            self._do(self._watch_file(self.fleet.path))
+            self._do(self._watch_files())
         if sources := self._discovery_sources():
             from hetlb.proxy.discovery.source import Sources
 
@@ -145,15 +140,6 @@ class FleetService(ABC):
             await self._sources.start(most_s)
             await self.roster.members.settled()
         await self.watch.start(self.fleet.profiles, most_s)
-
-    def _load_learnt(self, token_estimator: TokenEstimator) -> None:
-        """Take over what an earlier process has learnt, where a file is stated."""
-        stated = self.fleet.file.policy.state_file
-        if stated is not None:
-            from hetlb.proxy.state_file import StateFile
-
-            self._learnt = StateFile(self.fleet.base / stated, self.scheduler, token_estimator)
-            self._learnt.load()
 
     def _discovery_sources(self) -> list[Source]:
         """Sources of instances that stand in no file of the fleet. Raises `ConfigError`."""
@@ -164,13 +150,10 @@ class FleetService(ABC):
 
         return configured(fleet, table)
 
-    async def _watch_file(self, path: Path) -> None:
+    async def _watch_files(self) -> None:
         table = self.fleet.file.discovery
-        read = False
-        async for found in changes([path], 1.0 if table is None else table.poll_s):
-            if read and found:
-                self._on_reload_signal()
-            read = True
+        async for _ in self._seen.changes(1.0 if table is None else table.poll_s):
+            await self._reload_by_signal()
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -241,6 +224,7 @@ class FleetService(ABC):
         """Read the fleet file again, whole or not at all; says what changed. Raises `InputError`."""
         async with self._reloading:
             reloads = self.scheduling.carrier.counted.reloads
+            self._seen.before_reading()
             try:
                 fleet = await asyncio.to_thread(read_again, self.fleet, self._load)
                 access = await asyncio.to_thread(require_urls, fleet)
@@ -249,6 +233,7 @@ class FleetService(ABC):
                 text = "not reloaded, the last good configuration stays: %s"
                 tell(logger, Event.RELOAD_REFUSED, text, error)
                 raise
+            self._seen.after_reading(fleet.named_files)
             self._spread(fleet)
             done = await self._swap(fleet, access)
             reloads["done"] += 1
@@ -317,8 +302,6 @@ class FleetService(ABC):
         self.roster.close()
         if self._sources is not None:
             await self._sources.close()
-        if self._learnt is not None:
-            await self._learnt.close()
         if self._kv_events is not None:
             await self._kv_events.close()
         await self.watch.close()
@@ -365,7 +348,6 @@ class Service(FleetService):
         if takeover is not None:
             self._takeover, listeners = takeover, takeover.listeners
         self._front.open_log()
-        self._load_learnt(self.driver.token_estimator)
         if self.sharing is not None:
             self.sharing.start()
         self._read_kv_events(self.fleet)
@@ -381,8 +363,6 @@ class Service(FleetService):
             tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
         if self._hands_over:
             self._offer.open(self.address)
-        if self._learnt is not None:
-            self._learnt.start()
 
     @property
     def ready_line(self) -> str:
@@ -517,13 +497,11 @@ def _url(address: tuple[str, int], tls: object | None) -> str:
     return f"{'http' if tls is None else 'https'}://{bracketed(host)}:{port}"
 
 
-def _share(table: SharedTable, key: str, scheduling: SchedulerDriver) -> Sharing | None:
-    """Let a driver share its view; None where only a lease is shared. Raises `ConfigError`."""
+def _share(table: SharedTable, key: str, scheduling: SchedulerDriver) -> Sharing:
+    """Let a driver share its view. Raises `ConfigError`."""
     from hetlb.proxy.sharing import Sharing, shared_url
 
     url = shared_url(table, key)
-    if url is None:
-        return None
     sharing = Sharing(table, url, scheduling.scheduler, scheduling.carry_out, secrets.token_hex(6))
     scheduling.view = sharing.view
     return sharing

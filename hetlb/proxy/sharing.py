@@ -70,8 +70,8 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
 _decode = msgspec.msgpack.Decoder(_Message).decode
 
 
-def shared_url(table: SharedTable, key: str) -> str | None:
-    """Address of the server, None where a lease alone is shared. Raises `ConfigError` naming `key`."""
+def shared_url(table: SharedTable, key: str) -> str:
+    """Return the address of the server. Raises `ConfigError` that names `key`."""
     url = table.url
     if table.url_env is not None:
         if url is not None:
@@ -79,8 +79,6 @@ def shared_url(table: SharedTable, key: str) -> str | None:
         url = os.environ.get(table.url_env)
         if url is None:
             raise ConfigError(f"{key}.url_env: expected the name of a variable that is set")
-    if url is None and table.lease is not None:
-        return None
     if url is None:
         raise ConfigError(f"{key}.url: expected an address, but the key is missing")
     if not url.startswith(("redis://", "rediss://", "unix://")):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from hetlb.errors import ConfigError
 
@@ -56,11 +56,6 @@ class LearntRatio:
         """Upper and lower sum, as far as they are remembered."""
         return self._above, self._below
 
-    @sums.setter
-    def sums(self, sums: tuple[float, float]) -> None:
-        self._above, self._below = sums
-        self.value = min(self._most, max(self._least, self._above / self._below))
-
 
 def bytes_per_token() -> LearntRatio:
     return LearntRatio(START_BYTES_PER_TOKEN, 200.0, 200_000.0, _LEAST, _MOST)
@@ -72,13 +67,6 @@ def tokens_per_medium() -> LearntRatio:
 
 _NO_TEXT: Final = bytes_per_token()
 _NO_MEDIUM: Final = tokens_per_medium()
-
-
-def _sums(raw: Any) -> tuple[float, float]:
-    above, below = float(raw[0]), float(raw[1])
-    if not (0.0 < above < 1e18 and 0.0 < below < 1e18):
-        raise ValueError(f"expected two positive sums, got {raw!r}")
-    return above, below
 
 
 class TokenEstimator:
@@ -119,21 +107,9 @@ class TokenEstimator:
             learnt = self._text[model] = bytes_per_token()
         learnt.learn(text_bytes, tokens)
 
-    def state(self) -> dict[str, Any]:
-        """Learnt ratios of each model, as a JSON document: restored by `restore`."""
-        return {
-            "text": {model: each.sums for model, each in self._text.items()},
-            "images": {model: each.sums for model, each in self._media.items()},
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over a document that `state` gave. Raises `ValueError` or `TypeError` where it is none."""
-        text = {str(model): _sums(raw) for model, raw in state["text"].items()}
-        media = {str(model): _sums(raw) for model, raw in state["images"].items()}
-        for model, sums in text.items():
-            self._text.setdefault(model, bytes_per_token()).sums = sums
-        for model, sums in media.items():
-            self._media.setdefault(model, tokens_per_medium()).sums = sums
+    def text_sums(self) -> dict[str, tuple[float, float]]:
+        """Return bytes and tokens of the texts that taught a model's ratio, by model."""
+        return {model: each.sums for model, each in self._text.items()}
 
     def _text_tokens(self, model: str, text_bytes: float) -> float:
         return text_bytes / self._text.get(model, _NO_TEXT).value

@@ -52,7 +52,7 @@ def make_study(
     engines = {spec.name: _engine(fleet, spec.name, prefix_cache) for spec in setup.specs}
     classes = fleet.classes_of(name, (each.service for each in load.rows))
     # Texts and further columns of a trace may be large, and processes get a copy of all this.
-    rows = [replace(row, text=None, hash_ids=(), extra={}) for row in load.rows]
+    rows = [replace(row, text=None, extra={}) for row in load.rows]
     return Study(setup, engines, name, rule, replace(load, rows=rows), classes)
 
 

@@ -157,7 +157,7 @@ class RelayHost(Carrier):
     def connected(self, link: RelayLink) -> None:
         self.links.append(link)
         link.send(protocol.WaitingMessage(self._waiting))
-        for model, (text_bytes, tokens) in self.token_estimator.state()["text"].items():
+        for model, (text_bytes, tokens) in self.token_estimator.text_sums().items():
             link.send(Learnt(model, round(text_bytes), round(tokens)))
 
     def disconnected(self, link: RelayLink) -> None:

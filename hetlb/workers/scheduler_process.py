@@ -103,7 +103,6 @@ class SchedulerProcess(FleetService):
         self._loop.add_signal_handler(signal.SIGTERM, self._stop.set)
         self._control.listen(self._hear, self._orphaned)
         try:
-            self._load_learnt(self.driver.token_estimator)
             self._read_kv_events(self.fleet)
             await self._first_look(FIRST_ROUND_S if self._life == 1 else _NEXT_ROUND_S)
             if takeover is not None:
@@ -118,8 +117,6 @@ class SchedulerProcess(FleetService):
             self._control.send("ready")
             if self._life > 1:
                 self._serving()
-            if self._learnt is not None:
-                self._learnt.start()
             tune_gc()
             await self._stop.wait()
         finally:

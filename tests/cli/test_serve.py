@@ -258,49 +258,6 @@ def test_killing_the_proxy_leaves_nothing(start: Starter) -> None:
     process.communicate(timeout=HANG_S)
 
 
-def predictions(start: Starter, fleet: Path, asked: int) -> tuple[list[float], str]:
-    """Serve until told to stop; the predicted lengths of requests with answers of 64 tokens, and stderr."""
-    process = start("serve", "--config", str(fleet))
-    url, admin = ready(process)
-    wait_until_up(admin, 1)
-    for _ in range(asked):
-        status, answer = ask(url, max_tokens=64)
-        assert status == 200, answer
-    status, answer = ask(url, max_tokens=2000, stop=None)
-    assert status == 200, answer
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=HANG_S)
-    assert process.returncode == 0, err
-    return [
-        float(word.partition("=")[2]) for word in err.split() if word.startswith("predicted_output=")
-    ], err
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_what_was_learnt_outlives_a_restart(start: Starter, tmp_path: Path, workers: int) -> None:
-    fleet, state = tmp_path / "fleet.yaml", tmp_path / "state.json"
-    fleet.write_text(
-        "version: 1\nlisten: {port: 0}\nadmin: {port: 0}\npolicy: {state_file: state.json}\n"
-        f"proxy: {{workers: {workers}}}\n"
-        f"models: [{{name: m, instances: [{{url: '{engine(start, '--time-scale', '0.01')}'}}]}}]\n"
-    )
-    cold, _ = predictions(start, fleet, 40)
-    assert (cold[0], cold[-1] < 128) == (64, True)
-    kept = json.loads(state.read_text())
-    assert (kept["kind"], kept["version"], list(kept["lengths"]["models"])) == ("hetlb-state", 1, ["m"])
-    warm, err = predictions(start, fleet, 0)
-    assert warm[0] < 200, "expected the lengths of before"
-    assert "policy.state_file" not in err
-    if workers == 1:  # the reader is the same
-        state.write_bytes(state.read_bytes()[:-9])
-        again, err = predictions(start, fleet, 0)
-        assert again[0] == 256, "expected a cold start"
-        [line] = [each for each in err.splitlines() if "policy.state_file" in each]
-        assert "state.json is not used" in line
-        assert json.loads(state.read_text())["kind"] == "hetlb-state"
-    assert [path.name for path in tmp_path.glob(".*")] == []
-
-
 def test_more_clients_than_descriptors_are_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -127,6 +127,60 @@ def test_prefix_caches_find_what_a_trace_says_is_there(
     assert "prompt tokens found in prefix caches: hetlb " in capsys.readouterr().out
 
 
+#: A value of each column for the last rows of a trace.
+COLUMNS = {
+    "arrival_s": "9",
+    "input_tokens": "900",
+    "output_tokens": "90",
+    "session_id": "s",
+    "turn": "1",
+    "hash_ids": "1 2 3 4",
+    "tenant": "acme",
+    "sequences": "2",
+    "n": "2",
+    "endpoint": "embeddings",
+    "adapter": "lora",
+    "class": "background",
+}
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_each_column_of_a_trace_changes_the_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: tuple[str, str], column: str
+) -> None:
+    fleet = Path(files[0])
+    classes = "classes: {usual: {ttft_ms: 500}, background: {background: true}}"
+    fleet.write_text(fleet.read_text().replace("    instances:", f"    {classes}\n    instances:"))
+    usual = {"arrival_s": "0", "input_tokens": "1500", "output_tokens": "60"}
+    if column == "turn":
+        usual["session_id"] = "s"
+    trace = tmp_path / "columns.csv"
+    found = []
+    for changed in ({}, {column: COLUMNS[column]}):
+        names = list(dict.fromkeys([*usual, *COLUMNS]))
+        rows = [
+            {**usual, "session_id": "first"},
+            *[usual] * 70,
+            *[{**usual, "output_tokens": "20", **changed}] * 30,
+        ]
+        lines = [",".join(row.get(name, "") for name in names) for row in rows]
+        trace.write_text("\n".join([",".join(names), *lines]) + "\n")
+        flags = ("--request-rate", "trace", "--prefix-cache", "--policy", "hetlb")
+        found.append(simulate(capsys, (files[0], str(trace)), *flags))
+    assert found[0] != found[1]
+
+
+def test_blocks_that_all_prompts_name_are_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: tuple[str, str]
+) -> None:
+    trace = tmp_path / "blocks.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens,hash_ids\n" + ",2148,60,1 2 3 4\n" * 100)
+    flags = ("--prefix-cache", "--request-rate", "2", "--policy", "rr")
+    run = json.loads(simulate(capsys, (files[0], str(trace)), *flags))["runs"][0]
+    # Both servers compute the four blocks of 512 tokens once.
+    assert sum(each["prefix_hit_tokens"] for each in run["instances"]) == 98 * 2048
+
+
 def test_prefix_caches_need_a_trace_that_names_contents(
     capsys: pytest.CaptureFixture[str], files: tuple[str, str]
 ) -> None:

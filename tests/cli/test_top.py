@@ -107,7 +107,34 @@ def viewing(*instances: dict[str, Any], **more: Any) -> FleetScreen:
 # --- the frame ---
 
 
-@pytest.mark.parametrize("width", [80, 81, 100, 132, 200])
+@pytest.mark.parametrize("width", range(60, 201, 7))
+def test_a_figure_is_shown_whole_or_not_at_all(width: int) -> None:
+    """Each word of a narrow frame stands in the widest one, too; "…" stands for words without room."""
+    rows = [instance(n) for n in (1, 17, 123)]
+    rows.append(instance(9, in_flight=123_456, workload=98_765.4, kv_reserved_tokens=9_876))
+    view = viewing(*rows, waiting=12_345)
+    wide = {word for line in frame(view, 400, None) for word in line.split()}
+    narrow = {word for line in frame(view, width, None) for word in line.split()}
+    curves = set("▁▂▃▄▅▆▇█░")
+    assert {word for word in narrow - wide if not set(word) <= curves} == set()
+    assert "a-model" not in narrow
+
+
+@pytest.mark.parametrize("width", range(60, 201, 20))
+def test_the_sentence_of_the_fleet_is_read_whole(width: int) -> None:
+    view = viewing(instance(1))
+    status = view.snapshot["status"]  # type: ignore[index]
+    lines = frame(view, width)
+    shown = " ".join(" ".join(lines).split())
+    assert shown.startswith(f"well {status['sentence']}. {status['advice']} hetlb 0.1.0")
+
+
+def test_figures_stand_beside_names_on_a_wide_terminal() -> None:
+    [row] = [line for line in frame(viewing(instance(7)), 200) if line.startswith("node-007")]
+    assert len(row) < 80
+
+
+@pytest.mark.parametrize("width", [60, 61, 80, 81, 100, 132, 200])
 @pytest.mark.parametrize("height", [None, 8, 24, 60])
 @pytest.mark.parametrize("count", [1, 3, 200])
 def test_every_line_fits(width: int, height: int | None, count: int) -> None:
@@ -126,8 +153,8 @@ def test_every_line_fits(width: int, height: int | None, count: int) -> None:
 
 def test_the_figures_of_an_instance() -> None:
     lines = frame(viewing(instance(7), instance(3, state="drain"), waiting=4))
-    assert lines[0].startswith(" well  load 40 % of about 12 requests/s, limited by slots of node-001")
-    assert lines[1] == "Nothing to do."
+    assert lines[0] == " well  load 40 % of about 12 requests/s, limited by slots of node-001, room for"
+    assert lines[1] == "7.2 more. Nothing to do."
     assert lines[2].startswith("hetlb 0.1.0  http://127.0.0.1:8081  policy hetlb")
     assert lines[2].endswith("live")
     assert lines[3] == "1 of 2 up   10 in flight   queue 4 (oldest 3.2 s)   KV reserved 0% of 20,000"

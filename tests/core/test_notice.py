@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
+from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, AdminStateSet, Dispatch
 
@@ -37,3 +38,17 @@ def test_it_waits_where_every_instance_leaves() -> None:
     assert scheduler.on_arrival(request(1, max_tokens=4000), 0.0) == []
     taken_back = scheduler.on_instance(AdminStateSet("leaves", AdminState.READY), 0.5)
     assert [type(each) for each in taken_back] == [Dispatch]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_notice_and_a_throttled_instance_leave_the_third(policy: str) -> None:
+    """Whatever the policy, and each decision shows all three."""
+    scheduler = make_scheduler([spec(name) for name in ("busy", "leaves", "stays")], policy)
+    scheduler.instances[0].throttle.mark_busy(60.0, 0, 0.0)
+    scheduler.on_instance(AdminStateSet("leaves", AdminState.READY, 1.0), 0.0)
+    for number in range(1, 9):
+        (command,) = scheduler.on_arrival(request(number, max_tokens=4000), 0.0)
+        assert isinstance(command, Dispatch)
+        shown = [each.instance for each in command.candidates]
+        assert (command.lease.instance, shown) == ("stays", ["busy", "leaves", "stays"])
+    scheduler.check_integrity()

@@ -11,7 +11,8 @@ from helpers import FAST, dispatched, make_scheduler, request, spec
 from hetlb.core.block_index import BlocksStored, KvEventBatch, block_digests
 from hetlb.core.demand import PROMPT_WEIGHT
 from hetlb.core.latency import processing_s
-from hetlb.core.policies.base import PolicyParams, SchedulingContext
+from hetlb.core.policies.base import PolicyParams
+from hetlb.core.policies.sight import SchedulingContext
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     AdminState,
@@ -162,7 +163,8 @@ def test_instances_that_are_kept_for_others_are_not_chosen() -> None:
     placement, ready = scheduler.placement, scheduler.fleet.ready["m"]
     for ceiling, names in ((None, "ab"), (2, "ab"), (1, "a"), (0, "")):
         found = placement.choose(request(1), ready, 0.0, 50.0, ceiling=ceiling)
-        assert ("" if found is None else "".join(each.name for each in found.able)) == names
+        chosen = [] if found is None else found.choices.instances
+        assert "".join(each.name for each in chosen) == names
 
 
 def test_availabilities_go_with_the_instances_that_are_left() -> None:
@@ -175,7 +177,8 @@ def test_availabilities_go_with_the_instances_that_are_left() -> None:
     assert found is not None
     assert found.ctx.availabilities is not None
     assert [
-        (each.name, said) for each, (said, _) in zip(found.able, found.ctx.availabilities, strict=True)
+        (each.name, said)
+        for each, (said, _) in zip(found.choices.instances, found.ctx.availabilities, strict=True)
     ] == [
         ("a", 0),
         ("c", 1),
@@ -187,12 +190,12 @@ def test_most_requests_go_to_all_without_a_look() -> None:
     placement, ready = scheduler.placement, scheduler.fleet.ready["m"]
 
     def able(asked: Request) -> str:
-        found, _, availabilities = placement.able(asked, ready, 0.0)
-        assert availabilities is None
-        return "".join(each.name for each in found)
+        found = placement.able(asked, ready, 0.0)
+        assert found.availabilities is None
+        return "".join(each.name for each in found.instances)
 
-    assert placement.able(request(1, prompt=950), ready, 0.0)[0] is ready.able
-    assert placement.able(request(1, prompt=999, max_tokens=None), ready, 0.0)[0] is ready.able
+    assert placement.able(request(1, prompt=950), ready, 0.0) is ready.everyone
+    assert placement.able(request(1, prompt=999, max_tokens=None), ready, 0.0) is ready.everyone
     assert able(request(1, prompt=951)) == "b"
     assert able(request(1, prompt=100, longest=951)) == "b"
     assert able(request(1, prompt=1000, max_tokens=None)) == "b", "one token of output is the least"

@@ -1,7 +1,6 @@
 """Predictions are expectations under the client's cap, and none but the oracle knows a true length."""
 
 import dataclasses
-import json
 import random
 import statistics
 from collections.abc import Callable
@@ -209,85 +208,7 @@ def test_the_tenants_remembered_are_the_last_ones_and_bounded() -> None:
         predictor.observe(request(1, tenant=f"t{number}"), 10)
         if number % 100 == 0:
             predictor.observe(request(1, tenant="kept"), 2000)
-    assert len(predictor.state()["tenants"]) == MOST_TENANTS
+    assert len(predictor._by_tenant) == MOST_TENANTS
     assert predictor.predict(request(1, tenant="kept", max_tokens=None)) > 1500
     forgotten, model = (predictor.predict(request(1, tenant=name, max_tokens=None)) for name in ("t0", None))
     assert forgotten == model
-
-
-# --- kept over restarts ---
-
-
-@given(ANSWERS, ANSWERS, st.one_of(st.none(), st.integers(1, 5000)))
-def test_what_is_restored_predicts_and_learns_as_what_was_saved(
-    answers: list[tuple[str, int]], later: list[tuple[str, int]], cap: int | None
-) -> None:
-    saved, restored = taught(answers), OnlinePredictor()
-    restored.restore(json.loads(json.dumps(saved.state())))
-    for more in ([], later):
-        for tenant, length in more:
-            for predictor in (saved, restored):
-                predictor.observe(request(1, tenant=tenant, max_tokens=None), length)
-        for name in ("a", "b", "new", None):
-            asked = request(1, max_tokens=cap, tenant=name)
-            expected = pytest.approx(restored.outlook(asked), rel=1e-6)
-            if saved.state()["models"]["m"][0] < 64:  # later the sums are made anew at every 16th answer
-                assert saved.outlook(asked) == expected
-
-
-@st.composite
-def damaged(draw: st.DrawFn) -> object:
-    """A saved document with one part, anywhere, replaced by something else."""
-    document = taught(draw(ANSWERS)).state()
-    junk = draw(
-        st.one_of(
-            st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5),
-            st.lists(st.integers(), max_size=3), st.dictionaries(st.text(max_size=3), st.integers()),
-        )
-    )  # fmt: skip
-    at: object = document
-    while True:
-        keys = list(at) if isinstance(at, dict) else list(range(len(at))) if isinstance(at, list) else []
-        key = draw(st.sampled_from(keys))
-        assert isinstance(at, dict | list)
-        below = at[key]  # type: ignore[index]
-        if not isinstance(below, dict | list) or not below or draw(st.booleans()):
-            if draw(st.booleans()):
-                at[key] = junk  # type: ignore[index]
-            else:
-                del at[key]  # type: ignore[arg-type]
-            return document
-        at = below
-
-
-@given(damaged())
-def test_a_damaged_document_is_refused_whole_or_still_gives_sound_predictions(document: object) -> None:
-    predictor = taught([("a", 50)])
-    before = predictor.outlook(request(1, tenant="a"))
-    assert isinstance(document, dict)
-    try:
-        predictor.restore(json.loads(json.dumps(document)))
-    except ValueError:
-        assert predictor.outlook(request(1, tenant="a")) == before
-        return
-    most = (1 << 40) * (1.0 + 1e-9)  # sums are rounded
-    for name in ("a", "b", None):
-        for cap in (None, 1, 300):
-            predicted, long = predictor.outlook(request(1, tenant=name, max_tokens=cap))
-            assert 1.0 <= predicted <= most
-            assert 1.0 <= long <= most
-    predictor.observe(request(1, tenant="a"), 10)
-
-
-@pytest.mark.parametrize("document", [{}, {"version": 2}, {"version": 1}, {"version": 1, "models": []}])
-def test_what_no_predictor_has_written_is_refused(document: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        OnlinePredictor().restore(document)
-
-
-@pytest.mark.parametrize("bucket", [[5, 1e400, 50.0], [5, 1.0, 1e400], [5, -1.0, 5.0], [9999, 1.0, 5.0], [5]])
-def test_a_bucket_with_an_absurd_figure_is_refused(bucket: list[float]) -> None:
-    state = taught([("a", 50)]).state()
-    state["models"]["m"] = [1, bucket]
-    with pytest.raises(ValueError, match="expected"):
-        OnlinePredictor().restore(json.loads(json.dumps(state)))

@@ -51,8 +51,8 @@ def choices(
     holds_back: bool = True,
     **more: Any,
 ) -> tuple[str, dict[str, str], list[tuple[int, str]] | None]:
-    found, excluded, availabilities = filtered.choices(request(1, **more), tried, now, holds_back=holds_back)
-    return names(found), excluded, availabilities
+    found = filtered.choices(request(1, **more), tried, now, holds_back=holds_back)
+    return names(found.instances), found.excluded, found.availabilities
 
 
 def set_health(scheduler: Scheduler, name: str, *results: ProbeResult) -> None:
@@ -216,7 +216,7 @@ def test_the_most_available_are_left_where_the_policy_does_not_hold_back() -> No
     assert choices(restrained, now=1.0, holds_back=False) == (
         "bc",
         {"a": why},
-        [(1, why), (0, ""), (0, "")],
+        [(0, ""), (0, "")],
     )
     assert restrained.excluded == {}, "what is shared is not changed"
     assert choices(restrained, now=1.0, pinned="a", holds_back=False)[0] == "a"
@@ -234,7 +234,7 @@ def test_probation_is_heeded_unless_all_are_on_it() -> None:
     for _ in range(2):
         first.health.probation.failed(None, 0.0)
     why = "on probation: 2 answers failed in a row"
-    assert choices(ready(scheduler), now=0.5, holds_back=False) == ("b", {"a": why}, [(2, why), (0, "")])
+    assert choices(ready(scheduler), now=0.5, holds_back=False) == ("b", {"a": why}, [(0, "")])
     for _ in range(2):
         second.health.probation.failed(None, 0.0)
     assert choices(ready(scheduler), now=0.5, holds_back=False) == ("ab", {}, [(0, ""), (0, "")])

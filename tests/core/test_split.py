@@ -11,8 +11,9 @@ from helpers import FAST, make_scheduler, request, spec
 
 from hetlb.core.instance import Instance
 from hetlb.core.journal import Booked
-from hetlb.core.policies.hetlb import TERMS, Evaluation
+from hetlb.core.policies.hetlb import Evaluation
 from hetlb.core.policies.pairs import _Pairs
+from hetlb.core.policies.terms import TERMS
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     Capacity,
@@ -111,16 +112,6 @@ def test_a_released_prompt_is_held_no_longer_and_only_once() -> None:
     scheduler.on_hold_released(decode.hold, 1.3)
     assert named(scheduler, "p").kv_tokens == 0
     scheduler.check_integrity()
-
-
-def test_nothing_is_held_where_the_blocks_lie_in_shared_storage() -> None:
-    link = KvLink(Connector.SHARED_STORAGE)
-    scheduler = make_scheduler(
-        [part("p", Role.PREFILL, link=link), part("d", Role.DECODE, link=link)], "hetlb"
-    )
-    decode = placed(scheduler.on_prefilled(placed(scheduler.on_arrival(split_request(1), 0.0)), 1.0))
-    assert decode.hold is None
-    assert named(scheduler, "p").kv_tokens == 0
 
 
 def test_legs_that_are_sent_at_once_may_end_in_either_order() -> None:

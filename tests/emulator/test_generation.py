@@ -165,20 +165,6 @@ async def test_echo(engine: EmulatedEngine) -> None:
     assert "".join(event["choices"][0]["text"] for event in events) == 'say "é" t0 t1 t2'
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_responses(engine: EmulatedEngine, stream: bool) -> None:
-    body = {"input": "Hello", "max_output_tokens": 4, "stream": stream}
-    response = await ask(engine.url, "POST", "/v1/responses", body)
-    if stream:
-        assert [event["sequence_number"] for event in response.events] == list(range(12))
-        answer = response.events[-1]["response"]
-    else:
-        answer = response.json
-    assert answer["output"][0]["content"][0]["text"] == expected_words(4)
-    assert answer["status"] == "incomplete"
-    assert answer["usage"]["output_tokens"] == 4
-
-
 async def test_embeddings_have_no_output(engine: EmulatedEngine) -> None:
     response = await ask(engine.url, "POST", "/v1/embeddings", {"input": ["Hello", "Hello", "there"]})
     first, second, third = (row["embedding"] for row in response.json["data"])
@@ -209,8 +195,6 @@ async def test_the_openai_client(engine: EmulatedEngine) -> None:
         assert usage.completion_tokens == 20
         completion = await client.completions.create(model="tiny", prompt="Hello", max_tokens=5, n=2)
         assert [choice.text for choice in completion.choices] == [expected_words(5)] * 2
-        response = await client.responses.create(model="tiny", input="Hello", max_output_tokens=5)
-        assert response.output_text == expected_words(5)
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             await client.completions.create(model="other", prompt="Hello")
         with pytest.raises(openai.BadRequestError, match="maximum context length"):

@@ -82,4 +82,4 @@ async def test_a_full_cache_evicts_and_serves_on(start: Start) -> None:
 
 def test_not_together_with_a_connector() -> None:
     with pytest.raises(ConfigError, match="--enable-prefix-caching: expected"):
-        EmulatedEngine(make_profile(), kv=KvSettings("nixl", 30.0, 5e9, "fail", None), prefix_caching=True)
+        EmulatedEngine(make_profile(), kv=KvSettings("nixl", 30.0, 5e9, "fail"), prefix_caching=True)

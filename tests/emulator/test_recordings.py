@@ -19,12 +19,12 @@ from emulator.wire import Client, request_bytes
 
 DATA = Path(__file__).parents[1] / "vllm" / "data"
 
-#: Recorded, and not emulated: log probabilities, stop strings, EOS by logit bias, Anthropic's messages,
-#: an endpoint for another platform, load tracking, a bounded engine queue, `true` as a number; pages that are
-#: compared elsewhere; and embeddings, which the recorded model cannot make and the emulator can.
+#: Recorded, and not emulated: log probabilities, stop strings, EOS by logit bias, Anthropic's messages and
+#: OpenAI's responses, an endpoint for another platform, load tracking, a bounded engine queue, `true` as a
+#: number; pages that are compared elsewhere; and embeddings, which the recorded model cannot make.
 NOT_EMULATED = re.compile(
     r".*(logprobs|stop-string|eos-first|invocations|with-tracking|queue-full.*|v1-embeddings|-true)"
-    r"|messages-.*|.*metrics-.*"
+    r"|(messages|responses)-.*|.*metrics-.*"
 )
 #: Values that belong to a model, a tokenizer or a moment.
 FREE = {

@@ -17,11 +17,10 @@ from hetlb.emulator.generation import Generation, Reader
 from hetlb.openai.requests import ApiError
 
 READER = Reader(("tiny", "alias"), 2048)
-KINDS = {"completion": READER.completion, "chat": READER.chat, "response": READER.response}
+KINDS = {"completion": READER.completion, "chat": READER.chat}
 GOOD = {
     "completion": {"prompt": "Hello"},
     "chat": {"messages": [{"role": "user", "content": "Hello"}]},
-    "response": {"input": "Hello"},
 }
 
 

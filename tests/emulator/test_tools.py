@@ -6,14 +6,14 @@ import json
 from typing import Any
 
 import pytest
-from emulator.wire import Response, ask
+from emulator.wire import ask
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.emulator import EmulatedEngine
 from hetlb.emulator.tools import ToolCall, example
 
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+CHAT = "/v1/chat/completions"
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -190,123 +190,3 @@ def test_arguments_are_what_the_schema_accepts(schema: dict[str, Any]) -> None:
 def test_what_is_no_schema_gives_a_value_all_the_same(schema: Any) -> None:
     for key in ("type", "enum", "anyOf", "properties", "required", "items", "minItems"):
         json.dumps(example({key: schema}))
-
-
-# --- messages ----------------------------------------------------------------------------------------------
-
-
-def message(content: Any = "Hello", **more: Any) -> dict[str, Any]:
-    return {"model": "tiny", "max_tokens": 40, "messages": [{"role": "user", "content": content}], **more}
-
-
-ANTHROPIC_TOOL = {"name": "weather", "input_schema": SCHEMA}
-THINKING = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
-
-
-def named_events(response: Response) -> list[dict[str, Any]]:
-    """The events of a stream; every one is named as its type says."""
-    found = []
-    for block in response.body.decode().strip().split("\n\n"):
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        found.append(event)
-    return found
-
-
-def message_of_stream(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that the events make, block by block."""
-    assert (events[0]["type"], events[-1]["type"]) == ("message_start", "message_stop")
-    found = {**events[0]["message"]}
-    blocks: list[dict[str, Any]] = []
-    partial = ""
-    for event in events[1:-1]:
-        if event["type"] == "content_block_start":
-            assert event["index"] == len(blocks)
-            blocks.append({**event["content_block"]})
-            partial = ""
-        elif event["type"] == "content_block_delta":
-            assert event["index"] == len(blocks) - 1
-            delta = event["delta"]
-            if delta["type"] == "input_json_delta":
-                partial += delta["partial_json"]
-            else:
-                key = delta["type"].removesuffix("_delta")
-                blocks[-1][key] = blocks[-1].get(key, "") + delta[key]
-        elif event["type"] == "content_block_stop":
-            assert event["index"] == len(blocks) - 1
-            if partial:
-                blocks[-1]["input"] = json.loads(partial)
-        else:
-            assert event["type"] == "message_delta"
-            found |= {"stop_reason": event["delta"]["stop_reason"], "usage": event["usage"]}
-    found["content"] = blocks
-    return found
-
-
-@pytest.mark.parametrize("more", [{}, THINKING], ids=["text", "thinking"])
-@pytest.mark.parametrize("tools", [{}, {"tools": [ANTHROPIC_TOOL]}], ids=["text", "call"])
-async def test_a_streamed_message_is_the_whole_one(
-    engine: EmulatedEngine, more: dict[str, Any], tools: dict[str, Any]
-) -> None:
-    headers = {"x-request-id": "r1"}
-    body = message(**more, **tools)
-    whole = (await ask(engine.url, "POST", MESSAGES, body, headers)).json
-    response = await ask(engine.url, "POST", MESSAGES, {**body, "stream": True}, headers)
-    streamed = message_of_stream(named_events(response))
-    assert streamed.pop("stop_sequence") is None
-    assert streamed == whole
-    kinds = [block["type"] for block in whole["content"]]
-    assert kinds == ["thinking"] * bool(more) + ["tool_use" if tools else "text"]
-
-
-async def test_messages_end_by_themselves_below_their_cap(engine: EmulatedEngine) -> None:
-    """The cap is mandatory there, so it says nothing of the length."""
-    answer = (await ask(engine.url, "POST", MESSAGES, message(max_tokens=5000))).json
-    assert answer["stop_reason"] == "end_turn"
-    assert answer["usage"]["output_tokens"] < 5000
-    short = (await ask(engine.url, "POST", MESSAGES, message(max_tokens=2))).json
-    assert (short["stop_reason"], short["usage"]["output_tokens"]) == ("max_tokens", 2)
-
-
-async def test_the_loop_of_an_agent_ends_with_messages_too(engine: EmulatedEngine) -> None:
-    body = message(system="Be brief.", tools=[ANTHROPIC_TOOL], tool_choice={"type": "auto"})
-    answer = (await ask(engine.url, "POST", MESSAGES, body)).json
-    [use] = answer["content"]
-    assert (answer["stop_reason"], use["name"], use["input"]) == ("tool_use", "weather", ARGUMENTS)
-    result = {"type": "tool_result", "tool_use_id": use["id"], "content": [{"type": "text", "text": "sunny"}]}
-    body["messages"] += [
-        {"role": "assistant", "content": answer["content"]},
-        {"role": "user", "content": [result]},
-    ]
-    after = (await ask(engine.url, "POST", MESSAGES, body)).json
-    assert [block["type"] for block in after["content"]] == ["text"]
-    assert after["usage"]["input_tokens"] > answer["usage"]["input_tokens"]
-
-
-async def test_a_call_that_a_message_names_is_made(engine: EmulatedEngine) -> None:
-    choice = {"type": "tool", "name": "weather"}
-    answer = (
-        await ask(engine.url, "POST", MESSAGES, message(tools=[ANTHROPIC_TOOL], tool_choice=choice))
-    ).json
-    assert (answer["stop_reason"], answer["content"][0]["type"]) == ("tool_use", "tool_use")
-
-
-async def test_tokens_of_a_message_are_counted_as_they_are_charged(engine: EmulatedEngine) -> None:
-    body = message("How many?" * 20, system="Be brief.", tools=[ANTHROPIC_TOOL])
-    charged = (await ask(engine.url, "POST", MESSAGES, body)).json["usage"]["input_tokens"]
-    del body["max_tokens"]
-    counted = (await ask(engine.url, "POST", f"{MESSAGES}/count_tokens", body)).json
-    assert counted["input_tokens"] == charged > 40
-
-
-async def test_errors_of_messages_have_the_form_of_anthropic(engine: EmulatedEngine) -> None:
-    for body, status, kind in (
-        ({"model": "tiny", "messages": []}, 400, "BadRequestError"),
-        ({**message(), "max_tokens": 0}, 400, "BadRequestError"),
-        ({**message(), "model": "x"}, 404, "NotFoundError"),
-    ):
-        answer = await ask(engine.url, "POST", MESSAGES, body)
-        assert answer.status == status
-        assert answer.json["type"] == "error"
-        assert answer.json["error"]["type"] == kind

@@ -40,7 +40,7 @@ from hetlb.config.fleet import load_fleet
 from hetlb.config.profile_file import load_profile
 from hetlb.core import engine_metrics
 from hetlb.core.block_index import BlocksCleared, BlocksStored
-from hetlb.core.journal import RemoteLeases
+from hetlb.core.remote_leases import RemoteLeases
 from hetlb.errors import InputError
 from hetlb.proxy.http import http1, multipart, sse, text_shape, transfer_fields, websocket
 from hetlb.proxy.http import openai_body as bodies

@@ -234,6 +234,24 @@ async def test_more_connections_than_allowed_are_closed(
             assert await third.read() == b""
 
 
+async def test_connections_without_a_call_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = dict(server._OPTIONS) | {
+        "grpc.max_allowed_incoming_connections": 2,
+        "grpc.max_connection_idle_ms": dict(server._OPTIONS)["grpc.max_connection_idle_ms"] // 100,
+    }
+    monkeypatch.setattr(server, "_OPTIONS", tuple(few.items()))
+    async with picker(tmp_path) as made:
+        for _ in range(2):
+            idle, _ = await connect(made, HELLO)
+            while (await next_frame(idle))[0] != GOAWAY:
+                pass
+        async with insecure(made) as channel:
+            gateway = Gateway(channel)
+            call = await gateway.open()
+            assert (await gateway.body(call, made.body())).HasField("request_body")
+            await call.done_writing()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_frames_of_two_bytes_hold_little_more_than_their_bytes(tmp_path: Path) -> None:
     calls, size = 16, 512 << 10

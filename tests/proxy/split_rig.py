@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class Rig:
         async with self.session.post(self.url + path, json=given, timeout=timeout) as reply:
             raw = (await reply.read()).decode()
             names = reply.headers.get("x-hetlb-instance"), reply.headers.get("x-hetlb-prefill-instance")
-            return reply.status, text_of(path, raw, given), *names
+            return reply.status, text_of(raw, given), *names
 
     @property
     def handovers(self) -> dict[str, int]:
@@ -71,20 +72,20 @@ class Rig:
         scheduler = self.service.scheduler
         found = [f"{scheduler.in_flight} leases"] if scheduler.in_flight else []
         found += [f"{each.name} keeps {each.kv_tokens}" for each in scheduler.instances if each.kv_tokens]
+        if unjudged := scheduler.holds.transfers.checks.due:
+            found.append(f"{unjudged} transfers have no verdict")
         for name, engine in self.engines.items():
             if engine.kv is not None and (engine.kv.held or engine.running or engine.waiting):
                 found.append(f"{name} holds {engine.kv.held}, runs {engine.running}, {engine.waiting} wait")
         return found
 
 
-def text_of(path: str, raw: str, body: dict[str, Any]) -> str:
+def text_of(raw: str, body: dict[str, Any]) -> str:
     """The text of an answer, streamed or not; all of it where it is an error."""
     if not body.get("stream"):
         found = json.loads(raw)
         if "error" in found:
             return raw
-        if path == "/v1/responses":
-            return found["output"][0]["content"][0]["text"]
         choice = found["choices"][0]
         return choice["text"] if "text" in choice else choice["message"]["content"]
     text = ""
@@ -93,9 +94,6 @@ def text_of(path: str, raw: str, body: dict[str, Any]) -> str:
             event = json.loads(line[6:])
             if "error" in event:
                 return raw
-            if path == "/v1/responses":
-                text += event.get("delta", "") if event["type"] == "response.output_text.delta" else ""
-                continue
             for choice in event["choices"]:
                 text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
     return text
@@ -109,24 +107,27 @@ async def rig(
     lease_s: float = 20.0,
     time_scale: float = SCALE,
     connectors: tuple[str | None, ...] = (),
+    layers: tuple[int, ...] = (),
     heartbeat_s: float = 0.0,
     log: Path | None = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
-    """Engines e0, e1, ... with these roles; where `connectors` has None, without a connector."""
+    """Engines e0, e1, ... with these roles; without a connector where `connectors` has None."""
     profile = load_profile(DEMO / "fast.yaml")
-    of_all = KvSettings(connector, lease_s=lease_s, folder=folder, **settings)  # type: ignore[arg-type]
+    of_all = KvSettings(connector, lease_s=lease_s, **settings)  # type: ignore[arg-type]
     engines = {}
     for i in range(len(roles)):
         own = connectors[i] if connectors else connector
+        settings_of_it = replace(of_all, layers=layers[i]) if layers else of_all
         engine = EmulatedEngine(
-            profile, served_model_names=("m",), time_scale=time_scale, kv=of_all if own is not None else None
+            profile,
+            served_model_names=("m",),
+            time_scale=time_scale,
+            kv=settings_of_it if own is not None else None,
         )
         await engine.start()
         engines[f"e{i}"] = engine
-    transfer: dict[str, Any] = {"connector": connector.removesuffix("-push")}
-    if connector != "shared-storage":
-        transfer["lease_s"] = lease_s
+    transfer = {"connector": connector.removesuffix("-push"), "lease_s": lease_s}
     instances = [
         {
             "name": name,
@@ -137,6 +138,25 @@ async def rig(
         }
         for (name, engine), role in zip(engines.items(), roles, strict=True)
     ]
+    try:
+        async with serving(folder, transfer, instances, heartbeat_s, log) as (service, session):
+            found = Rig(engines, service, session)
+            found.profile, found.settings, found.time_scale = profile, of_all, time_scale
+            yield found
+    finally:
+        for engine in engines.values():
+            await engine.close()
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path,
+    transfer: dict[str, Any],
+    instances: list[dict[str, Any]],
+    heartbeat_s: float = 0.0,
+    log: Path | None = None,
+) -> AsyncIterator[tuple[Service, aiohttp.ClientSession]]:
+    """A proxy in front of these instances, all of which are up, and a client."""
     document = {
         "version": 1,
         "listen": {"port": 0},
@@ -150,14 +170,9 @@ async def rig(
     service = PatientService(load_fleet(file), log)
     await service.start()
     try:
-        async with aiohttp.ClientSession() as session:
-            found = Rig(engines, service, session)
-            found.profile, found.settings, found.time_scale = profile, of_all, time_scale
-            async with asyncio.timeout(HANG_S):
-                while any(each.health.state.value != "up" for each in service.scheduler.instances):
-                    await asyncio.sleep(0.01)
-            yield found
+        async with aiohttp.ClientSession() as session, asyncio.timeout(HANG_S):
+            while any(each.health.state.value != "up" for each in service.scheduler.instances):
+                await asyncio.sleep(0.01)
+            yield service, session
     finally:
         await service.stop(1.0)
-        for engine in engines.values():
-            await engine.close()

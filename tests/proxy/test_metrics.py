@@ -40,7 +40,6 @@ STAGES = {
 }
 VIEW = SimpleNamespace(peer_leases=17, delay_s=0.004)
 SHARING = SimpleNamespace(connected=True, peers=2, view=VIEW, sent=100, received=300, rejected=0)
-LEADER = SimpleNamespace(leads=False)
 
 
 def parsed(text: str) -> dict[str, Metric]:
@@ -140,12 +139,12 @@ async def of_everything(running: Running) -> dict[str, Metric]:
         await stream(running)
     await turns_until(lambda: running.instance("i0").sample is not None)
     running.service.stages = STAGES
-    running.service.sharing, running.service.leader = cast(Any, SHARING), cast(Any, LEADER)
+    running.service.sharing = cast(Any, SHARING)
     running.service.driver.totals.resumptions["m", "broken"] = 1
     try:
         return await page(running)
     finally:
-        running.service.sharing = running.service.leader = None
+        running.service.sharing = None
 
 
 async def test_every_metric_is_described_and_every_description_is_of_one(tmp_path: Path) -> None:
@@ -376,7 +375,7 @@ def source(count: int, totals: Totals | None = None, **more: Any) -> FleetServic
         FleetService,
         SimpleNamespace(
             scheduler=scheduler, totals=totals or Totals(), watch=watch, lost_lines=7,
-            now=lambda: 12.5, workers=(), stages=STAGES, **{"sharing": None, "leader": None, **more},
+            now=lambda: 12.5, workers=(), stages=STAGES, **{"sharing": None, **more},
         ),
     )  # fmt: skip
 
@@ -458,8 +457,4 @@ def test_a_shared_view_is_told_of_where_there_is_one() -> None:
     names = ("connected", "peers", "peer_leases", "delay_seconds")
     assert [value(found, f"hetlb_shared_{name}") for name in names] == [1, 2, 17, 0.004]
     assert value(found, "hetlb_shared_messages_total", direction="received") == 300
-    assert "hetlb_shared_leads" not in found
-    led = written(source(1, leader=LEADER))
-    assert value(led, "hetlb_shared_leads") == 0
-    assert [name for name in led if name.startswith("hetlb_shared")] == ["hetlb_shared_leads"]
     assert not [name for name in written(source(1)) if name.startswith("hetlb_shared")]

@@ -7,7 +7,6 @@ import contextlib
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -149,25 +148,16 @@ async def test_without_the_server_each_serves_and_says_so_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("change", "flags", "message"),
+    ("flags", "message"),
     [
-        ({}, ("--workers", "2"), "proxy.workers: expected 1 with shared:, got 2"),
-        (
-            {"lease": "{name: x}"},
-            (),
-            "shared.lease: expected none for proxies, which all serve",
-        ),
-        (
-            {},
-            ("--replace",),
-            "--replace: expected a fleet without shared:, whose other proxies serve meanwhile",
-        ),
+        (("--workers", "2"), "proxy.workers: expected 1 with shared:, got 2"),
+        (("--replace",), "--replace: expected a fleet without shared:, whose other proxies serve meanwhile"),
     ],
 )
 def test_what_proxies_cannot_share_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, flags: tuple[str, ...], message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
 ) -> None:
-    shared = f"{{url: 'redis://a', lease: {change.get('lease', 'null')}}}"
+    shared = "{url: 'redis://a'}"
     file = tmp_path / "fleet.yaml"
     file.write_text(
         f"version: 1\nshared: {shared}\nmodels:\n  - {{name: m, instances: [{{url: 'http://a:1'}}]}}\n"
@@ -183,7 +173,6 @@ def test_what_proxies_cannot_share_is_refused(
     [
         ("{group: a}", "shared.url: expected an address, but the key is missing"),
         ("{url: 'http://a'}", "shared.url: expected redis://, rediss:// or unix:// at its beginning"),
-        ("{lease: {name: x, duration_s: 0}}", "duration_s"),
     ],
 )
 def test_a_picker_says_what_of_the_table_is_wrong(

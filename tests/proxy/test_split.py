@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from proxy.split_rig import WHOLE, rig
+from proxy.split_rig import DEMO, WHOLE, rig, serving
+from proxy.upstreams import Upstream, Visit, plain
+
+DATA = Path(__file__).parents[1] / "vllm" / "data"
 
 
-@pytest.mark.parametrize("connector", ["nixl", "nixl-push", "mooncake", "shared-storage"])
+@pytest.mark.parametrize("connector", ["nixl", "nixl-push", "mooncake"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_answer_is_that_of_one_engine_and_its_prompt_is_computed_once(
     tmp_path: Path, connector: str, stream: bool
@@ -28,21 +31,49 @@ async def test_the_answer_is_that_of_one_engine_and_its_prompt_is_computed_once(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 @pytest.mark.parametrize("connector", ["nixl", "nixl-push"])
-async def test_every_endpoint_that_generates_is_split(
-    tmp_path: Path, connector: str, path: str, stream: bool
-) -> None:
-    text = "a" * 4000
-    body: dict[str, Any] = (
-        {"messages": [{"role": "user", "content": text}]}
-        if path == "/v1/chat/completions"
-        else {"input": text, "max_output_tokens": 6}
-    )
+async def test_a_chat_is_split(tmp_path: Path, connector: str, stream: bool) -> None:
+    messages = [{"role": "user", "content": "a" * 4000}]
     async with rig(tmp_path, connector) as fleet:
-        status, got, *names = await fleet.ask(path, stream=stream, **body)
+        status, got, *names = await fleet.ask("/v1/chat/completions", stream=stream, messages=messages)
         assert (status, got.split()[:3], names) == (200, ["t0", "t1", "t2"], ["e1", "e0"])
         await fleet.idle()
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+async def test_a_response_is_split_and_blocks_are_pushed_to_the_id_in_its_body(
+    tmp_path: Path, mode: str
+) -> None:
+    """vLLM takes the id of a response from the body alone."""
+    given = {"do_remote_prefill": True, "remote_host": "h", "remote_port": 1, "transfer_mode": mode}
+    first = {"id": "resp_1", "output": [], "kv_transfer_params": given}
+    legs: list[tuple[str, dict[str, Any]]] = []
+
+    def engine(answer: bytes) -> Upstream:
+        async def script(visit: Visit) -> None:
+            path = visit.head.split(b" ")[1].decode()
+            if visit.body:
+                legs.append((path, json.loads(visit.body)))
+            models = b'{"data":[{"id":"m"}]}'
+            visit.send(plain(answer if visit.body else models if path == "/v1/models" else b""))
+
+        return Upstream(script)
+
+    recorded = (DATA / "responses-plain.http").read_bytes().partition(b"\r\n\r\n")[2]
+    async with engine(json.dumps(first).encode()) as reads, engine(recorded) as answers:
+        instances = [
+            {"url": reads.url, "role": "prefill", "profile": str(DEMO / "fast.yaml")},
+            {"url": answers.url, "role": "decode", "profile": str(DEMO / "fast.yaml")},
+        ]
+        async with serving(tmp_path, {"connector": "nixl"}, instances) as (service, session):
+            body = {"model": "m", "input": "a" * 4000, "max_output_tokens": 6}
+            url = f"http://127.0.0.1:{service.address[1]}/v1/responses"
+            async with session.post(url, json=body) as reply:
+                assert (reply.status, (await reply.json())["object"]) == (200, "response")
+    (read_at, read), (answered_at, answered) = legs
+    assert (read_at, read["max_output_tokens"], read["store"]) == ("/v1/responses", 1, False)
+    assert (answered_at, answered["kv_transfer_params"]) == ("/v1/responses", given)
+    assert answered.get("request_id") == ("resp_1" if mode == "push" else None)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ async def test_no_form_holds_them(tmp_path: Path, value: str) -> None:
         assert not engine.asked
 
 
-@pytest.mark.parametrize("connector", ["nixl", "mooncake", "shared-storage"])
+@pytest.mark.parametrize("connector", ["nixl", "mooncake"])
 async def test_a_split_request_with_anothers_blocks_is_split_like_any_other(
     tmp_path: Path, connector: str
 ) -> None:

@@ -1,6 +1,7 @@
 """Clients' own SDKs get the same answers from an engine and through hetlb: every case is asked of both.
 
-Streams also by two engines, of which one is lost in the middle.
+Streams also by two engines, of which one is lost in the middle. `/v1/messages` and `/v1/responses` are
+answered with what a real vLLM sent (`tests/vllm/data`).
 
 openai and curl are at hand in development; `make test-sdks` brings anthropic, litellm and langchain-openai.
 """
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import pytest
 from helpers import HANG_S
 from proxy.cutter import Cut, Cutter
+from proxy.upstreams import Upstream, Visit
 
 import hetlb.demo
 from hetlb.loadtest.fleet_admin import fleet_admin
@@ -36,8 +38,10 @@ SCHEMA = {
     "required": ["city", "days"],
 }
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Weather", "parameters": SCHEMA}}
-ANTHROPIC_TOOL = {"name": "weather", "description": "Weather", "input_schema": SCHEMA}
 USER: list[Any] = [{"role": "user", "content": "What is the weather like?"}]
+#: Texts of the recorded answers.
+MESSAGE_TEXT, RESPONSE_TEXT = "futeanfuteanfutean", " brisbreng pumfeengfarsyn"
+RECORDINGS = Path(__file__).parents[1] / "vllm" / "data"
 WORDS = " t0 t1 t2 t3 t4 t5 t6 t7"
 #: Fields that differ between any two answers. vLLM puts the fingerprint of a stream on the event with usage,
 #: which hetlb asks for and keeps from clients that did not.
@@ -74,6 +78,35 @@ def urls() -> Iterator[Urls]:
         asyncio.run(proxy.ready())
         asyncio.run(up(proxy.urls[1]))
         yield Urls(engine.urls[0], proxy.urls[0])
+
+
+async def recorded(visit: Visit) -> None:
+    """Answer as the recorded vLLM did."""
+    _, path, _ = visit.head.decode("latin-1").split(" ", 2)
+    streamed = "stream" if json.loads(visit.body or b"{}").get("stream") else "plain"
+    name = {
+        "/v1/messages": f"messages-{streamed}",
+        "/v1/messages/count_tokens": "messages-count-tokens",
+        "/v1/responses": f"responses-{streamed}",
+        "/v1/models": "get-v1-models",
+        "/metrics": "metrics-idle",
+        "/health": "get-health",
+        "/version": "get-version",
+    }[path]
+    visit.send((RECORDINGS / f"{name}.http").read_bytes())
+
+
+@pytest.fixture(scope="module")
+def recordings() -> Iterator[Urls]:
+    """The recorded engine, and hetlb in front of it."""
+    engine = Upstream(recorded)
+    with running_loop() as loop, helper_processes() as helpers:
+        asyncio.run_coroutine_threadsafe(engine.__aenter__(), loop).result(HANG_S)
+        proxy = helpers.start("proxy", "serve", "--instance", engine.url, "--port", "0", "--admin-port", "0")
+        asyncio.run(proxy.ready())
+        asyncio.run(up(proxy.urls[1]))
+        yield Urls(engine.url, proxy.urls[0])
+        asyncio.run_coroutine_threadsafe(engine.__aexit__(), loop).result(HANG_S)
 
 
 class Lost(NamedTuple):
@@ -228,7 +261,7 @@ def openai_completion(url: str) -> Any:
 
 def openai_responses(url: str) -> Any:
     answer = openai_client(url).responses.create(model=MODEL, input="Hello", max_output_tokens=8)
-    assert answer.output_text == WORDS
+    assert answer.output_text == RESPONSE_TEXT
     return answer
 
 
@@ -236,7 +269,8 @@ def openai_responses_stream(url: str) -> Any:
     events = list(
         openai_client(url).responses.create(model=MODEL, input="Hello", max_output_tokens=8, stream=True)
     )
-    assert events[-1].response.output_text == WORDS
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert events[-1].response.output_text == "".join(deltas)
     return events
 
 
@@ -273,8 +307,8 @@ def anthropic_message(url: str) -> Any:
     answer = anthropic_client(url).messages.create(
         model=MODEL, messages=USER, max_tokens=8, system="Be brief."
     )
-    assert answer.content[0].text == WORDS
-    assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 8)
+    assert answer.content[0].text == MESSAGE_TEXT
+    assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 3)
     return answer
 
 
@@ -282,45 +316,13 @@ def anthropic_stream(url: str) -> Any:
     with anthropic_client(url).messages.stream(model=MODEL, messages=USER, max_tokens=8) as stream:
         text = "".join(stream.text_stream)
         answer = stream.get_final_message()
-    assert text == WORDS == answer.content[0].text
-    assert answer.usage.output_tokens == 8
-    return answer
-
-
-def anthropic_tools(url: str) -> Any:
-    """The whole loop of an agent, its first step streamed."""
-    client, messages = anthropic_client(url), [*USER]
-    with client.messages.stream(
-        model=MODEL, messages=messages, max_tokens=100, tools=[ANTHROPIC_TOOL]
-    ) as stream:
-        first = stream.get_final_message()
-    [use] = first.content
-    assert (first.stop_reason, use.input) == ("tool_use", {"city": "t0", "days": 0})
-    result = {"type": "tool_result", "tool_use_id": use.id, "content": "sunny"}
-    messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
-    last = client.messages.create(model=MODEL, messages=messages, max_tokens=8, tools=[ANTHROPIC_TOOL])
-    assert last.content[0].text == WORDS
-    return [first, last]
-
-
-def anthropic_thinking(url: str) -> Any:
-    thinking = {"type": "enabled", "budget_tokens": 1024}
-    with anthropic_client(url).messages.stream(
-        model=MODEL, messages=USER, max_tokens=2000, thinking=thinking
-    ) as stream:
-        answer = stream.get_final_message()
-    assert [block.type for block in answer.content] == ["thinking", "text"]
+    assert text == MESSAGE_TEXT == answer.content[0].text
+    assert answer.usage.output_tokens == 3
     return answer
 
 
 def anthropic_count(url: str) -> Any:
     return anthropic_client(url).messages.count_tokens(model=MODEL, messages=USER)
-
-
-def anthropic_unknown_model(url: str) -> Any:
-    with pytest.raises(sdk("anthropic").NotFoundError) as error:
-        anthropic_client(url).messages.create(model="other", messages=USER, max_tokens=8)
-    return error.value.status_code
 
 
 # --- litellm -----------------------------------------------------------------------------------------------
@@ -359,7 +361,7 @@ def litellm_tools(url: str) -> Any:
 
 def litellm_messages(url: str) -> Any:
     answer = litellm_of(url, "anthropic")(max_tokens=8)
-    assert answer.choices[0].message.content == WORDS
+    assert answer.choices[0].message.content == MESSAGE_TEXT
     return answer
 
 
@@ -440,13 +442,15 @@ def curl_messages_stream(url: str) -> Any:
 
 CASES: list[Callable[[str], Any]] = [
     openai_chat, openai_chat_stream, openai_chat_stream_without_usage, openai_tools, openai_tools_stream,
-    openai_reasoning, openai_completion, openai_responses, openai_responses_stream, openai_embeddings,
-    openai_models, openai_unknown_model, openai_wrong_value,
-    anthropic_message, anthropic_stream, anthropic_tools, anthropic_thinking, anthropic_count,
-    anthropic_unknown_model,
-    litellm_chat, litellm_stream, litellm_tools, litellm_messages,
+    openai_reasoning, openai_completion, openai_embeddings, openai_models, openai_unknown_model,
+    openai_wrong_value,
+    litellm_chat, litellm_stream, litellm_tools,
     langchain_invoke, langchain_stream, langchain_tools,
-    curl_chat, curl_stream, curl_messages_stream,
+    curl_chat, curl_stream,
+]  # fmt: skip
+RECORDED = [
+    openai_responses, openai_responses_stream, anthropic_message, anthropic_stream, anthropic_count,
+    litellm_messages, curl_messages_stream,
 ]  # fmt: skip
 
 
@@ -455,6 +459,11 @@ def test_the_answer_is_the_same_from_the_engine_and_through_hetlb(
     case: Callable[[str], Any], urls: Urls
 ) -> None:
     assert plain(case(urls.engine)) == plain(case(urls.proxy))
+
+
+@pytest.mark.parametrize("case", RECORDED, ids=lambda case: case.__name__)
+def test_a_recorded_answer_is_the_same_through_hetlb(case: Callable[[str], Any], recordings: Urls) -> None:
+    assert plain(case(recordings.engine)) == plain(case(recordings.proxy))
 
 
 RESUMED = [
@@ -474,13 +483,20 @@ def test_the_answer_is_the_same_where_an_engine_is_lost_in_the_middle(
     assert (lost.runs - before, lost.cuts) == (2, [])
 
 
-def test_the_sdk_of_anthropic_is_told_of_an_engine_that_is_lost(lost: Lost) -> None:
+def test_the_sdk_of_anthropic_is_told_of_an_engine_that_is_lost(recordings: Urls) -> None:
     """An answer that is not resumed ends with an error event, and not as if it were whole."""
-    before = lost.runs
-    lost.cuts.append(Cut(900, "rst"))
-    with pytest.raises(sdk("anthropic").APIError, match="The answer broke off"):
-        anthropic_stream(lost.url)
-    assert (lost.runs - before, lost.cuts) == (1, [])
+    cuts: list[Cut] = []
+    wire = Cutter(int(recordings.engine.rpartition(":")[2]), cuts)
+    with running_loop() as loop, helper_processes() as helpers:
+        asyncio.run_coroutine_threadsafe(wire.__aenter__(), loop).result(HANG_S)
+        proxy = helpers.start("proxy", "serve", "--instance", wire.url, "--port", "0", "--admin-port", "0")
+        asyncio.run(proxy.ready())
+        asyncio.run(up(proxy.urls[1]))
+        cuts.append(Cut(900, "rst"))
+        with pytest.raises(sdk("anthropic").APIError, match="The answer broke off"):
+            anthropic_stream(proxy.urls[0])
+        assert (len(wire.bodies), cuts) == (1, [])
+        asyncio.run_coroutine_threadsafe(wire.__aexit__(), loop).result(HANG_S)
 
 
 @pytest.mark.skipif("HETLB_ALL_SDKS" not in os.environ, reason="make test-sdks sets it")

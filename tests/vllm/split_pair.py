@@ -32,14 +32,12 @@ from hetlb.loadtest.processes import helper_processes
 KV_FOLDER = REPO_ROOT / ".cache" / "kv"
 WHEELS = ("nixl==1.5.1", "nixl-cu12==1.5.1", "mooncake-transfer-engine-non-cuda==0.3.13.post1")
 #: `nixl-push` is the connector of vLLM in which the prefill engine writes; to a router it is as `nixl`.
-CONNECTORS = ("nixl", "nixl-push", "mooncake", "shared-storage")
+CONNECTORS = ("nixl", "nixl-push", "mooncake")
 #: Seconds for which the prefill server keeps blocks that were not fetched.
 LEASE_S = 12
 MODEL = "tiny-fast"
 MAX_MODEL_LEN = 4096
 READER, DECODER = "reads", "decodes"
-#: Folder of the shared storage, below that of the run.
-STORED = "blocks"
 READY_S = 600.0
 
 
@@ -56,7 +54,7 @@ def skip_without_libraries(connector: str) -> None:
         pytest.skip("no libibverbs on this machine")
 
 
-def config_of(connector: str, producer: bool, folder: Path, policy: str) -> dict[str, Any]:
+def config_of(connector: str, producer: bool, policy: str) -> dict[str, Any]:
     """`--kv-transfer-config` of one server."""
     config: dict[str, Any] = {"kv_role": "kv_producer" if producer else "kv_consumer"}
     if connector.startswith("nixl"):
@@ -65,32 +63,24 @@ def config_of(connector: str, producer: bool, folder: Path, policy: str) -> dict
             "kv_buffer_device": "cpu",
             "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
         }
-    elif connector == "mooncake":
+    else:
         config |= {
             "kv_connector": "MooncakeConnector",
             "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
         }
-    else:
-        config |= {
-            "kv_connector": "ExampleConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"shared_storage_path": str(folder / STORED)},
-        }
-    if not producer and connector != "shared-storage":
+    if not producer:
         config["kv_load_failure_policy"] = policy
     return config
 
 
 def server_spec(
-    name: str, connector: str, folder: Path, bootstrap: int, core: int, policy: str = "fail", blocks: int = 0
+    name: str, connector: str, bootstrap: int, core: int, policy: str = "fail", blocks: int = 0
 ) -> ServerSpec:
     """A server; the one called `READER` reads prompts for the others. `blocks` of KV cache, or many."""
     (side_channel,) = free_ports(1)
     libraries = os.pathsep.join([str(KV_FOLDER / "lib"), os.environ.get("LD_LIBRARY_PATH", "")])
-    config = config_of(connector, name == READER, folder, policy)
+    config = config_of(connector, name == READER, policy)
     arguments = ["--dtype", "float32", "--kv-transfer-config", json.dumps(config)]
-    if connector == "shared-storage":  # its connector stores no more than the first chunk of a prompt
-        arguments += ["--max-num-batched-tokens", str(MAX_MODEL_LEN)]
     return ServerSpec(
         name,
         MODEL,
@@ -128,9 +118,7 @@ class Address:
 
 def fleet_of(addresses: Sequence[Address], connector: str, bootstrap: int) -> dict[str, Any]:
     """The servers as a fleet."""
-    transfer: dict[str, Any] = {"connector": connector}
-    if connector != "shared-storage":
-        transfer = {"connector": connector.removesuffix("-push"), "lease_s": LEASE_S}
+    transfer = {"connector": connector.removesuffix("-push"), "lease_s": LEASE_S}
     profile = str(real.HERE / "profiles" / f"{MODEL}.yaml")
     instances = [
         {

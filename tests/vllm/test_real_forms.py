@@ -40,7 +40,7 @@ def spec_of(form: Form, folder: Path) -> ServerSpec:
     spec = ServerSpec(named(form), "tiny-fast", core=0, max_num_seqs=4)
     if form.connector is not None:
         name = READER if form.role is Role.PREFILL else DECODER
-        spec = split_pair.server_spec(name, "nixl", folder, free_ports(1)[0], core=0)
+        spec = split_pair.server_spec(name, "nixl", free_ports(1)[0], core=0)
     cores = sorted(os.sched_getaffinity(0))
     ranks = form.tensor_parallel_size * form.pipeline_parallel_size
     bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +41,6 @@ class Running:
 
     async def text_alone(self, client: httpx.AsyncClient, body: dict[str, Any]) -> str:
         """Text of the decode server where it computes all of the prompt itself."""
-        if self.connector == "shared-storage":  # it would find the prompt there
-            shutil.rmtree(self.folder / split_pair.STORED)
         return await split_pair.text_alone(client, self.decoder, body)
 
 
@@ -56,7 +53,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder: Path = tmp_path_factory.mktemp(connector)
     (bootstrap,) = free_ports(1)
     specs = [
-        split_pair.server_spec(name, connector, folder, bootstrap, core)
+        split_pair.server_spec(name, connector, bootstrap, core)
         for core, name in enumerate((READER, DECODER))
     ]
     with split_pair.started(specs, folder) as (reader, decoder):
@@ -82,14 +79,12 @@ async def test_every_answer_is_that_of_one_server_and_no_prompt_is_computed_twic
                 assert not answer.error
                 assert answer.headers["x-hetlb-instance"] == DECODER
                 if answer.headers.get("x-hetlb-prefill-instance") == READER:
-                    whole_blocks = (tokens - 1) // 128 * 128
-                    transferred.append(whole_blocks if running.connector == "shared-storage" else tokens)
+                    transferred.append(tokens)
                 expected = await running.text_alone(client, body)
                 if answer.text != expected:
                     wrong.append(f"{number}: {tokens} tokens, {answer.text!r}, not {expected!r}")
 
-        at_once = 1 if running.connector == "shared-storage" else AT_ONCE
-        await asyncio.gather(*(work() for _ in range(at_once)))
+        await asyncio.gather(*(work() for _ in range(AT_ONCE)))
         await running.quiet()
         done = await split_pair.handovers(running.proxy, client)
     print(

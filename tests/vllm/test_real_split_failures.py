@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -47,7 +46,7 @@ class Seat:
         self.name = name
         self.relay = Relay()
         self.server: Server
-        self._arguments = name, connector, folder, bootstrap, core
+        self._arguments = name, connector, bootstrap, core
         self._folder = folder
         self._stack = contextlib.ExitStack()
 
@@ -82,19 +81,12 @@ class Bed:
         seats: Sequence[Seat],
         proxy: real.Proxy,
         client: httpx.AsyncClient,
-        folder: Path,
     ) -> None:
         self.connector = connector
-        self._folder = folder
         self.seats = {seat.name: seat for seat in seats}
         self.proxy = proxy
         self.client = client
         self._before: dict[str, int] = {}
-
-    @property
-    def decode_leg(self) -> str:
-        """Name of that leg for a relay: with shared storage it is as any other request."""
-        return "whole" if self.connector == "shared-storage" else "decode"
 
     async def decode_at(self, name: str) -> None:
         """Let only one server decode."""
@@ -137,9 +129,7 @@ class Bed:
     async def expected(self, bodies: Sequence[dict[str, Any]]) -> list[str]:
         """The texts of one server that computes the prompts itself."""
         server = self.seats[FAILS].server
-        texts = [await split_pair.text_alone(self.client, server, body) for body in bodies]
-        shutil.rmtree(self._folder / split_pair.STORED, ignore_errors=True)
-        return texts
+        return [await split_pair.text_alone(self.client, server, body) for body in bodies]
 
     async def all_right(self, bodies: Sequence[dict[str, Any]], texts: Sequence[str]) -> list[Answer]:
         """Ask all at once; every answer is whole and right."""
@@ -170,7 +160,7 @@ async def bed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         proxy = await asyncio.to_thread(front.__enter__)
         stack.push_async_callback(asyncio.to_thread, front.__exit__, None, None, None)
         client = await stack.enter_async_context(httpx.AsyncClient(timeout=240.0))
-        yield Bed(connector, seats, proxy, client, folder)
+        yield Bed(connector, seats, proxy, client)
 
 
 def only(connector: str, *able: str) -> None:
@@ -237,7 +227,7 @@ PHASES = {
 @pytest.mark.parametrize("phase", PHASES)
 async def test_a_client_that_leaves(bed: Bed, phase: str) -> None:
     name, moment = PHASES[phase]
-    leg = "prefill" if name == READER else bed.decode_leg
+    leg = "prefill" if name == READER else "decode"
     await bed.decode_at(FAILS)
     for number in range(TIMES):
         now = asyncio.Event()
@@ -285,7 +275,7 @@ async def test_a_transfer_fails(bed: Bed, policy: str, source: str) -> None:
     await bed.decode_at(policy)
     bodies = bodies_of(f"{policy}{source}")
     texts = await bed.expected(bodies)
-    with bed.seats[policy].relay.hooks(asked=of_leg(bed.decode_leg, break_it)):
+    with bed.seats[policy].relay.hooks(asked=of_leg("decode", break_it)):
         await bed.all_right(bodies, texts)
     results = await bed.results()
     assert results == {"decode_error" if policy == FAILS else "done": TIMES}
@@ -293,7 +283,7 @@ async def test_a_transfer_fails(bed: Bed, policy: str, source: str) -> None:
 
 
 async def test_the_prefill_server_stands_still_between_the_legs(bed: Bed) -> None:
-    only(bed.connector, "nixl", "nixl-push", "shared-storage")
+    only(bed.connector, "nixl", "nixl-push")
     reader = bed.seats[READER]
     await bed.decode_at(FAILS)
     bodies = bodies_of("still")
@@ -308,8 +298,7 @@ async def test_the_prefill_server_stands_still_between_the_legs(bed: Bed) -> Non
     finally:
         reader.server.signal_group(signal.SIGCONT)
     results = await bed.results()
-    # Shared storage needs nothing more of the server that has read the prompt.
-    assert results == {"done" if bed.connector == "shared-storage" else "late": TIMES}
+    assert results == {"late": TIMES}
     await bed.quiet()
     await bed.all_right(bodies, texts)
 
@@ -356,7 +345,7 @@ async def test_the_decode_server_refuses(bed: Bed) -> None:
         raise Dropped
 
     for body, text in zip(bodies, texts, strict=True):
-        with bed.seats[FAILS].relay.hooks(asked=of_leg(bed.decode_leg, refuse)):
+        with bed.seats[FAILS].relay.hooks(asked=of_leg("decode", refuse)):
             await bed.all_right([body], [text])
         await bed.proxy.idle(60.0)  # a server that drops requests is ejected for a while
     results = await bed.results()
@@ -383,9 +372,7 @@ async def test_servers_are_killed(bed: Bed) -> None:
         texts = await bed.expected(bodies)
 
         await bed.decode_at(victim)
-        with decoder.relay.hooks(
-            **{"answered" if begun else "asked": of_leg(bed.decode_leg, kills(decoder))}
-        ):
+        with decoder.relay.hooks(**{"answered" if begun else "asked": of_leg("decode", kills(decoder))}):
             answer = await bed.ask(bodies[0])
         if begun:  # the client has had a part of the text, and is told that it is no more than that
             assert answer.error

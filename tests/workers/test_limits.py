@@ -115,3 +115,15 @@ async def test_another_model_stands_in(serve: Serve) -> None:
         for state, instance in (("drain", "s"), ("ready", "l")):
             await proxy.admin("/v1/fleet/instances/l/state", "PUT", state=state)
             assert {await served_by("gpt-4o") for _ in range(8)} == {instance}
+
+
+async def test_a_key_removed_from_the_file_is_refused_by_every_process(serve: Serve, tmp_path: Path) -> None:
+    async with Engine() as engine:
+        fleet = fleet_with_keys(engine, tmp_path, {}, {})
+        proxy = await serve({**fleet, "watch": True, "discovery": {"poll_s": 0.05}})
+        assert (await ask(proxy, 1)).status == 200
+        keys(tmp_path, {})
+        await proxy.said("reloaded: ")
+        # Each process had its keys before the line was written.
+        assert {(await ask(proxy, 1)).status for _ in range(20)} == {401}
+        assert (await ask(proxy, 0)).status == 200

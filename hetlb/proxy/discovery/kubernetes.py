@@ -150,13 +150,13 @@ class ExpiredError(Exception):
 class ApiServer:
     """Address and credentials of the API server. The token is read anew for every request: it is rotated."""
 
-    def __init__(self, table: ClusterTable, base: Path, key: str = "discovery.kubernetes") -> None:
-        """`key` names the table in errors. Raises `ConfigError`."""
+    def __init__(self, table: ClusterTable, base: Path) -> None:
+        """Raises `ConfigError` where the address is not known."""
         host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
         port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         if table.api_server is None and not host:
             raise ConfigError(
-                f"{key}.api_server: expected a URL outside of a cluster, but the key is missing"
+                "discovery.kubernetes.api_server: expected a URL outside of a cluster, but the key is missing"
             )
         self.url = (table.api_server or f"https://{bracketed(host)}:{port}").rstrip("/")
         own = table.api_server is None

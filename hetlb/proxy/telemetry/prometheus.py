@@ -220,10 +220,6 @@ FAMILIES: Final[Families] = (
         (("hetlb_shared_messages_total", "", "Messages of the shared state."),),
     ),
     (
-        lambda moment: None if moment.source.leader is None else [("", moment.source.leader)],
-        (("hetlb_shared_leads", "leads", "1 while this process serves."),),
-    ),
-    (
         lambda moment: [
             (f'{label},figure="{figure}"', ratios)
             for label, each in moment.instances

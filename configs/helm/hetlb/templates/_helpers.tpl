@@ -33,3 +33,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- define "hetlb.grace" -}}
 {{- dig "proxy" "shutdown_grace_s" 120 .Values.fleet | float64 | ceil | int -}}
 {{- end -}}
+
+{{- /* Keys of the fleet file that only a restart changes (hetlb says the same at a reload): pods roll with them. */ -}}
+{{- define "hetlb.restart" -}}
+{{- $fleet := .Values.fleet -}}
+{{- $keys := pick $fleet "queue" "health" "scrape" "tracing" "discovery" "watch" "pick" "shared" -}}
+{{- $_ := set $keys "proxy" (pick (default dict $fleet.proxy) "workers" "request_log" "request_log_format") -}}
+{{- $_ := set $keys "policy" (omit (default dict $fleet.policy) "name") -}}
+{{- range $fleet.models -}}
+{{- if .tokenizer -}}{{- $_ := set $keys (print "tokenizer of " .name) .tokenizer -}}{{- end -}}
+{{- end -}}
+{{- $keys | toJson | sha256sum -}}
+{{- end -}}

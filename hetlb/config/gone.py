@@ -1,0 +1,54 @@
+"""Keys, values and flags of earlier versions, and what to use in their place: the whole list."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+#: By key path of a file, list positions left out.
+GONE_KEYS: Final = {
+    "policy.state_file": "lengths are learnt anew after a start: delete the key; `policy.trace` with"
+    " `predictor: empirical` states lengths",
+    "shared.lease": "all pickers serve: `shared.url` names the server through which they share one view",
+}
+#: By key path and value.
+_CONNECTORS: Final = "use `nixl` or `mooncake`, connectors that vLLM keeps up"
+GONE_VALUES: Final[dict[tuple[str, object], str]] = {
+    ("models[].kv_transfer", "shared-storage"): _CONNECTORS,
+    ("models[].kv_transfer.connector", "shared-storage"): _CONNECTORS,
+}
+#: By command and flag, or flag and value.
+GONE_FLAGS: Final[dict[tuple[str, str], str]] = {
+    ("engine", "--kv-transfer shared-storage"): _CONNECTORS,
+    ("engine", "--kv-folder"): "it was for `shared-storage`, which went",
+}
+
+
+def gone_key(path: str) -> str | None:
+    """Return the line about a key that went, None for other keys; `path` is as in `models[0].name`."""
+    use = GONE_KEYS.get(_without_positions(path))
+    return None if use is None else f"{path}: this key went; {use}"
+
+
+def gone_value(path: str, value: Any) -> str | None:
+    """Return the line about a value that went, None for other values."""
+    try:
+        use = GONE_VALUES.get((_without_positions(path), value))
+    except TypeError:  # not hashable
+        return None
+    return None if use is None else f"{path}: {value!r} went; {use}"
+
+
+def gone_flag(command: str, arguments: Sequence[str]) -> str | None:
+    """Return the line about the first flag, or value of one, that went; None without one."""
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    for flag, value in zip(words, [*words[1:], ""], strict=True):
+        for text in (flag, f"{flag} {value}"):
+            if (use := GONE_FLAGS.get((command, text))) is not None:
+                return f"{text}: went; {use}"
+    return None
+
+
+def _without_positions(path: str) -> str:
+    return re.sub(r"\[\d+\]", "[]", path)
