@@ -50,7 +50,7 @@ from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest, make_plan
 from hetlb.workload.records import RequestResult
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 RESULTS = REPO_ROOT / "bench" / "results"
 PAGE = REPO_ROOT / "docs" / "evidence-fidelity.md"

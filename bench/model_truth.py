@@ -42,12 +42,12 @@ from hetlb.core.step_times import MixedTerm, scaled
 from hetlb.errors import HetlbError
 from hetlb.profiler.sources import assumed_host
 from hetlb.sim.against import errors, fit_corrections, reach, replay
-from hetlb.sim.against_logs import LoggedRequest, read_log
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.study import engine_of
+from hetlb.workload.measured_logs import LoggedRequest, read_log
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "evidence-fidelity.md"

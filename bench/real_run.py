@@ -30,9 +30,9 @@ from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.profiler.fit import Point, StepKind, fit
 from hetlb.profiler.sources import ASSUMED_TILE, HostTime, complete
 from hetlb.sim.against import MetricError, compare, errors, replay
-from hetlb.sim.against_logs import read_log
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
+from hetlb.workload.measured_logs import read_log
 
 #: Once in a layer, and once in a pass.
 _IN_LAYER = (

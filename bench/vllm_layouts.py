@@ -43,7 +43,7 @@ from engines import REPO_ROOT, SERVED_MODEL_NAME, TINY_SLOW, Server, vllm_server
 from hetlb.loadtest.load_result import LoadResult
 from hetlb.loadtest.processes import helper_processes
 from hetlb.workload.arrivals import PlannedRequest, make_plan
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 OUT = REPO_ROOT / "bench" / "results" / "vllm_layouts.json"
 HETLB = (sys.executable, "-m", "hetlb")

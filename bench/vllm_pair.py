@@ -46,7 +46,7 @@ from hetlb.loadtest.bodies import RequestBodies
 from hetlb.loadtest.generator import run_load
 from hetlb.loadtest.load_result import LoadResult
 from hetlb.workload.arrivals import PlannedRequest, make_plan
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 OUT = REPO_ROOT / "bench" / "results" / "vllm_pair.json"
 POLICIES = ("rr", "wrr", "least-requests", "paper", "hetlb")

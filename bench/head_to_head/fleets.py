@@ -27,7 +27,7 @@ from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.workload.arrivals import make_plan
 from hetlb.workload.content import HASH_BLOCK_TOKENS
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 #: Columns of an engine, by the series of vLLM's metrics page.
 OUTPUT_TOKENS, PREEMPTIONS = "vllm:generation_tokens_total", "vllm:num_preemptions_total"

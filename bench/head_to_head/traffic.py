@@ -19,7 +19,8 @@ from peers import MODEL, ROOT
 from hetlb.loadtest.bodies import RequestBodies
 from hetlb.loadtest.runs import LoadSpec
 from hetlb.workload.arrivals import PlannedRequest, Waves
-from hetlb.workload.traces import Row, read_trace
+from hetlb.workload.rows import Row
+from hetlb.workload.traces import read_trace
 
 #: Traces by name: the file in bench/data.
 LENGTHS = {

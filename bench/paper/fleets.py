@@ -36,7 +36,8 @@ from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.simulation_sweep import Study
 from hetlb.workload.arrivals import Load
-from hetlb.workload.traces import Row, read_trace
+from hetlb.workload.rows import Row
+from hetlb.workload.traces import read_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAREGPT = ROOT / "bench/data/sharegpt-first-turn.csv"

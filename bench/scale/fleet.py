@@ -14,7 +14,8 @@ from hetlb.core.types import Health, InstanceSpec
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.traces import Row, read_trace
+from hetlb.workload.rows import Row
+from hetlb.workload.traces import read_trace
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("h100_sxm", "a100_sxm", "l40s", "a100_sxm")

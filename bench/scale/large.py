@@ -19,7 +19,7 @@ from fleet import KINDS, MODEL, fleet, load, rows
 from hetlb.build import compiled
 from hetlb.core.types import Command, Request
 from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 
 class Timed(FleetSimulation):

@@ -26,7 +26,8 @@ from hetlb.profiler.fit import Point, StepKind, fit
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.workload.arrivals import PlannedRequest, make_plan
-from hetlb.workload.traces import Row, read_trace
+from hetlb.workload.rows import Row
+from hetlb.workload.traces import read_trace
 
 MODEL = "m"
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, BLOCK_SIZE = 256, 2048, 16

@@ -1,6 +1,6 @@
 """Cost of a decision: `python bench/scheduling/decisions.py --data DIR`, interpreted or compiled.
 
-Microseconds of an arrival and of the end of an answer, for 2, 8 and 64 instances, half full and with all
+Microseconds of an arrival and of the end of an answer, for 2, 16 and 64 instances, half full and with all
 requests at once. Prompts share nothing. A simulation tells how long each request takes from its dispatch to
 its first token and to its end; with these times the scheduler alone is driven several times. The figures are
 the median and the mean over requests of the least time that the same call took.
@@ -28,7 +28,7 @@ from hetlb.core.types import Dispatch, Lease, Outcome, Request
 from hetlb.sim.fleet_simulation import FleetSimulation
 
 #: Instances: a fleet, so many copies of each, requests/s that fill about half of it.
-_SIZES = {2: ("a100 tp4+tp1", 1, 8.0), 8: ("8 kinds", 1, 60.0), 64: ("8 kinds", 8, 480.0)}
+_SIZES = {2: ("a100 tp4+tp1", 1, 8.0), 16: ("8 kinds", 2, 120.0), 64: ("8 kinds", 8, 480.0)}
 #: So many times the same calls are made.
 _PLAYS: Final = 7
 #: Events, in their order at the same instant.

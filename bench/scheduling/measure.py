@@ -110,7 +110,7 @@ def compiled() -> bool:
 #: Ingredients of `hetlb` by name, and what takes each of them out.
 _INGREDIENTS: dict[str, tuple[Any, str, Any] | None] = {
     "hold": (default_policy.Evaluation, "_hold", lambda self: None),
-    "room": (default_policy.Evaluation, "_room", lambda self, instance, seen: 0),
+    "room": (default_policy.Evaluation, "_room", lambda self, each: 0),
     "speed correction": (speed, "TRUST", math.inf),
     "first_token_s": None,
     "others_s": None,

@@ -37,7 +37,8 @@ from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest, Waves, make_plan
 from hetlb.workload.content import HASH_BLOCK_TOKENS
 from hetlb.workload.records import percentile
-from hetlb.workload.traces import Row, read_trace
+from hetlb.workload.rows import Row
+from hetlb.workload.traces import read_trace
 
 OTHERS = ("paper", "least-requests", "p2c", "peak-ewma", "least-kv", "wrr", "prefix", "session")
 POLICIES = ("hetlb", *OTHERS)

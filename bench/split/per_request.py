@@ -39,7 +39,7 @@ from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_result import FleetResult
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "m"

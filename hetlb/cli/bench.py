@@ -31,7 +31,8 @@ from hetlb.loadtest.runs import LoadSpec, first_model
 from hetlb.loadtest.screen import Screen
 from hetlb.workload.arrivals import Load, Ramp, Rate
 from hetlb.workload.datasets import custom_rows, random_rows, sharegpt_rows
-from hetlb.workload.traces import Row, read_trace
+from hetlb.workload.rows import Row
+from hetlb.workload.traces import read_trace
 
 _DATASETS = ("random", "sharegpt", "custom")
 #: Default number of requests of random and sharegpt, as in `vllm bench serve`.
@@ -76,7 +77,7 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     add("--endpoint", path, default=COMPLETIONS, choices=(COMPLETIONS, CHAT))
     add("--dataset-name", "source of requests, instead of a trace", choices=_DATASETS)
     add("--config", "fleet file with the classes that the trace names", "FLEET.yaml", Path)
-    add("--dataset-path", "file of sharegpt (JSON) or custom (text or .jsonl)", "FILE", Path)
+    add("--dataset-path", "file of conversations, prompts, a batch or a trace", "FILE", Path)
     add("--random-input-len", "prompt tokens of random (default 1024)", "N", COUNT, 1024)
     add("--random-output-len", "output tokens of random (default 128)", "N", COUNT, 128)
     add("--random-range-ratio", "spread of random lengths, +-R (0 to 1)", "R", FRACTION, 0.0)
@@ -135,17 +136,16 @@ def _campaign(args: argparse.Namespace) -> tuple[Campaign, Fleet | None]:
     if args.sweep and not slo_s and len(rates) < 2:
         raise InputError("--sweep: expected several rates in --request-rate, or limits in --goodput")
     key = os.environ.get("OPENAI_API_KEY")
+    rows = _read_rows(args, recorded="trace" in rates)
+    texts = args.dataset_name != "random" and all(row.text is not None for row in rows)
     spec = LoadSpec(
         url=args.url,
         model=args.model or "",
-        load=Load(
-            _read_rows(args, recorded="trace" in rates), args.num_prompts, args.burstiness, waves=args.waves
-        ),
+        load=Load(rows, args.num_prompts, args.burstiness, waves=args.waves),
         seed=args.seed,
         salt=secrets.token_hex(4) if args.prompt_salt is None else args.prompt_salt,
         endpoint=args.endpoint,
-        text=args.prompt_format == "text"
-        or (args.prompt_format is None and args.dataset_name in ("sharegpt", "custom")),
+        text=args.prompt_format == "text" or (args.prompt_format is None and texts),
         hash_block_tokens=args.hash_block_size,
         ignore_eos=args.ignore_eos,
         max_concurrency=args.max_concurrency,
@@ -201,28 +201,30 @@ def _read_rates(args: argparse.Namespace) -> list[Rate | Ramp]:
 def _read_rows(args: argparse.Namespace, *, recorded: bool) -> list[Row]:
     """Read the rows of the trace or data set; `recorded` arrivals need a trace. Raises `InputError`."""
     rng = random.Random(args.seed)
-    if (args.trace is None) == (args.dataset_name is None):
-        raise InputError("expected either --trace or --dataset-name")
-    if args.trace is not None:
-        rows = read_trace(args.trace)
-        _check_rows(args, rows, recorded)
-        return rows
-    if recorded:
-        raise InputError("--request-rate: expected --trace to replay, got --dataset-name")
+    name, path = args.dataset_name, args.trace or args.dataset_path
+    if (args.trace is None) == (name is None and args.dataset_path is None):
+        raise InputError("expected either --trace, or --dataset-name and --dataset-path")
     count = args.num_prompts or _DATASET_PROMPTS
-    if args.dataset_name == "random":
+    if name == "random":
+        if recorded:
+            raise InputError("--request-rate: expected --trace to replay, got --dataset-name random")
         return random_rows(count, args.random_input_len, args.random_output_len, args.random_range_ratio, rng)
-    if args.dataset_path is None:
-        raise InputError(f"--dataset-path: expected a file for {args.dataset_name}")
-    if args.dataset_name == "sharegpt":
-        return sharegpt_rows(args.dataset_path, args.sharegpt_output_len, rng)[:count]
-    return custom_rows(args.dataset_path, args.custom_output_len)
+    if path is None:
+        raise InputError(f"--dataset-path: expected a file for {name}")
+    if name == "sharegpt":
+        rows = sharegpt_rows(path, args.sharegpt_output_len, rng)[:count]
+    elif name == "custom":
+        rows = custom_rows(path, args.custom_output_len)
+    else:
+        rows = read_trace(path, args.custom_output_len)
+    _check_rows(args, path, rows, recorded)
+    return rows
 
 
-def _check_rows(args: argparse.Namespace, rows: list[Row], recorded: bool) -> None:
+def _check_rows(args: argparse.Namespace, path: Path, rows: list[Row], recorded: bool) -> None:
     """Refuse rows that a chat, a header or a replay cannot express. Raises `TraceError`."""
     for number, row in enumerate(rows, start=1):
-        where = f"{args.trace}: row {number}"
+        where = f"{path}: row {number}"
         if args.endpoint == CHAT and row.sequences > 1:
             raise TraceError(f"{where}: sequences: expected 1 with {CHAT}, got {row.sequences}")
         if args.tenant_header and row.tenant and not _HEADER_VALUE.fullmatch(row.tenant):
@@ -231,7 +233,7 @@ def _check_rows(args: argparse.Namespace, rows: list[Row], recorded: bool) -> No
             raise TraceError(f"{where}: class: expected a word for a header, got {row.service!r}")
         if recorded and row.arrival_s is None:
             raise TraceError(
-                f"{args.trace}: arrival_s: expected a time in every row to replay, row {number} has none"
+                f"{path}: arrival_s: expected a time in every row to replay, row {number} has none"
             )
 
 
@@ -258,7 +260,7 @@ def _document(args: argparse.Namespace, campaign: Campaign, started: datetime) -
             "url": args.url,
             "model_id": campaign.spec.model,
             "endpoint": args.endpoint,
-            "dataset": args.dataset_name or str(args.trace),
+            "dataset": args.dataset_name or str(args.trace or args.dataset_path),
             "prompt_salt": campaign.spec.salt,
             "goodput_slo_ms": {name: 1e3 * limit for name, limit in (campaign.spec.slo_s or {}).items()},
             **platform_document(),

@@ -59,7 +59,7 @@ def add_load(parser: argparse.ArgumentParser) -> None:
     from hetlb.workload.content import HASH_BLOCK_TOKENS
 
     add = declare(parser)
-    add("--trace", "requests: arrival_s,input_tokens,output_tokens", "T.csv", Path)
+    add("--trace", "requests: hetlb's CSV, or a public trace as it is", "T.csv", Path)
     rates = "requests/s, inf (all at once) or trace (recorded arrivals); several: 2,4,inf"
     add("--request-rate", rates, "R", default="inf")
     add("--burstiness", "gamma shape of the gaps (default 1: Poisson; inf: constant)", "X", POSITIVE, 1.0)

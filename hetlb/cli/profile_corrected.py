@@ -13,8 +13,8 @@ from hetlb.config.profile_file import ProfileSource, load_profile
 from hetlb.errors import InputError, TraceError
 from hetlb.profiler.sources import corrected, write_profile
 from hetlb.sim.against import errors, fit_corrections, reach, replay, varies_enough
-from hetlb.sim.against_logs import read_log
 from hetlb.sim.study import engine_of
+from hetlb.workload.measured_logs import read_log
 
 
 def write_corrected(args: argparse.Namespace, path: Path) -> int:

@@ -117,8 +117,8 @@ def run(args: argparse.Namespace) -> int:
 def run_against(args: argparse.Namespace) -> int:
     """Compare the log of a real server with its profile and print the errors."""
     from hetlb.sim.against import compare  # scipy takes half a second
-    from hetlb.sim.against_logs import read_log
     from hetlb.sim.against_report import comparison_document, engines, print_comparison, write_against_plot
+    from hetlb.workload.measured_logs import read_log
 
     log = read_log(args.against, args.hash_block_size)
     profile = load_profile(args.profile) if args.profile is not None else None

@@ -6,7 +6,7 @@ import argparse
 
 from hetlb.cli.flags import print_document
 from hetlb.config.fleet import Fleet
-from hetlb.core.policies.hetlb import TERMS
+from hetlb.core.policies.terms import TERMS
 from hetlb.errors import InputError
 from hetlb.files import write_text
 from hetlb.sim.simulation_sweep import Study

@@ -28,8 +28,11 @@ class Backlog:
         self.ticked_at = now
 
     def push(self, request: Request, now: float, predicted: float, *, again: bool = False) -> list[Command]:
-        """Queue a request. `again`: it may run for the second time."""
+        """Queue a request, or reject it if the policy failed on it. `again`: it may run a second time."""
         queue, fleet = self.queue, self._fleet
+        if self._placement.take_failed(request.id):
+            self._retries.forget(request.id)
+            return [rejections.policy_failed(request.id)]
         if request.model in fleet.down_since and queue.limits.no_instance_timeout_s <= 0:
             return [rejections.no_instance(request)]
         commands: list[Command] = []
@@ -118,6 +121,9 @@ class Backlog:
             request, ready, now, predicted, entry.size, ceiling=ceiling, waited_s=waited_s
         )
         if found is None:
+            if placement.take_failed(request.id):
+                self.forget(request.id)
+                return rejections.policy_failed(request.id)
             # The rest of an answer was lost by all it was at: like a new request it may go back there.
             if request.id in self._retries.attempts and not placement.able(request, ready, now).instances:
                 return self.give_up(request, unsent=False)

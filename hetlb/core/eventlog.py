@@ -291,6 +291,7 @@ class Replay:
         self._lines = iter(lines)
         self.setup = decode_setup(next(self._lines, ""))
         self.scheduler = Scheduler(self.setup)
+        self.scheduler.contain(lambda request, error: None)
         self._leases: dict[LeaseId, Lease] = {}
 
     def __iter__(self) -> Iterator[Replayed]:

@@ -34,23 +34,22 @@ class Forecast:
         "with_s",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        seen: Occupancy,
-        request: Request,
-        output: float,
-        cached: float,
-        cost: Costs,
-        prompts_per_s: float,
-        shares: bool = True,
-    ) -> None:
-        """`output` tokens are predicted, `prompts_per_s` come to each engine; samples share one prompt."""
-        load, sequences = seen.load, float(request.sequences)
+    def __init__(self, seen: Occupancy, cached: float) -> None:
         self.seen: Occupancy = seen
-        self.load: EngineLoad = load
+        self.load: EngineLoad = seen.load
+        self.cached = cached
+
+    def take(
+        self, request: Request, output: float, cost: Costs, prompts_per_s: float, shares: bool = True
+    ) -> None:
+        """Forecast `output` tokens for a request while `prompts_per_s` come to each engine.
+
+        With `shares` the samples of a prompt are computed once.
+        """
+        seen, cached = self.seen, self.cached
+        load, sequences = seen.load, float(request.sequences)
         batch, budget, context, now_s = load.batch, load.budget, seen.context, seen.now_s
         prompt, latency, pending = float(request.prompt_tokens), load.latency, seen.unread
-        self.cached = cached
         own, prompts, mean_context = 1.0, 1.0, prompt + output / 2.0
         if sequences <= load.engines:
             with_s = load.next_step_s + load.next_token_s * (context + mean_context)

@@ -10,7 +10,8 @@ from hetlb.core.forecast import Forecast
 from hetlb.core.instance import Instance
 from hetlb.core.journal import Begun, Booked, Change, Ended, Journal, booked
 from hetlb.core.occupancy import Occupancy
-from hetlb.core.policies.base import SchedulingContext, SplitChoice
+from hetlb.core.policies.base import SplitChoice
+from hetlb.core.policies.sight import SchedulingContext
 from hetlb.core.prefix_index import Shared
 from hetlb.core.queue import Queue
 from hetlb.core.types import Lease, LeaseId, Outcome, Request

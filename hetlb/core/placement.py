@@ -16,19 +16,18 @@ from hetlb.core.ledger import Ledger, exact_held
 from hetlb.core.policies.base import (
     Choice,
     Policy,
-    SchedulingContext,
     SplitChoice,
     best,
-    forecast,
     paper_terms,
 )
+from hetlb.core.policies.sight import SchedulingContext, foreseen
 from hetlb.core.predictor import Predictor
 from hetlb.core.prefix_index import Held
 from hetlb.core.queue import Queue
 from hetlb.core.ready import Choices, ReadyInstances, with_excluded
 from hetlb.core.retries import Retries
 from hetlb.core.transfer import Holds
-from hetlb.core.types import Candidate, Dispatch, Request
+from hetlb.core.types import Candidate, Dispatch, Request, RequestId
 
 #: Mean request by which capacity is measured before the first one: prompt and output tokens.
 _USUAL_REQUEST = (512.0, 256.0)
@@ -58,6 +57,14 @@ class Decision:
         self.pair: SplitChoice | None = None
 
 
+def _check(index: int, work_s: float, instances: int) -> None:
+    """Raise `ValueError` unless a choice can be booked: one of the instances, and a finite time of work."""
+    if not (0 <= index < instances and 0.0 <= work_s < math.inf):
+        raise ValueError(
+            f"expected one of {instances} instances and seconds of work, got {index} and {work_s}"
+        )
+
+
 class Placement:
     """The policy with all that it is asked about: the fleet, what is asked for, lengths, prefixes."""
 
@@ -78,6 +85,10 @@ class Placement:
         self._patience_s: dict[str, float] = {}
         self._usual = Mix()
         self._usual.add(*_USUAL_REQUEST)
+        #: Called with each request at which the policy raised an error; None: the error is raised.
+        self.on_failed: Callable[[Request, Exception], None] | None = None
+        #: Requests at which it did, until they are rejected.
+        self.failed: set[RequestId] = set()
 
     def use(self, policy: Policy) -> None:
         """Decide by this policy from now on."""
@@ -142,8 +153,30 @@ class Placement:
 
         `own_size` is what it counts for in the queue; `long` is the predictor's, where it was asked already;
         instances of class `ceiling` and above are kept for another; it came `waited_s` ago. An instance that
-        has been given notice gets only what ends in time, with `stays` nothing.
+        has been given notice gets only what ends in time, with `stays` nothing. None, too, if the policy
+        raised an error: the request is in `failed` then.
         """
+        try:
+            return self._choose(request, ready, now, predicted, own_size, long, ceiling, waited_s, stays)
+        except Exception as error:
+            if self.on_failed is None:
+                raise
+            self.on_failed(request, error)
+            self.failed.add(request.id)
+            return None
+
+    def _choose(
+        self,
+        request: Request,
+        ready: ReadyInstances,
+        now: float,
+        predicted: float,
+        own_size: int,
+        long: float | None,
+        ceiling: int | None,
+        waited_s: float,
+        stays: bool,
+    ) -> Decision | None:
         queue, policy = self.queue, self.policy
         if ready.parts and request.splittable and (parts := self._parts(request, ready, now, ceiling)):
             waiting = queue.waiting(request.model) - own_size if queue.held else 0
@@ -152,6 +185,8 @@ class Placement:
             if choice is None:
                 return None
             if choice.prefill >= 0:
+                _check(choice.prefill, choice.work_s, len(parts))
+                _check(choice.decode, choice.decode_work_s, len(parts))
                 decision = Decision(ctx, ready, Choices(parts, {}), choice, parts[choice.prefill])
                 if choice.prefill != choice.decode:
                     decision.target, decision.pair = parts[choice.decode], choice
@@ -169,13 +204,21 @@ class Placement:
         found = policy.choose(ctx, able)
         if found is None:
             return None
+        _check(found.index, found.work_s, len(able))
         instance = able[found.index]
         leaves_at = instance.leaves_at
         if leaves_at is not None and request.pinned is None and not stays:
             late = now + found.forecast.end_s > leaves_at - NOTICE_MARGIN_S
             if late:
-                return self.choose(request, ready, now, predicted, own_size, long, ceiling, waited_s, True)
+                return self._choose(request, ready, now, predicted, own_size, long, ceiling, waited_s, True)
         return Decision(ctx, ready, choices, found, instance)
+
+    def take_failed(self, request_id: RequestId) -> bool:
+        """Return True if the policy failed on a request, which is said once."""
+        if not self.failed or request_id not in self.failed:
+            return False
+        self.failed.remove(request_id)
+        return True
 
     def able(self, request: Request, ready: ReadyInstances, now: float) -> Choices:
         """Return the instances that may get a request (see `ReadyInstances.choices`): most may go to all."""
@@ -254,6 +297,7 @@ class Placement:
         request, now = ctx.request, ctx.now
         if found.pair is not None and target is not None:
             lease = self.ledger.book_pair(ctx, found.pair, instance, target)
+            self.holds.transfers.checks.booked(instance, target, now)
         else:
             slots = instance.adapters if ctx.adapter_load_s > 0.0 else None
             loads = None if slots is None else slots.loads(request.model)
@@ -270,7 +314,12 @@ class Placement:
         used = lease.kv_prompt_tokens if shared is None else lease.kv_prompt_tokens + shared.new_tokens
         sequences = request.sequences
         ctx.demand.mix.add_booking(used / sequences, lease.unread_tokens / sequences)
-        self.policy.committed(ctx, instance, found.choices.instances)
+        try:
+            self.policy.committed(ctx, instance, found.choices.instances)
+        except Exception as error:  # the request has its instance all the same
+            if self.on_failed is None:
+                raise
+            self.on_failed(request, error)
         considered: Callable[[], Sequence[Candidate]] = choice.candidates
         excluded = found.choices.excluded
         if excluded:
@@ -295,7 +344,7 @@ class Placement:
         candidates = with_excluded(scored, ready.instances, choices.excluded)
         for instance, candidate in zip(ready.instances, candidates, strict=True):
             if candidate.forecast is None:
-                candidate.forecast = forecast(ctx, instance).document(instance.errors)
+                candidate.forecast = foreseen(ctx, instance).document(instance.errors)
             if candidate.ideal_batch is None:
                 terms = paper_terms(instance, request, predicted, self.policy.params)
                 candidate.ideal_batch, candidate.processing_s = terms.ideal_batch, terms.processing_s

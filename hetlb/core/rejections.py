@@ -66,3 +66,8 @@ def not_answered(request_id: RequestId, *, unsent: bool) -> Reject:
         return _later(request_id, RejectReason.CONNECT_FAILED, text)
     text = "The instance closed the connection without answering."
     return Reject(request_id, RejectReason.NO_RESPONSE, text)
+
+
+def policy_failed(request_id: RequestId) -> Reject:
+    """The policy raised an error at the request, or chose what cannot be booked."""
+    return Reject(request_id, RejectReason.POLICY_FAILED, "The scheduling policy failed on this request.")

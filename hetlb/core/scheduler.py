@@ -9,7 +9,7 @@ alike.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from hetlb.core import rejections
@@ -87,6 +87,22 @@ class Scheduler:
     def in_flight(self) -> int:
         """Leases that have not ended, also those of removed instances."""
         return len(self.ledger.leased)
+
+    def contain(self, on_failed: Callable[[Request, Exception], None]) -> None:
+        """Reject a request at which the policy raises an error, and call `on_failed` with both.
+
+        Without this the error is raised, as a simulation needs it.
+        """
+        self.placement.on_failed = on_failed
+
+    def abandon(self, request_id: RequestId, now: float) -> list[Command]:
+        """End whatever a request has, waiting or leased: its driver has lost track of it."""
+        commands: list[Command] = []
+        for lease in [each for each in self.ledger.leases() if each.request.id == request_id]:
+            if not lease.ended:
+                commands += self.on_lease_ended(lease, Outcome.LOCAL_FAULT, now, retry=False)
+        self.placement.take_failed(request_id)
+        return commands + self.on_cancelled(request_id, now)
 
     def subscribe(self, journal: Journal) -> None:
         """Append every change to a journal from now on."""
@@ -173,6 +189,8 @@ class Scheduler:
         """
         request, predicted = lease.request, lease.predicted_output
         commands: list[Command] = []
+        if outcome is Outcome.CLIENT_GONE:  # no fault of either engine
+            self._transfer_failed(lease, now)
         if lease.decode is not None:
             predicted = lease.decode.predicted_output
             self._drop(lease.decode, now)
@@ -189,11 +207,26 @@ class Scheduler:
         placed = None if ready is None else self.placement.place(request, ready, now, predicted)
         if placed is not None:
             commands.append(placed)
-        elif ready is not None and attempts.tried and not self.placement.able(request, ready, now).instances:
+        elif (
+            request.id not in self.placement.failed
+            and ready is not None
+            and attempts.tried
+            and not self.placement.able(request, ready, now).instances
+        ):
             commands.append(self._backlog.give_up(request, unsent=False))
         else:
             commands += self._backlog.push(request, now, predicted)
         return commands + self._backlog.flush(now)
+
+    def _transfer_failed(self, lease: Lease, now: float) -> None:
+        """Count a transfer that failed by no fault of the engine of this leg against the pair."""
+        leased, decode, hold = self.ledger.leased, lease.decode, lease.hold
+        source = leased.get(lease.id) if decode is not None else None
+        if hold is not None:
+            source = self.holds.source_of(hold)
+        target = leased.get(lease.id if decode is None else decode.id)
+        if source is not None and target is not None:
+            self.holds.transfers.checks.failed(source, target, now)
 
     def _drop(self, lease: Lease, now: float) -> Instance:
         """Give back what a lease booked."""
@@ -326,6 +359,7 @@ class Scheduler:
         attempts = retries.of(request.id)
         attempts.tried.append(lease.instance)
         found = self.placement.choose(request, ready, now, lease.predicted_output)
+        self.placement.take_failed(request.id)  # the busy engine's answer is the client's
         if found is None or found.instance.throttle.busy_until > now:
             if known is None:
                 retries.forget(request.id)
@@ -359,7 +393,7 @@ class Scheduler:
             # An instance can take it, but not now: none has room, or too many are being tried again.
             if unsent:
                 retries.forget(request.id)
-            if self.queue.has_room(request):
+            if self.queue.has_room(request) or request.id in placement.failed:
                 return self._backlog.push(request, now, predicted, again=not unsent)
         elif unsent and request.model in self.fleet.down_since:
             retries.forget(request.id)
@@ -413,6 +447,7 @@ class Scheduler:
         placed = None if ready is None else self.placement.place(request, ready, now, predicted)
         ledger.journals = journals
         if placed is None:
+            self.placement.take_failed(request.id)
             return None
         placed.lease.own = False
         return placed.lease
@@ -472,6 +507,8 @@ class Scheduler:
         longest, slept = instance.longest_request_tokens, instance.asleep
         finished = instance.finished_sequences
         instance.learn_sample(sample, now)
+        if instance.spec.kv_transfer is not None:
+            self.holds.sampled(instance, sample, now)
         if sample.asleep is not None:
             instance.asleep = sample.asleep
         restarted = sample.began is not None and self.fleet.process_seen(instance, sample.began, now)

@@ -15,10 +15,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from hetlb.core.instance import Instance
-from hetlb.core.journal import Booked, Change, Journal, RemoteLeases, Waiting
+from hetlb.core.journal import Booked, Change, Journal, Waiting
+from hetlb.core.remote_leases import RemoteLeases
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Command, Outcome, Request
 
@@ -116,8 +118,8 @@ class SharedView:
             return scheduler.on_arrival(request, now)
         expected = self._unseen(now)
         if expected and len(scheduler.instances) <= _MOST_DEALT:
-            request.preferred = self._share()
-            request.preferred_within = min(_MOST_WORSE, expected)
+            within = min(_MOST_WORSE, expected)
+            request = replace(request, preferred=self._share(), preferred_within=within)
         unseen = int(self._rng.random() * (0.5 + expected))
         if not unseen or len(scheduler.queue):
             return scheduler.on_arrival(request, now)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -176,7 +175,7 @@ class InstanceSpec(PickleByFields):
 @mypyc_attr(acyclic=True)
 @dataclass(slots=True, init=False)
 class Request(PickleByFields):
-    """One request as the scheduler sees it, never changed; its constructor can be compiled.
+    """One request as the scheduler sees it; its fields are final (a frozen dataclass is not compiled).
 
     `prompt_tokens` is the mean length of its prompts; `sequences` are prompts times `n`, of which `samples`
     have the same prompt; `max_tokens` is the client's cap on each output. `generates` is False for
@@ -190,28 +189,28 @@ class Request(PickleByFields):
     `prompt_tokens` are output of earlier leases. `service` is its class with the targets it has narrowed.
     """
 
-    id: RequestId
-    model: str
-    prompt_tokens: int
-    max_tokens: int | None
-    sequences: int
-    longest_prompt_tokens: int
-    generates: bool
-    body_bytes: int
-    prompt_exact: bool
-    pinned: str | None
-    prefix_keys: tuple[PrefixKey, ...]
-    priority: int
-    tenant: str | None
-    samples: int
-    blocks: PromptBlocks | None
-    splittable: bool
-    streamed: bool
-    subset: tuple[str, ...] | None
-    preferred: tuple[str, ...]
-    preferred_within: float
-    generated: int
-    service: ServiceClass
+    id: Final[RequestId]
+    model: Final[str]
+    prompt_tokens: Final[int]
+    max_tokens: Final[int | None]
+    sequences: Final[int]
+    longest_prompt_tokens: Final[int]
+    generates: Final[bool]
+    body_bytes: Final[int]
+    prompt_exact: Final[bool]
+    pinned: Final[str | None]
+    prefix_keys: Final[tuple[PrefixKey, ...]]
+    priority: Final[int]
+    tenant: Final[str | None]
+    samples: Final[int]
+    blocks: Final[PromptBlocks | None]
+    splittable: Final[bool]
+    streamed: Final[bool]
+    subset: Final[tuple[str, ...] | None]
+    preferred: Final[tuple[str, ...]]
+    preferred_within: Final[float]
+    generated: Final[int]
+    service: Final[ServiceClass]
 
     def __init__(
         self,
@@ -263,14 +262,15 @@ class Request(PickleByFields):
 
     def goes_on(self, generated: int) -> Request:
         """Request for the rest of an answer, of which `generated` tokens are part of the prompt now."""
-        more, rest = generated - self.generated, copy(self)
-        rest.generated = generated
-        rest.prompt_tokens += more
-        rest.longest_prompt_tokens += more
-        rest.splittable = False
-        if rest.max_tokens is not None:
-            rest.max_tokens = max(1, rest.max_tokens - more)
-        return rest
+        more = generated - self.generated
+        return replace(
+            self,
+            generated=generated,
+            prompt_tokens=self.prompt_tokens + more,
+            longest_prompt_tokens=self.longest_prompt_tokens + more,
+            splittable=False,
+            max_tokens=None if self.max_tokens is None else max(1, self.max_tokens - more),
+        )
 
     @property
     def restriction(self) -> str | None:
@@ -490,6 +490,9 @@ class EngineSample(PickleByFields):
     began: float | None = None
     #: Kind of the engine by its metrics, a key of `core.engines.ENGINES`; "" where none is known.
     engine: str = ""
+    #: Prompt tokens fetched from other engines, and computed, since the engine started.
+    fetched_tokens: int | None = None
+    computed_tokens: int | None = None
 
 
 # --- commands ---
@@ -505,6 +508,7 @@ class RejectReason(StrEnum):
     QUEUE_EXPIRED = "queue_expired"
     CONNECT_FAILED = "connect_failed"
     NO_RESPONSE = "no_response"
+    POLICY_FAILED = "policy_failed"
 
 
 @dataclass(slots=True)

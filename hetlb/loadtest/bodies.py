@@ -15,7 +15,7 @@ import msgspec
 
 from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.content import HASH_BLOCK_TOKENS
-from hetlb.workload.traces import spans_of
+from hetlb.workload.rows import spans_of
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from hetlb.config.api_keys import Tenant
@@ -290,15 +291,16 @@ class HttpStream(Upstream):
             self._answer(taken)
             return
         driver, request = shared.driver, taken.request
-        request.splittable = False  # a gateway sends a request to one instance
-        sheddable = False
+        sheddable, priority, subset = False, request.priority, request.subset
         objective = head.fields.get(OBJECTIVE)
         if objective is not None:
-            priority = shared.objectives.get(objective.decode("latin-1"), 0)
-            request.priority -= priority  # in vLLM's priorities the lower value goes first
-            sheddable = priority < 0
+            more = shared.objectives.get(objective.decode("latin-1"), 0)
+            priority -= more  # in vLLM's priorities the lower value goes first
+            sheddable = more < 0
         if self._subset is not None:
-            request.subset = tuple(shared.names[each] for each in self._subset if each in shared.names)
+            subset = tuple(shared.names[each] for each in self._subset if each in shared.names)
+        # A gateway sends a request to one instance.
+        request = taken.request = replace(request, splittable=False, priority=priority, subset=subset)
         self._exchange = taken
         driver.streams[request.id] = self
         if request.subset is not None and not driver.scheduler.fleet.any_routable(request):
@@ -500,6 +502,11 @@ class HttpStream(Upstream):
         """The answer is broken off: Envoy resets it, unless what is being fed ends it."""
         if self._out is None:
             self._answer(error_responses.response(502, b""))
+
+    def forsake(self, exchange: object) -> None:
+        """End the stream if the exchange is still at work on it: it has failed and says nothing."""
+        if self._exchange is exchange and not self.over:
+            self._answer(error_responses.response(500, b""))
 
     # --- out ---
 

@@ -143,20 +143,32 @@ class ClientConnection(PacedReader):
         self._server.left(self)
         self._release()
         exchange, self._exchange = self._exchange, None
-        if exchange is not None:
+        if exchange is None:
+            return
+        try:
             exchange.client_gone()
+        except Exception as error:
+            exchange.fault(error)
 
     def pause_writing(self) -> None:
         self._stalled_since = self._now()
-        if self._exchange is not None:
-            self._exchange.hold(True)
+        self._hold(True)
 
     def resume_writing(self) -> None:
         self._stalled_since = None
         if self._exchange is not None:
-            self._exchange.hold(False)
+            self._hold(False)
         else:
             self._read_on()
+
+    def _hold(self, held: bool) -> None:
+        exchange = self._exchange
+        if exchange is None:
+            return
+        try:
+            exchange.hold(held)
+        except Exception as error:
+            exchange.fault(error)
 
     # --- the exchange's side ---
 
@@ -183,8 +195,15 @@ class ClientConnection(PacedReader):
             reader.buffer, reader.at = b"", 0
             if self.reading is _TURN:
                 self._resume_reading()
-        if part and self._raw is not None:
-            self._raw(part)
+        raw, exchange = self._raw, self._exchange
+        if not part or raw is None:
+            return
+        try:
+            raw(part)
+        except Exception as error:
+            if exchange is None:
+                raise
+            exchange.fault(error)
 
     def hold(self, held: bool) -> None:
         """Stop (`held`) or resume reading the client: backpressure of the engine."""
@@ -218,6 +237,12 @@ class ClientConnection(PacedReader):
             self._linger(states.LAST_ANSWERED)
         else:
             self._close(states.LAST_ANSWERED)
+
+    def forsake(self, exchange: object) -> None:
+        """Drop the connection if it still waits for an exchange: that one has failed and says nothing."""
+        if self._exchange is exchange:
+            self._exchange = None
+            self.abort()
 
     # --- from the listener ---
 
@@ -314,6 +339,12 @@ class ClientConnection(PacedReader):
                     self._continue_later()
         except GateError as error:
             self._refuse(error)
+        except Exception as error:
+            self._server.driver.guard.log(error, f"reading a request of {self.address}")
+            if self.state in _READS:
+                self._refuse(Refusal(error_responses.FAULT, "The proxy failed on this request."))
+            else:
+                self.abort()
         if reader.at >= len(reader.buffer):
             reader.buffer, reader.at = b"", 0  # a connection that waits keeps no read in memory
         self._bound_reading()

@@ -19,6 +19,7 @@ from hetlb.proxy.ends import End
 from hetlb.proxy.engine_pools import EnginePools
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.exchange_states import TURNED_AWAY, Phase
+from hetlb.proxy.guard import Guard
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.forward_headers import ForwardRules
 from hetlb.proxy.http.openai_body import Call
@@ -57,6 +58,8 @@ class Driver(Carrier):
         self.token_estimator = token_estimator
         #: Requests that ended and were not counted yet.
         self._ended: list[Exchange] = []
+        #: Ends one exchange where hetlb raised an error at it.
+        self.guard = Guard(self)
         self.exchanges: dict[RequestId, Exchange] = {}
         self.forward_rules = ForwardRules(table.forward_headers)
         self.access = access
@@ -81,7 +84,10 @@ class Driver(Carrier):
 
     def submit(self, exchange: Exchange) -> None:
         self.exchanges[exchange.request.id] = exchange
-        self.scheduling.submit(exchange)
+        try:
+            self.scheduling.submit(exchange)
+        except Exception as error:
+            self.guard.ended(exchange, error)
 
     def try_again(self, lease: Lease, outcome: Outcome) -> None:
         """A lease ended with nothing of an answer: the scheduler decides what becomes of its request."""
@@ -118,6 +124,16 @@ class Driver(Carrier):
             scheduling.lease_ended(lease, end.told, self.now(), retry=False)
         elif exchange.ended_in is Phase.QUEUED and outcome in (Outcome.CLIENT_GONE, Outcome.SHUTDOWN):
             scheduling.cancelled(request_id, ended_at)
+        self._told_if_idle()
+
+    def dropped(self, exchange: Exchange) -> None:
+        """Count an exchange that could not end itself; the guard gives back what was booked for it."""
+        self._ended.append(exchange)
+        if exchange.ticket is not None:
+            exchange.ticket.ended(exchange.prompt_tokens_total, exchange.output_tokens, self.now())
+        self._told_if_idle()
+
+    def _told_if_idle(self) -> None:
         if self._idle_waiters and not self.exchanges:
             for waiter in self._idle_waiters:
                 if not waiter.done():
@@ -134,12 +150,17 @@ class Driver(Carrier):
         if not self._ended:
             return
         ended, self._ended = self._ended, []
+        self.guard.run(lambda: self._count(ended), "counting of ended requests")
+        told = self.on_ended
+        if told is not None:
+            on_ended: Callable[[list[Exchange]], None] = told
+            self.guard.run(lambda: on_ended(ended), "logging of ended requests")
+
+    def _count(self, ended: list[Exchange]) -> None:
         models, counted = self.scheduling.models, self.counted
         for exchange in ended:
             # A name that was never served is a client's: it must not become a label.
             counted.finished(exchange, exchange.lease is not None or exchange.request.model in models)
-        if self.on_ended is not None:
-            self.on_ended(ended)
 
     @property
     def totals(self) -> Totals:
@@ -171,18 +192,24 @@ class Driver(Carrier):
         lease = command.lease
         exchange = self.exchanges[command.request_id]
         command.label = exchange.label
-        self.open_pool(instance.incarnation, instance.name, instance.spec.url)
-        if decode is not None:
-            self.open_pool(decode.incarnation, decode.name, decode.spec.url)
-        exchange.dispatched(lease, instance.gives_ids)
+        try:
+            self.open_pool(instance.incarnation, instance.name, instance.spec.url)
+            if decode is not None:
+                self.open_pool(decode.incarnation, decode.name, decode.spec.url)
+            exchange.dispatched(lease, instance.gives_ids)
+        except Exception as error:
+            self.guard.ended(exchange, error)
 
     def reject(self, command: Reject, retry_after_s: float | None) -> None:
-        answer = error_responses.REJECTIONS[command.reason]
-        self.exchanges[command.request_id].refuse(answer, command.detail, retry_after_s)
+        exchange, answer = self.exchanges[command.request_id], error_responses.REJECTIONS[command.reason]
+        try:
+            exchange.refuse(answer, command.detail, retry_after_s)
+        except Exception as error:
+            self.guard.ended(exchange, error)
 
     def turned_away(self, lease: Lease) -> None:
-        self.exchanges[lease.request.id].back_to_queue(TURNED_AWAY)
         self.counted.tried_again(lease.instance, Outcome.UPSTREAM_BUSY)
+        self.exchanges[lease.request.id].back_to_queue(TURNED_AWAY)
 
     def emits(self, name: str) -> bool:
         return name in self.streaming(self.now() - EMITS_S)
@@ -219,16 +246,24 @@ class Driver(Carrier):
                 self.on_swept(now)
             for exchange in list(self.exchanges.values()):
                 if exchange.phase is not Phase.DONE:
-                    exchange.sweep(now, table.first_byte_timeout_s, table.idle_timeout_s, table.heartbeat_s)
-        targets = self.scheduling.targets()
-        for each in targets:
+                    try:
+                        exchange.sweep(
+                            now, table.first_byte_timeout_s, table.idle_timeout_s, table.heartbeat_s
+                        )
+                    except Exception as error:
+                        self.guard.ended(exchange, error)
+        run = self.guard.run
+        run(lambda: self._move_all_away(now), "moving requests away")
+        run(self._keep_less, "looking at kept answers")
+        run(lambda: self.pools.sweep(now), "sweeping connections")
+        run(self.instances_changed, "closing unused connections")
+        run(lambda: self.counted.keep({each.name for each in self.scheduling.targets()}), "counting")
+        run(lambda: self.scheduling.sweep(now), "sweeping the scheduler")
+
+    def _move_all_away(self, now: float) -> None:
+        for each in self.scheduling.targets():
             if each.leaves_at is not None:
                 self._move_away(each.name, each.leaves_at, now)
-        self._keep_less()
-        self.pools.sweep(now)
-        self.instances_changed()
-        self.counted.keep({target.name for target in targets})
-        self.scheduling.sweep(now)
 
     def _move_away(self, name: str, gone_at: float, now: float) -> None:
         """Move what cannot end before its instance leaves, evenly until then, the shortest first."""
@@ -243,8 +278,12 @@ class Driver(Carrier):
         most = math.ceil(len(late) * SWEEP_S / max(left_s, SWEEP_S))
         for _, request_id in late:
             exchange = self.exchanges.get(request_id)
-            if most > 0 and exchange is not None and exchange.move():
-                most -= 1
+            if most <= 0 or exchange is None:
+                continue
+            try:
+                most -= exchange.move()
+            except Exception as error:
+                self.guard.ended(exchange, error)
 
     def _keep_less(self) -> None:
         """Read some of what is kept of streams that may go on elsewhere, where that is much."""
@@ -271,7 +310,10 @@ class Driver(Carrier):
     def shut_down(self) -> None:
         for exchange in list(self.exchanges.values()):
             if exchange.phase is not Phase.DONE:
-                exchange.shut_down()
+                try:
+                    exchange.shut_down()
+                except Exception as error:
+                    self.guard.ended(exchange, error)
 
     def close(self) -> None:
         """Stop the timers and close idle connections. Call after `drain`."""

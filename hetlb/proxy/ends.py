@@ -79,13 +79,14 @@ HELD_UP: Final = End(
 IDLE: Final = End("idle", "nothing in a session for `proxy.idle_timeout_s`", Outcome.CLIENT_GONE)
 LEFT: Final = End("left", "the client left, in any phase", Outcome.CLIENT_GONE)
 LOCAL: Final = End("local", "this machine has no descriptors, ports or memory", Outcome.LOCAL_FAULT)
+FAULT: Final = End("fault", "hetlb itself raised an error", Outcome.LOCAL_FAULT)
 STOPPED: Final = End("stopped", "the proxy shuts down", Outcome.SHUTDOWN)
 
 #: All of them, in the order of the table.
 ENDS: tuple[End, ...] = (
     ANSWERED, UNSEEN, REFUSED, BUSY, SERVER_ERROR, NOT_ACCEPTED, LOOP, MOVED, DROPPED, UNREAD,
     NOT_HANDED_OVER, JUNK, HEAD_CUT, SILENT, BROKEN, STALLED, ERROR_EVENT, REFUSED_IN_STREAM, LAST_MISSING,
-    OTHERWISE, NOTICE, HELD_UP, IDLE, LEFT, LOCAL, STOPPED,
+    OTHERWISE, NOTICE, HELD_UP, IDLE, LEFT, LOCAL, FAULT, STOPPED,
 )  # fmt: skip
 
 #: Ends before a request was sent: another instance gets it.

@@ -161,7 +161,10 @@ class EnginePool(Upstream):
         for exchange, (check, began) in list(self._checks.items()):
             if now - began > self._connect_timeout_s:
                 check.abort()
-                self._checked(exchange, None)
+                try:
+                    self._checked(exchange, None)
+                except Exception as error:
+                    exchange.fault(error)
         while self._idle and self._idle[0].idle_since <= now - self._idle_s:
             self._idle.popleft().close()
 
@@ -201,13 +204,16 @@ class EnginePool(Upstream):
             if end is None:
                 connection.close()
             return
-        if end is not None:
-            self._lost = True
-            exchange.engine_failed(end, detail)
-        elif self._lost and self._on_reconnect is not None:
-            self._check(exchange, connection)
-        else:
-            connection.begin(exchange)
+        try:
+            if end is not None:
+                self._lost = True
+                exchange.engine_failed(end, detail)
+            elif self._lost and self._on_reconnect is not None:
+                self._check(exchange, connection)
+            else:
+                connection.begin(exchange)
+        except Exception as error:
+            exchange.fault(error)
 
     def _check(self, exchange: Carried, connection: EngineConnection) -> None:
         """Ask a fresh connection for the engine's models, for a request that waits for the answer."""
@@ -221,7 +227,7 @@ class EnginePool(Upstream):
             elif self._checks.pop(exchange, None) is not None:
                 exchange.engine_failed(ends.NOT_ACCEPTED, detail)
 
-        check = SideCall(self, self.head(b"GET /v1/models"), b"", done, failed)
+        check = SideCall(self, self.head(b"GET /v1/models"), b"", done, failed, on_fault=exchange.fault)
         self._checks[exchange] = check, self._now()
         connection.begin(check)
 

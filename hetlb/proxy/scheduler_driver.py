@@ -36,6 +36,7 @@ from hetlb.core.types import (
     RequestId,
 )
 from hetlb.proxy.engine_pools import EnginePools, Target
+from hetlb.proxy.guard import policy_failed
 from hetlb.proxy.http.error_responses import Refusal
 from hetlb.proxy.http.http1 import GateError
 from hetlb.proxy.scheduler_side import Carrier, DrainRate, SchedulerSide
@@ -134,6 +135,7 @@ class SchedulerDriver(SchedulerSide):
         self._end_s: list[float] = []
         self._ticker: asyncio.TimerHandle | None = None
         self._look_for_splits()
+        scheduler.contain(policy_failed)
 
     def _look_for_splits(self) -> None:
         pools = self._pools
@@ -239,6 +241,9 @@ class SchedulerDriver(SchedulerSide):
     def cancelled(self, request_id: RequestId, now: float) -> None:
         self.carry_out(self.scheduler.on_cancelled(request_id, now))
 
+    def abandon(self, request_id: RequestId, now: float) -> None:
+        self.carry_out(self.scheduler.abandon(request_id, now))
+
     def came_back(self, instance: str) -> None:
         text = "%s is this proxy itself, or leads back to it: taken out (state maint)"
         tell(logger, Event.INSTANCE_LOOP, text, instance, instance=instance)
@@ -283,6 +288,8 @@ class SchedulerDriver(SchedulerSide):
         instance = self.scheduler.fleet.instances.get(name)
         slept = instance is not None and instance.asleep
         self.carry_out(self.scheduler.on_scrape(name, sample, self.carrier.now()))
+        if self.transfers is not None:
+            self.transfers.judged()
         if instance is not None and instance.asleep is not slept:
             self.carrier.view_changed()
 
@@ -325,7 +332,10 @@ class SchedulerDriver(SchedulerSide):
 
     def _tick(self) -> None:
         self._ticker = None
-        self.carry_out(self.scheduler.on_tick(self.carrier.now()))
+        try:
+            self.carry_out(self.scheduler.on_tick(self.carrier.now()))
+        finally:
+            self.tick_later()
         self.carrier.ticked()
 
     def count_calls(self) -> None:

@@ -138,6 +138,10 @@ class SchedulerSide(ABC):
         """The client of a waiting request left."""
 
     @abstractmethod
+    def abandon(self, request_id: RequestId, now: float) -> None:
+        """End whatever the scheduler has of a request, of which its exchange has lost track."""
+
+    @abstractmethod
     def came_back(self, instance: str) -> None:
         """A request to an instance came back to this proxy: nothing goes there any more."""
 

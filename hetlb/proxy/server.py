@@ -72,8 +72,13 @@ class ProxyServer:
                 waiter.set_result(None)
 
     def sweep(self, now: float) -> None:
+        guard = self.driver.guard
         for connection in list(self.connections):
-            connection.sweep(now)
+            try:
+                connection.sweep(now)
+            except Exception as error:
+                guard.log(error, "sweeping a client's connection")
+                connection.abort()
 
     def abort(self) -> None:
         for connection in list(self.connections):

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from hetlb.core.journal import RemoteLeases
+from hetlb.core.remote_leases import RemoteLeases
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Command
 from hetlb.errors import HetlbError

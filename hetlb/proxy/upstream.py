@@ -55,6 +55,7 @@ class Carried(Protocol):
     def engine_failed(self, end: End, detail: str) -> None: ...
     def engine_connected(self, connection: EngineConnection) -> None: ...
     def still_served(self) -> bool: ...
+    def fault(self, error: Exception) -> None: ...
 
 
 class Upstream:
@@ -126,7 +127,12 @@ class EngineConnection(PacedReader):
         row = states.REUSED if self.state is _IDLE else states.BEGUN
         self.state = row.take(self.state)
         self.pool.busy.add(self)
-        exchange.engine_connected(self)
+        try:
+            exchange.engine_connected(self)
+        except Exception:
+            if self.exchange is exchange:
+                self.abort()
+            raise
 
     def send(self, head: bytes, body: bytes) -> None:
         transport = self._transport
@@ -168,6 +174,12 @@ class EngineConnection(PacedReader):
         if self._transport is not None:
             self._transport.close()
 
+    def _failed(self, exchange: Carried, error: Exception) -> None:
+        """End an exchange that raised an error, and this connection while it still carries it."""
+        if self.exchange is exchange:
+            self.abort()
+        exchange.fault(error)
+
     # --- asyncio's side ---
 
     def data_received(self, data: bytes) -> None:
@@ -176,17 +188,20 @@ class EngineConnection(PacedReader):
             # Bytes that no request asked for: the framing of this connection cannot be trusted.
             self.abort()
             return
-        if len(data) > TURN_BYTES or self.reading is not _OPEN:
-            self._rest = self._rest[self._rest_at :] + data if self._rest else data
-            self._rest_at = 0
-            if self.reading is _OPEN:
-                self._take_part(exchange)
-            return
-        decoder = self._decoder
-        # By far the most common read: an event in a chunk of its own.
-        if decoder is not None and decoder.between and exchange.engine_events(data):
-            return
-        self._receive_or_fail(exchange, data)
+        try:
+            if len(data) > TURN_BYTES or self.reading is not _OPEN:
+                self._rest = self._rest[self._rest_at :] + data if self._rest else data
+                self._rest_at = 0
+                if self.reading is _OPEN:
+                    self._take_part(exchange)
+                return
+            decoder = self._decoder
+            # By far the most common read: an event in a chunk of its own.
+            if decoder is not None and decoder.between and exchange.engine_events(data):
+                return
+            self._receive_or_fail(exchange, data)
+        except Exception as error:
+            self._failed(exchange, error)
 
     def _take_part(self, exchange: Carried) -> None:
         """Look at the next part of what was read; the others have their turn before more is read."""
@@ -204,10 +219,13 @@ class EngineConnection(PacedReader):
 
     def turn_came(self) -> None:
         exchange = self.exchange
-        if self._rest and exchange is not None:
-            self._take_part(exchange)
-        else:
+        if not self._rest or exchange is None:
             self._resume_reading()
+            return
+        try:
+            self._take_part(exchange)
+        except Exception as error:
+            self._failed(exchange, error)
 
     def _receive_or_fail(self, exchange: Carried, data: bytes) -> None:
         try:
@@ -302,8 +320,14 @@ class EngineConnection(PacedReader):
     def connection_lost(self, exc: Exception | None) -> None:
         left = self.state is not EngineState.CLOSED
         self._transport = None
-        while self._rest and self.exchange is not None:  # what came before the end comes first
-            self._take_part(self.exchange)
+        exchange = self.exchange
+        try:
+            while self._rest and exchange is not None:  # what came before the end comes first
+                self._take_part(exchange)
+                exchange = self.exchange
+        except Exception as error:
+            if exchange is not None:
+                self._failed(exchange, error)
         state = self.state
         exchange, self.exchange = self.exchange, None
         self._leave()
@@ -311,6 +335,13 @@ class EngineConnection(PacedReader):
             self.pool.lost()  # none of our own doing
         if exchange is None:
             return
+        try:
+            self._lost(exchange, state, exc)
+        except Exception as error:
+            exchange.fault(error)
+
+    def _lost(self, exchange: Carried, state: EngineState, exc: Exception | None) -> None:
+        """Tell an exchange that its connection is lost, which was in `state`."""
         if state is EngineState.RESENT:
             # It was closed while idle and we learnt it too late: that is no failure.
             exchange.engine_lost_idle()
@@ -345,7 +376,7 @@ class SideCall:
     """
 
     __slots__ = (
-        "_answer", "_body", "_connection", "_done", "_failed", "_head", "_received", "_serves",
+        "_answer", "_body", "_connection", "_done", "_failed", "_head", "_on_fault", "_received", "_serves",
         "method", "plain", "pool",
     )  # fmt: skip
 
@@ -357,7 +388,9 @@ class SideCall:
         done: Callable[[ResponseHead, bytes], None],
         failed: Callable[[End, str], None],
         serves: Callable[[], bool] = lambda: True,
+        on_fault: Callable[[Exception], None] | None = None,
     ) -> None:
+        """`on_fault` gets an error that `done` or `failed` raised; without it, `failed` is called."""
         self.method = b"POST" if body else b"GET"
         self.plain = True
         self.pool = pool
@@ -366,6 +399,7 @@ class SideCall:
         self._done = done
         self._failed = failed
         self._serves = serves
+        self._on_fault = on_fault
         self._connection: EngineConnection | None = None
         self._answer: ResponseHead | None = None
         self._received = bytearray()
@@ -415,3 +449,10 @@ class SideCall:
     def engine_failed(self, end: End, detail: str) -> None:
         self._connection = None
         self._failed(end, detail)
+
+    def fault(self, error: Exception) -> None:
+        self._connection = None
+        if self._on_fault is not None:
+            self._on_fault(error)
+        else:
+            self._failed(ends.FAULT, str(error))

@@ -22,12 +22,12 @@ from scipy.optimize import least_squares, minimize_scalar
 from hetlb.core.latency import IterationRule, LatencyModel, corrected
 from hetlb.core.step_times import MixedTerm
 from hetlb.errors import TraceError
-from hetlb.sim.against_logs import Log, LoggedRequest
 from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence, SequenceState
 from hetlb.sim.event_queue import EventQueue
 from hetlb.sim.fleet_engine import BEGIN, SUBMIT, EngineSpec, FleetEngine
 from hetlb.workload.content import UNSHARED
+from hetlb.workload.measured_logs import Log, LoggedRequest
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 

@@ -12,11 +12,11 @@ from hetlb.config.profile_file import Profile
 from hetlb.errors import ConfigError
 from hetlb.plots import new_figure, plot_distribution, save_figure, tidy
 from hetlb.sim.against import Comparison
-from hetlb.sim.against_logs import Log
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.study import engine_of
 from hetlb.tables import table
+from hetlb.workload.measured_logs import Log
 
 _MEASURED, _SIMULATED = "#24292f", "#d9480f"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Final
 
 from hetlb.core.journal import booked
@@ -101,7 +102,13 @@ class RelayDriver(SchedulerSide):
         self._channel = None
         self._alone_since = self._driver.now()
         for exchange in list(self._driver.exchanges.values()):
+            self._let_go(exchange)
+
+    def _let_go(self, exchange: Exchange) -> None:
+        try:
             exchange.let_go()
+        except Exception as error:
+            exchange.fault(error)
 
     def _send(self, message: RelayMessage) -> None:
         if self._channel is not None:
@@ -206,6 +213,9 @@ class RelayDriver(SchedulerSide):
     def cancelled(self, request_id: RequestId, now: float) -> None:
         self._send(Cancelled(request_id))
 
+    def abandon(self, request_id: RequestId, now: float) -> None:
+        self._send(Cancelled(request_id))
+
     def came_back(self, instance: str) -> None:
         self._send(CameBack(instance))
 
@@ -240,7 +250,7 @@ class RelayDriver(SchedulerSide):
             exchange.lease.ended = True
             driver.turned_away(exchange.lease)
         if command.model:
-            exchange.request.model = command.model
+            exchange.request = replace(exchange.request, model=command.model)
         target, now = self._targets[command.instance], driver.now()
         lease = Lease(
             command.lease,
@@ -263,7 +273,10 @@ class RelayDriver(SchedulerSide):
         driver.open_pool(target.incarnation, target.name, target.url)
         lease.forecast_end_s, lease.expected_first_s = command.expected_s, command.expected_first_s
         lease.beside = command.mixed
-        exchange.dispatched(lease, command.gives_ids)
+        try:
+            exchange.dispatched(lease, command.gives_ids)
+        except Exception as error:
+            driver.guard.ended(exchange, error)
 
     def answer(self, command: Rejected | PassOnMessage) -> None:
         exchange = self._driver.exchanges.get(command.request)
@@ -276,9 +289,12 @@ class RelayDriver(SchedulerSide):
                 kind = error_responses.RATE_LIMITED
             else:
                 kind = error_responses.bad_request(command.status)
-            exchange.refuse(kind, command.detail, command.retry_after_s, command.lines)
+            try:
+                exchange.refuse(kind, command.detail, command.retry_after_s, command.lines)
+            except Exception as error:
+                exchange.fault(error)
         else:
-            exchange.let_go()
+            self._let_go(exchange)
 
     # --- time ---
 

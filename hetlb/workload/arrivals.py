@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from hetlb.workload.content import UNSHARED, PromptContent, contents_of
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 
 @dataclass(frozen=True, slots=True)

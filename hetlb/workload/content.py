@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import TypeAlias
 
 from hetlb.core.prefix_cuts import FIRST_TOKENS, cuts
-from hetlb.workload.traces import Row, spans_of
+from hetlb.workload.rows import Row, spans_of
 
 #: A span of a prompt: its name, and its length in tokens.
 Span: TypeAlias = tuple[Hashable, int]

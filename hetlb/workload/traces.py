@@ -1,94 +1,74 @@
-"""Request traces: rows of arrival times and token counts of CSV files."""
+"""Requests of a file in any known form: one recogniser, by the keys that its records have."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from hetlb.csv_rows import CsvRow, csv_rows
 from hetlb.errors import TraceError
+from hetlb.workload.chats import BATCH, CHATS, PROMPTS, batch_rows, chat_rows, is_batch, is_chats, prompt_rows
+from hetlb.workload.measured_logs import kind_of_log, summary_of
+from hetlb.workload.record_file import RecordFile, open_records, say
+from hetlb.workload.rows import REQUIRED_COLUMNS, Row, is_own, own_rows
+from hetlb.workload.trace_files import TRACES, known_trace, named_columns, rows_of
 
-REQUIRED_COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
-#: A count above this is a mistake, not a prompt.
-_MAX_TOKENS = (1 << 31) - 1
-#: Kinds of requests of a row: text, or vectors of texts (`POST /v1/embeddings`).
-ENDPOINTS = ("completions", "embeddings")
-#: All columns with a meaning.
-_KNOWN = {
-    *REQUIRED_COLUMNS,
-    *("session_id", "turn", "hash_ids", "prompt", "tenant", "sequences", "n", "endpoint", "adapter", "class"),
-}
-#: A block or a span of a prompt: `NAME`, or `NAME=TOKENS`.
-_SPAN = re.compile(r"([\w-]+)(?:=(\d+))?")
-#: A request asks for at most so many prompts or samples: more is a mistake.
-_MAX_SEQUENCES = 1 << 16
+#: Forms that are read, for a refusal.
+_TITLES = (
+    f"hetlb's CSV ({','.join(REQUIRED_COLUMNS)})",
+    *TRACES,
+    "records whose keys name what they are (arrival_s, _ms or _ns, prompt_tokens, completion_tokens)",
+    CHATS,
+    BATCH,
+    PROMPTS,
+    "results of a load test with the times of each request",
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One request to ask.
+def read_trace(path: Path, answer_tokens: int | None = None) -> list[Row]:
+    """Return every request of a file, in its order. Raises `TraceError`; a file without any is an error.
 
-    `arrival_s` is None in traces without arrival times. `input_tokens` is the length of each of its
-    `sequences` prompts, `output_tokens` that of each of the `n` answers to each. `session` names the
-    conversation and `turn` its place there: a prompt holds the conversation so far. `hash_ids` name what the
-    prompt begins with, in order: `NAME` is one block of tokens (of a size that the reader knows),
-    `NAME=TOKENS` a span of a stated length. `adapter` is the LoRA adapter that it asks for, `service` the
-    name of its class, `text` the prompt where the source has one.
+    `answer_tokens` is the length of answers where the file has none. What a file of another program was taken
+    for goes to stderr.
     """
-
-    arrival_s: float | None
-    input_tokens: int
-    output_tokens: int
-    text: str | None = None
-    session: str = ""
-    hash_ids: tuple[str, ...] = ()
-    turn: str = ""
-    tenant: str = ""
-    sequences: int = 1
-    n: int = 1
-    endpoint: str = "completions"
-    adapter: str = ""
-    service: str = ""
-    extra: dict[str, str] = field(default_factory=dict, compare=False)
+    return rows_in(open_records(path), answer_tokens)
 
 
-def spans_of(hash_ids: Iterable[str], tokens: int, block_tokens: int) -> list[tuple[str, int]]:
-    """Names and lengths of the spans that the first `tokens` tokens of a prompt begin with."""
-    spans = []
-    for each in hash_ids:
-        name, equals, length = each.partition("=")
-        size = min(int(length) if equals else block_tokens, tokens)
-        if size == 0:
-            break
-        spans.append((name, size))
-        tokens -= size
-    return spans
+def rows_in(file: RecordFile, answer_tokens: int | None = None) -> list[Row]:
+    """Return the requests of a file that is open; see `read_trace`."""
+    if is_own(file):
+        return own_rows(file)
+    title, rows, left_out = _recognised(file, answer_tokens)
+    if not rows:
+        raise TraceError(f"{file.path}: {title}: expected at least one request, got none of use")
+    times = [row.arrival_s for row in rows if row.arrival_s is not None]
+    timed = len(times) == len(rows)
+    span = f" over {max(times) - min(times):,.1f} s" if timed else ", not all with times" if times else ""
+    notes = "".join(f"; left out: {each}" for each in left_out)
+    say(file.path, f"read as {title}: {len(rows):,} request{'s'[: len(rows) > 1]}{span}{notes}")
+    return rows
 
 
-def read_trace(path: Path) -> list[Row]:
-    """Every row of the trace in file order. Raises `TraceError`; a trace without rows is an error too."""
-    return [_row(line) for line in csv_rows(path, REQUIRED_COLUMNS, TraceError)]
-
-
-def _row(line: CsvRow) -> Row:
-    endpoint = line.get("endpoint") or ENDPOINTS[0]
-    if endpoint not in ENDPOINTS:
-        raise line.error("endpoint", f"one of {', '.join(ENDPOINTS)}")
-    return Row(
-        line.number("arrival_s", "seconds from the start") if line.get("arrival_s") else None,
-        line.whole("input_tokens", 1, _MAX_TOKENS),
-        line.whole("output_tokens", 0, _MAX_TOKENS),
-        text=line.cells.get("prompt") or None,
-        session=line.cells.get("session_id", ""),
-        hash_ids=tuple(each.group() for each in _SPAN.finditer(line.get("hash_ids"))),
-        turn=line.cells.get("turn", ""),
-        tenant=line.cells.get("tenant", ""),
-        sequences=line.whole("sequences", 1, _MAX_SEQUENCES) if line.get("sequences") else 1,
-        n=line.whole("n", 1, _MAX_SEQUENCES) if line.get("n") else 1,
-        endpoint=endpoint,
-        adapter=line.get("adapter"),
-        service=line.get("class"),
-        extra={name: cell for name, cell in line.cells.items() if name not in _KNOWN},
-    )
+def _recognised(file: RecordFile, answer_tokens: int | None) -> tuple[str, list[Row], list[str]]:
+    """Return what a file is, its rows, and what was left out. Raises `TraceError`."""
+    if (trace := known_trace(file)) is not None:
+        title, keys = trace
+        return title, *rows_of(file, keys)
+    if is_chats(file):
+        return CHATS, *chat_rows(file, answer_tokens)
+    if is_batch(file):
+        return BATCH, *batch_rows(file, answer_tokens)
+    if (log := kind_of_log(file)) is not None:
+        title, reader = log
+        measured = reader(file, 1)
+        rows = [
+            Row(each.arrival_s, max(1, each.input_tokens), each.output_tokens) for each in measured.requests
+        ]
+        left_out = [f"{measured.failed:,} that failed"] if measured.failed else []
+        left_out += [f"{measured.warm_ups:,} of the warm-up"] if measured.warm_ups else []
+        return title, rows, left_out
+    if (named := named_columns(file)) is not None:
+        return "records whose keys name what they are", *rows_of(file, named)
+    if file.name("prompt", "textinput", "text") is not None:
+        return PROMPTS, *prompt_rows(file, answer_tokens)
+    if (summary := summary_of(file)) is not None:
+        raise TraceError(f"{file.path}: {summary}")
+    raise TraceError(f"{file.path}: expected requests, got {file.described}; read are: {'; '.join(_TITLES)}")

@@ -364,7 +364,7 @@ WRONG = [
     (["--slo-attainment", "0"], "--slo-attainment: expected a share above 0 up to 1"),
     (["--random-range-ratio", "2"], "--random-range-ratio: expected 0 to 1, got 2"),
     (["--html", "/nowhere/x.html"], "--html: expected a file in a folder that exists"),
-    (["--dataset-name", "random"], "expected either --trace or --dataset-name"),
+    (["--dataset-name", "random"], "expected either --trace, or --dataset-name"),
     (["--session-header", "x y"], "--session-header: expected the name of a header, got 'x y'"),
     (["--csv", "/nowhere/x.csv"], "--csv: expected a file in a folder that exists"),
     (["--save-result", "--result-dir", "/nowhere"], "--result-dir: expected a folder that exists"),
@@ -386,7 +386,7 @@ def test_wrong_flags_are_one_line(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "expected either --trace or --dataset-name"),
+        ([], "expected either --trace, or --dataset-name"),
         (["--dataset-name", "custom"], "--dataset-path: expected a file for custom"),
         (
             ["--dataset-name", "random", "--request-rate", "trace"],

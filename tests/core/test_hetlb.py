@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.core.latency import LatencyModel
-from hetlb.core.policies.hetlb import TERMS
+from hetlb.core.policies.terms import TERMS
 from hetlb.core.predictor import OraclePredictor
 from hetlb.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
 

@@ -15,7 +15,7 @@ from hetlb.core.queue import QueueLimits
 from hetlb.core.types import Candidate, Capacity, Probed, ProbeResult
 from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.records import RequestResult
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 
 def facts(value: Any) -> Any:

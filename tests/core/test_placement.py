@@ -11,7 +11,8 @@ from helpers import FAST, dispatched, make_scheduler, request, spec
 from hetlb.core.block_index import BlocksStored, KvEventBatch, block_digests
 from hetlb.core.demand import PROMPT_WEIGHT
 from hetlb.core.latency import processing_s
-from hetlb.core.policies.base import PolicyParams, SchedulingContext
+from hetlb.core.policies.base import PolicyParams
+from hetlb.core.policies.sight import SchedulingContext
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     AdminState,

@@ -11,8 +11,9 @@ from helpers import FAST, make_scheduler, request, spec
 
 from hetlb.core.instance import Instance
 from hetlb.core.journal import Booked
-from hetlb.core.policies.hetlb import TERMS, Evaluation
+from hetlb.core.policies.hetlb import Evaluation
 from hetlb.core.policies.pairs import _Pairs
+from hetlb.core.policies.terms import TERMS
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import (
     Capacity,

@@ -12,7 +12,7 @@ from hetlb.emulator import EmulatedEngine
 from hetlb.loadtest.bodies import RequestBodies
 from hetlb.loadtest.generator import run_load
 from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 PROFILE = load_profile(Path(hetlb.demo.__file__).parent / "fast.yaml")
 PLAN = [PlannedRequest(i, 0.0, Row(None, 5 + 11 * i, 1 + i % 7)) for i in range(20)]

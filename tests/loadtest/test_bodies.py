@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hetlb.emulator.counting import VOCABULARY
 from hetlb.loadtest.bodies import CHAT, RequestBodies
 from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.datasets import estimate_tokens
-from hetlb.workload.traces import Row
+from hetlb.workload.chats import estimate_tokens
+from hetlb.workload.rows import Row
 
 BLOCK = 8
 

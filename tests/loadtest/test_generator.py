@@ -17,7 +17,7 @@ from hetlb.loadtest.generator import LoadProgress, run_load
 from hetlb.loadtest.load_result import LoadResult
 from hetlb.workload.arrivals import PlannedRequest, make_plan
 from hetlb.workload.records import RequestResult
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 
 def plan_of(count: int, *, gap_s: float = 0.0, output: int = 3) -> list[PlannedRequest]:

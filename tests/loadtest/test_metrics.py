@@ -13,7 +13,7 @@ from hetlb.loadtest.htmlreport import against_rate, distribution, in_flight, out
 from hetlb.loadtest.load_result import LoadResult, peak_concurrency
 from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.records import RequestResult
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 
 def record(

@@ -21,7 +21,7 @@ COUNTS = {
     "refused-in-stream": Verdict.WELL,
     "not-handed-over": Verdict.NOTHING,
     "unread": Verdict.NOTHING, "held-up": Verdict.NOTHING, "idle": Verdict.NOTHING,
-    "left": Verdict.NOTHING, "local": Verdict.NOTHING,
+    "left": Verdict.NOTHING, "local": Verdict.NOTHING, "fault": Verdict.NOTHING,
     "stopped": Verdict.NOTHING, "last-missing": Verdict.FAILED, "head-cut": Verdict.FAILED,
     "otherwise": Verdict.NOTHING, "notice": Verdict.NOTHING,
 }  # fmt: skip

@@ -21,7 +21,7 @@ from hetlb.sim.engine_sequence import EngineSequence
 from hetlb.sim.fleet_result import FleetResult
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 NAMES = tuple(f"lora-{n}" for n in range(8))
 LOAD_S = 0.5

@@ -25,7 +25,7 @@ from hetlb.sim.fleet_result import FleetResult
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.sim.simulation_sweep import fixed_split
 from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 FAST = LatencyModel(k1=1e-4, k2=1e-3, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
 

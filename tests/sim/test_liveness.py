@@ -19,7 +19,7 @@ from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_result import FleetResult
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest, make_plan
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 ANSWER = Lengths(60, 0.5, 5, 300)
 KV_TOKENS = 400_000

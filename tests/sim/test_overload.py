@@ -18,7 +18,7 @@ from hetlb.sim.fleet_engine import EngineSpec
 from hetlb.sim.fleet_result import FleetResult, FleetSeries
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 CAPACITY = Capacity(200_000, 16, 64, 2048, None, 200_000)
 SPECS = tuple(spec(f"i{i}", slower=1.0 + i, capacity=CAPACITY) for i in range(3))

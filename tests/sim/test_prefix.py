@@ -20,7 +20,7 @@ from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.engine_model import EngineModel
 from hetlb.sim.engine_sequence import EngineSequence, SequenceState
 from hetlb.workload.content import contents_of
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 LATENCY = LatencyModel(k1=1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=1e-7, k8=1.3e-2)
 

@@ -23,7 +23,7 @@ from hetlb.sim.fleet_result import FleetResult
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.sim.kv_links import KvLinks, KvPath
 from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 LATENCY = LatencyModel(k1=1e-4, k2=0.0, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
 LINK = KvLink(Connector.NIXL, bytes_per_token=1e5, bandwidth_bytes_per_s=1e9, latency_s=0.01)

@@ -31,7 +31,7 @@ from hetlb.sim.fleet_result import FleetSeries
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.sim.simulation_sweep import TRACE, Study, StudyCell, fixed_split, run_sweep
 from hetlb.workload.arrivals import Load
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 FAST = LatencyModel(k1=1e-4, k2=1e-3, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
 CELLS = [

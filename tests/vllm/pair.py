@@ -42,7 +42,7 @@ from hetlb.loadtest.generator import run_load
 from hetlb.loadtest.load_result import LoadResult
 from hetlb.loadtest.processes import helper_processes
 from hetlb.workload.arrivals import PlannedRequest, make_plan
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 HERE = Path(__file__).resolve().parent
 MODELS = REPO_ROOT / ".cache" / "vllm-models"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hetlb.workload.arrivals import gaps_s, make_plan
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 COUNT = 10_000
 

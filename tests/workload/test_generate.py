@@ -13,7 +13,7 @@ import pytest
 from generated_traffic import AgentTree, Lengths
 
 from hetlb.workload.content import contents_of
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 KINDS: dict[str, Callable[[int, random.Random], list[Row]]] = {
     "independent": generate.independent,

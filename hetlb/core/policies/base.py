@@ -1,4 +1,4 @@
-"""Base of every policy: the context of a decision, the paper's terms, the decision.
+"""Base of every policy: the paper's terms, the decision.
 
 A policy sees only instances that can take the request, the lowest score wins and ties go to the first in file
 order. Choosing changes nothing but the policy's random draws; `committed` is told what was chosen.
@@ -14,13 +14,11 @@ from typing import ClassVar, Final
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.core.demand import Demand
 from hetlb.core.forecast import Forecast
 from hetlb.core.instance import Instance
 from hetlb.core.latency import ideal_batch, processing_s
-from hetlb.core.occupancy import Occupancy
 from hetlb.core.pickle_by_fields import PickleByFields
-from hetlb.core.prefix_index import Held
+from hetlb.core.policies.sight import SchedulingContext, foreseen
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import Candidate, Request, Role, pair_name
 
@@ -112,47 +110,6 @@ def paper_work(ctx: SchedulingContext, instance: Instance) -> tuple[int, float, 
 
 
 @mypyc_attr(acyclic=True, free_list_len=1)
-class SchedulingContext:
-    """Context of one decision: the request, the time, and what else is asked for.
-
-    `waiting` is the size of the other requests in the queue for the same model. `held` is what prefix caches
-    have of its prompt. `availabilities` give for each instance that of `core.throttle`, and why, for policies
-    that hold back; None where all are normal.
-    """
-
-    __slots__ = (
-        "adapter_load_s", "availabilities", "demand", "held", "long_output", "mean_prefill", "now",
-        "predicted_output", "request", "waited_s", "waiting",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        request: Request,
-        predicted_output: float,
-        long_output: float,
-        waiting: int,
-        demand: Demand,
-        now: float,
-        held: Held | None,
-        availabilities: Sequence[tuple[int, str]] | None = None,
-    ) -> None:
-        self.request = request
-        self.predicted_output = predicted_output
-        self.long_output = long_output
-        self.waiting = waiting
-        self.demand = demand
-        #: Tokens to compute of the mean prompt when this was made.
-        self.mean_prefill = demand.mix.prefill
-        self.now = now
-        self.held = held
-        self.availabilities = availabilities
-        #: Seconds to load the adapter that the request is for, 0 where it is for none.
-        self.adapter_load_s = 0.0
-        #: Seconds since the request came.
-        self.waited_s = 0.0
-
-
-@mypyc_attr(acyclic=True, free_list_len=1)
 class Choice:
     """Index of the instance, seconds of work to book, forecast; `candidates` are made on demand."""
 
@@ -207,51 +164,17 @@ def pair_choice(
 ) -> SplitChoice:
     """A pair with what it books: the prefill alone here, the decoding alone there."""
     source, target, prompt = instances[prefill], instances[decode], float(ctx.request.prompt_tokens)
-    there, decode_first_s = forecast(ctx, target), target.join_s(prompt)
+    there, decode_first_s = foreseen(ctx, target), target.join_s(prompt)
     return SplitChoice(
         prefill,
         decode,
         min(source.latency.prefill_s(prompt), MAX_WORKLOAD_S),
         candidates,
         decode_work_s=min(target.latency.answer_s(prompt, ctx.predicted_output, 0.0, 0.0), MAX_WORKLOAD_S),
-        first_s=forecast(ctx, source).first_token_s,
+        first_s=foreseen(ctx, source).first_token_s,
         decode_first_s=decode_first_s,
         decode_end_s=decode_first_s + there.end_s - there.first_token_s,
     )
-
-
-def forecast(ctx: SchedulingContext, instance: Instance) -> Forecast:
-    """Forecast of the request on an instance."""
-    mix, seen = ctx.demand.mix, instance.occupancy
-    return Forecast(
-        seen,
-        ctx.request,
-        ctx.predicted_output,
-        float(cached_at(ctx, instance)),
-        mix.costs(instance),
-        prompts_per_s(ctx, seen),
-        instance.caches_prefixes,
-    )
-
-
-def prompts_per_s(ctx: SchedulingContext, seen: Occupancy) -> float:
-    """Mean prompts that each engine of an instance prefilled per second lately."""
-    return seen.prefilling.per_s(ctx.now) / (seen.load.engines * max(1.0, ctx.mean_prefill))
-
-
-def cached_at(ctx: SchedulingContext, instance: Instance) -> int:
-    """Tokens of the prompt in the prefix cache of an instance."""
-    if ctx.held is None or not instance.caches_prefixes:
-        return 0
-    return ctx.held.tokens.get(instance.tree.cache_id, 0)
-
-
-def credit_at(ctx: SchedulingContext, instance: Instance) -> int:
-    """Tokens of the prompt to compute at an instance that are for the others that share them: see `Held`."""
-    held = ctx.held
-    if held is None or held.credit <= 0.0 or not instance.caches_prefixes:
-        return 0
-    return max(0, int(held.credit - held.credits.get(instance.tree.cache_id, 0.0)))
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -278,7 +201,7 @@ class Policy:
         if workload is None:
             request, predicted = ctx.request, ctx.predicted_output
             workload = paper_terms(instances[index], request, predicted, self.params).workload
-        return Choice(index, workload or 0.0, lambda: candidates, forecast(ctx, instances[index]))
+        return Choice(index, workload or 0.0, lambda: candidates, foreseen(ctx, instances[index]))
 
     def choose_split(
         self, ctx: SchedulingContext, instances: Sequence[Instance], transfers: TransferTimes, mixed: bool
@@ -297,7 +220,10 @@ class Policy:
                 return None
             chosen.append(able[found.index])
             made.append(found.candidates)
-        name = pair_name(instances[chosen[0]].name, instances[chosen[1]].name)
+        source, target = instances[chosen[0]], instances[chosen[1]]
+        if not transfers.checks.usable(source, target, ctx.now):
+            return SplitChoice(-1, -1, 0.0, lambda: [*made[0](), *made[1]()])
+        name = pair_name(source.name, target.name)
         return pair_choice(
             ctx, instances, chosen[0], chosen[1], lambda: [*made[0](), *made[1](), Candidate(name)]
         )

@@ -11,7 +11,8 @@ from typing import ClassVar, Final
 
 from hetlb.core.instance import Instance
 from hetlb.core.occupancy import SIGNAL_STALE_S
-from hetlb.core.policies.base import Policy, PolicyParams, SchedulingContext, cached_at, paper_terms
+from hetlb.core.policies.base import Policy, PolicyParams, paper_terms
+from hetlb.core.policies.sight import SchedulingContext
 from hetlb.core.types import Candidate, Request
 
 NOT_DRAWN: Final = "not drawn"
@@ -163,7 +164,7 @@ class LMetric(Policy):
 
     def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
         sequences = ctx.request.sequences
-        own = sequences * max(1, ctx.request.prompt_tokens - cached_at(ctx, instance))
+        own = sequences * max(1, ctx.request.prompt_tokens - ctx.cached_tokens(instance))
         batch = instance.unfinished_sequences + sequences
         return Candidate(instance.name, float(instance.pending_prompt_tokens + own) * batch)
 

@@ -16,14 +16,12 @@ from hetlb.core.policies.base import (
     MAX_WORKLOAD_S,
     OWN_PREFILL_TOKENS,
     Choice,
-    SchedulingContext,
     SplitChoice,
-    cached_at,
     paper_work,
-    prompts_per_s,
     whole_choice,
 )
-from hetlb.core.policies.hetlb import ROOM, Evaluation, Rating
+from hetlb.core.policies.hetlb import Evaluation
+from hetlb.core.policies.sight import ROOM, SchedulingContext, Sight
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import Candidate, Role, pair_name
 
@@ -82,7 +80,11 @@ def choose_pair(
             decode_end_s=pair.start_s + pairs.decode_s(evaluation.ratings[pair.target]),
         )
     if whole is None:
-        return None if pair is None else SplitChoice(-1, -1, 0.0, lambda: pairs.candidates(None))
+        return (
+            None
+            if pair is None and not pairs.restrained
+            else SplitChoice(-1, -1, 0.0, lambda: pairs.candidates(None))
+        )
     work_s = paper_work(ctx, instances[whole.index])[2]
     return whole_choice(whole.index, Choice(whole.index, work_s, lambda: pairs.candidates(None), whole))
 
@@ -100,8 +102,10 @@ class _Pairs:
         #: Weight of a second until the first token: as such, and as part of the whole answer.
         self._first = evaluation.weights[0] + evaluation.weights[1]
         self.whole_score = math.inf
+        #: True if pairs were left out whose transfers fail.
+        self.restrained = False
 
-    def best_whole(self) -> Rating | None:
+    def best_whole(self) -> Sight | None:
         """The best rating with room among instances that take whole requests.
 
         `whole_score` is its score with the prompts that are to be prefilled there beside the answer.
@@ -111,10 +115,10 @@ class _Pairs:
         if not self._mixed:
             own = min(OWN_PREFILL_TOKENS, prompt // 2)
             among = [
-                i
-                for i, each in enumerate(evaluation.instances)
-                if each.spec.role is Role.BOTH
-                or (each.spec.role is Role.DECODE and prompt - cached_at(self._ctx, each) <= own)
+                each.index
+                for each in evaluation.ratings
+                if each.instance.spec.role is Role.BOTH
+                or (each.instance.spec.role is Role.DECODE and prompt - each.cached <= own)
             ]
         found = evaluation.best(among)
         if found is not None:
@@ -134,15 +138,17 @@ class _Pairs:
         targets: list[tuple[float, int]] = []
         for each in evaluation.ratings:
             if each.state == ROOM:
-                role = Role.BOTH if self._mixed else evaluation.instances[each.index].spec.role
+                role = Role.BOTH if self._mixed else each.instance.spec.role
                 if role is not Role.DECODE:
                     sources.append((self._prefill_score(each), each.index))
                 if role is not Role.PREFILL:
                     targets.append((self._decode_score(each), each.index))
+        if self._transfers.checks.restrained:
+            sources, targets = self._usable(sources, targets)
         found: _Pair | None = None
         for prefill, i in sorted(sources)[:2]:
             for decode, j in sorted(targets)[:2]:
-                if i != j and prefill + decode < below and self._suits(i, j):
+                if i != j and prefill + decode < below and self._suits(i, j) and self._reaches(i, j):
                     pair = self._pair(i, j)
                     if pair.score < below and (
                         found is None or (not pair.in_time, pair.score) < (not found.in_time, found.score)
@@ -150,13 +156,27 @@ class _Pairs:
                         found = pair
         return found
 
-    def _prefill_score(self, each: Rating) -> float:
+    def _reaches(self, i: int, j: int) -> bool:
+        """Return True unless transfers between both were seen to fail."""
+        instances = self._evaluation.instances
+        return self._transfers.checks.usable(instances[i], instances[j], self._ctx.now)
+
+    def _usable(
+        self, sources: list[tuple[float, int]], targets: list[tuple[float, int]]
+    ) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
+        """Return the sources and targets that are in any pair whose transfers do not fail."""
+        able = [(s, t) for s in sources for t in targets if s[1] != t[1] and self._reaches(s[1], t[1])]
+        usable = list({s for s, _ in able}), list({t for _, t in able})
+        self.restrained = len(usable[0]) < len(sources) or len(usable[1]) < len(targets)
+        return usable
+
+    def _prefill_score(self, each: Sight) -> float:
         """The part of a pair's score that is the source's."""
         return self._first * each.first_token_s + max(
             0.0, each.others_s - each.joining_s(self._ctx.predicted_output)
         )
 
-    def _decode_score(self, each: Rating) -> float:
+    def _decode_score(self, each: Sight) -> float:
         """The part of a pair's score that is the target's, without what depends on the source."""
         decode_s = self.decode_s(each)
         first_s = self._first * JOINING_STEPS * each.with_s
@@ -165,7 +185,7 @@ class _Pairs:
         return first_s + decode_s + joining_s + finish + self._delay_to_come_s(each, decode_s)
 
     @staticmethod
-    def decode_s(each: Rating) -> float:
+    def decode_s(each: Sight) -> float:
         """Seconds from the first token on, prompts to come included."""
         return each.end_s - each.first_token_s
 
@@ -188,7 +208,7 @@ class _Pairs:
     def _pair(self, i: int, j: int) -> _Pair:
         ctx, instances, ratings = self._ctx, self._evaluation.instances, self._evaluation.ratings
         source, target, prompt = ratings[i], ratings[j], float(ctx.request.prompt_tokens)
-        sent = prompt - cached_at(ctx, instances[j])
+        sent = prompt - target.cached
         ready_s = source.first_token_s + self._transfers.estimate_s(instances[i], instances[j], sent, ctx.now)
         wait_s = self._wait_for_prefill_s(target)
         start_s = JOINING_STEPS * target.with_s
@@ -211,20 +231,18 @@ class _Pairs:
         assert link is not None, f"{self._evaluation.instances[j].name} takes part in no KV transfer"
         return self._ctx.request.streamed or whole_s <= _LEASE_SHARE * link.lease_s
 
-    def _delay_to_come_s(self, each: Rating, decode_s: float) -> float:
+    def _delay_to_come_s(self, each: Sight, decode_s: float) -> float:
         """Weighted seconds by which an answer that takes `decode_s` delays prompts yet to come there.
 
         A prompt that comes while others decode waits for half a step and is prefilled in longer iterations.
         Every answer is charged all of that, though one more beside others adds little to it: else answers
         would stay wherever there are some, and no instance would come to prefill alone.
         """
-        prompts_s = prompts_per_s(self._ctx, each.seen)
-        beside_s = self._evaluation.fleet.costs[each.index].beside_s
-        return self._first * prompts_s * decode_s * (0.5 * each.with_s + beside_s)
+        return self._first * each.prompts_per_s * decode_s * (0.5 * each.with_s + each.cost.beside_s)
 
-    def _wait_for_prefill_s(self, each: Rating) -> float:
+    def _wait_for_prefill_s(self, each: Sight) -> float:
         """Seconds by which prompts that are yet to come delay a sequence that joins, by those of late."""
-        cost = self._evaluation.fleet.costs[each.index]
+        cost = each.cost
         share = each.seen.prefilling.per_s(self._ctx.now) * cost.token_prefill_s / each.load.engines
         return min(share, _MOST_PREFILL) * cost.prefill_s if cost.prefill_s > each.with_s else 0.0
 
@@ -232,10 +250,10 @@ class _Pairs:
         """Candidates for people; those that get no whole request by their role are not eligible."""
         ctx, instances = self._ctx, self._evaluation.instances
         candidates = self._evaluation()
-        for candidate, instance in zip(candidates, instances, strict=True):
-            role = instance.spec.role
+        for candidate, each in zip(candidates, self._evaluation.ratings, strict=True):
+            role = each.instance.spec.role
             if role is not Role.BOTH and candidate.eligible:
-                left = ctx.request.prompt_tokens - cached_at(ctx, instance)
+                left = ctx.request.prompt_tokens - each.cached
                 if role is Role.PREFILL or left > OWN_PREFILL_TOKENS:
                     candidate.eligible = False
                     candidate.reason = f"its role is {role}"

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Final
 
 from hetlb.core.instance import Instance
-from hetlb.core.policies.base import Choice, PlannedShares, Policy, PolicyParams, SchedulingContext
+from hetlb.core.policies.base import Choice, PlannedShares, Policy, PolicyParams
 from hetlb.core.policies.hetlb import FULL, PASSED_OVER, Hetlb
+from hetlb.core.policies.sight import SchedulingContext
 from hetlb.core.types import Candidate
 
 #: A reason of `planned`, and the requests of a type after which what was given counts half.

@@ -6,52 +6,49 @@ import math
 from collections.abc import Sequence
 
 from hetlb.core.demand import Costs, Protected
-from hetlb.core.forecast import Forecast
-from hetlb.core.forecast_errors import ForecastErrors, normal_quantile
+from hetlb.core.forecast_errors import normal_quantile
 from hetlb.core.instance import Instance
-from hetlb.core.policies.base import SchedulingContext
+from hetlb.core.policies.sight import SchedulingContext, Sight
 
 
-def probability_of_miss(ctx: SchedulingContext, forecast: Forecast, errors: ForecastErrors) -> float:
-    """Probability that the request misses a target where it is forecast."""
-    service, waited_s = ctx.request.service, ctx.waited_s
+def probability_of_miss(ctx: SchedulingContext, each: Sight) -> float:
+    """Probability that the request misses a target there."""
+    service, waited_s, errors = ctx.request.service, ctx.waited_s, each.instance.errors
     met = 1.0
     if service.ttft_s < math.inf:
-        met *= 1.0 - errors.first_token.over((service.ttft_s - waited_s) / forecast.first_token_s)
+        met *= 1.0 - errors.first_token.over((service.ttft_s - waited_s) / each.first_token_s)
     if service.tpot_s < math.inf and ctx.predicted_output > 1.0:
-        met *= 1.0 - errors.step.over(service.tpot_s / forecast.step_s)
+        met *= 1.0 - errors.step.over(service.tpot_s / each.step_s)
     if service.e2e_s < math.inf:
-        met *= 1.0 - errors.end.over((service.e2e_s - waited_s) / forecast.end_s)
+        met *= 1.0 - errors.end.over((service.e2e_s - waited_s) / each.end_s)
     return 1.0 - met
 
 
-def stake_s(ctx: SchedulingContext, forecast: Forecast) -> float:
+def stake_s(ctx: SchedulingContext, each: Sight) -> float:
     """Seconds that a missed target costs: those of the answer, at the attainment as many as it takes."""
     service = ctx.request.service
-    first_s = service.ttft_s if service.ttft_s < math.inf else forecast.first_token_s
-    step_s = service.tpot_s if service.tpot_s < math.inf else forecast.step_s
+    first_s = service.ttft_s if service.ttft_s < math.inf else each.first_token_s
+    step_s = service.tpot_s if service.tpot_s < math.inf else each.step_s
     return min(service.e2e_s, first_s + ctx.predicted_output * step_s) / (1.0 - service.attainment)
 
 
-def lost_by_others_s(ctx: SchedulingContext, forecast: Forecast, instance: Instance) -> float:
+def lost_by_others_s(ctx: SchedulingContext, each: Sight) -> float:
     """Seconds lost by requests with targets that run there and miss them because of this one."""
     protected = ctx.demand.protected
-    now_s = forecast.seen.now_s
+    now_s = each.seen.now_s
     if protected.tpot_s == math.inf or now_s <= 0.0:
         return 0.0
-    batch, output = forecast.load.batch, max(1.0, protected.output)
-    sequences = ctx.request.sequences / forecast.own * batch
+    batch, output = each.load.batch, max(1.0, protected.output)
+    sequences = ctx.request.sequences / each.own * batch
     # Half-grown in the mean, they are delayed by its prompt and by longer steps for what is left.
-    prompt_s = (
-        (forecast.others_s - forecast.joining_s(ctx.predicted_output)) / sequences if sequences > 0.0 else 0.0
-    )
+    prompt_s = (each.others_s - each.joining_s(ctx.predicted_output)) / sequences if sequences > 0.0 else 0.0
     left = min(ctx.predicted_output, output / 2.0)
-    more_s = (max(0.0, prompt_s) + left * max(0.0, forecast.with_s - now_s)) / output
-    step_s = now_s * forecast.step_s / forecast.with_s
-    over = instance.errors.step.over
+    more_s = (max(0.0, prompt_s) + left * max(0.0, each.with_s - now_s)) / output
+    step_s = now_s * each.step_s / each.with_s
+    over = each.instance.errors.step.over
     missed = over(protected.tpot_s / (step_s + more_s)) - over(protected.tpot_s / step_s)
     lost_s = protected.output * protected.tpot_s / (1.0 - protected.attainment)
-    return instance.stated_sequences * missed * lost_s
+    return each.instance.stated_sequences * missed * lost_s
 
 
 def shares_of_targets(
@@ -60,29 +57,26 @@ def shares_of_targets(
     """Share of the requests with targets that come to each instance, by its speed among those in time."""
     context = protected.prompt + protected.output / 2.0
     speed = 0.0
-    for each, cost in zip(instances, costs, strict=True):
-        if each.latency.step_s(1.0, context) <= protected.tpot_s:
+    for instance, cost in zip(instances, costs, strict=True):
+        if instance.latency.step_s(1.0, context) <= protected.tpot_s:
             speed += cost.speed
     return [cost.speed / speed if speed > 0.0 else 0.0 for cost in costs]
 
 
-def leaves_room(
-    ctx: SchedulingContext, forecast: Forecast, instance: Instance, used_tokens: float, share: float
-) -> bool:
+def leaves_room(ctx: SchedulingContext, each: Sight, share: float) -> bool:
     """True if requests with targets still meet them there beside this one of the background.
 
     A `share` of them comes, as many at once as all but a part of 1 - attainment of Poisson arrivals make.
-    Forecasts count at the quantile of their errors at that attainment. `used_tokens` of the KV cache are in
-    use with the request.
+    Forecasts count at the quantile of their errors at that attainment.
     """
-    load, latency, seen = forecast.load, forecast.load.latency, forecast.seen
+    load, latency, seen = each.load, each.load.latency, each.seen
     protected, now = ctx.demand.protected, ctx.now
     rate = protected.rate(now)
     # None is expected while this one runs.
-    if not instance.stated_sequences and rate * forecast.end_s < 1.0 - protected.attainment:
+    if not each.instance.stated_sequences and rate * each.end_s < 1.0 - protected.attainment:
         return True
-    slow = instance.errors.step.quantile(protected.attainment)
-    late = instance.errors.first_token.quantile(protected.attainment)
+    slow = each.instance.errors.step.quantile(protected.attainment)
+    late = each.instance.errors.first_token.quantile(protected.attainment)
     context = protected.prompt + protected.output / 2.0
     if latency.step_s(1.0, context) * slow > protected.tpot_s or share <= 0.0:
         return True  # no request with targets is served here in time
@@ -92,21 +86,21 @@ def leaves_room(
     def most(mean: float) -> float:
         return mean + z * math.sqrt(mean)
 
-    step_s = protected.tpot_s / slow if protected.tpot_s < math.inf else forecast.step_s
-    to_come = max(0.0, most(rate * protected.output * step_s) - instance.stated_sequences / load.engines)
-    batch = load.batch + forecast.own + to_come
-    if batch > load.slots or used_tokens + to_come * load.engines * context > load.kv_cache_tokens:
+    step_s = protected.tpot_s / slow if protected.tpot_s < math.inf else each.step_s
+    to_come = max(0.0, most(rate * protected.output * step_s) - each.instance.stated_sequences / load.engines)
+    batch = load.batch + each.own + to_come
+    if batch > load.slots or each.used_tokens + to_come * load.engines * context > load.kv_cache_tokens:
         return False
     prompt = float(ctx.request.prompt_tokens)
-    tokens = seen.context + forecast.own * (prompt + ctx.predicted_output / 2.0) + to_come * context
-    decoding = forecast.with_s / forecast.step_s  # the rest of its time goes to prompts to come
+    tokens = seen.context + each.own * (prompt + ctx.predicted_output / 2.0) + to_come * context
+    decoding = each.with_s / each.step_s  # the rest of its time goes to prompts to come
     if latency.step_s(batch, tokens) / decoding * slow > protected.tpot_s:
         return False
     if protected.ttft_s == math.inf:
         return True
-    pending = seen.pending + forecast.prompts * (prompt - forecast.cached)
+    pending = seen.pending + each.prompts * (prompt - each.cached)
     pending += max(0.0, most(rate * protected.ttft_s) - 1.0) * protected.prompt
-    first_s = latency.joining_s(forecast.with_s, load.asynchronous) + latency.first_token_s(
+    first_s = latency.joining_s(each.with_s, load.asynchronous) + latency.first_token_s(
         protected.prompt, 0.0, pending, batch, tokens, load.budget
     )
     return first_s * late <= protected.ttft_s

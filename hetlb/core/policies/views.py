@@ -14,7 +14,8 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.core.instance import Instance
 from hetlb.core.pickle_by_fields import PickleByFields
-from hetlb.core.policies.base import Policy, SchedulingContext, cached_at, forecast
+from hetlb.core.policies.base import Policy
+from hetlb.core.policies.sight import SchedulingContext, foreseen
 from hetlb.core.types import Candidate
 from hetlb.errors import HetlbError
 
@@ -55,10 +56,10 @@ class View(PickleByFields):
 
 def view(ctx: SchedulingContext, instance: Instance) -> View:
     """View of an instance for the request of a decision."""
-    request, foreseen = ctx.request, forecast(ctx, instance)
+    request, sight = ctx.request, foreseen(ctx, instance)
     return View(
         prompt_tokens=request.prompt_tokens,
-        cached_tokens=cached_at(ctx, instance),
+        cached_tokens=int(sight.cached),
         predicted_output=ctx.predicted_output,
         own_sequences=request.sequences,
         priority=request.priority,
@@ -70,12 +71,12 @@ def view(ctx: SchedulingContext, instance: Instance) -> View:
         sequences=instance.unfinished_sequences,
         slots=instance.max_num_seqs,
         pending_tokens=instance.pending_prompt_tokens,
-        kv_tokens=instance.occupancy.expected_kv_tokens(ctx.now),
+        kv_tokens=sight.seen.expected_kv_tokens(ctx.now),
         kv_cache_tokens=instance.kv_cache_tokens,
-        first_token_s=foreseen.first_token_s,
-        step_s=foreseen.step_s,
-        end_s=foreseen.end_s,
-        others_s=foreseen.others_s,
+        first_token_s=sight.first_token_s,
+        step_s=sight.step_s,
+        end_s=sight.end_s,
+        others_s=sight.others_s,
     )
 
 

@@ -38,12 +38,16 @@ REJECTIONS: dict[RejectReason, Answer] = {
     ),
     RejectReason.CONNECT_FAILED: Answer(Outcome.CONNECT_FAILED, 502, "BadGateway", "connect_failed", True),
     RejectReason.NO_RESPONSE: Answer(Outcome.NO_RESPONSE, 502, "BadGateway", "no_response", False),
+    RejectReason.POLICY_FAILED: Answer(
+        Outcome.LOCAL_FAULT, 500, "InternalServerError", "policy_failed", False
+    ),
 }
 
 #: Answers with which the proxy itself ends a request after it was dispatched.
 FIRST_BYTE_TIMEOUT = Answer(Outcome.NO_RESPONSE, 504, "GatewayTimeout", "first_byte_timeout", False)
 BAD_UPSTREAM = Answer(Outcome.NO_RESPONSE, 502, "BadGateway", "bad_response", False)
 BROKEN_STREAM = Answer(Outcome.BROKEN_STREAM, 502, "BadGateway", "broken_stream", False)
+FAULT = Answer(Outcome.LOCAL_FAULT, 500, "InternalServerError", "internal_error", False)
 LOCAL_FAULT = Answer(Outcome.LOCAL_FAULT, 503, "ServiceUnavailable", "local_fault", True)
 TOO_MANY_CONNECTIONS = Answer(Outcome.REJECTED_FULL, 429, "TooManyRequests", "too_many_connections", True)
 TOO_MANY_BYTES = Answer(Outcome.REJECTED_FULL, 429, "TooManyRequests", "too_many_bytes", True)

@@ -1,0 +1,290 @@
+"""Files of records as people have them: CSV, JSON lines, a JSON list or one JSON document.
+
+Text is UTF-8, packed by gzip or not; lines end with LF or CRLF. A CSV file is separated by commas, semicolons
+or tabs. A key is known by its letters and digits alone (`squashed`): `Request tokens`, `request_tokens` and
+`RequestTokens` are one. Errors name file, line or entry, key and value.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import math
+import re
+import sys
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hetlb.errors import TraceError
+from hetlb.files import read_text
+
+#: A count above this is a mistake, not a prompt.
+MOST_TOKENS = (1 << 31) - 1
+#: Beyond these a value is a mistake: seconds of an answer, seconds on any clock.
+LONGEST_S, LATEST_S = 1e8, 1e12
+#: Seconds of units as they stand in names of keys and beside values.
+UNITS_S = {
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1.0),
+    **dict.fromkeys(("ms", "msec", "milli", "millis", "milliseconds"), 1e-3),
+    **dict.fromkeys(("us", "usec", "micro", "micros", "microseconds"), 1e-6),
+    **dict.fromkeys(("ns", "nsec", "nano", "nanos", "nanoseconds", "unixnano"), 1e-9),
+}
+#: Numbers of a clock that counts from 1970, from September 2001 to November 2286, in each unit.
+_EPOCH_FROM_S, _EPOCH_TO_S = 1e9, 1e10
+_EPOCH_UNITS_S = (1.0, 1e-3, 1e-6, 1e-9)
+#: Words of a key: `arrival_time_ns`, `arrivalTimeNs`, `Time (ms)`.
+_WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
+_CSV_MARKS = re.compile(r"[,;\t]")
+
+
+def squashed(key: str) -> str:
+    """Return the letters and digits of a key, in lower case."""
+    return re.sub(r"[^a-z0-9]", "", key.lower())
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record: `where` it stands, and its values by key; those of a CSV file are text."""
+
+    where: str
+    values: Mapping[str, Any]
+
+    def get(self, key: str | None) -> Any:
+        """Return a value, None where it is missing, null or an empty cell."""
+        value = None if key is None else self.values.get(key)
+        return None if isinstance(value, str) and not value.strip() else value
+
+    def text(self, key: str | None) -> str:
+        """Return a value as text, "" where it is missing."""
+        value = self.get(key)
+        return "" if value is None else str(value)
+
+    def error(self, key: str, expected: str, value: object) -> TraceError:
+        """Create the error of one value."""
+        return TraceError(f"{self.where}: {key}: expected {expected}, got {value!r:.60}")
+
+    def number(self, key: str, value: object, words: str, least: float, most: float) -> float:
+        """Return a number within bounds. NaN is in none, and a whole number may have any number of digits."""
+        found = value
+        if isinstance(value, str):
+            try:
+                found = float(value)
+            except ValueError:
+                found = None
+        if isinstance(found, int | float) and not isinstance(found, bool) and least <= found <= most:
+            return float(found)
+        raise TraceError(
+            f"{self.where}: {key}: expected {words} from {least:g} to {most:g}, got {value!r:.40}"
+        )
+
+    def tokens(self, key: str, value: object, least: int = 0) -> int:
+        """Return a number of tokens, also one that is written `374.0`."""
+        found = self.number(key, value, "tokens", least, MOST_TOKENS)
+        if not found.is_integer():
+            raise self.error(key, "a whole number of tokens", value)
+        return int(found)
+
+    def seconds(self, key: str, value: object, unit_s: float = 1.0, least: float = 0.0) -> float:
+        """Return a duration in seconds; by a rounding error it may be below `least`."""
+        low, high = least * (1.0 - 1e-6) / unit_s, LONGEST_S / unit_s
+        return max(least, self.number(key, value, "seconds", low, high) * unit_s)
+
+    def moment(self, key: str, value: object, unit_s: float) -> float:
+        """Return a time in seconds, of a number in units of `unit_s` or of a date (then since 1970)."""
+        if isinstance(value, str) and (at_s := date_s(value)) is not None:
+            return at_s
+        return self.number(key, value, "a time", -LATEST_S / unit_s, LATEST_S / unit_s) * unit_s
+
+
+def date_s(text: str) -> float | None:
+    """Return seconds since 1970 of an ISO date (without a zone: UTC), None of other text."""
+    if not re.match(r"\s*\d{4}-\d\d-\d\d", text):
+        return None
+    try:
+        when = datetime.fromisoformat(text.strip())
+    except ValueError:
+        return None
+    return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFile:
+    """A file and its records; in file order.
+
+    `shape` is how they are written, `names` has each key by its squashed form.
+    """
+
+    path: Path
+    text: str
+    shape: str
+    records: list[Record]
+    names: dict[str, str] = field(default_factory=dict)
+    #: Entries of a list or lines that are no objects.
+    odd: int = 0
+
+    def name(self, *aliases: str) -> str | None:
+        """Return the first key of the file among aliases, which are squashed; None where it has none."""
+        return next((self.names[alias] for alias in aliases if alias in self.names), None)
+
+    def has(self, *keys: str) -> bool:
+        """True if the file has all these squashed keys."""
+        return all(key in self.names for key in keys)
+
+    @property
+    def described(self) -> str:
+        """Shape and keys, for a person."""
+        names = list(self.names.values())
+        if not names:
+            return self.shape
+        return f"{self.shape} with {', '.join(names[:8])}" + (", ..." if len(names) > 8 else "")
+
+
+def unit_of(file: RecordFile, key: str, usual_s: float | None) -> float:
+    """Return the unit of the times under a key, in seconds; of dates 1.
+
+    It stands in the name of the key, or the least time counts from 1970 in one unit alone (2001 to 2286), or
+    it is the usual one of the format. Raises `TraceError` where all that leaves it open.
+    """
+    last = _WORDS.findall(key)[-1:]
+    if last and last[0].lower() in UNITS_S:
+        return UNITS_S[last[0].lower()]
+    least, first = math.inf, None
+    for record in file.records:
+        value = record.get(key)
+        if value is None or (isinstance(value, str) and date_s(value) is not None):
+            continue
+        found = record.number(key, value, "a time", -math.inf, math.inf)
+        if found < least:
+            least, first = found, record
+    if first is None:
+        return 1.0
+    for size in _EPOCH_UNITS_S:
+        if _EPOCH_FROM_S <= least * size < _EPOCH_TO_S:
+            return size
+    if usual_s is None:
+        expected = f"a date, a time since 1970, or a unit in the name ({key}_s, {key}_ms, {key}_ns)"
+        raise first.error(key, expected, first.get(key))
+    return usual_s
+
+
+def open_records(path: Path) -> RecordFile:
+    """Read a file. Raises `TraceError`; text that is none of these forms has no records."""
+    text = _text(path)
+    head = text.lstrip()[:1]
+    columns: list[str] = []
+    odd = 0
+    if head == "{":
+        shape, records, odd = _of_lines(path, text)
+    elif head == "[":
+        shape, records, odd = _of_list(path, text)
+    else:
+        shape, columns, records = _of_csv(path, text)
+    seen = (
+        dict.fromkeys(columns) if columns else dict.fromkeys(key for each in records for key in each.values)
+    )
+    names: dict[str, str] = {}
+    for key in seen:
+        names.setdefault(squashed(key), key)
+    return RecordFile(path, text, shape, records, names, odd)
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file, unpacked. Raises `TraceError`."""
+    try:
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            data = gzip.decompress(file.read()) if packed else b""
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TraceError(f"{path}: expected a whole gzip file: {error}") from error
+    except OSError:
+        return read_text(path, TraceError)  # says what is wrong
+    if not packed:
+        return read_text(path, TraceError)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: expected UTF-8 text in the gzip file: {error}") from error
+
+
+def decode_json(where: str, text: str) -> Any:
+    """Decode JSON, also with `NaN` and `Infinity` as Python writes them. Raises `TraceError`."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        pass
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as caught:
+        raise TraceError(f"{where}: expected JSON: {caught}") from caught
+
+
+def _of_lines(path: Path, text: str) -> tuple[str, list[Record], int]:
+    """Return the objects of JSON lines, or the one document that the text is."""
+    first = text.lstrip().partition("\n")[0]
+    try:
+        decode_json("", first)
+    except TraceError:
+        document = decode_json(str(path), text)
+        return "JSON", [Record(str(path), document)], 0
+    records, odd = [], 0
+    # Line ends alone: strings may hold U+2028 and what else `splitlines` splits at.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}: line {number}"
+        value = decode_json(where, line)
+        if isinstance(value, dict):
+            records.append(Record(where, value))
+        else:
+            odd += 1
+    return "JSON lines", records, odd
+
+
+def _of_list(path: Path, text: str) -> tuple[str, list[Record], int]:
+    values = decode_json(str(path), text)
+    records = [
+        Record(f"{path}: entry {number}", value)
+        for number, value in enumerate(values, start=1)
+        if isinstance(value, dict)
+    ]
+    return "a JSON list", records, len(values) - len(records)
+
+
+def _of_csv(path: Path, text: str) -> tuple[str, list[str], list[Record]]:
+    """Return the columns and rows of a CSV file, none of a text without columns."""
+    header, _, _ = text.lstrip().partition("\n")
+    marks = _CSV_MARKS.findall(header)
+    if not marks:
+        return "text", [], []
+    mark = max(",;\t", key=marks.count)
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=mark)
+    records = []
+    columns: list[str] = []
+    try:
+        for cells in lines:
+            if not any(cell.strip() for cell in cells):
+                continue
+            if not columns:
+                columns = [name.strip() for name in cells]
+                continue
+            where = f"{path}: line {lines.line_num}"
+            if len(cells) != len(columns):
+                raise TraceError(f"{where}: expected {len(columns)} columns, got {len(cells)}")
+            records.append(Record(where, dict(zip(columns, cells, strict=True))))
+    except csv.Error as error:
+        raise TraceError(f"{path}: expected comma-separated values: {error}") from error
+    return "CSV", columns, records
+
+
+def say(path: Path, note: str) -> None:
+    """Print what a file was taken for to stderr."""
+    print(f"{path}: {note}", file=sys.stderr)

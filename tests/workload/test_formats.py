@@ -1,0 +1,460 @@
+"""Files as people have them: what each is taken for, in which units, and a list for what is none of them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetlb.errors import TraceError
+from hetlb.workload.measured_logs import read_log
+from hetlb.workload.rows import Row
+from hetlb.workload.traces import read_trace
+
+SHARED = Path(__file__).parents[3] / "shared/data/formats"
+
+MOONCAKE = (
+    '{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2]}\n'
+    '{"timestamp": 3000, "input_length": 7322, "output_length": 490, "hash_ids": [0, 14]}\n'
+)
+BAILIAN = (
+    '{"chat_id": 7, "parent_chat_id": -1, "timestamp": 1.5, "input_length": 20, "output_length": 3, '
+    '"type": "text", "turn": 1, "hash_ids": [8]}\n'
+    '{"chat_id": 9, "parent_chat_id": 7, "timestamp": 61.5, "input_length": 40, "output_length": 5, '
+    '"type": "text", "turn": 2, "hash_ids": [8, 9]}\n'
+)
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9805900,396,109\n"
+)
+AZURE_2024 = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    "2024-05-10 00:00:59.750000+00:00,2162,5\n2024-05-10 00:01:00.000000+00:00,2399,6\n"
+)
+BURSTGPT = (
+    "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    "5,ChatGPT,472,18,490,Conversation log\n9,ChatGPT,472,0,472,API log\n45,GPT-4,1087,230,1317,API log\n"
+)
+SPLITWISE = (
+    "request_id,request_type,application_id,arrival_timestamp,batch_size,prompt_size,token_size\n"
+    "0,2,0,0.25,1,100,20\n1,2,0,0.5,2,110,30\n"
+)
+VIDUR = "arrived_at,num_prefill_tokens,num_decode_tokens\n0.5,374,44\n1.25,20,5\n"
+LLMSERVINGSIM = (
+    '{"input_toks": 100, "output_toks": 20, "arrival_time_ns": 1500000000}\n'
+    '{"input_toks": 110, "output_toks": 30, "arrival_time_ns": 4000000000}\n'
+)
+
+#: A name of each, what is said of it, its text, and its rows: seconds from the first, prompt, answer.
+TRACES = {
+    "mooncake.jsonl": ("Mooncake", MOONCAKE, [(0, 6758, 500), (3, 7322, 490)]),
+    "bailian.jsonl": ("Bailian", BAILIAN, [(0, 20, 3), (60, 40, 5)]),
+    "azure_2023.csv": ("Azure", AZURE, [(0, 374, 44), (4.3, 396, 109)]),
+    "azure_2024.csv": ("Azure", AZURE_2024, [(0, 2162, 5), (0.25, 2399, 6)]),
+    "burstgpt.csv": ("BurstGPT", BURSTGPT, [(0, 472, 18), (40, 1087, 230)]),
+    "splitwise.csv": ("Splitwise", SPLITWISE, [(0, 100, 20), (0.25, 110, 30)]),
+    "vidur.csv": ("Vidur", VIDUR, [(0, 374, 44), (0.75, 20, 5)]),
+    "llmservingsim.jsonl": ("LLMServingSim", LLMSERVINGSIM, [(0, 100, 20), (2.5, 110, 30)]),
+}
+
+
+def lengths(rows: list[Row]) -> list[tuple[float, int, int]]:
+    """Return seconds from the first request, prompt and answer tokens of each."""
+    times = [row.arrival_s for row in rows]
+    assert all(at is not None for at in times)
+    return [
+        (round((row.arrival_s or 0.0) - (times[0] or 0.0), 6), row.input_tokens, row.output_tokens)
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.parametrize("written", ["as it is", "CRLF", "BOM", "gzip", "blank line at the end"])
+def test_a_public_trace_is_known_by_its_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, written: str
+) -> None:
+    said, text, expected = TRACES[name]
+    data = text.encode()
+    if written == "CRLF":
+        data = data.replace(b"\n", b"\r\n")
+    elif written == "BOM":
+        data = b"\xef\xbb\xbf" + data
+    elif written == "gzip":
+        data = gzip.compress(data)
+    elif written == "blank line at the end":
+        data += b"\n"
+    path = tmp_path / "file"  # its name says nothing
+    path.write_bytes(data)
+    assert lengths(read_trace(path)) == expected
+    told = capsys.readouterr().err
+    assert said in told
+    assert "2 requests" in told
+
+
+def test_what_a_public_trace_says_of_contents_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "t"
+    path.write_text(MOONCAKE)
+    assert [row.hash_ids for row in read_trace(path)] == [("0", "1", "2"), ("0", "14")]
+    path.write_text(BAILIAN)  # blocks of 16 tokens, whatever the reader takes; one conversation
+    first, second = read_trace(path)
+    assert (first.hash_ids, second.hash_ids) == (("8=16",), ("8=16", "9=16"))
+    assert (first.session, first.turn, second.session, second.turn) == ("7", "1", "7", "2")
+    path.write_text(SPLITWISE)
+    assert [row.sequences for row in read_trace(path)] == [1, 2]
+    capsys.readouterr()
+    path.write_text(BURSTGPT)
+    read_trace(path)
+    assert "left out: 1 that failed" in capsys.readouterr().err
+
+
+def test_further_columns_and_another_separator_change_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    lines = [f"{number};{line};x" for number, line in enumerate(VIDUR.replace(",", ";").splitlines())]
+    path.write_text("\n".join(["index;" + lines[0][2:], *lines[1:]]))
+    assert lengths(read_trace(path)) == TRACES["vidur.csv"][2]
+
+
+@given(
+    st.sampled_from(
+        ["arrival_s", "arrival_time_ms", "arrivalTimeNs", "Timestamp (us)", "start_time_unix_nano"]
+    ),
+    st.sampled_from(["prompt_tokens", "input_len", "ISL", "promptTokens", "Input Tokens"]),
+    st.sampled_from(["completion_tokens", "output_len", "OSL", "generatedTokens", "Output Tokens"]),
+    st.booleans(),
+)
+def test_keys_that_name_their_unit_are_read(
+    tmp_path_factory: pytest.TempPathFactory, arrival: str, prompt: str, answer: str, as_json: bool
+) -> None:
+    units = {"_s": 1, "_ms": 1e3, "us)": 1e6, "Ns": 1e9, "nano": 1e9}
+    per_second = next(size for end, size in units.items() if arrival.endswith(end))
+    table = [{arrival: int(second * per_second), prompt: 5, answer: 7} for second in (2, 5)]
+    path = tmp_path_factory.mktemp("named") / "t"
+    if as_json:
+        path.write_text(json.dumps(table))
+    else:
+        cells = [",".join(map(str, row.values())) for row in table]
+        path.write_text("\n".join([",".join(table[0]), *cells]))
+    assert lengths(read_trace(path)) == [(0, 5, 7), (3, 5, 7)]
+
+
+@pytest.mark.parametrize("per_second", [1, 1_000, 1_000_000, 1_000_000_000])
+def test_a_time_since_1970_tells_its_unit(tmp_path: Path, per_second: int) -> None:
+    path = tmp_path / "t"
+    rows = [f"{(1_768_918_269 + second) * per_second},5,7" for second in (0, 3)]
+    path.write_text("\n".join(["timestamp,prompt_tokens,completion_tokens", *rows]))
+    assert lengths(read_trace(path)) == [(0, 5, 7), (3, 5, 7)]
+
+
+def test_a_unit_that_nothing_tells_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    path.write_text("timestamp,prompt_tokens,completion_tokens\n12,5,7\n")
+    with pytest.raises(TraceError, match=r"line 2: timestamp: expected .* unit in the name \(timestamp_s, "):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "hello\n",
+        "a,b,c\n1,2,3\n",
+        '{"foo": 1}\n',
+        "[]",
+        "[1, 2]",
+        "<html><body>, not found</body></html>",
+        "date,open,close\n2024-01-02,1.5,1.6\n",
+    ],
+)
+def test_an_unknown_file_gets_the_list(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "t"
+    path.write_text(text)
+    for read, others in ((read_trace, ("Mooncake", "Azure", "BurstGPT", "ShareGPT")), (read_log, ())):
+        if not text and read is read_log:
+            continue  # an empty log is called that
+        with pytest.raises(TraceError) as caught:
+            read(path)
+        assert "\n" not in str(caught.value)
+        for name in (*others, "arrival_s"):
+            assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            VIDUR.replace("374", "many"),
+            "line 2: num_prefill_tokens: expected tokens from 0 to .*, got 'many'",
+        ),
+        (
+            VIDUR.replace("374", "3.5"),
+            "line 2: num_prefill_tokens: expected a whole number of tokens, got '3.5'",
+        ),
+        (MOONCAKE.replace("490", "-1"), "line 2: output_length: expected tokens from 0"),
+        (MOONCAKE[:-20], "line 2: expected JSON"),
+        (
+            AZURE.replace("2023-11-16 18:15:50.9805900", "yesterday"),
+            "line 3: TIMESTAMP: expected .* got 'yest",
+        ),
+    ],
+)
+def test_a_broken_value_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "t"
+    path.write_text(text)
+    with pytest.raises(TraceError, match=message):
+        read_trace(path)
+
+
+# --- texts -----------------------------------------------------------------------------------------------
+
+
+def conversation(*turns: tuple[str, str], keys: tuple[str, str, str]) -> dict[str, object]:
+    name, who, what = keys
+    return {name: [{who: speaker, what: text} for speaker, text in turns]}
+
+
+@pytest.mark.parametrize("keys", [("conversations", "from", "value"), ("messages", "role", "content")])
+@pytest.mark.parametrize("lines", [True, False])
+def test_the_first_question_is_what_a_person_asks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: tuple[str, str, str], lines: bool
+) -> None:
+    asking, answering = ("human", "gpt") if keys[1] == "from" else ("user", "assistant")
+    question, answer = (asking, "q" * 40), (answering, "a" * 80)
+    rows: list[object] = [
+        conversation(question, answer, keys=keys),
+        conversation(("system", "be brief " * 9), question, answer, keys=keys),
+        conversation((answering, "hello there, it is me"), question, answer, keys=keys),
+        {keys[0]: None},
+        {keys[0]: []},
+        {keys[0]: [1, 2]},
+        {},
+        conversation(question, keys=keys),
+        conversation((asking, ""), answer, keys=keys),
+        {keys[0]: [{keys[1]: asking, keys[2]: None}]},
+        conversation((asking, "hi"), answer, keys=keys),
+    ]
+    path = tmp_path / "t"
+    path.write_text("\n".join(map(json.dumps, rows)) if lines else json.dumps([*rows, None]))
+    found = read_trace(path)
+    assert [(row.text, row.input_tokens, row.output_tokens) for row in found] == [("q" * 40, 10, 20)] * 3
+    told = capsys.readouterr().err
+    assert f"left out: {7 if lines else 8} that are no conversation" in told
+    assert "left out: 1 beyond the limits" in told
+
+
+def test_a_batch_of_openai_is_read(tmp_path: Path) -> None:
+    bodies = [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "q" * 40}], "max_tokens": 9}),
+        ("/v1/completions", {"prompt": "p" * 20, "max_tokens": 3}),
+        ("/v1/embeddings", {"input": ["e" * 8]}),
+    ]
+    path = tmp_path / "t"
+    path.write_text(
+        "\n".join(
+            json.dumps(
+                {"custom_id": str(number), "method": "POST", "url": url, "body": {"model": "m", **body}}
+            )
+            for number, (url, body) in enumerate(bodies)
+        )
+    )
+    rows = read_trace(path)
+    assert [(row.input_tokens, row.output_tokens, row.endpoint) for row in rows] == [
+        (10, 9, "completions"),
+        (5, 3, "completions"),
+        (2, 0, "embeddings"),
+    ]
+
+
+# --- results of load tests -------------------------------------------------------------------------------
+
+#: Requests as (start s, prompt, answer, first token s, whole answer s).
+MEASURED = [(10.0 + 0.5 * i, 100 + i, 20 + i, 0.2 + 0.01 * i, 1.2 + 0.02 * i) for i in range(20)]
+
+
+def guidellm() -> object:
+    requests = [
+        {"request_start_time": 1.7e9 + start, "prompt_tokens": prompt, "output_tokens": answer}
+        | {"request_latency": whole, "time_to_first_token_ms": 1e3 * first}
+        for start, prompt, answer, first, whole in MEASURED
+    ]
+    halves = [
+        {"requests": {"successful": requests[:9], "errored": [{}]}},
+        {"requests": {"successful": requests[9:]}},
+    ]
+    return {"metadata": {}, "args": {}, "benchmarks": halves}
+
+
+def inference_perf(nested: bool) -> object:
+    found: list[object] = [
+        {"start_time": 1.0, "end_time": 1.5, "info": {}, "error": {"error_type": "timeout"}}
+    ]
+    for start, prompt, answer, first, whole in MEASURED:
+        times = [start + first, start + whole]
+        if nested:
+            asked = {"request_metrics": {"text": {"input_tokens": prompt}}}
+            info = asked | {"response_metrics": {"output_tokens": answer, "output_token_times": times}}
+        else:
+            info = {"input_tokens": prompt, "output_tokens": answer, "output_token_times": times}
+        found.append({"start_time": start, "end_time": start + whole, "info": info, "error": None})
+    return found
+
+
+def columns(backend: str) -> dict[str, object]:
+    return {
+        "backend": backend,
+        "start_times": [start for start, *_ in MEASURED] + [3.0],
+        "input_lens": [prompt for _, prompt, *_ in MEASURED] + [1],
+        "output_lens": [answer for _, _, answer, *_ in MEASURED] + [0],
+        "ttfts": [first for *_, first, _ in MEASURED] + [0.0],
+        "itls": [[(whole - first) / 4] * 4 for *_, first, whole in MEASURED] + [[]],
+        "errors": [""] * len(MEASURED) + ["timeout"],
+    }
+
+
+def aiperf() -> str:
+    lines = []
+    for number, (start, prompt, answer, first, whole) in enumerate([(1.0, 9, 9, 9.0, 9.0), *MEASURED]):
+        phase = "profiling" if number else "warmup"
+        lines.append(
+            {
+                "metadata": {"request_start_ns": int(1e9 * start), "benchmark_phase": phase},
+                "metrics": {
+                    "input_sequence_length": {"value": prompt, "unit": "tokens"},
+                    "output_sequence_length": {"value": answer, "unit": "tokens"},
+                    "time_to_first_token": {"value": 1e3 * first, "unit": "ms"},
+                    "request_latency": {"value": 1e9 * whole, "unit": "ns"},
+                },
+                "error": None,
+            }
+        )
+    lines.append({"metadata": {"request_start_ns": 0}, "metrics": {}, "error": {"type": "timeout"}})
+    return "\n".join(map(json.dumps, lines))
+
+
+def named_columns() -> str:
+    lines = [f"{1e3 * s:.3f},{p},{a},{1e3 * f:.3f},{w:.5f}," for s, p, a, f, w in MEASURED]
+    return "\n".join(
+        ["start_ms,prompt_tokens,completion_tokens,ttft_ms,latency_s,error", *lines, "1,1,1,,,dead"]
+    )
+
+
+#: A file of each kind: how it is named, its kind, and its text.
+LOGS: dict[str, tuple[str, str, Callable[[], str]]] = {
+    "vllm": ("vllm bench serve", "bench", lambda: json.dumps(columns("vllm"))),
+    "sglang": ("SGLang", "sglang", lambda: json.dumps(columns("sglang-oai")) + "\n"),
+    "aiperf": ("AIPerf", "aiperf", aiperf),
+    "guidellm": ("GuideLLM", "guidellm", lambda: json.dumps(guidellm(), indent=1)),
+    "inference-perf": ("inference-perf", "inference-perf", lambda: json.dumps(inference_perf(False))),
+    "inference-perf, nested": ("inference-perf", "inference-perf", lambda: json.dumps(inference_perf(True))),
+    "columns": ("keys name what they are", "records", named_columns),
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_results_of_load_tests_tell_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    said, kind, text = LOGS[name]
+    path = tmp_path / "t"
+    path.write_text(text())
+    log = read_log(path)
+    assert (log.kind, log.failed) == (kind, 1)
+    for got, (start, prompt, answer, first, whole) in zip(log.requests, MEASURED, strict=True):
+        assert got.arrival_s == pytest.approx(start - MEASURED[0][0], abs=1e-6)
+        assert (got.input_tokens, got.output_tokens) == (prompt, answer)
+        assert (got.ttft_s, got.e2e_s) == pytest.approx((first, whole), rel=1e-6)
+    told = capsys.readouterr().err
+    assert said in told
+    assert ("1 of the warm-up" in told) == (name == "aiperf")
+    # What was measured can be sent again.
+    assert [row.input_tokens for row in read_trace(path)] == [prompt for _, prompt, *_ in MEASURED]
+
+
+def test_a_run_without_start_times_is_read_where_they_follow(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    document = {key: value for key, value in columns("sglang").items() if key != "start_times"}
+    path.write_text(json.dumps(document | {"request_rate": 4.0}))
+    with pytest.raises(TraceError, match=r"start_times: expected .* request_rate 4\.0 does not tell"):
+        read_log(path)
+    path.write_text(json.dumps(document | {"request_rate": float("inf")}))  # as Python writes it: Infinity
+    assert {each.arrival_s for each in read_log(path).requests} == {0.0}
+    path.write_text(json.dumps(document | {"request_rate": "inf", "max_concurrency": 1}))
+    log = read_log(path)
+    for before, after in zip(log.requests, log.requests[1:], strict=False):
+        assert after.arrival_s == pytest.approx(before.arrival_s + before.e2e_s)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (json.dumps(columns("sglang")) * 1 + "\n" + json.dumps(columns("sglang")), "expected one run, got 2"),
+        (json.dumps([{"mean_ttft_ms": 3.5, "completed": 8}]), "got a summary of vllm bench"),
+        (VIDUR, "expected measured requests, got Vidur's trace"),
+        (MOONCAKE, "expected measured requests, got the form of Mooncake"),
+    ],
+)
+def test_what_holds_too_little_is_called_by_its_name(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "t"
+    path.write_text(text)
+    with pytest.raises(TraceError, match=message):
+        read_log(path)
+
+
+def test_reading_takes_steps_in_proportion_to_the_records(tmp_path: Path) -> None:
+    texts: dict[str, Callable[[int], str]] = {
+        "mooncake": lambda count: MOONCAKE * count,
+        "bailian": lambda count: BAILIAN * count,
+        "azure": lambda count: AZURE + AZURE.partition("\n")[2] * count,
+        "conversations": lambda count: json.dumps(
+            [{"conversations": [{"from": "human", "value": "q" * 40}, {"from": "gpt", "value": "a" * 40}]}]
+            * count
+        ),
+        "columns": lambda count: named_columns() + "\n1,1,1,1,1," * count,
+    }
+    for name, text in texts.items():
+        steps = []
+        for count in (200, 400, 800):
+            path = tmp_path / f"{name}-{count}"
+            path.write_text(text(count))
+            steps.append(_calls(lambda path=path: read_trace(path)))  # type: ignore[misc]
+        assert steps[2] - steps[1] < 2.2 * (steps[1] - steps[0]), (name, steps)
+
+
+def _calls(run: Callable[[], object]) -> int:
+    """Return the calls of functions, of Python and of C, that a run makes."""
+    count = 0
+
+    def event(frame: object, kind: str, argument: object) -> None:
+        nonlocal count
+        count += kind in ("call", "c_call")
+
+    sys.setprofile(event)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="pieces of public files do not lie in ../shared/data/formats")
+def test_real_pieces_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, (said, _, _) in TRACES.items():
+        assert read_trace(SHARED / name)
+        assert said in capsys.readouterr().err
+    log = read_log(SHARED / "aiperf_with_warmup.jsonl")
+    assert (len(log.requests), log.warm_ups) == (20, 5)
+    for name, message in {
+        "sglang2.jsonl": "expected one run, got 2",
+        "vllm_bench_sweep_0.25.1_summary.json": "a summary of vllm bench",
+        "guidellm_0.6.json": "GuideLLM's results: expected at least 10 requests",
+        "inference_perf_per_request.json": "inference-perf's .*: expected at least 10 requests",
+    }.items():
+        with pytest.raises(TraceError, match=message):
+            read_log(SHARED / name)
