@@ -125,7 +125,7 @@ reference: .venv/.dev
 	PYTHONPATH=. $(BIN)/python configs/site/reference.py
 
 schemas: .venv/.run
-	for kind in fleet profile market cluster place; do $(BIN)/hetlb schema $$kind > configs/schemas/$$kind.json; done
+	for kind in fleet profile market cluster place stages; do $(BIN)/hetlb schema $$kind > configs/schemas/$$kind.json; done
 	PYTHONPATH=. $(BIN)/python configs/site/chart_schema.py
 
 test-helm: .venv/.dev

@@ -39,7 +39,7 @@ COMPILED = (
         f"proxy/http/{name}.py"
         for name in (
             "error_responses", "forward_headers", "http1", "multipart", "openai_body", "request_reader",
-            "sse",
+            "sse", "text_shape",
         )
     ),
     *(

@@ -22,6 +22,7 @@ from hetlb.config.api_keys import Tenant
 from hetlb.config.cluster import ClusterFile
 from hetlb.config.fleet_tables import FleetFile
 from hetlb.config.profile_file import Profile
+from hetlb.config.stages_file import StagesFile
 from hetlb.core.engine_metrics import MOST_SERIES
 from hetlb.core.health import transitions_table
 from hetlb.core.scheduler import Scheduler
@@ -51,6 +52,7 @@ FILES = (
     ("Fleet file", "fleet", FleetFile),
     ("Keys of clients", "keys of clients", Tenant),
     ("Cluster file", "cluster", ClusterFile),
+    ("File of stages (`hetlb stage --coordinate`)", "stages", StagesFile),
     ("Latency profile", "profile", Profile),
 )
 PROTOCOL_RULES = """\
@@ -252,7 +254,6 @@ class _Everything:
         self.workers = ()
         view = SimpleNamespace(peer_leases=0, delay_s=0.0)
         self.sharing = SimpleNamespace(connected=True, peers=0, view=view, sent=0, received=0, rejected=0)
-        self.stages = {"server": list}
 
     def now(self) -> float:
         """Seconds."""
