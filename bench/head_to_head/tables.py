@@ -218,7 +218,7 @@ def simulation(document: dict[str, Any]) -> str:
 
 
 def summary(document: dict[str, Any]) -> str:
-    """Return the table of the README: three kinds of engines, hetlb and the routers that most readers know."""
+    """Return the table of the README: three kinds of engines, hetlb and routers that most readers know."""
     record = Record(document)
     columns = [(FLEETS["kinds"], "once", "time_to_99_percent_s"), (FLEETS["kinds"], "80", "mean_ttft_ms"),
                (FLEETS["kinds"], "80", "mean_e2el_ms")]  # fmt: skip
