@@ -2,8 +2,8 @@
 
 `python bench/proxies/run.py --proxies hetlb,vllm-router,envoy` installs and starts the peers, runs every
 scenario through each of them in rounds, writes `bench/results/proxies.json` and, with `--page`, the tables of
-bench/proxies/RESULTS.md. Within a round all proxies run a scenario one right after the other; ratios are taken
-within each round, then their median; a run with a wrong answer counts nowhere.
+bench/proxies/RESULTS.md. Within a round all proxies run a scenario one right after the other; ratios are
+taken within each round, then their median; a run with a wrong answer counts nowhere.
 """
 
 from __future__ import annotations
