@@ -2,8 +2,8 @@
 
 Shows: `rr`, `least-requests`, `paper` and `hetlb` at three rates, in interleaved rounds, with the intervals
 of the differences, as JSON, and on request as a picture. Both are what `hetlb bench` writes; engines are
-those of tests/vllm, warmed up; lengths come from one seed, and no run shares prompts with another. Exit status 1
-if a request failed.
+those of tests/vllm, warmed up; lengths come from one seed, and no run shares prompts with another. Exit
+status 1 if a request failed.
 
 `.venv/bin/python bench/vllm_report.py` writes bench/results/vllm_report.json; about 15 minutes on two quiet
 cores. `--emulated` puts emulated engines with the same profiles in their place, to try it (give it another

@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--enable-prefix-caching", prefixes, action="store_true")
     transfer = "transfer KV blocks as this connector of vLLM does (default: none)"
     add("--kv-transfer", transfer, choices=("nixl", "nixl-push", "mooncake"))
+    layers = "layers of which it holds KV blocks: engines that differ fetch nothing (default 32)"
+    add("--kv-layers", layers, "N", COUNT, 32)
     rule = "time of a mixed iteration: weights read once (token, default), or both summed (sum)"
     add("--iteration", rule, default=IterationRule.TOKEN, choices=tuple(IterationRule))
 
@@ -47,11 +49,18 @@ def run(args: argparse.Namespace) -> int:
         iteration=IterationRule(args.iteration),
         data_parallel_size=args.data_parallel_size,
         where=str(args.profile),
-        kv=KvSettings(args.kv_transfer) if args.kv_transfer else None,
+        kv=_kv_settings(args),
         prefix_caching=args.enable_prefix_caching,
     )
     run_listener(_serve(engine), args.host, args.port)
     return 0
+
+
+def _kv_settings(args: argparse.Namespace) -> KvSettings | None:
+    """Return the connector of the flags; what it cannot fetch it computes, as in the commands of `split`."""
+    if not args.kv_transfer:
+        return None
+    return KvSettings(args.kv_transfer, policy="recompute", layers=args.kv_layers)
 
 
 async def _serve(engine: EmulatedEngine) -> None:

@@ -30,8 +30,9 @@ DRAFTS = ("vllm:spec_decode_num_drafts_total",)
 ACCEPTED_TOKENS = ("vllm:spec_decode_num_accepted_tokens_total",)
 SLEEP_STATE = ("vllm:engine_sleep_state",)
 LORA_INFO = ("vllm:lora_requests_info",)
+PROMPT_SOURCES = ("vllm:prompt_tokens_by_source_total",)
 
-_VLLM_ALONE = (CACHE_CONFIG, PREEMPTIONS, SLEEP_STATE, LORA_INFO)
+_VLLM_ALONE = (CACHE_CONFIG, PREEMPTIONS, SLEEP_STATE, LORA_INFO, PROMPT_SOURCES)
 _COUNTERS = (
     ITERATIONS, PROMPT_TOKENS, CACHED_TOKENS, GENERATED_TOKENS, PREEMPTIONS, DRAFTS, ACCEPTED_TOKENS,
 )  # fmt: skip
@@ -121,7 +122,16 @@ def parse(text: str) -> EngineSample:
         adapters,
         process_began(text),
         "" if known is None else known.name,
+        _from_source(series, "external_kv_transfer"),
+        _from_source(series, "local_compute"),
     )
+
+
+def _from_source(series: dict[str, dict[str, float]], source: str) -> int | None:
+    """Return the prompt tokens of a source, None where the page does not tell them apart."""
+    wanted = f'source="{source}"'
+    values = [value for labels, value in series.get(PROMPT_SOURCES[0], {}).items() if wanted in labels]
+    return round(sum(values)) if values and all(0 <= value <= _MAX_COUNT for value in values) else None
 
 
 def _asleep(series: dict[str, dict[str, float]]) -> bool | None:

@@ -297,6 +297,7 @@ class Placement:
         request, now = ctx.request, ctx.now
         if found.pair is not None and target is not None:
             lease = self.ledger.book_pair(ctx, found.pair, instance, target)
+            self.holds.transfers.checks.booked(instance, target, now)
         else:
             slots = instance.adapters if ctx.adapter_load_s > 0.0 else None
             loads = None if slots is None else slots.loads(request.model)

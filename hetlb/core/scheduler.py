@@ -189,6 +189,8 @@ class Scheduler:
         """
         request, predicted = lease.request, lease.predicted_output
         commands: list[Command] = []
+        if outcome is Outcome.CLIENT_GONE:  # no fault of either engine
+            self._transfer_failed(lease, now)
         if lease.decode is not None:
             predicted = lease.decode.predicted_output
             self._drop(lease.decode, now)
@@ -215,6 +217,16 @@ class Scheduler:
         else:
             commands += self._backlog.push(request, now, predicted)
         return commands + self._backlog.flush(now)
+
+    def _transfer_failed(self, lease: Lease, now: float) -> None:
+        """Count a transfer that failed by no fault of the engine of this leg against the pair."""
+        leased, decode, hold = self.ledger.leased, lease.decode, lease.hold
+        source = leased.get(lease.id) if decode is not None else None
+        if hold is not None:
+            source = self.holds.source_of(hold)
+        target = leased.get(lease.id if decode is None else decode.id)
+        if source is not None and target is not None:
+            self.holds.transfers.checks.failed(source, target, now)
 
     def _drop(self, lease: Lease, now: float) -> Instance:
         """Give back what a lease booked."""
@@ -495,6 +507,8 @@ class Scheduler:
         longest, slept = instance.longest_request_tokens, instance.asleep
         finished = instance.finished_sequences
         instance.learn_sample(sample, now)
+        if instance.spec.kv_transfer is not None:
+            self.holds.sampled(instance, sample, now)
         if sample.asleep is not None:
             instance.asleep = sample.asleep
         restarted = sample.began is not None and self.fleet.process_seen(instance, sample.began, now)

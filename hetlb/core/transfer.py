@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from mypy_extensions import mypyc_attr
 
 from hetlb.core.instance import Instance
-from hetlb.core.types import Hold, KvLink, Lease, LeaseId
+from hetlb.core.types import EngineSample, Hold, KvLink, Lease, LeaseId
+
+if TYPE_CHECKING:
+    from hetlb.core.fetch_checks import FetchChecks, PairRecord
 
 #: Evidence this old counts 1/e, in seconds.
 MEMORY_S: Final = 60.0
@@ -59,6 +62,20 @@ class TransferTimes:
         #: None for a pair that has had its first transfer and no other.
         self._pairs: dict[int, _Evidence | None] = {}
         self._all: _Evidence | None = None
+        self._checks: FetchChecks | None = None
+
+    @property
+    def checks(self) -> FetchChecks:
+        """Return the verdicts on transfers, which only fleets with KV transfers import."""
+        if self._checks is None:
+            from hetlb.core.fetch_checks import FetchChecks
+
+            self._checks = FetchChecks()
+        return self._checks
+
+    def failing(self, now: float) -> list[PairRecord]:
+        """Return the pairs that get no request now as their transfers fail."""
+        return [] if self._checks is None else self._checks.resting(now)
 
     def estimate_s(self, source: Instance, target: Instance, tokens: float, now: float) -> float:
         """Seconds to transfer the KV cache of `tokens` tokens."""
@@ -91,6 +108,8 @@ class TransferTimes:
         """An instance is gone."""
         for pair in [pair for pair in self._pairs if incarnation in divmod(pair, _SPAN)]:
             del self._pairs[pair]
+        if self._checks is not None:
+            self._checks.forget(incarnation)
 
 
 @mypyc_attr(acyclic=True)
@@ -136,6 +155,18 @@ class Holds:
         if link is not None and hold.sent_tokens > 0:
             seconds = max(0.0, now - lease.dispatched_at - hold.expected_s)
             self.transfers.observe(source, target, link, hold.sent_tokens, seconds, now)
+            self.transfers.checks.answered(source, target, hold.sent_tokens, now)
+
+    def source_of(self, hold: Hold) -> Instance | None:
+        """Return the instance that keeps a prompt, None once it is let go."""
+        kept = self._kept.get(hold.id)
+        return None if kept is None else kept[0]
+
+    def sampled(self, target: Instance, sample: EngineSample, now: float) -> None:
+        """Judge transfers to an instance by its counters."""
+        coming = sum([hold.sent_tokens for _, hold in self._kept.values() if hold.target == target.name])
+        checks = self.transfers.checks
+        checks.sampled(target, sample.fetched_tokens, sample.computed_tokens, coming, now)
 
     def check_integrity(self, instances: Sequence[Instance]) -> None:
         """Assert that each instance keeps its holds and nothing else."""

@@ -490,6 +490,9 @@ class EngineSample(PickleByFields):
     began: float | None = None
     #: Kind of the engine by its metrics, a key of `core.engines.ENGINES`; "" where none is known.
     engine: str = ""
+    #: Prompt tokens fetched from other engines, and computed, since the engine started.
+    fetched_tokens: int | None = None
+    computed_tokens: int | None = None
 
 
 # --- commands ---

@@ -29,12 +29,17 @@ CONNECT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class KvSettings:
-    """Connector of a server. `policy` is vLLM's `kv_load_failure_policy`."""
+    """Connector of a server. `policy` is vLLM's `kv_load_failure_policy`.
+
+    `layers`: number of layers whose KV cache an engine of it holds. Engines of different numbers (a stage of
+    a pipeline, the whole model) refuse each other at the handshake.
+    """
 
     connector: Literal["nixl", "nixl-push", "mooncake"]
     lease_s: float = 30.0
     bandwidth_bytes_per_s: float = 5e9
     policy: Literal["fail", "recompute"] = "fail"
+    layers: int = 32
 
 
 class _Held(NamedTuple):
@@ -151,6 +156,8 @@ class KvExchange:
 
         async def pull(request: web.Request) -> web.Response:
             asked = await request.json()
+            if asked.get("layers", self.settings.layers) != self.settings.layers:
+                return web.json_response({"state": "other layers"})
             return web.json_response({"state": await self._pulled(asked["engine_id"], asked["key"])})
 
         async def done(request: web.Request) -> web.Response:
@@ -258,7 +265,11 @@ class KvExchange:
         if base is None:
             base = f"http://{source['remote_host']}:{source['remote_port']}"
         key = source.get("transfer_id") or source.get("remote_request_id")
-        body = {"engine_id": source.get("remote_engine_id"), "key": str(key)}
+        body = {
+            "engine_id": source.get("remote_engine_id"),
+            "key": str(key),
+            "layers": self.settings.layers,
+        }
         async with self._session.post(f"{base}/kv_transfer/{what}", json=body) as answer:
             found: dict[str, Any] = await answer.json()
             return found

@@ -37,6 +37,20 @@ function logTicks(low, high) {
   return shown.length > 2 ? shown : linearTicks(low, high, 4);
 }
 
+/** Share of a line's values that an axis always has room for, and how far above them the rest may reach before it is cut off. */
+const USUAL = 0.95;
+const OUTLIER = 3;
+/** Fewer values than this show no outlier. */
+const ENOUGH = 20;
+
+/** Highest value of a line that an axis shows: a few outliers must not flatten all other values. */
+function ceilingOf(points) {
+  const sorted = points.flatMap(([, value]) => (value > 0 ? [value] : [])).sort((a, b) => a - b);
+  const most = sorted.at(-1) ?? 0;
+  const usual = sorted[Math.floor(USUAL * (sorted.length - 1))];
+  return sorted.length >= ENOUGH && most > OUTLIER * usual ? usual * 1.5 : most;
+}
+
 /**
  * Values of an axis to pixels between `start` and `end`.
  * An axis is `{label, log, least, most, steps, ticks, format, counts}`: `counts` are whole numbers, `least` and `most` are shown at least, `ticks` are
@@ -129,7 +143,8 @@ function sample(kind) {
 /**
  * Lines over one axis. The pointer and the arrow keys move a cursor; the legend shows the values at it.
  * `lines` are `[name, class]`, `x` and `y` axes (`scaleOf`). Options: `width`, `height`; `labelled` writes the axes'
- * labels; `marks` shows each point; `newest` shows the last values while there is no cursor.
+ * labels; `marks` shows each point; `newest` shows the last values while there is no cursor; `robust` ends the axis below an
+ * outlier and writes its value.
  */
 export class LineChart {
   #lines;
@@ -141,6 +156,7 @@ export class LineChart {
   #keys;
   #axes = draw("g");
   #cursor;
+  #peak = draw("text", { class: "peak", y: TOP + 3, visibility: "hidden" });
   #svg;
   #name;
   #title;
@@ -162,7 +178,7 @@ export class LineChart {
     this.#svg = draw(
       "svg",
       { viewBox: `0 0 ${width} ${height}`, role: "img", tabindex: "0", "aria-label": title },
-      this.#axes, ...this.#paths, ...dots, this.#cursor,
+      this.#axes, ...this.#paths, ...dots, this.#peak, this.#cursor,
     );
     this.#name = make("b", { text: title });
     this.#keys = lines.map(([name]) => make("span", { text: name }));
@@ -182,10 +198,12 @@ export class LineChart {
     this.#stops = [...new Set(points.flat().map(([x]) => x))].sort((a, b) => a - b);
     const values = points.flat().flatMap(([, value]) => (value === null ? [] : [value]));
     const x = scaleOf({ ...this.#x, ...bounds }, this.#stops, left, width - RIGHT);
-    const y = scaleOf(this.#y, values, height - bottom, TOP);
+    const ceiling = this.#options.robust ? Math.max(...points.map(ceilingOf)) : Infinity;
+    const y = scaleOf(this.#y, values.filter((value) => value <= ceiling), height - bottom, TOP);
     this.#across = x;
+    this.#showPeak(points.flat(), x, y);
     this.#paths.forEach((path, line) => {
-      const text = pathOf(points[line], x, y);
+      const text = pathOf(points[line].map(([at, value]) => [at, value === null ? null : Math.min(value, y.high)]), x, y);
       set(path, "d", text || "M0 0");
       set(path, "visibility", text ? "visible" : "hidden");
       if (dots.length) set(dots[line], "d", dotsOf(points[line], x, y) || "M0 0");
@@ -196,6 +214,18 @@ export class LineChart {
       this.#axes.replaceChildren(...grid(x, y, labelled ? [this.#x.label, this.#y.label] : null));
     }
     this.#show();
+  }
+
+  /** Write the highest value where the axis ends below it. */
+  #showPeak(points, x, y) {
+    const [at, most] = points.reduce((peak, point) => ((point[1] ?? -Infinity) > peak[1] ? point : peak), [0, -Infinity]);
+    const above = most > y.high;
+    set(this.#peak, "visibility", above ? "visible" : "hidden");
+    if (!above) return;
+    const place = x.at(at);
+    set(this.#peak, "x", place.toFixed(1));
+    set(this.#peak, "text-anchor", place > (x.start + x.end) / 2 ? "end" : "start");
+    say(this.#peak, `▲ ${y.format(most)}`);
   }
 
   /** The value of a line at `at` (its last point up to there); the newest one where `at` is null. */
@@ -298,7 +328,7 @@ export class TimeChart {
       where: (s) => `${Math.round(-s)} s ago`,
     };
     const named = lines.map(([, name, kind]) => [name, kind]);
-    this.#chart = new LineChart(title, named, x, { least: 0, steps: 2, format, counts }, { newest: true });
+    this.#chart = new LineChart(title, named, x, { least: 0, steps: 2, format, counts }, { newest: true, robust: true });
     this.element = this.#chart.element;
   }
 
@@ -351,9 +381,7 @@ export class Scatter {
     let low = Math.floor(Math.min(...powers) * 2) / 2;
     let high = Math.ceil(Math.max(...powers) * 2) / 2;
     if (high - low < 1) [low, high] = [low - 0.5, high + 0.5];
-    const ticks = [];
-    for (let power = Math.ceil(low); power <= high; power += 1) ticks.push(10 ** power);
-    const axis = { log: true, least: 10 ** low, most: 10 ** high, ticks, format: this.#format };
+    const axis = { log: true, least: 10 ** low, most: 10 ** high, ticks: logTicks(10 ** low, 10 ** high), format: this.#format };
     const x = scaleOf(axis, [], EDGE, this.#wide - 18);
     const y = scaleOf(axis, [], SIDE - 40, 10);
     const colours = new Map();

@@ -135,6 +135,7 @@ def _of_model(
     load, limited_by = _load(able, waiting, rate, capacity)
     headroom = None if capacity is None else max(0.0, capacity * (1.0 - load))
     advice = _trouble(wanted, able, waiting, shares, _grows(recent, model, waiting, now))
+    advice = advice or _failing_transfers(scheduler, able, now)
     if advice:
         state = State.DEGRADED
     elif load >= BUSY or waiting:
@@ -240,6 +241,20 @@ def _trouble(
         )
     if grows:
         return f"More comes than can be served: add a server, or limit clients.{_waiting(waiting)}"
+    return ""
+
+
+def _failing_transfers(scheduler: Scheduler, able: Sequence[Instance], now: float) -> str:
+    """Return advice where KV transfers between two of the instances fail, "" where none do."""
+    names = {each.name for each in able}
+    for record in scheduler.holds.transfers.failing(now):
+        source, target = record.names
+        if {source, target} <= names:
+            return (
+                f"KV caches of prompts read at {source} do not reach {target}, which reads them again: such "
+                f"requests are no longer split. The log of {target} says why; both need the same layers (no "
+                "pipelines) and cache type."
+            )
     return ""
 
 

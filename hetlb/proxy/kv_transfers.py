@@ -5,10 +5,13 @@ body of the decode leg (NIXL). With Mooncake both legs are sent at once, with an
 server of the prefill instance. A prefill instance keeps the KV blocks for
 `lease_s`: KV that is fetched later is that of another prompt, and the answer is wrong with status 200. So the
 first token must come before the lease can have ended, by our clock, or one instance gets the whole request.
+Whether a prompt was fetched, or computed anew, the scheduler finds in the decode engine's counters
+(`core.fetch_checks`).
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable
 from enum import StrEnum
@@ -31,11 +34,14 @@ from hetlb.proxy.http.http1 import ResponseHead
 from hetlb.proxy.http.openai_body import with_field
 from hetlb.proxy.http.openai_fields import BootstrapEntry, PrefillFields, TransferFields
 from hetlb.proxy.http.sse import SseWatcher
+from hetlb.proxy.telemetry.events import Event, tell
 from hetlb.proxy.upstream import SideCall
 
 if TYPE_CHECKING:
     from hetlb.proxy.exchange import Exchange
     from hetlb.proxy.scheduler_side import Carrier
+
+logger = logging.getLogger("hetlb.kv")
 
 #: Share of a lease that is left unused: the clocks of engine and proxy start at different times.
 _MARGIN_SHARE: Final = 0.1
@@ -283,7 +289,8 @@ class KvTransfer:
         self.state = LEFT.take(self.state)
         self._exchange.transfer = None
         if status < 400:
-            self._transfers.ended()
+            if not self._transfers.checks(self.decode, self._hold):
+                self._transfers.ended()
         elif self._hold is not None and not self._pushed:
             self._transfers.released(self._hold)  # vLLM releases them when it refuses the request
         return True
@@ -360,6 +367,8 @@ class KvTransfers:
         self.stood_still_since = carrier.stalls.since
         #: Requests of the proxy's own to engines.
         self._releases: set[SideCall] = set()
+        #: Pairs that were logged as failing, and how often.
+        self._told: dict[tuple[str, str], int] = {}
 
     def may_split(self, kind: Kind, path: str, body: bytes) -> bool:
         """True if a request with one prompt and one sequence can be split."""
@@ -387,6 +396,27 @@ class KvTransfers:
 
     def ended(self, result: str = "done") -> None:
         self._totals.kv_transferred(result)
+
+    def checks(self, lease: Lease, hold: Hold | None) -> bool:
+        """Return True if the decode engine's counters will say whether a prompt was fetched."""
+        if hold is None or hold.ended or hold.sent_tokens <= 0:
+            return False
+        target = self._scheduler.ledger.leased.get(lease.id)
+        return target is not None and self._scheduler.holds.transfers.checks.checks(target)
+
+    def judged(self) -> None:
+        """Count the verdicts of the scheduler, and log pairs that are no longer split."""
+        checks = self._scheduler.holds.transfers.checks
+        for result, count in checks.take_results().items():
+            self._totals.kv_transferred(result, count)
+        if not checks.restrained:
+            return
+        for record in checks.resting(self.now()):
+            if self._told.get(record.names) != record.rests:
+                self._told[record.names] = record.rests
+                source, target = record.names
+                text = "KV caches of prompts read at %s do not reach %s: such requests are not split"
+                tell(logger, Event.TRANSFERS_FAIL, text, source, target, instance=target, source=source)
 
     def released(self, hold: Hold) -> None:
         self._carry_out(self._scheduler.on_hold_released(hold, self.now()))

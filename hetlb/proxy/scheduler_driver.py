@@ -288,6 +288,8 @@ class SchedulerDriver(SchedulerSide):
         instance = self.scheduler.fleet.instances.get(name)
         slept = instance is not None and instance.asleep
         self.carry_out(self.scheduler.on_scrape(name, sample, self.carrier.now()))
+        if self.transfers is not None:
+            self.transfers.judged()
         if instance is not None and instance.asleep is not slept:
             self.carrier.view_changed()
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,8 @@ class Rig:
         scheduler = self.service.scheduler
         found = [f"{scheduler.in_flight} leases"] if scheduler.in_flight else []
         found += [f"{each.name} keeps {each.kv_tokens}" for each in scheduler.instances if each.kv_tokens]
+        if unjudged := scheduler.holds.transfers.checks.due:
+            found.append(f"{unjudged} transfers have no verdict")
         for name, engine in self.engines.items():
             if engine.kv is not None and (engine.kv.held or engine.running or engine.waiting):
                 found.append(f"{name} holds {engine.kv.held}, runs {engine.running}, {engine.waiting} wait")
@@ -104,18 +107,23 @@ async def rig(
     lease_s: float = 20.0,
     time_scale: float = SCALE,
     connectors: tuple[str | None, ...] = (),
+    layers: tuple[int, ...] = (),
     heartbeat_s: float = 0.0,
     log: Path | None = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
-    """Engines e0, e1, ... with these roles; where `connectors` has None, without a connector."""
+    """Engines e0, e1, ... with these roles; without a connector where `connectors` has None."""
     profile = load_profile(DEMO / "fast.yaml")
     of_all = KvSettings(connector, lease_s=lease_s, **settings)  # type: ignore[arg-type]
     engines = {}
     for i in range(len(roles)):
         own = connectors[i] if connectors else connector
+        settings_of_it = replace(of_all, layers=layers[i]) if layers else of_all
         engine = EmulatedEngine(
-            profile, served_model_names=("m",), time_scale=time_scale, kv=of_all if own is not None else None
+            profile,
+            served_model_names=("m",),
+            time_scale=time_scale,
+            kv=settings_of_it if own is not None else None,
         )
         await engine.start()
         engines[f"e{i}"] = engine

@@ -220,7 +220,10 @@ class Policy:
                 return None
             chosen.append(able[found.index])
             made.append(found.candidates)
-        name = pair_name(instances[chosen[0]].name, instances[chosen[1]].name)
+        source, target = instances[chosen[0]], instances[chosen[1]]
+        if not transfers.checks.usable(source, target, ctx.now):
+            return SplitChoice(-1, -1, 0.0, lambda: [*made[0](), *made[1]()])
+        name = pair_name(source.name, target.name)
         return pair_choice(
             ctx, instances, chosen[0], chosen[1], lambda: [*made[0](), *made[1](), Candidate(name)]
         )

@@ -80,7 +80,11 @@ def choose_pair(
             decode_end_s=pair.start_s + pairs.decode_s(evaluation.ratings[pair.target]),
         )
     if whole is None:
-        return None if pair is None else SplitChoice(-1, -1, 0.0, lambda: pairs.candidates(None))
+        return (
+            None
+            if pair is None and not pairs.restrained
+            else SplitChoice(-1, -1, 0.0, lambda: pairs.candidates(None))
+        )
     work_s = paper_work(ctx, instances[whole.index])[2]
     return whole_choice(whole.index, Choice(whole.index, work_s, lambda: pairs.candidates(None), whole))
 
@@ -98,6 +102,8 @@ class _Pairs:
         #: Weight of a second until the first token: as such, and as part of the whole answer.
         self._first = evaluation.weights[0] + evaluation.weights[1]
         self.whole_score = math.inf
+        #: True if pairs were left out whose transfers fail.
+        self.restrained = False
 
     def best_whole(self) -> Sight | None:
         """The best rating with room among instances that take whole requests.
@@ -137,16 +143,32 @@ class _Pairs:
                     sources.append((self._prefill_score(each), each.index))
                 if role is not Role.PREFILL:
                     targets.append((self._decode_score(each), each.index))
+        if self._transfers.checks.restrained:
+            sources, targets = self._usable(sources, targets)
         found: _Pair | None = None
         for prefill, i in sorted(sources)[:2]:
             for decode, j in sorted(targets)[:2]:
-                if i != j and prefill + decode < below and self._suits(i, j):
+                if i != j and prefill + decode < below and self._suits(i, j) and self._reaches(i, j):
                     pair = self._pair(i, j)
                     if pair.score < below and (
                         found is None or (not pair.in_time, pair.score) < (not found.in_time, found.score)
                     ):
                         found = pair
         return found
+
+    def _reaches(self, i: int, j: int) -> bool:
+        """Return True unless transfers between both were seen to fail."""
+        instances = self._evaluation.instances
+        return self._transfers.checks.usable(instances[i], instances[j], self._ctx.now)
+
+    def _usable(
+        self, sources: list[tuple[float, int]], targets: list[tuple[float, int]]
+    ) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
+        """Return the sources and targets that are in any pair whose transfers do not fail."""
+        able = [(s, t) for s in sources for t in targets if s[1] != t[1] and self._reaches(s[1], t[1])]
+        usable = list({s for s, _ in able}), list({t for _, t in able})
+        self.restrained = len(usable[0]) < len(sources) or len(usable[1]) < len(targets)
+        return usable
 
     def _prefill_score(self, each: Sight) -> float:
         """The part of a pair's score that is the source's."""

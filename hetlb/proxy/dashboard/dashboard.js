@@ -201,7 +201,7 @@ function status(snapshot) {
 
 const TILES = [
   ["up", "Servers"], ["flight", "In flight"], ["queue", "Queue"], ["requests", "Requests"],
-  ["tokens", "Output"], ["ttft", "TTFT, median"], ["kv", "KV reserved"],
+  ["failed", "Not answered"], ["tokens", "Output"], ["ttft", "TTFT, median"], ["kv", "KV reserved"],
 ];
 const tileValues = new Map(TILES.map(([name, title]) => {
   const value = make("dd");
@@ -232,6 +232,8 @@ function tiles(snapshot) {
   tile("queue", count(queue.requests), queue.requests ? `oldest ${age(queue.oldest_s)}` : "none waiting",
     queue.requests ? (stuck ? "bad" : "warn") : "");
   tile("requests", rate(mean(lately("ok_per_s"))), "/s");
+  const failed = mean(lately("not_ok_per_s"));
+  tile("failed", rate(failed), "/s", failed > 0 ? "warn" : "");
   tile("tokens", rate(mean(lately("output_tokens_per_s"))), "tokens/s");
   const ttft = lately("ttft_p50_s").filter((value) => value !== null);
   // Against its own last minutes: what is slow for one model is usual for another.
@@ -317,7 +319,7 @@ class FleetTable {
       ["Work", "wide", "assigned and not completed"],
       ["Share", "", "of the work of the last minute, and of the speed of those that take requests"],
       ["Speed", "left", "where its speed is from; seen against expected by the profile: prefill, mixed and decode steps"],
-      ["Report", "wide", "age of the engine's last report"], ["State", "left stay"],
+      ["Report", "wide", "age of the engine's last report"], ["State", "left"],
     ];
     this.element = make("div", { class: "model" },
       make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Instances of ${model || "all models"}` },
@@ -378,7 +380,9 @@ class FleetRow {
   #reported = make("i");
   #track;
   #figures = make("span", { class: "number" });
-  #slots = make("span");
+  #slots = make("span", { class: "number" });
+  #busy = make("i");
+  #busyTrack;
   #slotsFrom = make("span", { class: "from" });
   #speedFrom = make("span", { class: "from" });
   #factors = make("span", { class: "soft factors" });
@@ -387,6 +391,7 @@ class FleetRow {
 
   constructor(instance, model) {
     this.#track = make("span", { class: "track", "aria-hidden": "true" }, this.#reserved, this.#reported);
+    this.#busyTrack = make("span", { class: "track slots", "aria-hidden": "true" }, this.#busy);
     this.#remove = make("button", {
       type: "button", class: "remove", hidden: true, text: "Remove", "aria-label": `Remove ${instance.name}`,
       on: { click: () => removeServer(instance.name) },
@@ -396,7 +401,7 @@ class FleetRow {
       on: { click: () => this.#switch(instance.name, model, state) },
     }));
     this.#cells = ["In flight", "", ""].map((title) => make("td", { class: title ? null : "more wide", "data-title": title || null }));
-    this.slots = make("td", { class: "left", "data-title": "Slots" }, this.#slots, " ", this.#slotsFrom);
+    this.slots = make("td", { class: "left", "data-title": "Slots" }, this.#busyTrack, " ", this.#slots, " ", this.#slotsFrom);
     this.workload = make("td", { class: "more wide" });
     this.share = make("td", { "data-title": "Share" });
     this.model = make("td", { class: "more left" }, this.#speedFrom, " ", this.#factors);
@@ -408,7 +413,7 @@ class FleetRow {
       this.#cells[0], this.slots, this.#cells[1], this.#cells[2],
       make("td", { class: "left kv", "data-title": "KV" }, this.#track, " ", this.#figures),
       this.workload, this.share, this.model, this.age,
-      make("td", { class: "left stay" },
+      make("td", { class: "left" },
         make("span", { class: "states", role: "group", "aria-label": `State of ${instance.name}` }, ...this.#buttons), " ", this.#remove));
   }
 
@@ -423,6 +428,8 @@ class FleetRow {
     this.#remove.hidden = !page.snapshot.registration;
     const { max_num_seqs: slots, speed } = row.believes;
     say(this.#slots, count(slots.value));
+    this.#busy.style.width = `${Math.min(100, (100 * row.in_flight) / slots.value).toFixed(1)}%`;
+    set(this.#busyTrack, "data-over", String(row.in_flight > slots.value));
     say(this.#slotsFrom, slots.source);
     set(this.#slotsFrom, "data-source", slots.source);
     say(this.#speedFrom, speed.source);
@@ -844,6 +851,17 @@ function accuracy(snapshot) {
       make("i", { class: `k${name ? colour(name) : COLOURS - 1}` }), name || "all others")));
   }
 }
+
+// --- the controls of the bar: at the end of the page on a phone, where the state comes first -----------------
+
+const phone = matchMedia("(max-width: 600px)");
+const controls = Array.from(document.querySelectorAll(".bar > form, .bar > .right"));
+function place() {
+  const where = phone.matches ? document.querySelector("footer") : document.querySelector(".bar");
+  where.append(...controls);
+}
+phone.addEventListener("change", place);
+place();
 
 // --- colours, and begin ---------------------------------------------------------------------------------
 

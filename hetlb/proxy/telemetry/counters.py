@@ -129,8 +129,8 @@ class AccountTotals:
 
 #: Results of a KV transfer (docs/disaggregation.md).
 KV_TRANSFER_RESULTS: Final = (
-    "done", "late", "no_params", "no_bootstrap", "decode_error", "decode_failed", "prefill_failed",
-    "prefill_error",
+    "done", "not_fetched", "late", "no_params", "no_bootstrap", "decode_error", "decode_failed",
+    "prefill_failed", "prefill_error",
 )  # fmt: skip
 
 
@@ -226,8 +226,8 @@ class Totals:
         instance.ended(outcome)
         instance.output_tokens += lease.output_tokens
 
-    def kv_transferred(self, result: str) -> None:
-        self.kv_transfers[result] += 1
+    def kv_transferred(self, result: str, count: int = 1) -> None:
+        self.kv_transfers[result] += count
 
     def count(self, outcome: Outcome, phase: str, model: str, status: int) -> None:
         """A request ended. `model` is one that the fleet serves, `OTHER_MODELS` or ""."""

@@ -43,6 +43,7 @@ class Event(Enum):
     INSTANCE_METRICS = "instance_metrics", _WARNING, "its metrics lack what is read, or are too large"
     INSTANCE_ACCESS = "instance_access", _WARNING, "TLS fails, or it does not accept the API key"
     INSTANCE_KV_EVENTS = "instance_kv_events", _WARNING, "its KV events cannot be read"
+    TRANSFERS_FAIL = "transfers_fail", _WARNING, "KV caches do not reach an instance; the pair is not split"
     GATEWAY_ELSEWHERE = "gateway_elsewhere", _WARNING, "a gateway did not take a chosen instance"
     DISCOVERY_FAILED = "discovery_failed", _WARNING, "a source cannot be read; what it gave last stays"
     DISCOVERY_CONFLICT = "discovery_conflict", _WARNING, "it gave a name or address that another has"

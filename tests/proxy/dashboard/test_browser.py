@@ -21,6 +21,21 @@ CUT = """() => [document.documentElement,
   .filter(each => each.scrollWidth > each.clientWidth + 1)
   .map(each => `${each.tagName} ${each.id} ${each.scrollWidth} > ${each.clientWidth}`)"""
 
+#: Cells of the fleet that reach beyond the page or under another one.
+COVERED = """() => Array.from(document.querySelectorAll('#models tbody tr')).flatMap(row => {
+  const boxes = Array.from(row.children).map(each => each.getBoundingClientRect()).filter(box => box.width);
+  const out = boxes.filter(box => box.left < -1 || box.right > innerWidth + 1);
+  const over = boxes.filter((a, i) => boxes.some((b, j) => j > i
+    && a.left + 1 < b.right && b.left + 1 < a.right && a.top + 1 < b.bottom && b.top + 1 < a.bottom));
+  return [...out, ...over].map(box => `${row.innerText} ${box.left} ${box.right}`);
+})"""
+#: Tiles with a line of their own.
+ALONE = """() => {
+  const tiles = document.querySelector('#tiles').children;
+  const tops = Array.from(tiles, each => each.getBoundingClientRect().top);
+  return tops.filter(top => tops.filter(other => other === top).length < 2);
+}"""
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
@@ -310,9 +325,48 @@ def test_nothing_is_cut_at_any_width(browser: Any, running: Fleet, scheme: str) 
     look = Look(browser, f"{running.admin}/", color_scheme=scheme).live()
     try:
         look.page.locator("button.open").first.click()
-        for width in (360, 768, 1400, 1920):
+        for width in (360, 390, 768, 1024, 1400, 1440, 1920):
             look.page.set_viewport_size({"width": width, "height": 900})
             assert look.page.evaluate(CUT) == [], width
+            assert look.page.evaluate(COVERED) == [], width
+            assert look.page.evaluate(ALONE) == [], width
         assert look.errors == []
     finally:
         look.close()
+
+
+def test_the_state_comes_before_the_controls_on_a_phone(look: Look) -> None:
+    top = "Math.round(document.querySelector('{}').getBoundingClientRect().top)".format
+    state, controls = top("#status"), f"Math.min({top('#policy')}, {top('#theme')})"
+    look.page.set_viewport_size({"width": 390, "height": 844})
+    look.page.wait_for_function(f"{state} < {controls}")
+    look.page.set_viewport_size({"width": 1024, "height": 768})
+    look.page.wait_for_function(f"{controls} < {state}")
+
+
+#: Chart of values near 1 and others: height of its median above its least in pixels, word of its peak.
+CHART = """async (others) => {
+  const { LineChart } = await import('./charts.js');
+  const chart = new LineChart('t', [['a', 'k0']], {}, { least: 0 }, { robust: true });
+  document.body.append(chart.element);
+  const values = Array.from({ length: 100 }, (_, n) => 1 + (n % 7) / 10);
+  others.forEach((value, n) => { values[10 * n + 3] = value; });
+  chart.update([values.map((value, n) => [n, value])]);
+  const path = chart.element.querySelector('[role=img] path.line').getAttribute('d');
+  const ys = path.match(/ [\\d.]+/g).map(Number);
+  const peak = chart.element.querySelector('.peak');
+  const shown = peak.getAttribute('visibility') === 'visible' ? peak.textContent : '';
+  chart.element.remove();
+  return [Math.max(...ys) - ys.sort((a, b) => a - b)[Math.floor(ys.length / 2)], shown];
+}"""
+
+
+def test_an_outlier_does_not_flatten_a_chart_and_is_written(look: Look) -> None:
+    usual, no_peak = look.page.evaluate(CHART, [])
+    assert no_peak == ""
+    flat, peak = look.page.evaluate(CHART, [500])
+    assert peak == "▲ 500"
+    assert flat > usual / 2
+    # Many high values are no outliers.
+    _, peak = look.page.evaluate(CHART, [500] * 9)
+    assert peak == ""
