@@ -18,8 +18,8 @@ from hetlb.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from hetlb.stage.checkpoint import ModelConfig
-    from hetlb.stage.model import TorchRunner
     from hetlb.stage.runner import Runner
+    from hetlb.stage.torch_runner import TorchRunner
     from hetlb.stage.worker import StageWorker
 
 #: KV cache on CPU where nothing is said.
@@ -83,9 +83,9 @@ def _make_worker(args: argparse.Namespace, first: int, end: int) -> StageWorker:
     from hetlb.stage.auth import read_key
     from hetlb.stage.checkpoint import load_config
     from hetlb.stage.kv import StageBlocks
-    from hetlb.stage.model import DTYPES, TorchRunner
     from hetlb.stage.self_profile import measure
     from hetlb.stage.stage_messages import Welcome
+    from hetlb.stage.torch_runner import DTYPES, TorchRunner
     from hetlb.stage.worker import StageWorker
 
     key, server_tls, peer_tls = read_key(args.key_file), *_tls(args)
