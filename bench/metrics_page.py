@@ -159,7 +159,6 @@ def fleet(count: int) -> FleetService:
         watch=SimpleNamespace(invalid_samples={}),
         lost_lines=0,
         workers=(),
-        stages={},
         sharing=None,
         now=lambda: 12.5,
     )

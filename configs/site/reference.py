@@ -22,6 +22,7 @@ from hetlb.config.api_keys import Tenant
 from hetlb.config.cluster import ClusterFile
 from hetlb.config.fleet_tables import FleetFile
 from hetlb.config.profile_file import Profile
+from hetlb.config.stages_file import StagesFile
 from hetlb.core.engine_metrics import MOST_SERIES
 from hetlb.core.health import transitions_table
 from hetlb.core.scheduler import Scheduler
@@ -51,6 +52,7 @@ FILES = (
     ("Fleet file", "fleet", FleetFile),
     ("Keys of clients", "keys of clients", Tenant),
     ("Cluster file", "cluster", ClusterFile),
+    ("File of stages (`hetlb stage --coordinate`)", "stages", StagesFile),
     ("Latency profile", "profile", Profile),
 )
 PROTOCOL_RULES = """\
@@ -252,7 +254,6 @@ class _Everything:
         self.workers = ()
         view = SimpleNamespace(peer_leases=0, delay_s=0.0)
         self.sharing = SimpleNamespace(connected=True, peers=0, view=view, sent=0, received=0, rejected=0)
-        self.stages = {"server": list}
 
     def now(self) -> float:
         """Seconds."""
@@ -419,20 +420,17 @@ def limits_page() -> str:
 def _diagram(
     table: Sequence[Transition[Any]], begin: str, inner: tuple[str, Sequence[Transition[Any]]] | None = None
 ) -> str:
-    """A state machine's table as a Mermaid diagram, with that of a second state of the same thing."""
+    """Return a state machine as a table of its rows, with that of a second state of the same thing."""
 
-    def edges(rows: Sequence[Transition[Any]]) -> list[str]:
-        return [f"{state.name} --> {row.after.name}: {row.event}" for row in rows for state in row.before]
+    def edges(rows: Sequence[Transition[Any]]) -> list[tuple[str, str, str]]:
+        return [(", ".join(state.name for state in row.before), row.event, row.after.name) for row in rows]
 
-    first, *_, last = type(table[0].after)
-    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {first.name}: {begin}"]
-    lines += [f"    {each}" for each in edges(table)] + [f"    {last.name} --> [*]"]
+    first, *_ = type(table[0].after)
+    lines = _table(("state", "event", "next"), [("", begin, first.name), *edges(table)])
     if inner is not None:
         name, rows = inner
-        first, *_ = type(rows[0].after)
-        lines += [f"    state {name} {{", f"        [*] --> {first.name}"]
-        lines += [*(f"        {each}" for each in edges(rows)), "    }"]
-    return "\n".join([*lines, "```"])
+        lines += ["", f"Its {name}:", "", *_table(("state", "event", "next"), edges(rows))]
+    return "\n".join(lines)
 
 
 def states_page() -> str:

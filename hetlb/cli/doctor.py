@@ -123,11 +123,15 @@ def _of_server(seen: Seen) -> Iterator[Check]:
     serves = bool(facts.entries) and (not wanted or wanted in facts.names)
     advice = f"expected {wanted}: correct the model's name, or start it with --served-model-name {wanted}"
     yield check("model", serves, f"serves {', '.join(facts.names) or 'nothing'}", advice)
+    if facts.coordinates:
+        down = [name for name, up in facts.stages.items() if not up]
+        found = f"down: {', '.join(down)}" if down else f"{len(facts.stages)} up"
+        yield check("stages", not down, found, "start them (`hetlb stage`), or look at the coordinator's log")
     advice = "without them hetlb goes by its own ledger alone: start it without --disable-log-stats"
     yield check("metrics", facts.table is not None, _metrics(facts), advice)
-    is_vllm = facts.table is None or facts.table is VLLM
+    is_vllm = not facts.coordinates and (facts.table is None or facts.table is VLLM)
     old = is_vllm and (facts.old_names or (facts.version is not None and _version(facts.version) < OLDEST))
-    title = "vLLM" if facts.table is None else facts.table.title
+    title = "coordinator of stages," if facts.coordinates else (facts.table or VLLM).title
     advice = f"upgrade to {OLDEST[0]}.{OLDEST[1]} or later: older ones lack what hetlb reads"
     yield check("version", not old, f"{title} {facts.version or 'of unknown version'}", advice)
     skewed = abs(facts.skew_s) > MOST_SKEW_S
@@ -212,43 +216,35 @@ def _print(found: Sequence[Check]) -> None:
 # --- what `hetlb serve --check` looks at ---
 
 
-def _servers(fleet: Fleet) -> dict[str, str]:
-    """URLs of all instances and workers of stages, by what errors call them."""
-    found = {f"instance {each.name}": each.url for each in fleet.instances if each.name not in fleet.stages}
-    for name, group in fleet.stages.items():
-        found |= {f"stages {name}: worker {worker}": url for worker, url in group.workers.items()}
-    return found
-
-
 def check_filled_in(fleet: Fleet) -> None:
-    """Raise `ConfigErrors`, one line per placeholder and per missing file of stages."""
-    hosts = {what: urlsplit(url).hostname or "" for what, url in _servers(fleet).items()}
+    """Raise `ConfigErrors`, one line per placeholder."""
+    hosts = {each.name: urlsplit(each.url).hostname or "" for each in fleet.instances}
     found = [
-        f"{what}: url: expected the host in place of {host}"
-        for what, host in hosts.items()
+        f"instance {name}: url: expected the host in place of {host}"
+        for name, host in hosts.items()
         if host.endswith(_PLACEHOLDER)
     ]
-    for name, group in fleet.stages.items():
-        where = f"stages {name}"
-        if not (group.folder / "config.json").is_file():
-            found.append(f"{where}: folder: expected the model's config.json in it, got {group.folder}")
-        if group.key_file is not None and not group.key_file.is_file():
-            found.append(f"{where}: key_file: expected the key that the workers have, got {group.key_file}")
     if found:
         raise ConfigErrors([ConfigError(fleet.where + each) for each in found])
 
 
 def check_connected(fleet: Fleet) -> list[str]:
-    """Probe every server and stage; returns one line per unreachable one."""
-    servers = _servers(fleet)
+    """Probe every server; return one line per server that cannot serve now."""
+    servers = {each.name: each.url for each in fleet.instances}
     facts = asyncio.run(ask_engines({url: {} for url in servers.values()}))
     # Any response below 500 counts: keys and paths are not checked here.
     answers = {
-        url: each.trouble or (f"status {each.health}" if each.health >= 500 else "")
+        url: each.trouble or (f"status {each.health}{_stages_down(each)}" if each.health >= 500 else "")
         for url, each in facts.items()
     }
     return [
-        f"{fleet.where}{what}: expected an answer from {url}/health, got {answers[url]}"
-        for what, url in servers.items()
+        f"{fleet.where}instance {name}: expected an answer from {url}/health, got {answers[url]}"
+        for name, url in servers.items()
         if answers[url]
     ]
+
+
+def _stages_down(facts: EngineFacts) -> str:
+    """Return `, stages down: a, b` for a coordinator of `hetlb stage`, "" for other servers."""
+    down = [name for name, up in facts.stages.items() if not up]
+    return f", stages down: {', '.join(down)}" if down else ""

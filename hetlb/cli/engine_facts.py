@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from hetlb.errors import reason_of
 from hetlb.served_models import longest_context, read_model_list, read_version
 
 _TIMEOUT_S = 5.0
+#: Workers of a coordinator on its page of metrics.
+_STAGES = re.compile(r'^hetlb_stage_up\{stage="([^"\n]*)"\} ([01](?:\.0)?)$', re.MULTILINE)
 _MOST_BYTES = 1 << 20
 
 
@@ -25,7 +28,8 @@ _MOST_BYTES = 1 << 20
 class EngineFacts:
     """Facts of one server. A status is 0 without a response; `trouble` says why.
 
-    `entries` are those of `/v1/models`; `began` holds the process start times seen in two scrapes of its
+    `entries` are those of `/v1/models`; `stages` says which workers of a coordinator (`hetlb stage`) are up;
+    `began` holds the process start times seen in two scrapes of its
     metrics; `skew_s` is how far its clock is ahead, in seconds.
     """
 
@@ -42,6 +46,12 @@ class EngineFacts:
     began: set[float] = field(default_factory=set)
     skew_s: float = 0.0
     proxy: str = ""
+    stages: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def coordinates(self) -> bool:
+        """Return whether it is the coordinator of stages."""
+        return (self.version or "").startswith("hetlb-") and bool(self.stages)
 
     @property
     def names(self) -> list[str]:
@@ -96,6 +106,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, headers: Mapping[str, s
             facts.table = table_of(text)
             facts.old_names = "vllm:gpu_cache_usage_perc" in text and "vllm:kv_cache_usage_perc" not in text
             facts.sample = parse(text)
+            facts.stages = {name: float(up) > 0 for name, up in _STAGES.findall(text)}
             if facts.sample.began is not None:
                 facts.began.add(facts.sample.began)
     models = await page("/v1/models")

@@ -56,7 +56,8 @@ COMMANDS = {
         "hetlb search --config CLUSTER.yaml --trace T.csv",
     ),
     "stage": Command(
-        "a worker that runs some layers of a model", "hetlb stage --model FOLDER --layers 0:16 --port 9100"
+        "a worker that runs some layers of a model, or the coordinator in front of such workers",
+        "hetlb stage --model FOLDER --layers 0:16 --port 9100",
     ),
     "place": Command(
         "a plan for the layers of a model that no single machine can hold", "hetlb place --config PLACE.yaml"

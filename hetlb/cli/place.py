@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--time-limit", "seconds for everything (default 60)", "S", FINITE, 60.0)
     add("--seed", "seed of search and simulation (default 0)", "N", INTEGER, 0)
     add("--model-folder", "folder of the model on the machines (default: its name)", "DIR")
-    add("--write-fleet", "fleet file of the stages", "FLEET.yaml", Path)
+    written = "fleet file, and beside it the file of its stages (FLEET-stages.yaml)"
+    add("--write-fleet", written, "FLEET.yaml", Path)
     add_json(parser)
 
 
@@ -76,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         solve_s=time.monotonic() - began,
         folder=folder,
+        fleet=args.write_fleet,
     )
     if args.write_fleet is not None:
         write_stages(args.write_fleet, cluster, plan.chosen.placement, folder)

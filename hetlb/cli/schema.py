@@ -17,6 +17,7 @@ KINDS = {
     "market": "plan.market:MarketFile",
     "cluster": "config.cluster:ClusterFile",
     "place": "config.place_file:PlaceFile",
+    "stages": "config.stages_file:StagesFile",
 }
 
 

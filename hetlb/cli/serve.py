@@ -97,7 +97,7 @@ def _check_alone(fleet: Fleet, *, replace: bool) -> None:
     """Raise `InputError` where the file asks for several processes of what only one can do."""
     where, shared, workers = fleet.where, fleet.file.shared, fleet.file.proxy.workers
     hands_over = any(spec.kv_transfer is not None for spec in fleet.instances)
-    for key, there in (("stages:", fleet.stages), ("kv_transfer", hands_over), ("shared:", shared)):
+    for key, there in (("kv_transfer", hands_over), ("shared:", shared)):
         if there and workers > 1:
             raise InputError(f"{where}proxy.workers: expected 1 with {key}, got {workers}")
     if shared is None:
@@ -148,23 +148,7 @@ async def _ask(fleet: Fleet, event_log: Path | None) -> Takeover | None:
 
 async def _serve(fleet: Fleet, event_log: Path | None, replace: bool) -> None:
     takeover = await _ask(fleet, event_log) if replace else None
-    if fleet.stages:
-        await _serve_with_stages(fleet, event_log, takeover)
-    else:
-        await run_service(Service(fleet, event_log), systemd.inherited(), takeover)
-
-
-async def _serve_with_stages(fleet: Fleet, event_log: Path | None, takeover: Takeover | None) -> None:
-    from hetlb.stage.group import StageGroups
-
-    groups = StageGroups(fleet, event_log)
-    try:
-        await groups.start()
-        service = Service(groups.located(fleet), event_log, groups.reload)
-        service.stages = groups.documents
-        await run_service(service, systemd.inherited(), takeover)
-    finally:
-        await groups.close()
+    await run_service(Service(fleet, event_log), systemd.inherited(), takeover)
 
 
 async def run_service(

@@ -1,12 +1,14 @@
-"""`hetlb stage`: a worker that holds some layers of a model, for `hetlb serve` with `stages:`."""
+"""`hetlb stage`: a worker that holds some layers of a model, or the coordinator in front of such workers."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import ssl
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +17,10 @@ from hetlb.cli.flags import COUNT, PORT, SHARE, declare
 from hetlb.cli.signals import run_listener, stop_event
 from hetlb.config.urls import bracketed
 from hetlb.errors import ConfigError, InputError
+from hetlb.files import read_text
 
 if TYPE_CHECKING:
+    from hetlb.config.stages_file import StageGroup
     from hetlb.stage.checkpoint import ModelConfig
     from hetlb.stage.model import TorchRunner
     from hetlb.stage.runner import Runner
@@ -29,8 +33,12 @@ _CPU_KV_BYTES = 1 << 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb stage`; those that vLLM has bear its names."""
     add = declare(parser)
-    add("--model", "folder with config.json and safetensors", "FOLDER", Path, required=True)
-    add("--layers", "layers A to B-1, counted from 0", "A:B", required=True)
+    add("--coordinate", "be the OpenAI server in front of the workers of this file", "FILE", Path)
+    add("--check", "with --coordinate: validate the file and exit", action="store_true")
+    add("--event-log", "with --coordinate: record every network and path", "FILE", Path)
+    add("--api-key-file", "with --coordinate: key of clients; needed beyond loopback", "FILE", Path)
+    add("--model", "folder with config.json and safetensors", "FOLDER", Path)
+    add("--layers", "layers A to B-1, counted from 0", "A:B")
     add("--host", "address to listen on (default 127.0.0.1)", default="127.0.0.1")
     add("--port", "port to listen on (default 9100; 0 picks a free one)", "PORT", PORT, 9100)
     kinds = ("auto", "bfloat16", "float16", "float32")
@@ -53,6 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if (args.ssl_certfile is None) != (args.ssl_keyfile is None):
+        raise InputError("--ssl-keyfile: expected it together with --ssl-certfile")
+    if args.coordinate is not None:
+        return _coordinate(args)
     first, end = _check(args)
     worker = _make_worker(args, first, end)
     status = run_listener(_serve(worker, args), args.host, args.port)
@@ -63,14 +75,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> tuple[int, int]:
-    """Validate the flags; the layers come back."""
+    """Validate the flags of a worker and return its layers."""
+    if args.model is None or args.layers is None:
+        raise InputError("expected --model FOLDER and --layers A:B, or --coordinate FILE")
+    for flag in ("check", "event_log", "api_key_file"):
+        if getattr(args, flag):
+            raise InputError(f"--{flag.replace('_', '-')}: expected --coordinate with it")
     found = re.fullmatch(r"(\d{1,5}):(\d{1,5})", args.layers, re.ASCII)
     if found is None or int(found[1]) >= int(found[2]):
         raise InputError(f"--layers: expected A:B with A below B, got {args.layers!r}")
     if args.key_file is None and not is_loopback(args.host):
         raise InputError(f"--key-file: expected a shared key to listen on {args.host}, got none")
-    if (args.ssl_certfile is None) != (args.ssl_keyfile is None):
-        raise InputError("--ssl-keyfile: expected it together with --ssl-certfile")
     if (args.layer_times is None) != (args.gpu_type is None):
         raise InputError("--gpu-type: expected it together with --layer-times")
     return int(found[1]), int(found[2])
@@ -170,13 +185,52 @@ def _tls(args: argparse.Namespace) -> tuple[ssl.SSLContext | None, ssl.SSLContex
     return server, peer
 
 
+def _coordinate(args: argparse.Namespace) -> int:
+    """Serve what the workers of a file hold. Raises `InputError`."""
+    from hetlb.config.stages_file import check_filled_in, load_stages
+
+    for flag in ("model", "layers"):
+        if getattr(args, flag) is not None:
+            raise InputError(f"--{flag}: expected --coordinate FILE or a worker's flags, got both")
+    group = load_stages(args.coordinate)
+    check_filled_in(group)
+    if args.api_key_file is None and not is_loopback(args.host):
+        raise InputError(f"--api-key-file: expected the key of clients to listen on {args.host}, got none")
+    api_key = "" if args.api_key_file is None else _secret(args.api_key_file)
+    if args.check:
+        print(f"{group.path}: {len(group.workers)} workers, all is well")
+        return 0
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    return run_listener(_serve_coordinator(group, api_key, args), args.host, args.port)
+
+
+def _secret(path: Path) -> str:
+    """Return the text of a file without white space around it. Raises `ConfigError`."""
+    text = read_text(path, ConfigError).strip()
+    if not text or not text.isascii():
+        raise ConfigError(f"{path}: expected a key of ASCII characters")
+    return text
+
+
+async def _serve_coordinator(group: StageGroup, api_key: str, args: argparse.Namespace) -> int:
+    from hetlb.config.stages_file import load_stages
+    from hetlb.stage.coordination import Coordination
+
+    server_tls, _ = _tls(args)
+    made = Coordination(group, load_stages, event_log=args.event_log, api_key=api_key, tls=server_tls)
+    await made.run(args.host, args.port, stop_event(), lambda port: _say_ready("coordinator", args, port))
+    return 0
+
+
+def _say_ready(what: str, args: argparse.Namespace, port: int) -> None:
+    scheme = "http" if args.ssl_certfile is None else "https"
+    print(f"hetlb {what} ready on {scheme}://{bracketed(args.host)}:{port}", flush=True)
+
+
 async def _serve(worker: StageWorker, args: argparse.Namespace) -> int:
     from hetlb.stage.worker import serve
 
     stop = stop_event()
 
-    def ready(port: int) -> None:
-        scheme = "http" if args.ssl_certfile is None else "https"
-        print(f"hetlb stage ready on {scheme}://{bracketed(args.host)}:{port}", flush=True)
-
+    ready = partial(_say_ready, "stage", args)
     return 0 if await serve(worker, args.host, args.port, stop, ready) else 1

@@ -27,7 +27,6 @@ from hetlb.config.fleet_tables import (
     Resume,
 )
 from hetlb.config.mistakes import Mistakes, did_you_mean, listed, one_of, short
-from hetlb.config.stage_group import StageGroup, StagesTable, resolve_stages
 from hetlb.config.urls import Origin, bracketed, check_base, check_publisher, check_url, origin
 from hetlb.config.yaml_file import load_yaml, with_lines
 from hetlb.core.health import HealthParams
@@ -64,7 +63,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     """Resolved fleet file: instances with their profiles, in file order.
 
     `file` is in force, flags applied; `written` is the file before flags. Secrets and certificates are not
-    read: only serving needs them. `listed` has an entry per instance, `stages` per instance made of stages.
+    read: only serving needs them. `listed` has an entry per instance.
     """
 
     path: Path | None
@@ -73,7 +72,6 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     instances: tuple[InstanceSpec, ...]
     profiles: dict[str, Profile] = {}
     tokenizers: dict[str, Path] = {}
-    stages: dict[str, StageGroup] = {}
     listed: dict[str, Listed] = {}
 
     def with_tables(self, **tables: Any) -> Fleet:
@@ -214,10 +212,6 @@ def _class_mistakes(classes: dict[str, ClassTable], key: str) -> Iterator[str]:
             yield f"{key}.{name}.first_token_weight: expected either targets or a weight, got both"
         if table.refuse_hopeless and not stated:
             yield f"{key}.{name}.refuse_hopeless: expected a target beside it, got none"
-
-
-#: Placeholder address of an instance made of stages, until its coordinator listens.
-STAGES_URL = "http://stages.invalid"
 
 
 def _check_secret(file: str | None, env: str | None, key: str) -> None:
@@ -380,7 +374,7 @@ def _mistakes_across(file: FleetFile, base: Path) -> Iterator[str]:
         key = f"models[{m}]"
         if model.name in names[:m]:
             yield f"{key}.name: expected a name used once, got {model.name!r} again"
-        if not model.instances and model.stages is None and file.discovery is None:
+        if not model.instances and file.discovery is None:
             yield f"{key}.instances: expected at least one instance, got none"
         yield from _role_mistakes(model, key)
         yield from _class_mistakes(model.classes, f"{key}.classes")
@@ -416,16 +410,6 @@ class _Resolved:
         for i, instance in enumerate(model.instances):
             with mistakes.here():
                 self._add_instance(instance, model, f"{key}.instances[{i}]")
-        if model.stages is not None:
-            with mistakes.here():
-                self._add_stages(model.stages, model.name, f"{key}.stages")
-
-    def _add_stages(self, table: StagesTable, model: str, key: str) -> None:
-        group = resolve_stages(table, model, key, self._fleet.base)
-        instance = InstanceTable(name=table.name, url=STAGES_URL)
-        spec, _ = resolve_instance(instance, model, f"{key}.", self._fleet.base, self._cache)
-        self._add(spec, instance, key)
-        self._fleet.stages[spec.name] = group
 
     def _add_instance(self, instance: InstanceTable, model: ModelTable, key: str) -> None:
         fleet = self._fleet
@@ -442,7 +426,7 @@ class _Resolved:
         known = self._fleet.listed
         if spec.name in known:
             raise ConfigError(f"{key}.name: expected a name used once in the fleet, got {spec.name!r} again")
-        if spec.url not in ("", STAGES_URL):
+        if spec.url:
             taken = self._origins.setdefault(origin(spec.url), spec.name)
             if taken != spec.name:
                 raise ConfigError(

@@ -7,7 +7,6 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from hetlb.config.discovery import DiscoveryTable
-from hetlb.config.stage_group import StagesTable
 from hetlb.config.yaml_file import NonNegative, Port, Positive, PositiveInt, Share
 
 
@@ -277,7 +276,6 @@ class ClassTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One pool: the instances that serve one model; its key is for those without one of their own.
 
-    `stages` are workers of `hetlb stage` that together are one more instance.
     `kv_transfer` lets one instance prefill a prompt and another decode the answer.
     `aliases` are further names for clients. `fallback` is the model that answers while no instance of this
     one takes requests. `classes` are those of its requests by name, the default first.
@@ -285,7 +283,6 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     name: str
     instances: tuple[InstanceTable, ...] = ()
-    stages: StagesTable | None = None
     aliases: tuple[str, ...] = ()
     fallback: str | None = None
     tokenizer: str | None = None

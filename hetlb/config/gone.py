@@ -10,6 +10,8 @@ from typing import Any, Final
 GONE_KEYS: Final = {
     "policy.state_file": "lengths are learnt anew after a start: delete the key; `policy.trace` with"
     " `predictor: empirical` states lengths",
+    "models[].stages": "write its keys into a file of their own, with `version: 1` and `model: NAME`, start"
+    " `hetlb stage --coordinate FILE --port N`, and name http://HOST:N under `instances`",
     "shared.lease": "all pickers serve: `shared.url` names the server through which they share one view",
 }
 #: By key path and value.

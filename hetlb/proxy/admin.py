@@ -13,7 +13,7 @@ import ipaddress
 import re
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -61,10 +61,8 @@ def pools(scheduler: Scheduler) -> dict[str, list[Instance]]:
     return found
 
 
-def fleet_document(
-    scheduler: Scheduler, now: float, stages: Mapping[str, Callable[[], list[dict[str, Any]]]]
-) -> dict[str, Any]:
-    """The body of `GET /v1/fleet`. An instance that is made of stages lists them."""
+def fleet_document(scheduler: Scheduler, now: float) -> dict[str, Any]:
+    """Return the body of `GET /v1/fleet`."""
     by_model = pools(scheduler)
     speeds: dict[str, float] = {}
     for name, instances in by_model.items():
@@ -74,11 +72,7 @@ def fleet_document(
         "models": [
             {
                 "name": name,
-                "instances": [
-                    _instance_document(each, speeds[each.name], now)
-                    | ({"stages": stages[each.name]()} if each.name in stages else {})
-                    for each in instances
-                ],
+                "instances": [_instance_document(each, speeds[each.name], now) for each in instances],
             }
             for name, instances in by_model.items()
         ],
@@ -243,7 +237,7 @@ class _AdminApi:
         return await handler(request)
 
     def _fleet(self) -> dict[str, Any]:
-        return fleet_document(self._control.scheduler, self._control.now(), self._control.stages)
+        return fleet_document(self._control.scheduler, self._control.now())
 
     def _instance(self, request: web.Request) -> str:
         """Name of the instance in the path. Raises `HTTPNotFound`."""

@@ -18,6 +18,7 @@ LOOP_STATUS: Final = 508
 #: Statuses of an engine that has no room now, if it says when to come again.
 _BUSY: Final = (429, 503)
 _RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[A-Za-z0-9_-]{1,100})"')
+_EVENTS: Final = b"text/event-stream"
 #: Content types of answers with fields that are looked at.
 _WITH_FIELDS: Final = (b"application/json", b"text/event-stream")
 
@@ -51,9 +52,11 @@ class EngineAnswer:
 
     @property
     def is_stream(self) -> bool:
-        """True if its head says that server-sent events follow."""
+        """True if its head says that server-sent events follow, as they are: not compressed."""
         head = self.head
-        return head.status == 200 and head.fields.get(b"content-type", b"").startswith(b"text/event-stream")
+        if head.status != 200 or not head.fields.get(b"content-type", b"").lower().startswith(_EVENTS):
+            return False
+        return head.fields.get(b"content-encoding", b"identity").lower() == b"identity"
 
     @property
     def busy_s(self) -> float | None:

@@ -198,6 +198,7 @@ class Exchange(RequestRecord):
                 assert lease is not None
                 self.driver.scheduling.busy(lease, busy_s, self.now())
         elif answer.is_stream:
+            answer.length = None  # what is taken out of it makes it shorter
             # The first event of a chat only says who speaks: it is no text.
             silent = self.kind is _CHAT
             answer.stream = (
@@ -299,7 +300,14 @@ class Exchange(RequestRecord):
         elif passed and response.state is STARTED:  # behind heartbeats a whole answer becomes one event
             response.write(response.frame(passed))
         if answer.stream is not None and response.chunked:
-            answer.stream.learn_shape(payload)
+            answer.stream.learn_shape()
+
+    def _release(self) -> None:
+        """Pass on the event of a stream that waits for the next one."""
+        answer = self.answer
+        stream = None if answer is None else answer.stream
+        if answer is not None and stream is not None and (held := stream.release()):
+            self._pass(answer, held)
 
     def engine_end(self, payload: bytes) -> None:
         """The answer is whole and its framing was clean; `payload` is its last part."""
@@ -320,10 +328,12 @@ class Exchange(RequestRecord):
             self._lost(ends.ERROR_EVENT, "", payload, answer.lost)
             return
         if stream is not None:
-            if not stream.done and not stream.failed and self.kind in _WITH_END:
+            payload += stream.release()
+            unfinished = stream.flush()
+            if not stream.whole and self.kind in _WITH_END:
                 self._lost(ends.BROKEN, "the stream ended without [DONE]", payload)
                 return
-            payload += stream.flush()
+            payload += unfinished
         if response.state is HEARTBEATS:
             event, end = answer.late(self.path)
             response.write(response.frame(event))
@@ -352,6 +362,7 @@ class Exchange(RequestRecord):
             end = ends.DROPPED  # a head is no answer where the request may be run again
         elif end is ends.HEAD_CUT:
             end = ends.JUNK
+        self._release()
         may_go_on = end is not ends.LOCAL if begun else end is ends.DROPPED and response.state is STARTED
         if self.transfer is not None and not begun and end is not ends.LOCAL:
             self.transfer.decode_failed(end)
@@ -451,6 +462,7 @@ class Exchange(RequestRecord):
         if self.transfer is not None or self.request.pinned is not None:
             return False
         if self.phase is _STREAMING:
+            self._release()
             return self.rest is not None and self.rest.go_on(self, ends.NOTICE)
         self.driver.goes_on(self.request, self.back_to_queue(states.RETRIED), ends.NOTICE)
         return True
@@ -530,6 +542,7 @@ class Exchange(RequestRecord):
         self.stop_engine()
         if rest:
             self._pass(answer, rest)
+        self._release()
         if event == b"":
             self._break(ends.OTHERWISE, "another instance goes on with something else")
         elif self.rest is not None and self.rest.go_on(self, end):

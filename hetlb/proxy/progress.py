@@ -13,6 +13,7 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.proxy.http.http1 import ChunkedDecoder
 from hetlb.proxy.http.openai_fields import ChunkFields
+from hetlb.proxy.http.sse import data_of
 
 #: Maximum bytes of a prompt's token ids that are kept: those of `MAX_INJECT_BYTES` of text.
 _MAX_PROMPT_IDS: Final = 1 << 19
@@ -69,10 +70,12 @@ class Progress:
         self.raw.clear()
         if not self.usable or not raw:
             return
-        *events, self._rest = (self._rest + ChunkedDecoder().feed(raw)).split(b"\n\n")
+        lines = ChunkedDecoder().feed(raw).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *events, self._rest = (self._rest + lines).split(b"\n\n")
         for event in events:
-            if event[:7] == b"data: {":
-                self.take(event)
+            data = data_of(event)
+            if data.lstrip()[:1] == b"{":
+                self.take(b"data: " + data)
 
     def take(self, event: bytes, *, has_prompt: bool = True) -> None:
         """Keep what one whole event says; `has_prompt`: token ids of a prompt are those of the client's."""

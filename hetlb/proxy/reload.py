@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from hetlb.config.fleet import Fleet
+from hetlb.config.fleet import Fleet, load_fleet
 from hetlb.config.fleet_tables import FleetFile
 from hetlb.errors import ConfigError
 
@@ -88,11 +88,11 @@ def _states(paths: Iterable[Path]) -> dict[Path, Stamp]:
     return {path: stamp([path]) for path in paths}
 
 
-def read_again(running: Fleet, load: Callable[[Path], Fleet]) -> Fleet:
+def read_again(running: Fleet) -> Fleet:
     """The fleet as its file has it now, with the listeners where they are. Raises `InputError`."""
     if running.path is None:
         raise ConfigError("there is no file to reload: hetlb was started with --instance")
-    read = load(running.path)
+    read = load_fleet(running.path)
     listen, admin, replace = running.file.listen, running.file.admin, msgspec.structs.replace
     return read.with_tables(
         listen=replace(listen, tls=read.file.listen.tls if listen.tls else None),

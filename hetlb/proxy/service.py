@@ -15,12 +15,12 @@ import os
 import secrets
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetlb.build import version_line
-from hetlb.config.fleet import Fleet, load_fleet
+from hetlb.config.fleet import Fleet
 from hetlb.config.fleet_tables import KvEventsTable, SharedTable
 from hetlb.config.urls import bracketed
 from hetlb.core.scheduler import Scheduler
@@ -66,8 +66,6 @@ class FleetService(ABC):
     """A fleet and its scheduler, for the listener, the admin surface, the dashboard and `/metrics`."""
 
     driver: Carrier
-    #: Descriptions of the stages that an instance is made of, by its name.
-    stages: Mapping[str, Callable[[], list[dict[str, Any]]]] = {}
     #: The view that other processes of the fleet share, None where this one is alone.
     sharing: Sharing | None = None
     #: The processes that serve, where there are several.
@@ -75,12 +73,8 @@ class FleetService(ABC):
     #: True between SIGTERM and the closing of the listener: not ready, still accepting.
     stopping_soon = False
 
-    def __init__(
-        self, fleet: Fleet, event_log: Path | None = None, load: Callable[[Path], Fleet] = load_fleet
-    ) -> None:
-        """`load` reads the fleet file again at a reload."""
+    def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
         self.fleet = fleet
-        self._load = load
         self.access = require_urls(fleet)
         #: Keys and certificates by instance; the driver and the watcher look here.
         self._engines: dict[str, EngineAccess] = dict(self.access.engines)
@@ -226,7 +220,7 @@ class FleetService(ABC):
             reloads = self.scheduling.carrier.counted.reloads
             self._seen.before_reading()
             try:
-                fleet = await asyncio.to_thread(read_again, self.fleet, self._load)
+                fleet = await asyncio.to_thread(read_again, self.fleet)
                 access = await asyncio.to_thread(require_urls, fleet)
             except InputError as error:
                 reloads["refused"] += 1
@@ -316,10 +310,8 @@ class Service(FleetService):
     driver: Driver
     _front: Front
 
-    def __init__(
-        self, fleet: Fleet, event_log: Path | None = None, load: Callable[[Path], Fleet] = load_fleet
-    ) -> None:
-        super().__init__(fleet, event_log, load)
+    def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
+        super().__init__(fleet, event_log)
         self._stop = asyncio.Event()
         self._hurry = False
         shared = fleet.file.shared

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from hetlb.proxy.http.sse import MAX_HELD_BYTES, SseWatcher, TextShape, pass_events, text_shape
+from hetlb.proxy.http.sse import MAX_HELD_BYTES, SseWatcher
+from hetlb.proxy.http.text_shape import TextShape, pass_events, text_shape
 from hetlb.proxy.telemetry.histograms import FINE_MS, GapHistogram
 
 if TYPE_CHECKING:
@@ -14,17 +15,19 @@ if TYPE_CHECKING:
 
 #: The first event has the token ids of the prompt where hetlb asked for them: it is held until it is whole.
 _MAX_FIRST_BYTES: Final = 1 << 21
-_TOKEN_IDS = re.compile(rb'("(?:prompt_)?token_ids":)\[[0-9,]*\]')
+_TOKEN_IDS = re.compile(rb'("(?:prompt_)?token_ids":\s?)\[[0-9, ]*\]')
 LAST_EVENT: Final = b"data: [DONE]\n\n"
-_ABORT: Final = b'"finish_reason":"abort"'
+#: Reason of an end that is none; inside text the quotes would be escaped.
+_ABORT: Final = b'"abort"'
+_ABORTED = re.compile(rb'"finish_reason":\s?"abort"')
 
 
 class StreamedAnswer(SseWatcher):
     """The stream of one answer. What passes for every token allocates nothing but what it counts."""
 
     __slots__ = (
-        "_fine", "_gaps", "_hides_ids", "_raw", "_shape", "_silent", "_text_at", "_with_ids", "lost",
-        "progress", "rest",
+        "_begins", "_fine", "_gaps", "_hides_ids", "_raw", "_read_last", "_shape", "_silent", "_text_at",
+        "lost", "progress", "rest",
     )  # fmt: skip
 
     def __init__(
@@ -49,8 +52,6 @@ class StreamedAnswer(SseWatcher):
         self._raw = progress.raw if progress is not None and rest is None else None
         self._each = rest is not None or asked_ids
         self._hides_ids = asked_ids
-        #: The last event as it came, where it goes on without its token ids.
-        self._with_ids = b""
         if asked_ids:
             self._max_held = _MAX_FIRST_BYTES
         self._silent = silent
@@ -60,6 +61,8 @@ class StreamedAnswer(SseWatcher):
         self._fine: list[int] | None = None
         #: Shape of its events of text: those of this shape go on as the engine framed them.
         self._shape: TextShape | None = None
+        #: The last read as it came, and whether it began with an event.
+        self._read_last, self._begins = b"", True
 
     def count_gaps(self, gaps: GapHistogram) -> None:
         self._gaps = gaps
@@ -90,13 +93,13 @@ class StreamedAnswer(SseWatcher):
                 self._gaps.long(gap_s)
         self._text_at = now
 
-    def feed(self, data: bytes) -> bytes:
+    def _take(self, data: bytes) -> bytes:
         progress = self.progress
         if self._raw is None or progress is None:
-            return super().feed(data)
+            return super()._take(data)
         progress.add(data)
         each, self._each = self._each, self._each or data.find(_ABORT) >= 0
-        out = super().feed(data)
+        out = super()._take(data)
         if not each:
             self._each = False
         return out
@@ -104,6 +107,7 @@ class StreamedAnswer(SseWatcher):
     def read(self, payload: bytes, now: float) -> bytes:
         before = self.events
         self._shape = None
+        self._read_last, self._begins = payload, self.between
         payload = self.feed(payload)
         if self.events != before:
             if before > self._silent:
@@ -112,17 +116,14 @@ class StreamedAnswer(SseWatcher):
                 self._text_at = now
         return payload
 
-    def learn_shape(self, passed: bytes) -> None:
-        """Look at what was passed on for the shape of the next events of text."""
+    def learn_shape(self) -> None:
+        """Look at the last read for the shape of the next events of text."""
         # The first event of a chat only says who speaks: it is no text.
-        if self.between and self.events > 1 and self.rest is None:
-            if self._hides_ids:
-                self._shape = text_shape(self._with_ids + b"\n\n", hide_ids=True)
-                self._with_ids = b""
-            else:
-                self._shape = text_shape(passed)
+        if self._begins and self.between and self.events > 1 and self.rest is None:
+            self._shape = text_shape(self._read_last, hide_ids=self._hides_ids)
+        self._read_last = b""
 
-    def _pass_on(self, event: bytes) -> bytes:
+    def _pass_on(self, event: bytes, data: bytes) -> bytes:
         progress, rest = self.progress, self.rest
         if progress is None or self.lost is not None:
             return b"" if self.lost is not None else event
@@ -131,21 +132,21 @@ class StreamedAnswer(SseWatcher):
                 return event
             self.lost = event
             return b""
-        if self.done or event[:6] != b"data: ":
+        if self.done or not data:
             return event
         if rest is not None:
-            translated = rest.translate(event, progress)
+            translated = rest.translate(b"data: " + data, progress)
             if translated is None:
                 progress.spoil()
                 self.lost = b""
                 return b""
-            aborted = event.find(_ABORT) >= 0 and not rest.only_end
+            aborted = _aborted(data) and not rest.only_end
             event = translated
         else:
-            aborted = event.find(_ABORT) >= 0
+            aborted = _aborted(data)
             self._max_held = MAX_HELD_BYTES  # the first event is over
             if self._hides_ids:
-                self._with_ids, event = event, _TOKEN_IDS.sub(rb"\1null", event)
+                event = _TOKEN_IDS.sub(rb"\1null", event)
         if aborted:  # vLLM gives up what it runs when it is stopped
             self.lost = event
             return b""
@@ -155,3 +156,8 @@ class StreamedAnswer(SseWatcher):
         if self.progress is not None:
             self.progress.spoil()
             self._raw = None
+
+
+def _aborted(data: bytes) -> bool:
+    """Return True if the engine gave up the request of this event."""
+    return data.find(_ABORT) >= 0 and _ABORTED.search(data) is not None

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 import aiohttp
 import msgspec
 
-from hetlb.config.stage_group import StageGroup
+from hetlb.config.stages_file import StageGroup
 from hetlb.core.paths.path_ledger import PathLease, kv_by_layer
 from hetlb.core.paths.path_log import PathLog
 from hetlb.core.paths.path_scheduler import PathCommand, PathScheduler

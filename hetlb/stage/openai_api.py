@@ -6,9 +6,11 @@ A client that leaves ends its sequences at once. Every error has OpenAI's body.
 from __future__ import annotations
 
 import asyncio
+import hmac
+import ssl
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
 from aiohttp import web
@@ -58,16 +60,25 @@ class _Answer:
 class OpenAIServer:
     """HTTP in front of one coordinator."""
 
-    def __init__(self, coordinator: Coordinator, text: TextModel) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        text: TextModel,
+        *,
+        api_key: str = "",
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """With an `api_key` requests below `/v1` need it."""
         self.coordinator = coordinator
         self._text = text
         self._model = coordinator.group.model
         self._reader = QuestionReader(text, coordinator.config.vocabulary)
-        self._listener = AppListener(handler_cancellation=True, shutdown_timeout=0.1)
+        self._api_key = api_key
+        self._listener = AppListener(tls, handler_cancellation=True, shutdown_timeout=0.1)
         self._prompt_tokens = self._generated_tokens = 0
 
-    async def start(self) -> None:
-        """Listen on a free port of this machine. Raises `OSError`."""
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Listen. Raises `OSError`."""
         routes = [
             web.post("/v1/completions", self._completions),
             web.post("/v1/chat/completions", self._chat),
@@ -76,7 +87,19 @@ class OpenAIServer:
             web.get("/version", self._version),
             web.get("/metrics", self._metrics),
         ]
-        await self._listener.open(application(routes, _MOST_BODY_BYTES), "127.0.0.1", 0)
+        app = application(routes, _MOST_BODY_BYTES)
+        app.middlewares.append(self._authorize)
+        await self._listener.open(app, host, port)
+
+    @web.middleware
+    async def _authorize(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if self._api_key and request.path.startswith("/v1/"):
+            given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+            if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
+                raise ApiError(401, "Unauthorized")
+        return await handler(request)
 
     @property
     def port(self) -> int:

@@ -70,7 +70,7 @@ def test_the_highest_flow_is_found_and_proven(config: Path, capsys: pytest.Captu
     assert document["upper_bound_tokens_per_s"] == pytest.approx(200.0, rel=1e-4)
     assert document["simulated"] is None
     assert document["partial_inference"] is False
-    assert len(document["commands"]) == 1 + len(document["placement"]) == 5  # type: ignore[arg-type]
+    assert len(document["commands"]) == 3 + len(document["placement"]) == 7  # type: ignore[arg-type]
 
 
 def test_a_placement_is_evaluated_and_simulated(
@@ -163,13 +163,22 @@ def test_a_fleet_of_stages_is_written_with_hosts_to_fill_in(
         capsys, "--config", str(config), "--placement", str(placement), "--write-fleet", str(fleet),
         "--model-folder", "/models/tiny",
     )  # fmt: skip
-    stages = yaml.safe_load(fleet.read_text())["models"][0]["stages"]
+    (instance,) = yaml.safe_load(fleet.read_text())["models"][0]["instances"]
+    assert instance == {"name": "stages", "url": "http://127.0.0.1:9200"}
+    assert main(["serve", "--config", str(fleet), "--check"]) == 0
+    capsys.readouterr()
+    written = tmp_path / "fleet-stages.yaml"
+    assert main(["stage", "--coordinate", str(written), "--check"]) == 2
+    assert "workers: n0: url: expected the host in place of n0.invalid" in capsys.readouterr().err
+    stages = yaml.safe_load(written.read_text())
     assert stages["workers"][0] == {"name": "n0", "url": "http://n0.invalid:9100"}
     assert stages["folder"] == "/models/tiny"
     commands = document["commands"]
     assert isinstance(commands, list)
     assert commands[1].startswith("hetlb stage --model /models/tiny --layers 0:1 --host 0.0.0.0 --port 9100")
     assert "--key-file stage.key" in commands[1]
+    assert commands[-2].startswith(f"hetlb stage --coordinate {written} --port 9200")
+    assert commands[-1] == f"hetlb serve --config {fleet}"
 
 
 MACHINES = """version: 1

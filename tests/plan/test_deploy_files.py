@@ -77,14 +77,14 @@ def test_a_rented_fleet_is_checked_filled_in_and_asked(
 
 
 def test_stages_that_are_not_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fleet = tmp_path / "fleet.yaml"
+    file = tmp_path / "stages.yaml"
     workers = [{"name": "a", "url": "http://box-0.invalid:9100"}]
-    stages = {"folder": "llama", "key_file": "stage.key", "workers": workers}
-    fleet.write_text(yaml.safe_dump({"version": 1, "models": [{"name": "m", "stages": stages}]}))
-    assert main(["serve", "--config", str(fleet), "--check"]) == 2
+    stages = {"version": 1, "model": "m", "folder": "llama", "key_file": "stage.key", "workers": workers}
+    file.write_text(yaml.safe_dump(stages))
+    assert main(["stage", "--coordinate", str(file), "--check"]) == 2
     told = capsys.readouterr().err
     for words in (
-        "worker a: url: expected the host",
+        "workers: a: url: expected the host",
         "expected the model's config.json",
         "key_file: expected",
     ):

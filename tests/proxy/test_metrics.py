@@ -35,9 +35,6 @@ DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 STREAM = SSE_HEAD + chunk(TOKEN) + chunk(TOKEN) + chunk(USAGE) + chunk(DONE) + LAST
 
 
-STAGES = {
-    "node-002": lambda: [{"name": "a", "state": "up", "in_flight": 3, "kv_reserved_token_layers": 70}],
-}
 VIEW = SimpleNamespace(peer_leases=17, delay_s=0.004)
 SHARING = SimpleNamespace(connected=True, peers=2, view=VIEW, sent=100, received=300, rejected=0)
 
@@ -138,7 +135,6 @@ async def of_everything(running: Running) -> dict[str, Metric]:
     while not running.instance("i0").errors.end.samples:  # an answer within a tick of the clock is no sample
         await stream(running)
     await turns_until(lambda: running.instance("i0").sample is not None)
-    running.service.stages = STAGES
     running.service.sharing = cast(Any, SHARING)
     running.service.driver.totals.resumptions["m", "broken"] = 1
     try:
@@ -375,7 +371,7 @@ def source(count: int, totals: Totals | None = None, **more: Any) -> FleetServic
         FleetService,
         SimpleNamespace(
             scheduler=scheduler, totals=totals or Totals(), watch=watch, lost_lines=7,
-            now=lambda: 12.5, workers=(), stages=STAGES, **{"sharing": None, **more},
+            now=lambda: 12.5, workers=(), **{"sharing": None, **more},
         ),
     )  # fmt: skip
 
@@ -396,9 +392,6 @@ def test_gauges_say_what_the_scheduler_believes() -> None:
     assert value(found, "hetlb_instance_kv_reported_ratio", server="node-000") == 0.25
     assert value(found, "hetlb_instance_signal_age_seconds", server="node-000") == 2.5
     assert value(found, "hetlb_instance_invalid_samples_total", server="node-001") == 4
-    assert value(found, "hetlb_stage_up", server="node-002", stage="a") == 1
-    assert value(found, "hetlb_stage_in_flight", server="node-002", stage="a") == 3
-    assert value(found, "hetlb_stage_kv_reserved_token_layers", server="node-002", stage="a") == 70
     assert value(found, "hetlb_log_lost_lines_total") == 7
     # What was never reported has no series.
     assert len(found["hetlb_instance_kv_reported_ratio"].samples) == 1

@@ -12,7 +12,7 @@ from typing import Any
 from helpers import HANG_S, free_port, turns_until
 from stage.toy import make_worker
 
-from hetlb.config.stage_group import StagesTable, StageTable, resolve_stages
+from hetlb.config.stages_file import StagesFile, StageTable, resolve_stages
 from hetlb.core.types import RejectReason
 from hetlb.stage.checkpoint import load_config
 from hetlb.stage.coordinator import Coordinator
@@ -74,8 +74,8 @@ class Rig:
         scheme = "http" if self._tls is None else "https"
         urls = {n: f"{scheme}://localhost:{self.stages[n].port}" for n in names}
         workers = tuple(StageTable(name=n, url=url) for n, url in urls.items())
-        stages = StagesTable(folder="", workers=workers, **{"reconnect_s": 0.01} | table)
-        return resolve_stages(stages, "m", "stages", self._folder)
+        stages = StagesFile(version=1, model="m", folder="", workers=workers, **{"reconnect_s": 0.01} | table)
+        return resolve_stages(stages, self._folder / "stages.yaml")
 
     async def start(self, **table: Any) -> None:
         for stage in self.stages.values():

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,6 +21,8 @@ from helpers import HANG_S
 from stage.rig import Rig, rig, until
 from stage.toy import answer
 
+from hetlb.cli.doctor import examine
+from hetlb.config.fleet import load_fleet
 from hetlb.stage.openai_api import OpenAIServer
 from hetlb.stage.text import TextModel
 
@@ -229,31 +232,64 @@ async def test_health_models_and_metrics(api: Api) -> None:
     assert (await api.ask("/v1/completions", prompt="x"))[0] == 503
 
 
-async def test_hetlb_serve_in_front_of_stages(folder: Path, tmp_path: Path) -> None:
+async def test_requests_need_the_key_where_there_is_one(folder: Path) -> None:
+    async with rig(folder, "ac") as made, aiohttp.ClientSession() as http:
+        server = OpenAIServer(made.coordinator, TextModel(folder), api_key="secret")
+        await server.start()
+        url, body = f"http://127.0.0.1:{server.port}", {"model": "m", "prompt": [1], "max_tokens": 1}
+        try:
+            for sent, status in ((None, 401), ("Bearer wrong", 401), ("Bearer secret", 200)):
+                headers = {} if sent is None else {"authorization": sent}
+                async with http.post(f"{url}/v1/completions", json=body, headers=headers) as reply:
+                    assert reply.status == status
+            async with http.get(f"{url}/metrics") as reply:
+                assert reply.status == 200
+        finally:
+            await server.close()
+
+
+async def started(line: str, *arguments: str) -> tuple[asyncio.subprocess.Process, list[str]]:
+    """A command that runs, and the addresses in the line that says that it is ready."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "hetlb", *arguments,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    async with asyncio.timeout(HANG_S):
+        said = (await process.stdout.readline()).decode()
+    assert line in said
+    return process, re.findall(r"http://[\d.:]+", said)
+
+
+async def test_a_coordinator_and_serve_in_front_of_stages(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = Rig(folder)
-    process: asyncio.subprocess.Process | None = None
+    processes: list[asyncio.subprocess.Process] = []
     try:
         for stage in made.stages.values():
             await stage.start()
         workers = [
             {"name": name, "url": f"http://127.0.0.1:{stage.port}"} for name, stage in made.stages.items()
         ]
-        file = tmp_path / "fleet.yaml"
+        file, fleet = tmp_path / "stages.yaml", tmp_path / "fleet.yaml"
 
         def write(used: list[dict[str, str]]) -> None:
-            table = {"folder": str(folder), "workers": used, "reconnect_s": 0.05}
-            models = [{"name": "m", "stages": table}]
-            file.write_text(
-                yaml.safe_dump({"version": 1, "listen": {"port": 0}, "admin": {"port": 0}, "models": models})
-            )
+            table = {"version": 1, "model": "m", "folder": str(folder), "workers": used, "reconnect_s": 0.05}
+            file.write_text(yaml.safe_dump(table))
 
         write([workers[0], workers[2]])
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "hetlb", "serve", "--config", str(file),
-            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        assert process.stdout is not None
-        url, admin = re.findall(r"http://[\d.:]+", (await process.stdout.readline()).decode())
+        coordinator, (engine,) = await started(
+            "hetlb coordinator ready on", "stage", "--coordinate", str(file), "--port", "0"
+        )
+        processes.append(coordinator)
+        listed = {"version": 1, "listen": {"port": 0}, "admin": {"port": 0}}
+        models = [{"name": "m", "instances": [{"name": "stages", "url": engine}]}]
+        fleet.write_text(yaml.safe_dump(listed | {"models": models}))
+        checked = load_fleet(fleet)
+        assert [each for each in await examine(checked) if not each.ok] == []
+        proxy, (url, admin) = await started("hetlb ready on", "serve", "--config", str(fleet))
+        processes.append(proxy)
         async with aiohttp.ClientSession() as http:
             api = Api(made, http, url)
             _, reply = await api.ask("/v1/completions", prompt=[7, 8], max_tokens=9, return_token_ids=True)
@@ -261,24 +297,25 @@ async def test_hetlb_serve_in_front_of_stages(folder: Path, tmp_path: Path) -> N
             events = await api.events("/v1/completions", prompt=[7, 8], max_tokens=9, return_token_ids=True)
             assert [event["choices"][0]["token_ids"][0] for event in events] == answer([7, 8], 9)
             write(workers)
-            async with http.post(f"{admin}/v1/reload") as reloaded:
-                assert reloaded.status == 200, await reloaded.text()
+            coordinator.send_signal(signal.SIGHUP)
 
-            async def stages() -> dict[str, Any]:
-                async with http.get(f"{admin}/v1/fleet") as shown:
-                    instance = (await shown.json())["models"][0]["instances"][0]
-                assert instance["in_flight"] == instance["kv_reserved_tokens"] == instance["workload"] == 0
-                return {each["name"]: each for each in instance["stages"]}
+            async def page() -> str:
+                async with http.get(f"{engine}/metrics") as shown:
+                    return await shown.text()
 
             async with asyncio.timeout(HANG_S):
-                while [each["state"] for each in (await stages()).values()] != ["up"] * 4:
-                    pass
-            assert (await stages())["b"] == {
-                "name": "b", "url": workers[1]["url"], "state": "up", "problem": None, "layers": [0, 6],
-                "in_flight": 0, "kv_reserved_token_layers": 0, "kv_token_layers": 100_000,
-            }  # fmt: skip
+                while (await page()).count("} 1.0", (await page()).index("hetlb_stage_up{")) < 4:
+                    await asyncio.sleep(0.01)
+            async with http.get(f"{admin}/v1/fleet") as shown:
+                instance = (await shown.json())["models"][0]["instances"][0]
+            assert instance["in_flight"] == instance["kv_reserved_tokens"] == instance["workload"] == 0
+        await made.stages["b"].kill()
+        async with asyncio.timeout(HANG_S):
+            while not (wrong := [each for each in await examine(checked) if not each.ok]):
+                await asyncio.sleep(0.01)
+        assert [(each.name, each.found) for each in wrong] == [("stages of stages", "down: b")]
     finally:
-        if process is not None:
+        for process in reversed(processes):
             process.terminate()
             await process.wait()
         for stage in made.stages.values():

@@ -1,4 +1,4 @@
-"""Real stages of a small model as processes, and `hetlb serve` in front of them; shared with bench/stages."""
+"""Real stages of a small model, a coordinator and `hetlb serve` as processes; shared with bench/stages."""
 
 from __future__ import annotations
 
@@ -109,10 +109,20 @@ class StageProcess:
 
 
 class Rig:
-    """Four stages and the proxy in front of them."""
+    """Four stages, their coordinator and the proxy in front of it."""
 
-    def __init__(self, url: str, admin: str, stages: Mapping[str, StageProcess], events: Path) -> None:
-        self.url, self.admin, self.stages, self.events = url, admin, stages, events
+    def __init__(
+        self, url: str, admin: str, coordinator: str, stages: Mapping[str, StageProcess], events: Path
+    ) -> None:
+        self.url, self.admin, self.coordinator = url, admin, coordinator
+        self.stages, self.events = stages, events
+
+    def seen(self, figure: str) -> dict[str, float]:
+        """A figure of each stage, as the coordinator sees it."""
+        with urllib.request.urlopen(f"{self.coordinator}/metrics", timeout=60) as reply:
+            text = reply.read().decode()
+        found = re.findall(rf'^hetlb_stage_{figure}{{stage="(\w+)"}} (\S+)$', text, re.MULTILINE)
+        return {name: float(value) for name, value in found}
 
     def fleet(self) -> dict[str, Any]:
         with urllib.request.urlopen(f"{self.admin}/v1/fleet", timeout=60) as reply:
@@ -123,8 +133,7 @@ class Rig:
         """True once nothing is in flight or held anywhere."""
         instance = self.fleet()["models"][0]["instances"][0]
         booked = [instance["in_flight"], instance["kv_reserved_tokens"], instance["workload"]]
-        for stage in instance["stages"]:
-            booked += [stage["in_flight"], stage["kv_reserved_token_layers"]]
+        booked += [*self.seen("in_flight").values(), *self.seen("kv_reserved_token_layers").values()]
         held = [stage.kv_usage() for stage in self.stages.values() if stage.process.poll() is None]
         return not any(booked) and not any(held)
 
@@ -149,35 +158,35 @@ def rig(
     the other, so that each measures itself alone.
     """
     stages: dict[str, StageProcess] = {}
-    proxy: subprocess.Popen[str] | None = None
+    serving: list[subprocess.Popen[str]] = []
+
+    def started(*arguments: object) -> list[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hetlb", *map(str, arguments)],
+            env=environment(), stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        serving.append(process)
+        return re.findall(r"http://[\d.:]+", _first_line(process))
+
     try:
         for name in names:
             stages[name] = StageProcess(folder, RANGES[name], *(flags or {}).get(name, ()))
             if apart:
                 stages[name].ready()
         workers = [{"name": name, "url": stage.url or stage.ready()} for name, stage in stages.items()]
-        table = {"folder": str(folder), "workers": workers, "scheduler": scheduler, "reconnect_s": 0.2}
-        file, events = where / "fleet.yaml", where / "events.jsonl"
-        file.write_text(
-            yaml.safe_dump(
-                {
-                    "version": 1,
-                    "listen": {"port": 0},
-                    "admin": {"port": 0},
-                    "proxy": {"request_log": False},
-                    "models": [{"name": "m", "stages": table}],
-                }
-            )
-        )
-        proxy = subprocess.Popen(
-            [sys.executable, "-m", "hetlb", "serve", "--config", str(file), "--event-log", str(events)],
-            env=environment(), stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        url, admin = re.findall(r"http://[\d.:]+", _first_line(proxy))
-        yield Rig(url, admin, stages, events.with_name("events.jsonl.stages"))
+        table = {"version": 1, "model": "m", "folder": str(folder), "workers": workers}
+        file, events = where / "stages.yaml", where / "events.jsonl"
+        file.write_text(yaml.safe_dump(table | {"scheduler": scheduler, "reconnect_s": 0.2}))
+        (engine,) = started("stage", "--coordinate", file, "--port", 0, "--event-log", events)
+        instance = {"name": "stages", "url": engine}
+        fleet = {"version": 1, "listen": {"port": 0}, "admin": {"port": 0}, "proxy": {"request_log": False}}
+        config = where / "fleet.yaml"
+        config.write_text(yaml.safe_dump(fleet | {"models": [{"name": "m", "instances": [instance]}]}))
+        url, admin = started("serve", "--config", config)
+        yield Rig(url, admin, engine, stages, events)
     finally:
-        if proxy is not None:
-            proxy.send_signal(signal.SIGINT)
-            proxy.wait(20)
+        for process in reversed(serving):
+            process.send_signal(signal.SIGINT)
+            process.wait(20)
         for stage in stages.values():
             stage.stop()

@@ -140,7 +140,7 @@ async def test_a_worker_killed_under_fifty_streams(rig: real.Rig, answers: Answe
     asked = [answers[index % len(answers)] for index in range(50)]
     async with httpx.AsyncClient(timeout=600.0, limits=httpx.Limits(max_connections=64)) as http:
         tasks = [asyncio.create_task(streamed(http, rig.url, prompt, 40)) for prompt, _ in asked]
-        while not any(stage["in_flight"] > 8 for stage in rig.fleet()["models"][0]["instances"][0]["stages"]):
+        while not any(count > 8 for count in rig.seen("in_flight").values()):
             await asyncio.sleep(0.05)
         rig.stages["a"].stop()
         results = await asyncio.gather(*tasks)
@@ -151,7 +151,7 @@ async def test_a_worker_killed_under_fifty_streams(rig: real.Rig, answers: Answe
         rig.wait_idle()
         await asyncio.to_thread(rig.stages["a"].restart)
         for _ in range(1200):
-            if all(s["state"] == "up" for s in rig.fleet()["models"][0]["instances"][0]["stages"]):
+            if len(rig.seen("up")) == 4 and all(rig.seen("up").values()):
                 break
             await asyncio.sleep(0.1)
         more = await asyncio.gather(*(plain(http, rig.url, prompt, 10) for prompt, _ in answers[:20]))

@@ -1,4 +1,4 @@
-"""A placement as stages (`hetlb stage`, a fleet file with `stages:`), and as vLLM servers where those do."""
+"""A placement as stages (`hetlb stage`, coordinator, fleet), and as vLLM servers where those do."""
 
 from __future__ import annotations
 
@@ -7,21 +7,31 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+import yaml
+
+from hetlb.files import write_text
 from hetlb.plan.common.capabilities import Form
-from hetlb.plan.common.servers import VllmServer, host_of, write_fleet
+from hetlb.plan.common.servers import PLACEHOLDER, VllmServer, host_of
 from hetlb.plan.placement.flow import Flow, Pipeline, max_flow, pipelines
 from hetlb.plan.placement.place_cluster import PlaceCluster, Placement, PlaceNode
 
 _STAGE_PORT = 9100
-#: The key that all stages and the proxy share, beside the fleet file.
+#: Port of the coordinator, on the proxy's machine.
+_COORDINATOR_PORT = 9200
+#: The key that all stages and their coordinator share, beside the file of the stages.
 KEY_FILE = "stage.key"
 #: Share of a plan's flow from which fixed pipelines are the better choice.
 _VLLM_SHARE = 0.95
 _UTILIZATION = 0.9
 
 
-def stage_commands(cluster: PlaceCluster, placement: Placement, folder: str) -> list[str]:
-    """The shared key, made once, then one worker per node. `folder` holds the model on every machine."""
+def stage_commands(
+    cluster: PlaceCluster, placement: Placement, folder: str, fleet: Path | None = None
+) -> list[str]:
+    """Return the commands of a plan: the shared key, made once, a worker per node, coordinator and proxy.
+
+    `folder` holds the model on every machine; `fleet` is the file that the plan is written to.
+    """
     commands = [
         f"test -e {KEY_FILE} || openssl rand -hex 32 > {KEY_FILE}  # once: the same file on all machines"
     ]
@@ -33,7 +43,17 @@ def stage_commands(cluster: PlaceCluster, placement: Placement, folder: str) -> 
                 f"{visible}hetlb stage --model {quote(folder)} --layers {first}:{end} --host 0.0.0.0 "
                 f"--port {_port(node)} --key-file {KEY_FILE}  # on {node.host or node.name}"
             )
-    return commands
+    fleet = fleet or Path("fleet.yaml")
+    commands.append(
+        f"hetlb stage --coordinate {quote(str(stages_path(fleet)))} --port {_COORDINATOR_PORT}"
+        "  # beside the proxy"
+    )
+    return [*commands, f"hetlb serve --config {quote(str(fleet))}"]
+
+
+def stages_path(fleet: Path) -> Path:
+    """Return the path of the file of the stages that belongs to a fleet file."""
+    return fleet.with_name(f"{fleet.stem}-stages.yaml")
 
 
 def _port(node: PlaceNode) -> int:
@@ -41,15 +61,26 @@ def _port(node: PlaceNode) -> int:
 
 
 def write_stages(path: Path, cluster: PlaceCluster, placement: Placement, folder: str) -> None:
-    """Write a fleet file; its hosts, key and folder are to be filled in. Raises `InputError`."""
+    """Write a fleet file and, beside it, the file of its stages. Raises `InputError`.
+
+    Hosts, key and folder of the stages are to be filled in.
+    """
     workers = [
         {"name": node.name, "url": f"http://{host_of(node.host or node.name)}:{_port(node)}"}
         for node in cluster.nodes
         if node.name in placement
     ]
-    stages = {"folder": folder, "key_file": KEY_FILE, "workers": workers}
-    heading = f"Written by `hetlb place`. The folder of the model and {KEY_FILE} are to be filled in, too."
-    write_fleet(path, heading, [{"name": cluster.model.name, "stages": stages}])
+    name, stages = cluster.model.name, stages_path(path)
+    document = {"version": 1, "model": name, "folder": folder, "key_file": KEY_FILE, "workers": workers}
+    heading = (
+        f"# Written by `hetlb place` for `hetlb stage --coordinate {stages.name} --port {_COORDINATOR_PORT}`."
+        f" Fill in the hosts (NAME{PLACEHOLDER}), the folder of the model and {KEY_FILE}."
+    )
+    write_text(stages, f"{heading}\n{yaml.safe_dump(document, sort_keys=False)}")
+    coordinator = {"name": "stages", "url": f"http://127.0.0.1:{_COORDINATOR_PORT}"}
+    fleet = {"version": 1, "models": [{"name": name, "instances": [coordinator]}]}
+    heading = f"# Written by `hetlb place`. The instance is the coordinator of {stages.name}."
+    write_text(path, f"{heading}\n{yaml.safe_dump(fleet, sort_keys=False)}")
 
 
 def vllm_plan(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +18,14 @@ from hetlb.tables import table
 
 
 def document_of(
-    plan: PlacePlan, *, scheduler: str, load: str, seed: int, solve_s: float, folder: str
+    plan: PlacePlan,
+    *,
+    scheduler: str,
+    load: str,
+    seed: int,
+    solve_s: float,
+    folder: str,
+    fleet: Path | None = None,
 ) -> dict[str, Any]:
     """The figures of the contract, and what they rest on under further keys."""
     cluster, flow, highest, result = plan.cluster, plan.chosen.flow, plan.highest_flow, plan.result
@@ -54,7 +62,7 @@ def document_of(
         "losses": [asdict(loss) for loss in plan.losses],
         "solve_s": solve_s,
         "interrupted": plan.interrupted,
-        "commands": stage_commands(cluster, plan.chosen.placement, folder),
+        "commands": stage_commands(cluster, plan.chosen.placement, folder, fleet),
         "vllm": vllm,
         "advice": advice(flow.tokens_per_s, vllm),
     }

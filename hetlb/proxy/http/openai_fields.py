@@ -61,19 +61,38 @@ class Usage(msgspec.Struct):
     input_tokens_details: PromptTokensDetails | None = None
 
 
-class ResponseFields(msgspec.Struct):
-    """Fields of the last event of `/v1/responses`, about the whole answer."""
+class UsageHolder(msgspec.Struct):
+    """An object of an event, about the whole answer, that may have its usage."""
 
-    usage: Usage | None = None
+    usage: msgspec.Raw = msgspec.Raw(b"")
 
 
 class EventFields(msgspec.Struct):
-    """Fields of one server-sent event, or of an answer that is none."""
+    """Fields of one server-sent event, each as it came: `response` and `message` may hold usage too."""
 
     choices: msgspec.Raw = msgspec.Raw(b"")
-    usage: Usage | None = None
-    response: ResponseFields | None = None
+    usage: msgspec.Raw = msgspec.Raw(b"")
+    response: msgspec.Raw = msgspec.Raw(b"")
+    message: msgspec.Raw = msgspec.Raw(b"")
     error: msgspec.Raw = msgspec.Raw(b"")
+
+
+class FinishedChoice(msgspec.Struct):
+    """Reason of the end of a choice, None while it goes on."""
+
+    finish_reason: str | None = None
+
+
+class FinishedFields(msgspec.Struct):
+    """Fields of an event that may end a choice."""
+
+    choices: list[FinishedChoice] | None = None
+
+
+class ErrorFields(msgspec.Struct):
+    """Fields of an error; vLLM's code is an HTTP status."""
+
+    code: int | None = None
 
 
 class DeltaFields(msgspec.Struct):

@@ -109,16 +109,6 @@ class _Moment:
             loads.append((_pairs(model=model), load))
         return loads
 
-    def stages(self) -> Things | None:
-        """The stages of instances that are made of some, None where none is."""
-        if not self.source.stages:
-            return None
-        return [
-            (_pairs(server=server, stage=stage["name"]), SimpleNamespace(**stage, up=stage["state"] == "up"))
-            for server, documents in self.source.stages.items()
-            for stage in documents()
-        ]
-
 
 Families: TypeAlias = tuple[tuple[Callable[[_Moment], Things | None], tuple[tuple[str, str, str], ...]], ...]
 #: Sources of the things of each kind (None: its families are not on the page), and its families: name,
@@ -189,14 +179,6 @@ FAMILIES: Final[Families] = (
             ("hetlb_tenant_prompt_tokens_total", "prompt_tokens", "Prompt tokens of its requests."),
             ("hetlb_tenant_output_tokens_total", "output_tokens", "Tokens generated for it."),
             ("hetlb_tenant_queue_seconds_total", "queue_s", "Time that its requests waited."),
-        ),
-    ),
-    (
-        _Moment.stages,
-        (
-            ("hetlb_stage_up", "up", "1 while a stage is used."),
-            ("hetlb_stage_in_flight", "in_flight", "Requests whose path crosses a stage."),
-            ("hetlb_stage_kv_reserved_token_layers", "kv_reserved_token_layers", "KV cache booked on it."),
         ),
     ),
     (

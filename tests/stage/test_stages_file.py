@@ -1,4 +1,4 @@
-"""`stages:` of a fleet file: what loads, and one line for what does not; and a log of paths checked."""
+"""Files of stages: what loads, and one line for what does not; and a log of paths checked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 from stage.rig import Collector, rig, until
 
 from hetlb.cli.main import main
-from hetlb.config.fleet import load_fleet
+from hetlb.config.stages_file import load_stages
 from hetlb.errors import ConfigError
 from hetlb.stage.stage_messages import Sampling
 
@@ -19,23 +19,21 @@ WORKERS = [{"name": "a", "url": "http://127.0.0.1:9100"}, {"name": "b", "url": "
 
 
 def write(folder: Path, **stages: Any) -> Path:
-    table = {"folder": "m", "workers": WORKERS, **stages}
-    path = folder / "fleet.yaml"
-    path.write_text(yaml.safe_dump({"version": 1, "models": [{"name": "llama", "stages": table}]}))
+    path = folder / "stages.yaml"
+    table = {"version": 1, "model": "llama", "folder": "m", "workers": WORKERS, **stages}
+    path.write_text(yaml.safe_dump(table))
     return path
 
 
-def test_a_fleet_of_stages(tmp_path: Path) -> None:
+def test_a_file_of_stages(tmp_path: Path) -> None:
     (tmp_path / "links.csv").write_text("from,to,bytes_per_s,latency_s\na,b,1e6,0.02\n")
     flows = [
         {"from": "source", "to": "a", "tokens_per_s": 5.0},
         {"from": "a", "to": "sink", "tokens_per_s": 5},
     ]
     (tmp_path / "plan.json").write_text(json.dumps({"flows": flows}))
-    fleet = load_fleet(write(tmp_path, links="links.csv", flows="plan.json", scheduler="iwrr", name="big"))
-    assert [(spec.name, spec.model) for spec in fleet.instances] == [("big", "llama")]
-    group = fleet.stages["big"]
-    assert group.folder == tmp_path / "m"
+    group = load_stages(write(tmp_path, links="links.csv", flows="plan.json", scheduler="iwrr"))
+    assert (group.model, group.folder) == ("llama", tmp_path / "m")
     assert group.workers == {"a": "http://127.0.0.1:9100", "b": "http://127.0.0.1:9101"}
     assert group.links["a", "b"].latency_s == 0.02
     assert group.flows == {("source", "a"): 5.0, ("a", "sink"): 5.0}
@@ -44,15 +42,15 @@ def test_a_fleet_of_stages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stages", "told"),
     [
-        ({"workers": []}, "stages.workers: expected at least one worker, got none"),
+        ({"workers": []}, "workers: expected at least one worker, got none"),
         ({"workers": [WORKERS[0]] * 2}, "workers[1].name: expected a name used once, got 'a' again"),
         ({"workers": [{"name": "sink", "url": "http://a:1"}]}, "workers[0].name: expected letters"),
         ({"workers": [{"name": "a", "url": "tcp://a:1"}]}, "workers[0].url: expected a URL like"),
         ({"workers": [{"name": "a", "url": "http://a"}]}, "workers[0].url: expected a URL like"),
         ({"ca_file": "ca.pem"}, "workers[0].url: expected https://"),
-        ({"scheduler": "best"}, "stages.scheduler: expected one of hetlb, iwrr"),
-        ({"scheduler": "iwrr"}, "stages.flows: expected the plan that scheduler iwrr follows, got none"),
-        ({"high_water": 2}, "stages.high_water"),
+        ({"scheduler": "best"}, "scheduler: expected one of hetlb, iwrr"),
+        ({"scheduler": "iwrr"}, "flows: expected the plan that scheduler iwrr follows, got none"),
+        ({"high_water": 2}, "high_water"),
         ({"links": "none.csv"}, "none.csv: expected a readable file"),
         ({"flows": "plan.json"}, "plan.json: flows: expected at least one, got none"),
         ({"speed": 1}, "speed: unknown key"),
@@ -61,19 +59,43 @@ def test_a_fleet_of_stages(tmp_path: Path) -> None:
 def test_wrong_keys_are_one_line(tmp_path: Path, stages: dict[str, Any], told: str) -> None:
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(ConfigError) as caught:
-        load_fleet(write(tmp_path, **stages))
+        load_stages(write(tmp_path, **stages))
     assert told in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_stages_are_served_by_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ((), "stages.yaml: folder: expected the model's config.json in it, got "),
+        (("--model", "m"), "--model: expected --coordinate FILE or a worker's flags, got both"),
+        (("--host", "0.0.0.0"), "--api-key-file: expected the key of clients to listen on 0.0.0.0, got none"),
+    ],
+)
+def test_a_coordinator_says_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], told: str
+) -> None:
     path = write(tmp_path)
-    folder = tmp_path / "m"
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text("{}")
-    assert main(["serve", "--config", str(path), "--check"]) == 0
-    assert main(["serve", "--config", str(path), "--check", "--workers", "2"]) == 2
-    assert "proxy.workers: expected 1 with stages:, got 2" in capsys.readouterr().err
+    if flags:
+        (tmp_path / "m").mkdir()
+        (tmp_path / "m" / "config.json").write_text("{}")
+    assert main(["stage", "--coordinate", str(path), "--check", *flags]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_good_file_is_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    assert main(["stage", "--coordinate", str(write(tmp_path)), "--check"]) == 0
+    assert "2 workers, all is well" in capsys.readouterr().out
+
+
+def test_a_worker_needs_a_model_and_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stage"]) == 2
+    assert "expected --model FOLDER and --layers A:B, or --coordinate FILE" in capsys.readouterr().err
+    assert main(["stage", "--model", "m", "--layers", "0:2", "--check"]) == 2
+    assert "--check: expected --coordinate with it" in capsys.readouterr().err
 
 
 async def test_a_log_of_paths_is_checked(
