@@ -14,9 +14,9 @@ from hetlb.config.cluster import Cluster
 from hetlb.config.plan_tables import Machine
 from hetlb.core.paths.stages import SINK, SOURCE, Hop, StageNetwork
 from hetlb.errors import PlanError
+from hetlb.models.degrees import refusal
 from hetlb.plan.common.capabilities import fact_of, refused
 from hetlb.plan.disaggregation.split_cluster import GroupStage, Role, ServerGroup, SplitCluster, SplitPlan
-from hetlb.plan.model_shape import refusal
 from hetlb.plan.placement.flow import Flow
 from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
 from hetlb.plan.rent_program import Configuration, Problem, RentPlan

@@ -424,7 +424,7 @@ links: {inside: {H100: 300e9, default: 25e9}, between: 5e9}
             "",
             "workload: expected a workload, or --trace",
         ),
-        ("parameters: 8.03e9, ", "", "model.parameters: expected a value, got none"),
+        ("parameters: 8.03e9, ", "", "model.parameters: expected a value or model.config, got neither"),
         ("gpus: 2", "gpus: 2\n    colour: red", "machines[0].colour: unknown key, expected"),
         ("name: l\n", "name: h\n", "machines: expected every name once, got 'h' again"),
         ("H100: 300e9", "B200: 300e9", "links.inside: expected GPUs out of H100, L40 or default, got 'B200'"),
