@@ -20,8 +20,8 @@
 #   make test-helm  the Helm chart, rendered and linted by Helm's own engine (250 MB)
 #   make test-sdks  openai, anthropic, litellm, langchain-openai and curl against an emulated engine and through hetlb
 #   make bench      the recorded benches against real vLLM on CPU
-#   make bench-head-to-head  hetlb and today's routers on the same load, and the tables of docs/head-to-head.md (90 minutes)
-#   make bench-proxies  what hetlb and other proxies cost, and the tables of docs/proxies.md (an hour)
+#   make bench-head-to-head  hetlb and today's routers on the same load, and the tables of bench/head_to_head/RESULTS.md (90 minutes)
+#   make bench-proxies  what hetlb and other proxies cost, and the tables of bench/proxies/RESULTS.md (an hour)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin

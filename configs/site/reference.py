@@ -420,20 +420,17 @@ def limits_page() -> str:
 def _diagram(
     table: Sequence[Transition[Any]], begin: str, inner: tuple[str, Sequence[Transition[Any]]] | None = None
 ) -> str:
-    """A state machine's table as a Mermaid diagram, with that of a second state of the same thing."""
+    """Return a state machine as a table of its rows, with that of a second state of the same thing."""
 
-    def edges(rows: Sequence[Transition[Any]]) -> list[str]:
-        return [f"{state.name} --> {row.after.name}: {row.event}" for row in rows for state in row.before]
+    def edges(rows: Sequence[Transition[Any]]) -> list[tuple[str, str, str]]:
+        return [(", ".join(state.name for state in row.before), row.event, row.after.name) for row in rows]
 
-    first, *_, last = type(table[0].after)
-    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {first.name}: {begin}"]
-    lines += [f"    {each}" for each in edges(table)] + [f"    {last.name} --> [*]"]
+    first, *_ = type(table[0].after)
+    lines = _table(("state", "event", "next"), [("", begin, first.name), *edges(table)])
     if inner is not None:
         name, rows = inner
-        first, *_ = type(rows[0].after)
-        lines += [f"    state {name} {{", f"        [*] --> {first.name}"]
-        lines += [*(f"        {each}" for each in edges(rows)), "    }"]
-    return "\n".join([*lines, "```"])
+        lines += ["", f"Its {name}:", "", *_table(("state", "event", "next"), edges(rows))]
+    return "\n".join(lines)
 
 
 def states_page() -> str:

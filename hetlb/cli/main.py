@@ -47,6 +47,7 @@ COMMANDS = {
         "a fleet in virtual time, or the replay of an event log",
         "hetlb simulate --config fleet.yaml --trace T.csv --policy rr,hetlb",
     ),
+    "model": Command("what hetlb understands of a model: weights, cache, degrees", "hetlb model config.json"),
     "profile": Command(
         "latency profiles: make, show, compare, list",
         "hetlb profile --url http://10.0.0.7:8000 --out a800.yaml",

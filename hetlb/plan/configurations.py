@@ -18,6 +18,7 @@ import msgspec
 from hetlb.config.plan_tables import Model
 from hetlb.config.profile_file import Profile
 from hetlb.errors import ConfigError
+from hetlb.models.degrees import refusal
 from hetlb.plan.common.capacity import divide_layers, exact, kv_cache_tokens
 from hetlb.plan.common.composition import (
     ACTIVATION_BYTES,
@@ -32,7 +33,6 @@ from hetlb.plan.common.composition import (
     hidden_size,
 )
 from hetlb.plan.market import Market, OfferTable
-from hetlb.plan.model_shape import refusal
 from hetlb.plan.rent_program import Configuration, ConfigurationStage
 from hetlb.profiler.fit import Point, fit
 from hetlb.profiler.sources import Measurements, Roofline, make_profile

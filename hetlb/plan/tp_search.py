@@ -17,6 +17,7 @@ from hetlb.config.cluster import Cluster
 from hetlb.config.plan_tables import INSIDE, Machine
 from hetlb.config.profile_file import Profile
 from hetlb.errors import PlanError
+from hetlb.models.degrees import refusal
 from hetlb.plan.common.capacity import divide_layers, exact, kv_bytes
 from hetlb.plan.common.composition import (
     LinkSeconds,
@@ -25,7 +26,6 @@ from hetlb.plan.common.composition import (
     compose_profile,
     engine_stages,
 )
-from hetlb.plan.model_shape import refusal
 from hetlb.plan.throughput import Mix, with_bubbles
 
 #: Seconds per batch of the link between stages inside a machine.

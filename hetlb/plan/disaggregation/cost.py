@@ -5,7 +5,7 @@ pipeline, and the rates of `rates`; what the simulator takes, so planned and sim
 
 `PaperCost`: appendix A of HexGen-2 (ICLR 2025), with the true size of a layer and of its KV cache where the
 paper has 12 H^2 weights a layer and one KV head per query head (true for OPT, not for models with
-grouped-query attention: Llama-2-70B has an eighth of that KV cache). docs/evidence-planning.md lists every
+grouped-query attention: Llama-2-70B has an eighth of that KV cache). bench/PLANNING.md lists every
 difference.
 
 Every tensor-parallel degree that divides the group's GPUs in each of its machines is tried, with several
