@@ -61,6 +61,7 @@ class VllmServer:
     replicas: int = 1
     max_model_len: int | str = "auto"
     max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     profile: ProfileOf | None = None
 
     @property
@@ -79,6 +80,7 @@ class VllmServer:
             "--gpu-memory-utilization": f"{self.utilization:g}",
             "--max-model-len": self.max_model_len,
             "--max-num-seqs": self.max_num_seqs,
+            "--max-num-batched-tokens": self.max_num_batched_tokens,
             "--port": self.port,
             "--kv-transfer-config": None if connector is None else _kv_transfer(connector, form.role),
             "--distributed-executor-backend": "ray" if len(machines) > 1 else None,
@@ -101,7 +103,7 @@ class VllmServer:
             )
         prefix = "".join(f"{key}={shlex.quote(value)} " for key, value in environment.items())
         fact = fact_of(form)
-        tried = "" if fact.status is Status.STARTED else f"; {fact.status}: {fact.source.partition(':')[0]}"
+        tried = "" if fact.status is Status.RUN else f"; {fact.status}: {fact.source.partition(':')[0]}"
         return f"{prefix}{shlex.join(['vllm', 'serve', self.model, *words])}  # {self.name} on {where}{tried}"
 
 

@@ -12,10 +12,14 @@ from hetlb.plan.common.capabilities import NIXL
 from hetlb.plan.common.servers import ProfileOf, VllmServer, numbered
 from hetlb.plan.disaggregation.cost import ProfileCost
 from hetlb.plan.disaggregation.split_cluster import ServerGroup, SplitCluster, SplitPlan
+from hetlb.sim.study import engine_of
 
 
 def servers_of(cluster: SplitCluster, plan: SplitPlan) -> list[VllmServer]:
-    """One server a group, in the order of the plan; a pipeline across machines runs on a Ray cluster."""
+    """Return one server a group, in the order of the plan, with the limits that its capacity rests on.
+
+    A pipeline across machines runs on a Ray cluster. vLLM's limit of tokens is that of the batch of a stage.
+    """
     taken = [0] * len(cluster.machines)
     from_trace = len(cluster.workload.rows) > 1  # then the longest request is known
     cost = ProfileCost(cluster)
@@ -25,6 +29,7 @@ def servers_of(cluster: SplitCluster, plan: SplitPlan) -> list[VllmServer]:
         for m, n in group.composition:
             gpus.append((cluster.machines[m].name, tuple(range(taken[m], taken[m] + n))))
             taken[m] += n
+        limits = engine_of(cost.profile(group.stages, group.kv_cache_tokens, group.role)).limits
         found.append(
             VllmServer(
                 name=name,
@@ -34,6 +39,8 @@ def servers_of(cluster: SplitCluster, plan: SplitPlan) -> list[VllmServer]:
                 utilization=min(cluster.machines[m].gpu_memory_utilization for m, _ in group.composition),
                 layers=[stage.layers for stage in group.stages],
                 max_model_len=cluster.workload.longest_tokens if from_trace else "auto",
+                max_num_seqs=limits.max_num_seqs,
+                max_num_batched_tokens=limits.max_num_batched_tokens // len(group.stages),
                 profile=_profile(cluster, group, cost),
             )
         )
