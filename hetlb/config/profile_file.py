@@ -30,11 +30,23 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     all_reduce_bytes_s: Positive | None = None
 
 
+class KvWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Bytes that some layers keep for each of a sequence's last `tokens` alone."""
+
+    tokens: PositiveInt
+    bytes_per_token: Positive
+
+
 class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The model served. `layers` and `attention_heads` are of the whole model, not of one GPU."""
+    """The model served. `layers` and `attention_heads` are of the whole model, not of one GPU.
+
+    `kv_bytes_per_token` grow with every token; windows and state as `hetlb model` gives them.
+    """
 
     name: str
     kv_bytes_per_token: PositiveInt | None = None
+    kv_windows: tuple[KvWindow, ...] = ()
+    state_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     layers: PositiveInt | None = None
     attention_heads: PositiveInt | None = None
 

@@ -229,7 +229,8 @@ def speed_of(profile: Profile) -> Fraction:
 def capacity_of(market: Market, model: Model, stages: Sequence[ConfigurationStage]) -> int:
     """Tokens that the KV cache of an instance of these stages holds."""
     room = [(market.offers[stage.gpu].usable(stage.tensor_parallel_size), stage.layers) for stage in stages]
-    return kv_cache_tokens(room, exact(model.weight_bytes), model.kv_bytes_per_token)
+    each = model.kv_bytes_at(stages[0].tensor_parallel_size)
+    return kv_cache_tokens(room, exact(model.weight_bytes), exact(each))
 
 
 def profile_on(market: Market, model: Model, offer: OfferTable, degree: int) -> Profile | None:
@@ -251,9 +252,7 @@ def roofline_profile(market: Market, model: Model, offer: OfferTable, degree: in
     roofline = Roofline(
         peak_flops=table.flops,
         bandwidth_bytes_s=table.bandwidth_bytes_per_s,
-        parameters=model.parameters,
-        bytes_per_parameter=model.bytes_per_parameter,
-        kv_bytes_per_token=model.kv_bytes_per_token,
+        model=model.known,
         tensor_parallel_size=degree,
         flops_efficiency=table.flops_efficiency,
         bandwidth_efficiency=table.bandwidth_efficiency,

@@ -18,8 +18,9 @@ from typing import Any
 
 import msgspec
 
+from hetlb.config.model_file import model_info
 from hetlb.config.plan_tables import Model, RooflineTable
-from hetlb.config.profile_file import EngineInfo, Hardware, ModelInfo, Profile, ProfileSource, with_latency
+from hetlb.config.profile_file import EngineInfo, Hardware, Profile, ProfileSource, with_latency
 from hetlb.core.latency import LatencyModel
 from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillGrid, SplitKv
 from hetlb.sim.engine_limits import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
@@ -68,7 +69,7 @@ def estimated(
             f"{table.bandwidth_bytes_per_s:g} bytes/s at {table.bandwidth_efficiency:g}",
         ),
         "hardware": Hardware(gpu=gpu, gpus=degree, memory_bytes=memory_bytes),
-        "model": ModelInfo(name=model.name, kv_bytes_per_token=model.kv_bytes_per_token),
+        "model": model_info(model.known),
         "engine": EngineInfo(tensor_parallel_size=degree),
     }
 
@@ -215,7 +216,7 @@ def compose_profile(name: str, model: Model, parts: Sequence[StageProfile], kv_c
         hardware=Hardware(
             gpu="+".join(dict.fromkeys(part.gpu for part in parts)), gpus=sum(part.gpus for part in parts)
         ),
-        model=ModelInfo(name=model.name, kv_bytes_per_token=model.kv_bytes_per_token),
+        model=model_info(model.known),
         engine=msgspec.structs.replace(
             first,
             tensor_parallel_size=parts[0].gpus,
