@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "pick": {"core", "config", "proxy"},
     "openai": set(),
     "emulator": {"core", "config", "sim", "openai"},
-    "loadtest": {"core", "config", "workload", "pages", "openai"},
+    "loadtest": {"core", "config", "workload", "plots", "openai"},
     "demo": set(),
     "stage": {"core", "config", "openai"},
     "cli": {
