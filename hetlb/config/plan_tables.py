@@ -79,7 +79,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def known(self) -> ModelFacts:
-        """Return the facts; without a `config.json` those of a dense model whose layers all attend in full."""
+        """Return the facts; without a `config.json` those of a dense model that attends in full."""
         if self.facts is not None:
             return self.facts
         return stated_facts(

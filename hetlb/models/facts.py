@@ -31,7 +31,8 @@ class ModelFacts:
     """Everything that hetlb understands of a model. Sizes in bytes; `kv_windows`: (tokens, bytes per token).
 
     Of a mixture, each token takes `chosen` of `experts` in every sparse layer; `expert_bytes` are of all of
-    them, `expert_parameters` too. `kv_heads`: (KV heads, 0 of a latent; share of the bytes of a token). `embedding_parameters`: an input table that is looked up, never read whole.
+    them, `expert_parameters` too. `embedding_parameters`: an input table that is looked up, never read whole.
+    `kv_heads`: (KV heads, 0 of a latent; their share of the bytes of a token).
     """
 
     name: str

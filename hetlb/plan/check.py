@@ -60,7 +60,8 @@ def _check_option(cluster: Cluster, machine: Machine, option: Option) -> None:
     if option.memory.kv_cache_tokens != tokens:
         raise PlanError(f"{where}: expected {tokens} KV tokens, got {option.memory.kv_cache_tokens}")
     profiled = degree in machine.profiles
-    accepted = model.shape is None or not refusal(model.shape, degree)
+    whole = profiled and bool(machine.profiles[degree].engine.enable_expert_parallel)
+    accepted = model.shape is None or not refusal(model.shape, degree, expert_parallel=whole)
     if option.feasible != (room >= need and profiled and accepted):
         raise PlanError(f"{where}: expected feasible to be {room >= need and profiled and accepted}")
     if option.feasible != (option.throughput_tok_s > 0):

@@ -155,7 +155,8 @@ def _option(cluster: Cluster, machine: Machine, part: Part, throughput: Throughp
 def _misfit(cluster: Cluster, machine: Machine, part: Part, room: Memory) -> str:
     """Reason for which an instance cannot run on a machine; empty where it can."""
     shape, degree = cluster.model.shape, part.tensor_parallel_size
-    if shape is not None and (why := refusal(shape, degree, part.pipeline_parallel_size)):
+    whole = degree in machine.profiles and bool(machine.profiles[degree].engine.enable_expert_parallel)
+    if shape is not None and (why := refusal(shape, degree, part.pipeline_parallel_size, whole)):
         return f"vLLM refuses it: {why}"
     if room.missing_bytes:
         return f"does not fit: {room.missing_bytes} bytes missing"

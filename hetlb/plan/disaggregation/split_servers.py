@@ -34,6 +34,7 @@ def servers_of(cluster: SplitCluster, plan: SplitPlan) -> list[VllmServer]:
                 utilization=min(cluster.machines[m].gpu_memory_utilization for m, _ in group.composition),
                 layers=[stage.layers for stage in group.stages],
                 max_model_len=cluster.workload.longest_tokens if from_trace else "auto",
+                engine=cost.profile(group.stages, group.kv_cache_tokens, group.role),
                 profile=_profile(cluster, group, cost),
             )
         )
