@@ -15,6 +15,7 @@ from hetlb.config.plan_tables import Machine
 from hetlb.core.paths.stages import SINK, SOURCE, Hop, StageNetwork
 from hetlb.errors import PlanError
 from hetlb.models.degrees import refusal
+from hetlb.plan.common.capabilities import fact_of, refused
 from hetlb.plan.disaggregation.split_cluster import GroupStage, Role, ServerGroup, SplitCluster, SplitPlan
 from hetlb.plan.placement.flow import Flow
 from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
@@ -235,6 +236,10 @@ def check_split(
     used: dict[int, int] = {}
     for g, group in enumerate(plan.groups):
         _check_group(cluster, f"group {g}", group, capacity)
+        if plan.splits and refused(group.form()):
+            raise PlanError(
+                f"plan: group {g}: expected a server that works, got {fact_of(group.form()).source}"
+            )
         for m, n in group.composition:
             used[m] = used.get(m, 0) + n
     for m, n in used.items():

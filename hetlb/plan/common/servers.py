@@ -123,7 +123,7 @@ class VllmServer:
             )
         prefix = "".join(f"{key}={shlex.quote(value)} " for key, value in environment.items())
         fact = fact_of(form)
-        tried = "" if fact.status is Status.STARTED else f"; {fact.status}: {fact.source.partition(':')[0]}"
+        tried = "" if fact.status is Status.RUN else f"; {fact.status}: {fact.source.partition(':')[0]}"
         return f"{prefix}{shlex.join(['vllm', 'serve', self.model, *words])}  # {self.name} on {where}{tried}"
 
 

@@ -96,6 +96,8 @@ class PlaceCluster:
     kinds: Mapping[str, MachineKind]
     links: Mapping[Edge, LinkSpec]
     partial_inference: bool = False
+    source: Model | None = None
+    remarks: tuple[str, ...] = ()
 
     def kind(self, node: PlaceNode) -> MachineKind:
         return self.kinds[node.kind]
