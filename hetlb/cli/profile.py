@@ -15,8 +15,11 @@ from rich.console import Console
 from hetlb.cli import profile_live
 from hetlb.cli.flags import COUNT, FINITE, add_json, changed, declare, print_document, real
 from hetlb.cli.profile_corrected import write_corrected
+from hetlb.config.model_file import load_facts
 from hetlb.config.profile_file import load_profile
 from hetlb.errors import InputError
+from hetlb.models.degrees import refusal
+from hetlb.models.facts import stated_facts
 from hetlb.profiler import shown
 from hetlb.profiler.aiconfigurator import Layout, query
 from hetlb.profiler.fit import PrefillForm
@@ -72,6 +75,7 @@ def _add_estimates(parser: argparse.ArgumentParser) -> None:
     add("--peak-flops", "FLOP/s of one GPU at this precision", "F", FINITE)
     add("--bandwidth", "memory bytes/s of one GPU", "B", FINITE)
     add("--parameters", "parameters of the model", "P", FINITE)
+    add("--model-config", "config.json of the model, in place of its parameters and cache", "F", Path)
     add = declare(parser.add_argument_group("without a server"))
     host = "host time of every iteration; 0 where the points hold it (default: roofline 2, else assumed)"
     add("--overhead-ms", host, "MS", real("milliseconds from 0", lambda value: 0 <= value < math.inf))
@@ -198,15 +202,21 @@ def _from_aiconfigurator(args: argparse.Namespace, degree: int) -> Measurements:
 
 
 def _from_roofline(args: argparse.Namespace, degree: int) -> Measurements:
-    for flag in ("peak_flops", "bandwidth", "parameters", "kv_bytes_per_token"):
+    sizes = () if args.model_config is not None else ("parameters", "kv_bytes_per_token")
+    for flag in ("peak_flops", "bandwidth", *sizes):
         if getattr(args, flag) is None:
             raise InputError(f"--{flag.replace('_', '-')}: expected a value with --from roofline, got none")
+    if args.model_config is not None:
+        facts = load_facts(args.model_config, args.model)
+        if (why := refusal(facts.shape, degree)) if facts.shape is not None else "":
+            raise InputError(f"--tp: expected a degree that vLLM takes, got {degree}: {why}")
+    else:
+        facts = stated_facts(args.model or "", args.parameters, args.kv_bytes_per_token)
     overhead_ms = 2.0 if args.overhead_ms is None else args.overhead_ms
     roofline = Roofline(
         peak_flops=args.peak_flops,
         bandwidth_bytes_s=args.bandwidth,
-        parameters=args.parameters,
-        kv_bytes_per_token=args.kv_bytes_per_token,
+        model=facts,
         tensor_parallel_size=degree,
         step_overhead_s=overhead_ms / 1e3,
     )

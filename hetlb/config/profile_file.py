@@ -30,11 +30,23 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     all_reduce_bytes_s: Positive | None = None
 
 
+class KvWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Bytes that some layers keep for each of a sequence's last `tokens` alone."""
+
+    tokens: PositiveInt
+    bytes_per_token: Positive
+
+
 class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The model served. `layers` and `attention_heads` are of the whole model, not of one GPU."""
+    """The model served. `layers` and `attention_heads` are of the whole model, not of one GPU.
+
+    `kv_bytes_per_token` grow with every token; windows and state as `hetlb model` gives them.
+    """
 
     name: str
     kv_bytes_per_token: PositiveInt | None = None
+    kv_windows: tuple[KvWindow, ...] = ()
+    state_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     layers: PositiveInt | None = None
     attention_heads: PositiveInt | None = None
 
@@ -383,4 +395,18 @@ def load_profile(path: Path) -> Profile:
                     f"{path}: {section}: expected constants that predict a positive time, "
                     f"got {seconds:.3g} s for a batch of {batch} at length {length}"
                 )
+    _check_memory(path, profile)
     return profile
+
+
+def _check_memory(path: Path, profile: Profile) -> None:
+    """Raise `ProfileError` for a KV cache that the GPUs cannot hold."""
+    tokens, hardware, model = profile.engine.kv_cache_tokens, profile.hardware, profile.model
+    if tokens is None or hardware is None or hardware.memory_bytes is None or model is None:
+        return
+    most = (hardware.gpus or 1) * hardware.memory_bytes
+    if tokens * (model.kv_bytes_per_token or 0) > most:
+        raise ProfileError(
+            f"{path}: engine.kv_cache_tokens: expected at most {most // (model.kv_bytes_per_token or 1)}, as "
+            f"{hardware.gpus or 1} GPUs of {hardware.memory_bytes} bytes hold, got {tokens}"
+        )
