@@ -197,7 +197,10 @@ def _from_aiconfigurator(args: argparse.Namespace, degree: int) -> Measurements:
     layout = Layout(degree, args.data_parallel, args.expert_parallel)
     found = query(args.model, args.system, layout, scale=args.scale)
     if found.engine.kv_cache_tokens is None and args.kv_cache_tokens is None:
-        print(f"warning: --tp {degree}: the model does not fit; no KV cache is stated", file=sys.stderr)
+        why = next(
+            (line for line in found.assumed if line.startswith("no KV cache")), "the model does not fit"
+        )
+        print(f"warning: --tp {degree}: {why}; no KV cache is stated", file=sys.stderr)
     return found
 
 

@@ -45,8 +45,8 @@ class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     name: str
     kv_bytes_per_token: PositiveInt | None = None
-    kv_windows: tuple[KvWindow, ...] = ()
-    state_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    kv_windows: tuple[KvWindow, ...] | None = None
+    state_bytes: PositiveInt | None = None
     layers: PositiveInt | None = None
     attention_heads: PositiveInt | None = None
 
