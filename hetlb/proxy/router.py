@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
+from urllib.parse import unquote
 
 import msgspec
 
@@ -375,7 +376,7 @@ class Router:
         elif path == "/v1/models":
             body = msgspec.json.encode({"object": "list", "data": self._models(tenant)})
         elif path.startswith("/v1/models/"):
-            body = msgspec.json.encode(self._model(path[len("/v1/models/") :], tenant))
+            body = msgspec.json.encode(self._model(unquote(path[len("/v1/models/") :]), tenant))
         else:
             raise GateError(404, "Not Found")
         if head.method not in methods:
