@@ -20,7 +20,7 @@ from hetlb.plan.highs import INFINITY, Interrupt, SolveLimits
 from hetlb.plan.market import Market, load_market
 from hetlb.plan.planning import SolvedPlan, Table, baselines, make_plan, make_table
 from hetlb.plan.rent_servers import servers_of, write_fleet
-from hetlb.plan.replan import MoveCost, Replanned, read_hours, replan, require_known, schedule
+from hetlb.plan.replan import MoveCost, Replanned, replan, require_known
 from hetlb.plan.throughput import Measured, SloLimits, default_cache
 from hetlb.plan.workloads import trace_rows
 from hetlb.tables import bar
@@ -44,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-cache", "simulate all throughputs again", action="store_true")
     add = declare(parser.add_argument_group("sweeps"))
     add("--budgets", "budgets per hour, a plan for each", "B,B,...", read_budgets)
-    add("--hours", "hours, a plan for each: hour,request_rate", "H.csv", Path)
     add("--plot", "picture of the budgets", "P.png", Path)
     add = declare(parser.add_argument_group("replanning"))
     add("--replan", "running plan (its --json)", "PLAN.json", Path)
@@ -54,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if sum(flag is not None for flag in (args.budgets, args.hours, args.replan)) > 1:
-        raise InputError("--budgets, --hours, --replan: expected one of them")
+    if sum(flag is not None for flag in (args.budgets, args.replan)) > 1:
+        raise InputError("--budgets, --replan: expected one of them")
     market = load_market(args.config)
     table, measured = read_table(args, market)
     interrupt = Interrupt()
@@ -63,8 +62,6 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.budgets is not None:
             return sweep_budgets(args, table, measured, limits)
-        if args.hours is not None:
-            return plan_hours(args, table, limits)
         return plan_once(args, table, measured, limits, interrupt)
     except PlanError as error:
         if interrupt.requested:
@@ -158,19 +155,4 @@ def sweep_budgets(args: argparse.Namespace, table: Table, measured: Measured, li
         write_sweep(args.plot, points)
     return print_document(
         args, {"budgets": points}, lambda: Console().print(rent_report.budgets_grid(points))
-    )
-
-
-def plan_hours(args: argparse.Namespace, table: Table, limits: SolveLimits) -> int:
-    """A rent schedule: every hour's plan follows the one before it."""
-    hours = read_hours(args.hours, table.problem)
-    cost = MoveCost(args.load_time, 3600.0, args.keep)
-    found = schedule(table.problem, hours, cost, limits)
-    document = rent_report.hours_document(hours, found)
-    in_all = (
-        f"{document['cost']:.2f} in all; the dearest hour's fleet all day would cost "
-        f"{document['cost_of_the_peak_all_day']:.2f}"
-    )
-    return print_document(
-        args, document, lambda: Console(highlight=False).print(rent_report.hours_grid(document), in_all)
     )

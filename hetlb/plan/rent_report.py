@@ -17,7 +17,7 @@ from hetlb.plan.highs import INFINITY, SolveLimits
 from hetlb.plan.planning import SolvedPlan, Table, baselines, make_plan
 from hetlb.plan.rent_program import RentPlan, prune
 from hetlb.plan.rent_simulation import simulate_plan
-from hetlb.plan.replan import Hour, Replanned
+from hetlb.plan.replan import Replanned
 from hetlb.plan.throughput import Measured
 from hetlb.tables import table as grid
 
@@ -247,42 +247,6 @@ def budgets_grid(points: list[dict[str, Any]]) -> Grid:
         cost, rate = point["cost_per_hour"], point["throughput_req_s"]
         rows.append((budget, f"{cost:.2f}", f"{rate:.4g}", f"{cost / rate / 3.6:.4f}", rent))
     return grid("budgets", (">budget", ">cost", ">requests/s", ">per 1000 requests", "rent"), rows)
-
-
-def hours_document(hours: list[Hour], found: list[Replanned]) -> dict[str, Any]:
-    """A rent schedule: every hour's plan with the moves that lead to it, and the bill."""
-    costs = [each.plan.cost_per_hour for each in found]
-    return {
-        "hours": [
-            {
-                "hour": hour.name,
-                "request_rate": hour.request_rate,
-                "cost_per_hour": each.plan.cost_per_hour,
-                "throughput_req_s": each.plan.throughput,
-                "instances": [{"configuration": n, "count": c} for n, c in each.plan.counts.items()],
-                "start": dict(each.moves.start),
-                "stop": dict(each.moves.stop),
-            }
-            for hour, each in zip(hours, found, strict=True)
-        ],
-        "cost": sum(costs),
-        "cost_of_the_peak_all_day": max(costs) * len(costs),
-    }
-
-
-def hours_grid(document: dict[str, Any]) -> Grid:
-    rows = [
-        (
-            each["hour"],
-            f"{each['request_rate']:g}",
-            f"{each['cost_per_hour']:.2f}",
-            listed({own["configuration"]: own["count"] for own in each["instances"]}),
-            listed(each["start"]),
-            listed(each["stop"]),
-        )
-        for each in document["hours"]
-    ]
-    return grid("rent schedule", ("hour", ">requests/s", ">per hour", "instances", "start", "stop"), rows)
 
 
 def trust_lines(document: dict[str, Any]) -> list[str]:
