@@ -162,12 +162,6 @@ def test_replanning_follows_a_running_plan(capsys: pytest.CaptureFixture[str], t
     assert found["throughput_req_s"] >= 0.95 * found["replanning"]["from_scratch"]["throughput_req_s"]
 
 
-def test_budgets(capsys: pytest.CaptureFixture[str]) -> None:
-    points = rent(capsys, "--config", TOY, "--budgets", "1,4,8")["budgets"]
-    assert "the budget is 1" in points[0]["reason"]
-    assert [point["pareto"] for point in points] == [False, True, True]
-
-
 def test_the_plan_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rent", "--config", TOY]) == 0
     out = capsys.readouterr().out
@@ -243,10 +237,7 @@ def test_wrong_input_is_one_line(
     "flags",
     [
         ["--keep", "2"],
-        ["--budgets", "a"],
-        ["--budgets", "1,nan"],
-        ["--budgets", "0"],
-        ["--budgets", "1", "--replan", "x"],
+        ["--gap", "x"],
     ],
 )
 def test_wrong_flags_are_one_line(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:

@@ -56,8 +56,8 @@ def check_memory(
     tokens = profile.engine.kv_cache_tokens
     if tokens is None or memory_bytes is None or not model.weight_bytes or other_model(model, profile):
         return
-    need = model.weight_bytes + tokens * model.kv_bytes_at(gpus // stages)
-    if need > gpus * memory_bytes:
+    need, room = model.weight_bytes + tokens * model.kv_bytes_at(gpus // stages), gpus * memory_bytes
+    if need > room > model.weight_bytes:  # a model that does not fit is no mistake of its profile
         raise ConfigError(
             f"{where}: expected a profile whose weights and KV cache {gpus} GPUs of {memory_bytes:g} bytes "
             f"hold, got {profile.name} with {tokens} tokens: {need:.4g} bytes"
