@@ -45,8 +45,8 @@ class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     name: str
     kv_bytes_per_token: PositiveInt | None = None
-    kv_windows: tuple[KvWindow, ...] = ()
-    state_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    kv_windows: tuple[KvWindow, ...] | None = None
+    state_bytes: PositiveInt | None = None
     layers: PositiveInt | None = None
     attention_heads: PositiveInt | None = None
 
@@ -199,6 +199,24 @@ class FitReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     mixed: PhaseReport | None = None
 
 
+#: Errors above these make a fit one not to rely on: default sweeps have 1 to 5 % in the mean.
+MEAN_ERROR_LIMIT = 0.10
+MAX_ERROR_LIMIT = 0.30
+
+
+def fit_warnings(phase: str, error: PhaseReport) -> list[str]:
+    """Return a line for each held-out error of a phase that is above its limit."""
+    lines = []
+    if error.mean_error > MEAN_ERROR_LIMIT:
+        over = f"{error.mean_error:.1%} (over {MEAN_ERROR_LIMIT:.0%})"
+        lines.append(f"{phase}: the mean held-out error is {over}")
+    if error.max_error > MAX_ERROR_LIMIT:
+        over = f"{error.max_error:.1%} (over {MAX_ERROR_LIMIT:.0%})"
+        worst = ", ".join(f"{key} {size}" for key, size in (error.worst or {}).items())
+        lines.append(f"{phase}: the largest held-out error is {over}{worst and f', at {worst}'}")
+    return lines
+
+
 #: Basis of the times of each kind of source.
 _BASES = {
     "live": "measured",
@@ -311,6 +329,18 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             )
         if self.host is None:
             found.append("host time: none is taken, per iteration, per sequence and per request")
+        return tuple(found)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Return reasons not to rely on the profile, a line each."""
+        found = []
+        if self.source is not None and not self.source.measured:
+            found.append("unmeasured: an estimate that no hardware has confirmed")
+        if self.fit is not None:
+            for phase in ("prefill", "decode", "mixed"):
+                if (report := getattr(self.fit, phase)) is not None:
+                    found += fit_warnings(phase, report)
         return tuple(found)
 
     @property
