@@ -17,7 +17,7 @@ from hetlb.config.profile_file import EngineInfo, Hardware, ModelInfo, ProfileSo
 from hetlb.errors import ConfigError, ProfileError
 from hetlb.models.facts import ModelFacts, read_facts
 from hetlb.profiler.fit import Point, StepKind
-from hetlb.profiler.sources import Measurements
+from hetlb.profiler.sources import Measurements, assumed_launch
 
 _DISTRIBUTION = "aiconfigurator-core"
 #: Asking costs nothing here: more points than a live sweep takes.
@@ -121,6 +121,7 @@ def query(model: str, system: str, layout: Layout, *, scale: float = 1.0) -> Mea
         ),
         model=ModelInfo(name=model) if facts is None else model_info(facts),
         split_blocks=None if facts is None else _split_blocks(system, facts, config, layout.tp),
+        launch=None if facts is None else assumed_launch(facts),
         assumed=(*_assumed(layout, all_reduce_bytes_s), *reason),
     )
 
