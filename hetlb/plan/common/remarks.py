@@ -37,6 +37,8 @@ def remarks(model: Model, profiles: Iterable[Profile]) -> list[str]:
             size = profile.model.kv_bytes_per_token
             cache = f", {size:,} bytes of cache a token" if size else ""
             lines.append(f"{profile.name}: a profile of {profile.model.name}{cache}, not of {model.name}")
+        if profile.other_discipline:
+            lines.append(profile.other_discipline)
     return lines
 
 
