@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -140,7 +140,7 @@ def _facts(model: str, raw: Mapping[str, Any]) -> tuple[ModelFacts | None, tuple
     """Return the facts of the model's configuration, or why its cache cannot be computed."""
     added = ("quant_algo", "quant_dynamic", "kv_cache_quant_algo", "hf_quant_config")  # by the library
     own = {key: value for key, value in raw.items() if key not in added}
-    own["quantization_config"] = own.get("quantization_config") or raw.get("hf_quant_config")
+    own["quantization_config"] = raw.get("hf_quant_config") or own.get("quantization_config")
     try:
         return read_facts(own, model), ()
     except ConfigError as caught:
