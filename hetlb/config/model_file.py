@@ -37,6 +37,6 @@ def model_info(facts: ModelFacts, name: str | None = None) -> ModelInfo:
     return ModelInfo(
         name=name or facts.name,
         kv_bytes_per_token=math.ceil(facts.kv_bytes_per_token) or None,
-        kv_windows=tuple(KvWindow(tokens=w, bytes_per_token=size) for w, size in facts.kv_windows),
-        state_bytes=facts.state_bytes,
+        kv_windows=tuple(KvWindow(tokens=w, bytes_per_token=size) for w, size in facts.kv_windows) or None,
+        state_bytes=facts.state_bytes or None,
     )
