@@ -34,7 +34,7 @@ from hetlb.core.types import Health
 from hetlb.sim.alone import run_alone
 from hetlb.sim.fleet_simulation import FleetSimulation
 from hetlb.workload.arrivals import PlannedRequest, make_plan
-from hetlb.workload.traces import Row
+from hetlb.workload.rows import Row
 
 OTHERS: Final = (
     "rr", "wrr", "least-requests", "p2c", "least-kv", "peak-ewma", "paper", "lmetric", "lmetric-speed",
@@ -271,7 +271,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="two small cases, three policies")
     args = parser.parse_args(arguments)
     lab = Lab(args.data / "hw", args.data / "traces")
-    wanted, policies = cases(lab, args.draw)[:: args.every], ("hetlb", *OTHERS)
+    wanted = cases(lab, args.draw)[:: args.every]
+    policies: tuple[str, ...] = ("hetlb", *OTHERS)
     if args.smoke:
         wanted = [Case(0, "equal", "azure", 0.5, 5.0, 1), Case(0, "kinds", "sharegpt", 0.8, 10.0, 2)]
         policies = ("hetlb", "rr", "lmetric-speed")

@@ -13,7 +13,6 @@ from typing import Final
 from hetlb.core.instance import Instance, Parameters
 from hetlb.core.latency import ideal_batch
 from hetlb.core.objective import ServiceClass
-from hetlb.core.speed import MEMORY_S
 from hetlb.core.types import Request
 
 #: Weight of a prompt token against one output token.
@@ -246,17 +245,14 @@ class Protected:
 
 
 class Demand:
-    """Demand for one model: the mean request, whether and how fast requests arrive, how long answers take.
+    """Demand for one model: the mean request, whether requests keep arriving, how long answers take.
 
     `first_s` until the first token and `end_s` until the end, as forecast: means of the newest dispatches,
     their waits included.
     """
 
     __slots__ = (
-        "_begun",
         "_dispatched",
-        "_rate",
-        "_rate_at",
         "_ticks",
         "end_s",
         "first_s",
@@ -269,13 +265,11 @@ class Demand:
         self._ticks: list[float] = []
         self.mix = Mix()
         self.protected = Protected()
-        #: Arrivals since the fleet was idle, and when that was.
-        self._rate = self._rate_at = self._begun = 0.0
         self._dispatched = 0.0
         self.first_s = self.end_s = 0.0
 
     def dispatched(self, first_s: float, end_s: float, waited_s: float) -> None:
-        """Record the forecast of a request that was dispatched and had waited; of a prefill leg there is none."""
+        """Record the forecast of a request that was dispatched; of a prefill leg there is none."""
         if first_s <= 0.0:
             return
         first_s, end_s = waited_s + first_s, waited_s + end_s
@@ -283,24 +277,15 @@ class Demand:
         self.first_s += (first_s - self.first_s) / count
         self.end_s += (end_s - self.end_s) / count
 
-    def per_s(self, now: float) -> float:
-        """Return the arrivals per second since the fleet was idle, of late."""
-        age_s = now - self._begun if now - self._begun > 1.0 else 1.0
-        late_s = now - self._rate_at
-        return self._rate * math.exp(-late_s / MEMORY_S) / (1.0 - math.exp(-age_s / MEMORY_S))
-
     def arrived(self, now: float, idle: bool) -> None:
         """Record an arrival. `idle`: no instance had a request, so those before are no part of a stream."""
         tick_s, ticks = int(now / _TICK_S) * _TICK_S, self._ticks
         if not ticks or tick_s > ticks[-1]:
             if idle:
                 ticks.clear()
-                self._rate, self._begun = 0.0, now
             ticks.append(tick_s)
             if len(ticks) > _STREAM:
                 del ticks[0]
-        self._rate = self._rate * math.exp((self._rate_at - now) / MEMORY_S) + 1.0 / MEMORY_S
-        self._rate_at = now
 
     def goes_on(self, horizon_s: float, now: float) -> bool:
         """True if another request is expected within `horizon_s`, by the gaps since the fleet was idle.

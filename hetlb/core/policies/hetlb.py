@@ -36,7 +36,7 @@ from hetlb.core.policies.sight import (
     Sight,
 )
 from hetlb.core.policies.targets import leaves_room, shares_of_targets
-from hetlb.core.policies.terms import MOST_BUSY, TERMS, long_answer_s, own_s, rate, weights_of
+from hetlb.core.policies.terms import TERMS, long_answer_s, own_s, rate, weights_of
 from hetlb.core.throttle import BLOCKED, DEPRIORITISED, NORMAL
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import Candidate
@@ -51,7 +51,7 @@ FULL: Final = "full"
 class Evaluation:
     """The instances for one request, as they were at the time; `candidates` is for people."""
 
-    __slots__ = ("_ctx", "_per_s", "_sights", "_todo", "fleet", "instances", "weights")
+    __slots__ = ("_ctx", "_sights", "_todo", "fleet", "instances", "weights")
 
     def __init__(
         self, ctx: SchedulingContext, instances: Sequence[Instance], weights: tuple[float, ...], hold: bool
@@ -62,9 +62,8 @@ class Evaluation:
         self.fleet = fleet = ctx.demand.mix.fleet(instances)
         self.instances = fleet.members
         self._sights = [self._see(i) for i in range(len(fleet.members))]
-        #: Size of all that waits with the request; requests that come per second, 0 once none do.
+        #: Size of all that waits, with the request.
         self._todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
-        self._per_s = 0.0
         hold = hold and len(fleet.members) > 1
         self._look_ahead(hold)
         # Without room it is rated for people alone, later: but not where the terms may change until then.
@@ -143,25 +142,11 @@ class Evaluation:
         weight, full = self.weights[0] + self.weights[1], math.inf
         for each, speed in self._faster():
             if each.state == ROOM:
-                if full < math.inf:
-                    each.limit = full + weight * self._wait_s(speed)
-                    if each.limit < each.score:
-                        each.state = HELD
+                each.limit = full + weight * self._todo / speed if speed > 0.0 else math.inf
+                if each.limit < each.score:
+                    each.state = HELD
             elif full == math.inf and each.state in (NO_SLOT, NO_MEMORY):
                 full = self._rated(each).score
-
-    def _wait_s(self, speed: float) -> float:
-        """Return the seconds until instances of a `speed` are done with all that waits, and what that costs.
-
-        Requests that come will wait longer for a slot: as in `coming_s`, with sizes for seconds.
-        """
-        if speed <= 0.0:
-            return math.inf
-        ctx, wait_s = self._ctx, self._todo / speed
-        own_s = size_of(ctx.request, ctx.predicted_output) / speed
-        busy = self._per_s * ctx.demand.mix.size / speed
-        later_s = self._per_s * own_s * (wait_s - own_s / 2.0)
-        return wait_s + later_s / (1.0 - (busy if busy < MOST_BUSY else MOST_BUSY))
 
     def _faster(self) -> list[tuple[Sight, float]]:
         """Return the instances, the fastest first, with the speed of all that are faster, together."""

@@ -37,8 +37,9 @@ class SchedulingContext:
     """
 
     __slots__ = (
-        "adapter_load_s", "availabilities", "booked", "demand", "goes_on", "held", "long_output", "mean_output",
-        "mean_prefill", "now", "predicted_output", "prompt", "prompts", "request", "waited_s", "waiting",
+        "adapter_load_s", "availabilities", "booked", "demand", "goes_on", "held", "long_output",
+        "mean_output", "mean_prefill", "now", "predicted_output", "prompt", "prompts", "request", "waited_s",
+        "waiting",
     )  # fmt: skip
 
     def __init__(

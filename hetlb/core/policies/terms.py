@@ -40,7 +40,7 @@ FINISH: Final = 7
 _FIRST_WEIGHT: Final = 20.0
 FIRST_SCALE: Final = 2.0
 #: Share of its time that an engine is taken to spend on prompts to come, at most.
-MOST_BUSY: Final = 0.9
+_MOST_BUSY: Final = 0.9
 
 
 def rate(ctx: SchedulingContext, each: Sight, weights: tuple[float, ...]) -> None:
@@ -95,8 +95,8 @@ def coming_s(ctx: SchedulingContext, each: Sight) -> float:
     """Return the seconds by which its prompt delays prompts that come there later, all together.
 
     A prompt that takes s seconds joins W seconds of others in a queue at which r come per second: all of them
-    to come wait longer, by s r (W + s/2) / (1 - r m) in the mean, m being their mean time. That is how much
-    the value function of an M/G/1 queue rises (Krishnan, Joining the right queue, 1990).
+    to come wait longer, by s r (W + s/2) / (1 - r m) in the mean, m being their mean time: what an admission
+    costs an M/G/1 queue (Hyytia, Penttinen, Aalto, Size- and state-aware dispatching, EJOR 217, 2012).
     """
     if not ctx.goes_on:
         return 0.0
@@ -104,7 +104,7 @@ def coming_s(ctx: SchedulingContext, each: Sight) -> float:
     read_s, per_s = each.reading_s, each.prompts_per_s
     pending_s = each.seen.unread * read_s / (new if new > 1.0 else 1.0)
     busy = per_s * each.cost.prefill_s
-    return read_s * per_s * (pending_s + read_s / 2.0) / (1.0 - (busy if busy < MOST_BUSY else MOST_BUSY))
+    return read_s * per_s * (pending_s + read_s / 2.0) / (1.0 - (busy if busy < _MOST_BUSY else _MOST_BUSY))
 
 
 def loss_s(ctx: SchedulingContext, each: Sight) -> float:
