@@ -312,14 +312,14 @@ class Router:
             return None
         from hetlb.proxy.continuation import Continuation
 
-        asks_ids = (
-            call.stream
-            and not call.tools
-            and len(outgoing.body) <= MAX_INJECT_BYTES
-            and outgoing.body.find(b'"return_token_ids"') < 0
-        )
+        asks_ids = len(outgoing.body) <= MAX_INJECT_BYTES and outgoing.body.find(b'"return_token_ids"') < 0
         return Continuation(
-            kind, outgoing, by_text=how is True, asks_ids=asks_ids, hides_usage=call.hold_usage
+            kind,
+            outgoing,
+            self._driver.kept,
+            streamed=call.stream,
+            asks_ids=asks_ids,
+            hides_usage=call.hold_usage,
         )
 
     def _address_of(self, head: RequestHead, peer: str) -> str:

@@ -59,8 +59,8 @@ class SseWatcher:
     """Facts about one stream. `feed` returns what may be passed on.
 
     `hold_usage`: usage is taken out, since hetlb asked for it and the client did not. What else the event of
-    usage says, as vLLM's `system_fingerprint`, goes out with the event that ends a choice, as where no usage is
-    asked for; so that one waits for the next event.
+    usage says, as vLLM's `system_fingerprint`, goes out with the event that ends a choice, as where no usage
+    is asked for; so that one waits for the next event.
     """
 
     __slots__ = (
