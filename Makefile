@@ -1,6 +1,6 @@
 # Every target sets up what it needs: a machine with Python 3.11+ and make is enough.
 #   make demo       the main job on embedded emulated engines, no GPU
-#   make demo-scaleout  two Envoys, two endpoint pickers, Redis and two emulated engines; a picker is killed
+#   make demo-scaleout  two Envoys, two endpoint pickers and two emulated engines; a picker is killed
 #   make test       the tests (real sockets, no GPU, some minutes)
 #   make test-compiled  the tests of what is compiled, slow ones too, on the compiled hot path (needs a C compiler)
 #   make test-slow  the fault matrix with fifty streams in the background, and as processes
@@ -20,8 +20,8 @@
 #   make test-helm  the Helm chart, rendered and linted by Helm's own engine (250 MB)
 #   make test-sdks  openai, anthropic, litellm, langchain-openai and curl against an emulated engine and through hetlb
 #   make bench      the recorded benches against real vLLM on CPU
-#   make bench-head-to-head  hetlb and today's routers on the same load, and the tables of docs/head-to-head.md (90 minutes)
-#   make bench-proxies  what hetlb and other proxies cost, and the tables of docs/proxies.md (an hour)
+#   make bench-head-to-head  hetlb and today's routers on the same load, and the tables of bench/head_to_head/RESULTS.md (90 minutes)
+#   make bench-proxies  what hetlb and other proxies cost, and the tables of bench/proxies/RESULTS.md (an hour)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin

@@ -67,7 +67,7 @@ _CFLAGS = "-fvisibility=hidden -fno-asynchronous-unwind-tables"
 #: No symbols; no page of its own for each kind of section, of which a module has little: a fifth less in all.
 _LDFLAGS = "-s -Wl,-z,noseparate-code"
 #: The C compiler's -O. A wheel that is built once for many gets 2 (`make wheel`, pyproject.toml): a decision
-#: costs up to a fifth less. An installation on the spot gets 1, a third faster (docs/experiments.md).
+#: costs up to a fifth less. An installation on the spot gets 1, a third faster (bench/EXPERIMENTS.md).
 _LEVEL = "HETLB_COMPILE_LEVEL"
 _LEVELS = ("0", "1", "2", "3", "s")
 _SETUP = """\

@@ -8,7 +8,7 @@ lengths, nothing else of the run; every round is compared by itself and the medi
 times are those at the proxy. Exit status 1 if a request failed or a median is above what is required.
 
 `.venv/bin/python bench/fidelity.py` (about 12 minutes on two idle cores) writes bench/results/fidelity.json
-and its table into docs/evidence-fidelity.md; `--emulated` puts `hetlb engine` in the place of vLLM, which
+and its table into bench/FIDELITY.md; `--emulated` puts `hetlb engine` in the place of vLLM, which
 shows what the bench and the machine alone are good for, and writes fidelity-emulated.json alone.
 """
 
@@ -53,7 +53,7 @@ from hetlb.workload.records import RequestResult
 from hetlb.workload.rows import Row
 
 RESULTS = REPO_ROOT / "bench" / "results"
-PAGE = REPO_ROOT / "docs" / "evidence-fidelity.md"
+PAGE = REPO_ROOT / "bench/FIDELITY.md"
 PROFILES = REPO_ROOT / "tests" / "vllm" / "profiles"
 HETLB = (sys.executable, "-m", "hetlb")
 NAMES = (TINY_FAST.name, TINY_SLOW.name)

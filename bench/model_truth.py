@@ -4,7 +4,7 @@
 
 DATA (default: the folder shared/data beside the checkout) holds `vllm-logs`, `iterations` and `closed-loop`;
 what is missing is skipped with a message. Profiles are made as a user would: of tables of kernels, host time
-and mixed steps assumed. `--write` puts the tables into docs/evidence-fidelity.md, `--only` makes one of them.
+and mixed steps assumed. `--write` puts the tables into bench/FIDELITY.md, `--only` makes one of them.
 
 * Logs: requests of a real server replayed; errors of the mean, and without any assumption (no host time,
   decodes beside a prompt as k5..k8 have them).
@@ -50,7 +50,7 @@ from hetlb.sim.study import engine_of
 from hetlb.workload.measured_logs import LoggedRequest, read_log
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "evidence-fidelity.md"
+PAGE = ROOT / "bench/FIDELITY.md"
 METRICS = ("ttft", "tpot", "e2e")
 Rows = list[list[str]]
 
@@ -400,7 +400,7 @@ def main() -> int:
     """Print, and write, what the data allows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path, nargs="?", default=ROOT.parent / "shared" / "data")
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/evidence-fidelity.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into bench/FIDELITY.md")
     parser.add_argument("--only", help="truth-logs, truth-iterations, truth-loops or truth-corrections")
     args = parser.parse_args()
     parts: dict[str, Callable[[], str]] = {

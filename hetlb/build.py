@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from hetlb import __version__
 
-#: CPU of a plain request, interpreted / compiled (docs/proxies.md).
+#: CPU of a plain request, interpreted / compiled (bench/proxies/RESULTS.md).
 SLOWDOWN = 3
 
 

@@ -13,9 +13,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
 from hetlb.cli.main import COMMANDS, build_parser
 from hetlb.config.api_keys import Tenant
+from hetlb.config.fleet_tables import FleetFile
 from hetlb.core.policies.base import COMBINE_FORMS
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS
@@ -23,7 +25,11 @@ from hetlb.core.types import Outcome, RejectReason
 from hetlb.proxy.http.error_responses import REJECTIONS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "bench").rglob("*.md")),
+]
 
 
 def page(name: str) -> str:
@@ -58,6 +64,18 @@ def test_a_key_without_words_and_words_without_a_key_are_found() -> None:
         made._key_rows(keys, words)
 
 
+def test_the_first_table_of_keys_has_those_that_most_fleets_need() -> None:
+    made = reference()
+    known = {key.path for key in made.keys_of(FleetFile)}
+    assert set(made.FIRST_KEYS) <= known
+    assert len(made.FIRST_KEYS) == 25
+    first, advanced = re.split(r"^## Fleet file, advanced$", page("reference/keys.md"), flags=re.MULTILINE)
+    for path in made.FIRST_KEYS:
+        assert f"`{path}`" in first
+    assert "`scrape.interval_s`" in advanced
+    assert "`scrape.interval_s`" not in first
+
+
 def test_every_flag_says_what_it_is() -> None:
     rows = re.findall(r"^\| (`.*?`) \|.*\| (.*?) \|$", page("reference/flags.md"), re.MULTILINE)
     assert len(rows) > 200
@@ -87,6 +105,12 @@ def test_every_predictor_is_described(name: str) -> None:
 @pytest.mark.parametrize("form", COMBINE_FORMS)
 def test_every_combine_form_is_described(form: str) -> None:
     assert f"`{form}`" in page("scheduling.md")
+
+
+def test_the_runbook_has_every_alert() -> None:
+    groups = yaml.safe_load((ROOT / "configs/alerts/hetlb.yaml").read_text())["groups"]
+    alerts = [rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule]
+    assert re.findall(r"^\| `(\w+)` \|", page("runbook.md"), re.MULTILINE) == alerts
 
 
 def test_the_readme_shows_the_two_commands() -> None:
@@ -157,21 +181,9 @@ def test_the_manual_page_has_every_command(tmp_path: Path) -> None:
     assert "--event-log" in text
 
 
-def prose_words(text: str) -> int:
-    """Words of a page without tables, code, comments and the targets of links."""
-    text = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)
-    text = re.sub(r"^\s*\|.*$|(?<=\])\([^)]*\)", "", text, flags=re.MULTILINE)
-    return sum(1 for word in text.split() if re.search(r"\w", word))
-
-
-#: Two screens: lines of a guide, folded at 160 columns. Evidence (and what was tried) is looked up, not read.
+#: Two screens: lines of a guide, folded at 160 columns.
 LONGEST_GUIDE = 120
-GUIDES = [
-    path
-    for path in sorted((ROOT / "docs").glob("*.md"))
-    if not path.name.startswith("evidence-")
-    and path.name not in ("experiments.md", "head-to-head.md", "proxies.md")
-]
+GUIDES = sorted((ROOT / "docs").glob("*.md"))
 
 
 def folded_lines(text: str) -> int:
@@ -184,6 +196,6 @@ def test_a_guide_is_at_most_two_screens() -> None:
     assert {name: lines for name, lines in lengths.items() if lines > LONGEST_GUIDE} == {}
 
 
-def test_the_prose_of_the_docs_stays_within_20_000_words() -> None:
-    assert prose_words("a [b c](d.md)\n```sh\nx y\n```\n| t | u |\n<!-- v -->\n- w") == 4
-    assert sum(prose_words(path.read_text()) for path in (ROOT / "docs").glob("*.md")) <= 20_000
+def test_the_guides_grow_no_longer() -> None:
+    """Words of the pages beside the reference as `wc -w` counts them; the aim is 24,000."""
+    assert sum(len(path.read_text().split()) for path in GUIDES) <= 25_300

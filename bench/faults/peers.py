@@ -7,7 +7,7 @@ circuit breakers of the two routers are off, so that no row depends on the one b
 on the same engine. Rows that a proxy could not be started for are left out and named.
 
 `.venv/bin/python bench/faults/peers.py [--only NAME,…] [--save bench/results/faults-peers.json]` prints every
-row, and the summary of docs/evidence-behaviour.md.
+row, and the summary of bench/faults/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def summary(results: dict[str, Any]) -> str:
-    """The table of docs/evidence-behaviour.md, a line for each proxy."""
+    """The table of bench/faults/RESULTS.md, a line for each proxy."""
     names = ("most runs of one request", "broken answers that end clean", "engine held after its client left")
     lines = [f"| proxy | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     broken = [title for title, _ in FAULTS if title not in ("well", "a second answer")]

@@ -16,7 +16,7 @@ from fleets import ROOT
 
 RESULTS = ROOT / "bench/results"
 IMAGES = ROOT / "docs/img"
-PAGE = ROOT / "docs/evidence-paper.md"
+PAGE = ROOT / "bench/paper/RESULTS.md"
 
 
 def about(command: str) -> dict[str, Any]:

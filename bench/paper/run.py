@@ -3,7 +3,7 @@
 Shows: a table and a figure for every section, with the paper's own figure beside ours where it is known.
 Everything a result rests on is in the repository (profiles under profiling/, lengths under
 bench/data); results go to bench/results/paper-SECTION.json, figures to docs/img, and with --page the tables
-into docs/evidence-paper.md.
+into bench/paper/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: the cores)"
     )
-    parser.add_argument("--page", action="store_true", help="put the tables into docs/evidence-paper.md")
+    parser.add_argument("--page", action="store_true", help="put the tables into bench/paper/RESULTS.md")
     parser.add_argument("--recorded", action="store_true", help="show the recorded results, run nothing")
     args = parser.parse_args()
     IMAGES.mkdir(parents=True, exist_ok=True)

@@ -33,6 +33,18 @@ METRICS = (
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n%b\r\n\r\n"
 
 
+#: Spellings of the same stream, by name: line end, separators of the JSON, what stands before an event.
+SPELLINGS = {
+    "vllm": ("\n", (",", ":"), "data: "), "crlf": ("\r\n", (",", ":"), "data: "),
+    "cr": ("\r", (",", ":"), "data: "), "spaces": ("\n", (", ", ": "), "data: "),
+    "crlf-spaces": ("\r\n", (", ", ": "), "data: "), "no-space": ("\n", (",", ":"), "data:"),
+    "sorted": ("\n", (",", ":"), "data: "), "id": ("\n", (",", ":"), "id: 7\ndata: "),
+    "event": ("\n", (",", ":"), "event: message\ndata: "), "escapes": ("\n", (",", ":"), "data: "),
+    "null": ("\n", (", ", ": "), "id: 1\ndata:"),
+}  # fmt: skip
+spelling = "vllm"
+
+
 def event(text: str, finish: str | None, ids: bool) -> bytes:
     choice = {
         "index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": finish,
@@ -42,7 +54,13 @@ def event(text: str, finish: str | None, ids: bool) -> bytes:
         "id": "chatcmpl-3f6c1d0a9be94c47a4c05f2fbe1f6d21", "object": "chat.completion.chunk",
         "created": 1795262400, "model": "m", "choices": [choice],
     }  # fmt: skip
-    data = b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+    end, separators, before = SPELLINGS[spelling]
+    if spelling == "escapes":
+        choice["delta"] = {"content": "\x1b" + text}
+    if spelling == "null":
+        body["usage"] = None
+    text = json.dumps(body, separators=separators, sort_keys=spelling == "sorted")
+    data = (before.replace("\n", end) + text + end + end).encode()
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
@@ -73,7 +91,8 @@ async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
                 for number in range(asked["max_tokens"]):
                     writer.write(event(f" t{number:06d}", None, ids))
                     await arrived[asked["messages"][0]["content"]].acquire()
-                done = b"data: [DONE]\n\n"
+                end = SPELLINGS[spelling][0].encode()
+                done = b"data: [DONE]" + end + end
                 writer.write(event("", "stop", ids) + b"%x\r\n%b\r\n0\r\n\r\n" % (len(done), done))
                 continue
             else:
@@ -164,9 +183,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="User instructions of a chunk and of a plain request.")
     parser.add_argument("variants", nargs="+", metavar="NAME=TREE or NAME:KEY=VALUE")
     parser.add_argument("--chunks", type=int, default=1000, help="of each of 8 streams")
+    parser.add_argument("--spelling", choices=SPELLINGS, default="vllm", help="of the streams")
     parser.add_argument("--requests", type=int, default=200, help="of each of 8 connections")
     args = parser.parse_args()
     args.root = Path.cwd()
+    global spelling
+    spelling = args.spelling
     asyncio.run(measure(args))
 
 

@@ -1,6 +1,6 @@
 """The figures as tables: medians over rounds, ratios within rounds, and what was wrong.
 
-A table of docs/proxies.md is replaced whole, between its two markers, or the page stays as it is. A
+A table of bench/proxies/RESULTS.md is replaced whole, between its two markers, or the page stays as it is. A
 figure that is missing has no run that counts: `void` says that there were runs and none did.
 """
 
@@ -17,7 +17,7 @@ from scenarios import COALESCED_EVENTS, STREAMS
 
 from hetlb.plots import COLOURS, new_figure, save_figure, tidy
 
-PAGE = ROOT / "docs" / "proxies.md"
+PAGE = ROOT / "bench/proxies/RESULTS.md"
 PICTURE = ROOT / "docs" / "img" / "proxies.png"
 Run = dict[str, Any]
 #: The round and the repeat in it: what ran one right after the other.
@@ -351,7 +351,7 @@ def setup(document: dict[str, Any]) -> str:
 
 
 def write_page(document: dict[str, Any]) -> None:
-    """Renew the tables of docs/proxies.md and its picture."""
+    """Renew the tables of bench/proxies/RESULTS.md and its picture."""
     draw(document)
     replace_sections(
         PAGE, {"setup": setup(document), "verdicts": verdicts(document), "tables": summary(document)}

@@ -2,8 +2,8 @@
 
 `python bench/proxies/run.py --proxies hetlb,vllm-router,envoy` installs and starts the peers, runs every
 scenario through each of them in rounds, writes `bench/results/proxies.json` and, with `--page`, the tables of
-docs/proxies.md. Within a round all proxies run a scenario one right after the other; ratios are taken within
-each round, then their median; a run with a wrong answer counts nowhere.
+bench/proxies/RESULTS.md. Within a round all proxies run a scenario one right after the other; ratios are
+taken within each round, then their median; a run with a wrong answer counts nowhere.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--proxy-core", type=cores, default="0", metavar="CORES")
     parser.add_argument("--generator-core", type=cores, default="1", metavar="CORES")
     parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--page", action="store_true", help="renew the tables of docs/proxies.md")
+    parser.add_argument("--page", action="store_true", help="renew the tables of bench/proxies/RESULTS.md")
     parser.add_argument("--page-only", action="store_true", help="renew them from the recorded result")
     args = parser.parse_args()
     for name in args.proxies.split(","):

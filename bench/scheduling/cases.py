@@ -1,7 +1,7 @@
 """The grid of cases that guards the scheduler: real fleets, real traces, rates, predictors and mishaps.
 
 Fleets are built from measured latency grids (`aic_vllm.csv`, `aic_kv_capacity.csv`: NVIDIA
-aiconfigurator-core 0.12.0, Apache-2.0), requests from public traces; docs/evidence-simulation.md says which.
+aiconfigurator-core 0.12.0, Apache-2.0), requests from public traces; bench/scheduling/RESULTS.md says which.
 A case names everything that decides its outcome; the engines run on the measured grid (the better
 form of prefill, made monotone), the scheduler is given the profile that `hetlb profile` makes of it.
 """

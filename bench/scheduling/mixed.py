@@ -1,4 +1,4 @@
-"""Mixed classes: `python bench/scheduling/mixed.py --data DIR`, the table of docs/evidence-simulation.md.
+"""Mixed classes: `python bench/scheduling/mixed.py --data DIR`, the table of bench/scheduling/RESULTS.md.
 
 Of the requests 30 % are interactive (first token within 1 s, 50 ms per further one), the rest is background,
 at 90 and 120 % of what the fleet does of them all at once. Background prompts are as long as all others, or

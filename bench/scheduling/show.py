@@ -16,7 +16,7 @@ from measure import GOOD, OTHERS, SETTINGS
 from hetlb.plots import line_style, new_figure, plot_distribution, save_figure, tidy
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs/evidence-simulation.md"
+PAGE = ROOT / "bench/scheduling/RESULTS.md"
 PICTURE = ROOT / "docs/img/scheduling.png"
 #: Records of `grid.py` and `run.py --out`.
 RESULT = ROOT / "bench/results/scheduling.json"

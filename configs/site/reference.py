@@ -184,6 +184,21 @@ def _key_rows(keys: Sequence[Key], words: Mapping[str, Any]) -> list[tuple[str, 
     return rows
 
 
+#: Keys that most fleets need; all others of the fleet file are advanced.
+FIRST_KEYS = (
+    "version", "models[].name", "models[].instances[].name", "models[].instances[].url",
+    "models[].instances[].profile", "models[].instances[].weight", "models[].instances[].max_num_seqs",
+    "models[].instances[].gpu", "models[].instances[].api_key_file", "models[].instances[].api_key_env",
+    "models[].aliases", "models[].classes", "models[].classes.ttft_ms", "models[].classes.background",
+    "listen.host", "listen.port", "listen.tls.cert", "listen.tls.key", "admin.host", "admin.port",
+    "admin.token_file", "policy.name", "queue.timeout_s", "proxy.api_keys_file", "proxy.shutdown_grace_s",
+)  # fmt: skip
+
+
+def _first(row: tuple[str, str, str, str]) -> bool:
+    return row[0].split()[0].strip("`") in FIRST_KEYS
+
+
 def keys_page() -> str:
     """docs/reference/keys.md."""
     words = meanings()
@@ -193,12 +208,15 @@ def keys_page() -> str:
         "Made by `make reference`. [Configuration](../configuration.md) says how files are read.",
     ]
     for title, kind, table in FILES:
-        lines += [
-            "",
-            f"## {title}",
-            "",
-            *_table(("key", "values", "default", "meaning"), _key_rows(list(keys_of(table)), words[kind])),
-        ]
+        rows = _key_rows(list(keys_of(table)), words[kind])
+        parts = [(title, rows)]
+        if kind == "fleet":
+            parts = [
+                (title, [row for row in rows if _first(row)]),
+                (f"{title}, advanced", [row for row in rows if not _first(row)]),
+            ]
+        for heading, shown in parts:
+            lines += ["", f"## {heading}", "", *_table(("key", "values", "default", "meaning"), shown)]
     return "\n".join(lines) + "\n"
 
 
@@ -420,20 +438,17 @@ def limits_page() -> str:
 def _diagram(
     table: Sequence[Transition[Any]], begin: str, inner: tuple[str, Sequence[Transition[Any]]] | None = None
 ) -> str:
-    """A state machine's table as a Mermaid diagram, with that of a second state of the same thing."""
+    """Return a state machine as a table of its rows, with that of a second state of the same thing."""
 
-    def edges(rows: Sequence[Transition[Any]]) -> list[str]:
-        return [f"{state.name} --> {row.after.name}: {row.event}" for row in rows for state in row.before]
+    def edges(rows: Sequence[Transition[Any]]) -> list[tuple[str, str, str]]:
+        return [(", ".join(state.name for state in row.before), row.event, row.after.name) for row in rows]
 
-    first, *_, last = type(table[0].after)
-    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {first.name}: {begin}"]
-    lines += [f"    {each}" for each in edges(table)] + [f"    {last.name} --> [*]"]
+    first, *_ = type(table[0].after)
+    lines = _table(("state", "event", "next"), [("", begin, first.name), *edges(table)])
     if inner is not None:
         name, rows = inner
-        first, *_ = type(rows[0].after)
-        lines += [f"    state {name} {{", f"        [*] --> {first.name}"]
-        lines += [*(f"        {each}" for each in edges(rows)), "    }"]
-    return "\n".join([*lines, "```"])
+        lines += ["", f"Its {name}:", "", *_table(("state", "event", "next"), edges(rows))]
+    return "\n".join(lines)
 
 
 def states_page() -> str:

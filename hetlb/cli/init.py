@@ -20,13 +20,13 @@ SCHEMA = "fleet.schema.json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = declare(parser)
-    add("urls", "address of a vLLM server, without /v1", "URL", nargs="+")
+    add("urls", "address of a vLLM server", "URL", nargs="+")
     add("--api-key-env", "environment variable with the servers' API key", "NAME")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the file; warnings go to stderr."""
-    urls = [each.url for each in fleet_from_urls([url.removesuffix("/v1") for url in args.urls]).instances]
+    urls = [each.url for each in fleet_from_urls(args.urls).instances]
     key = args.api_key_env and secret("--api-key-env", args.api_key_env)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     found = asyncio.run(ask_engines(dict.fromkeys(urls, headers)))

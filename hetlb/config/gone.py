@@ -22,6 +22,7 @@ GONE_VALUES: Final[dict[tuple[str, object], str]] = {
 }
 #: By command and flag, or flag and value.
 GONE_FLAGS: Final[dict[tuple[str, str], str]] = {
+    ("bench", "--html"): "use --plot PICTURE, and --json or --csv for the figures",
     ("engine", "--kv-transfer shared-storage"): _CONNECTORS,
     ("engine", "--kv-folder"): "it was for `shared-storage`, which went",
 }

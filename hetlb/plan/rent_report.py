@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from hetlb.errors import PlanError
+from hetlb.plan.common.remarks import remarks
 from hetlb.plan.highs import INFINITY, SolveLimits
 from hetlb.plan.planning import SolvedPlan, Table, baselines, make_plan
 from hetlb.plan.rent_program import RentPlan, prune
@@ -33,7 +34,11 @@ def document_of(table: Table, planned: SolvedPlan, solve_s: float) -> dict[str, 
     tokens_s = sum(tokens[name] * rate for name, rate in totals.items())
     target = problem.request_rate is not None
     gap = plan.gap(problem)
+    models = [model.known.json() for model in table.market.models.values()]
     return {
+        "model": models[0] if len(models) == 1 else None,
+        "models": models,
+        "remarks": _remarks(table),
         "cost_per_hour": plan.cost_per_hour,
         "throughput_req_s": plan.throughput,
         "makespan_s": None if requests is None else requests / plan.throughput,
@@ -86,6 +91,20 @@ def document_of(table: Table, planned: SolvedPlan, solve_s: float) -> dict[str, 
         if table.clustering is None
         else {key: getattr(table.clustering, key) for key in ("explained", "input_error", "output_error")},
     }
+
+
+def _remarks(table: Table) -> list[str]:
+    """Return what is worth a word of the models, and of the profiles that the market names for them."""
+    market, found = table.market, []
+    for name, model in market.models.items():
+        written = [path for offer in market.file.offers for path in offer.profiles.get(name, {}).values()]
+        written += [
+            each.profile
+            for index, each in enumerate(market.file.configurations)
+            if each.profile is not None and market.model_of(each.model, f"configurations[{index}]") == name
+        ]
+        found += remarks(model, (market.profiles[path] for path in written))
+    return found
 
 
 def simulated_document(table: Table, plan: RentPlan, seed: int) -> dict[str, Any] | None:
@@ -144,8 +163,8 @@ def print_plan(table: Table, planned: SolvedPlan, document: dict[str, Any]) -> N
     tables += [_baseline_grid(document)] if document["baselines"] else []
     for each in tables:
         console.print(each, soft_wrap=False)
-    for line in trust_lines(document):
-        console.print(line)
+    for line in [*document["remarks"], *trust_lines(document)]:
+        console.print(line, markup=False)
     if (moves := document.get("replanning")) is not None:
         console.print(
             f"moves: {moves['moves']} (start {listed(moves['start'])}; stop {listed(moves['stop'])}); "

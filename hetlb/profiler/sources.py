@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from hetlb.config.model_file import model_info
 from hetlb.config.profile_file import (
     EngineInfo,
     FitReport,
@@ -28,6 +29,7 @@ from hetlb.core.step_times import SplitKv
 from hetlb.csv_rows import CsvRow, csv_rows
 from hetlb.errors import ProfileError
 from hetlb.files import write_text
+from hetlb.models.facts import ModelFacts
 from hetlb.profiler.fit import (
     DEFAULT_DECODE_GRID,
     DEFAULT_PREFILL_GRID,
@@ -153,15 +155,14 @@ def _point(row: CsvRow) -> Point:
 class Roofline:
     """A GPU and a model in peak figures: FLOP/s and bytes/s of one GPU, and the shares really reached.
 
-    Time of a pass: weights (and cache) read from memory, or FLOPs computed, whichever is longer. All
+    Time of a pass: weights and cache read from memory, or FLOPs computed, whichever is longer. Of experts
+    those count that the batch reaches, evenly spread over the GPUs. All
     GPUs of the degree share the work; what they send each other costs `step_overhead_s`, with the host.
     """
 
     peak_flops: float
     bandwidth_bytes_s: float
-    parameters: float
-    kv_bytes_per_token: int
-    bytes_per_parameter: float = 2.0
+    model: ModelFacts
     tensor_parallel_size: int = 1
     flops_efficiency: float = 0.5
     bandwidth_efficiency: float = 0.7
@@ -170,8 +171,8 @@ class Roofline:
     def seconds(self, phase: StepKind, batch: int, length: int) -> float:
         tokens = batch * (length if phase is StepKind.PREFILL else 1)
         # Two FLOPs a weight; attention's own FLOPs are left out, as a roofline of dense work does.
-        flops = 2.0 * self.parameters * tokens
-        read = self.parameters * self.bytes_per_parameter + self.kv_bytes_per_token * batch * length
+        flops = 2.0 * self.model.passed_parameters * tokens
+        read = self.model.touched_bytes(tokens) + batch * self.model.kv_bytes(length)
         compute_s = flops / (self.peak_flops * self.flops_efficiency * self.tensor_parallel_size)
         memory_s = read / (self.bandwidth_bytes_s * self.bandwidth_efficiency * self.tensor_parallel_size)
         return max(compute_s, memory_s) + self.step_overhead_s
@@ -193,7 +194,7 @@ class Roofline:
             source=ProfileSource(kind="roofline", measured=False, system=system, note=note),
             engine=EngineInfo(tensor_parallel_size=degree),
             hardware=Hardware(gpu=system, gpus=degree) if system else None,
-            model=ModelInfo(name=model, kv_bytes_per_token=self.kv_bytes_per_token) if model else None,
+            model=model_info(self.model, model) if model else None,
             host=HostTime(),
             name="roofline",
         )

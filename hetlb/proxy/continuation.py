@@ -199,7 +199,8 @@ class Continuation:
         draft.as_completion = True
         draft.texts = _settled(texts, said, asked.held_back, progress.settled)
         draft.ids = ids[: len(draft.texts)]
-        draft.ahead = said[len("".join(draft.texts)) :]
+        sent = sum(map(len, draft.texts))
+        draft.ahead = said[sent:]
         if draft.ahead and not asked.greedy:
             return self._no_draft("text that another draw would say otherwise")
         answer = [each for piece in draft.ids for each in piece]

@@ -23,7 +23,6 @@ from hetlb.proxy.guard import Guard
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.forward_headers import ForwardRules
 from hetlb.proxy.http.openai_body import Call
-from hetlb.proxy.progress import Kept
 from hetlb.proxy.scheduler_driver import EMITS_S
 from hetlb.proxy.scheduler_side import SWEEP_S, Carrier, SchedulerSide
 from hetlb.proxy.telemetry.counters import Totals
@@ -69,8 +68,7 @@ class Driver(Carrier):
         #: Called in a sweep with its time: what clients have to do in time.
         self.on_swept: Callable[[float], None] | None = None
         self._next_id = first_id
-        #: Bytes kept of streams that may go on elsewhere; continuations are made in turns.
-        self.kept = Kept()
+        #: Turns in which answers are taken elsewhere.
         self.turns = turns(loop)
         self.pools = EnginePools(loop, table, access, self.stalls.since)
         self._idle_waiters: list[asyncio.Future[None]] = []

@@ -20,7 +20,7 @@ _COMPLETION_TOKENS: Final = 16
 _token_ids: Final = msgspec.json.Decoder(list[TokenId])
 _token_lists: Final = msgspec.json.Decoder(list[list[TokenId]])
 _texts: Final = msgspec.json.Decoder(list[str])
-#: What msgspec raises at bytes that are not what they should be.
+#: Errors of msgspec at bytes of another form.
 NOT_READ: Final = (msgspec.MsgspecError, ValueError, RecursionError)
 
 

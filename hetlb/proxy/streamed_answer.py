@@ -48,7 +48,7 @@ class StreamedAnswer(SseWatcher):
         self.rest = rest
         #: The event by which the engine said that it has failed; it was not passed on.
         self.lost: bytes | None = None
-        #: Where reads are kept as they come; in a second lease each event is looked at.
+        #: Progress that keeps reads as they come; in a second lease each event is looked at.
         self._kept = progress if rest is None else None
         self._each = rest is not None or asked_ids
         self._hides_ids = asked_ids

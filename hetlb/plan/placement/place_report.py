@@ -38,6 +38,8 @@ def document_of(
         "petals": (entered_anywhere, petals(cluster, random.Random(seed))),
     }
     return {
+        "model": None if cluster.source is None else cluster.source.known.json(),
+        "remarks": list(cluster.remarks),
         "max_flow_tokens_per_s": flow.tokens_per_s,
         "upper_bound_tokens_per_s": plan.bound,
         "gap": plan.bound / flow.tokens_per_s - 1.0 if flow.tokens_per_s else None,
@@ -94,6 +96,8 @@ def print_placement(document: dict[str, Any], console: Console) -> None:
             f"{simulated['prompt_latency_s'].get('p50', 0.0):.2f} s and of a token "
             f"{simulated['decode_latency_s'].get('p50', 0.0):.2f} s (medians)"
         )
+    for line in document["remarks"]:
+        console.print(line, markup=False)
     for command in document["commands"]:
         print(command)
     console.print(document["advice"])
