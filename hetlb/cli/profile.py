@@ -29,7 +29,14 @@ from hetlb.profiler.client import EngineClient
 from hetlb.profiler.fit import PrefillForm
 from hetlb.profiler.plot import write_plot
 from hetlb.profiler.probe import probe_host
-from hetlb.profiler.sources import Measurements, Roofline, profile_of, read_csv, write_profile
+from hetlb.profiler.sources import (
+    Measurements,
+    Roofline,
+    assumed_launch,
+    profile_of,
+    read_csv,
+    write_profile,
+)
 
 _SOURCES = "csv:FILE, log:FILE, aiconfigurator or roofline"
 #: Upper bound of tokens per decode step with speculative decoding.
@@ -80,7 +87,8 @@ def _add_estimates(parser: argparse.ArgumentParser) -> None:
     add("--peak-flops", "FLOP/s of one GPU at this precision", "F", FINITE)
     add("--bandwidth", "memory bytes/s of one GPU", "B", FINITE)
     add("--parameters", "parameters of the model", "P", FINITE)
-    add("--model-config", "config.json of the model, in place of its parameters and cache", "F", Path)
+    config = "config.json of the model, in place of its parameters and cache; with csv for launch times"
+    add("--model-config", config, "F", Path)
     add = declare(parser.add_argument_group("without a server"))
     host = "host time of every iteration; 0 where the points hold it (default: roofline 2, else assumed)"
     add("--probe", "idle server whose host time is measured for points that hold none (10 s)", "URL")
@@ -117,7 +125,10 @@ def run(args: argparse.Namespace) -> int:
         samples.remove()
     elif kind == "csv" and file:
         rows = {"system": args.system, "model": args.model, "tp": degrees[0], "licence": args.licence}
-        written = [_finish(args, args.out, read_csv(Path(file), **rows))]
+        points = read_csv(Path(file), **rows)
+        if args.model_config is not None:
+            points = replace(points, launch=assumed_launch(load_facts(args.model_config, args.model)))
+        written = [_finish(args, args.out, points)]
     elif args.source == "roofline":
         written = [_finish(args, args.out, _from_roofline(args, degrees[0] or 1))]
     elif args.source == "aiconfigurator":

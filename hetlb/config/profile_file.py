@@ -13,7 +13,7 @@ import msgspec
 from hetlb.config.mistakes import short
 from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, load_yaml
 from hetlb.core.latency import LatencyModel
-from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillGrid, SplitKv
+from hetlb.core.step_times import DecodeTable, LaunchTime, MixedTerm, PnormPrefill, PrefillGrid, SplitKv
 from hetlb.core.types import Capacity
 from hetlb.errors import ConfigError, ProfileError
 
@@ -162,6 +162,17 @@ class SplitKvAttention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     context_s: Positive
 
 
+class LaunchOfKernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Seconds in which the host launches the kernels of a pass that prefills, where no point shows them.
+
+    `graph_s` up to `graph_tokens` tokens, in CUDA graphs; `eager_s` beyond (0 graph_tokens: --enforce-eager).
+    """
+
+    graph_tokens: Annotated[float, msgspec.Meta(ge=0)] = 512.0
+    graph_s: NonNegative
+    eager_s: NonNegative
+
+
 class HostTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Host time that no point shows: of every iteration, of each sequence in it, and of every request."""
 
@@ -258,7 +269,7 @@ class RawGrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 #: Sections that only version 2 has.
-_SECOND_VERSION = ("better_decode", "mixed", "split_kv", "host", "assumed")
+_SECOND_VERSION = ("better_decode", "mixed", "split_kv", "launch", "host", "assumed")
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -279,6 +290,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     better_decode: BetterDecode | None = None
     mixed: MixedSteps | None = None
     split_kv: SplitKvAttention | None = None
+    launch: LaunchOfKernels | None = None
     host: HostTime | None = None
     assumed: tuple[str, ...] = ()
     source: ProfileSource | None = None
@@ -313,6 +325,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             host_sequence_s=host.sequence_s,
             request_s=host.request_s,
             split_kv=None if split is None else SplitKv(split.blocks, share * split.context_s),
+            launch=None
+            if (launch := self.launch) is None
+            else LaunchTime(launch.graph_tokens, launch.graph_s, launch.eager_s),
         )
 
     @property
@@ -330,6 +345,18 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.host is None:
             found.append("host time: none is taken, per iteration, per sequence and per request")
         return tuple(found)
+
+    @property
+    def other_discipline(self) -> str:
+        """Return how the engine schedules otherwise than the engine model, which is vLLM's; "" for vLLM."""
+        engine = self.engine.name
+        if engine.lower() == "vllm":
+            return ""
+        how = "computes prompts first" if engine.lower() == "sglang" else "may schedule otherwise"
+        return (
+            f"{self.name}: times are simulated as vLLM schedules (parts of prompts beside decodes); "
+            f"{engine} {how}, so first tokens and whole answers can be far off"
+        )
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -374,6 +401,7 @@ def sections(latency: LatencyModel) -> dict[str, Any]:
         "better_decode": _section(BetterDecode, latency.better_decode),
         "mixed": _section(MixedSteps, latency.mixed),
         "split_kv": _section(SplitKvAttention, latency.split_kv),
+        "launch": _section(LaunchOfKernels, latency.launch),
     }
 
 

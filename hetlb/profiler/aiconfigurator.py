@@ -17,7 +17,7 @@ from hetlb.config.profile_file import EngineInfo, Hardware, ModelInfo, ProfileSo
 from hetlb.errors import ConfigError, ProfileError
 from hetlb.models.facts import ModelFacts, read_facts
 from hetlb.profiler.fit import Point, StepKind
-from hetlb.profiler.sources import Measurements
+from hetlb.profiler.sources import Measurements, assumed_launch
 
 _DISTRIBUTION = "aiconfigurator-core"
 #: Asking costs nothing here: more points than a live sweep takes.
@@ -121,6 +121,7 @@ def query(model: str, system: str, layout: Layout, *, scale: float = 1.0) -> Mea
         ),
         model=ModelInfo(name=model) if facts is None else model_info(facts),
         split_blocks=None if facts is None else _split_blocks(system, facts, config, layout.tp),
+        launch=None if facts is None else assumed_launch(facts),
         assumed=(*_assumed(layout, all_reduce_bytes_s), *reason),
     )
 
@@ -139,7 +140,7 @@ def _facts(model: str, raw: Mapping[str, Any]) -> tuple[ModelFacts | None, tuple
     """Return the facts of the model's configuration, or why its cache cannot be computed."""
     added = ("quant_algo", "quant_dynamic", "kv_cache_quant_algo", "hf_quant_config")  # by the library
     own = {key: value for key, value in raw.items() if key not in added}
-    own["quantization_config"] = own.get("quantization_config") or raw.get("hf_quant_config")
+    own["quantization_config"] = raw.get("hf_quant_config") or own.get("quantization_config")
     try:
         return read_facts(own, model), ()
     except ConfigError as caught:

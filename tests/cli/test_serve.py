@@ -206,6 +206,16 @@ def test_wrong_input_is_one_line_and_status_2(
     assert err.count("\n") == 1
 
 
+def test_a_pipe_that_nothing_reads_is_no_event_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, pipe = tmp_path / "fleet.yaml", tmp_path / "pipe"
+    path.write_text(FLEET)
+    os.mkfifo(pipe)
+    assert main(["serve", "--config", str(path), "--event-log", str(pipe)]) == 2
+    assert "nothing reads this pipe" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "'::'"])
 def test_one_port_for_both_listeners_is_a_mistake(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], host: str

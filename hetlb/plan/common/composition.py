@@ -27,7 +27,7 @@ from hetlb.core.engine_defaults import (
     batch_limits,
 )
 from hetlb.core.latency import LatencyModel
-from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillGrid, SplitKv
+from hetlb.core.step_times import DecodeTable, LaunchTime, MixedTerm, PnormPrefill, PrefillGrid, SplitKv
 from hetlb.models.degrees import refusal
 from hetlb.sim.staged_engine import EngineStage
 
@@ -38,7 +38,8 @@ ACTIVATION_BYTES = 2
 #: The fields of a latency model that `compose_latency` composes.
 _FIELDS = {
     *(f"k{i}" for i in range(1, 9)),
-    *("better_prefill", "better_decode", "mixed", "host_s", "host_sequence_s", "request_s", "split_kv"),
+    *("better_prefill", "better_decode", "mixed", "split_kv", "launch"),
+    *("host_s", "host_sequence_s", "request_s"),
 }
 assert {field.name for field in fields(LatencyModel)} == _FIELDS, "expected every term to be composed"
 
@@ -138,6 +139,7 @@ def compose_latency(
         host_sequence_s=max(each.host_sequence_s for each in latencies) / turn.stages,
         request_s=max(each.request_s for each in latencies),
         split_kv=_split_kv(turn, [each.split_kv for each in latencies]),
+        launch=_launch(turn, [each.launch for each in latencies]),
     )
 
 
@@ -199,6 +201,15 @@ def _split_kv(turn: _Round, terms: Sequence[SplitKv | None]) -> SplitKv | None:
     if len(known) < len(terms):
         return None
     return SplitKv(turn.stages * min(each.blocks for each in known), turn.of([e.context_s for e in known]))
+
+
+def _launch(turn: _Round, terms: Sequence[LaunchTime | None]) -> LaunchTime | None:
+    """Return the launches of all batches, each an S-th of the tokens; None where a stage's are unknown."""
+    known = [term for term in terms if term is not None]
+    if len(known) < len(terms):
+        return None
+    tokens = turn.stages * min(each.graph_tokens for each in known)
+    return LaunchTime(tokens, turn.of([e.graph_s for e in known]), turn.of([e.eager_s for e in known]))
 
 
 @dataclass(frozen=True, slots=True)

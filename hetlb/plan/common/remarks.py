@@ -14,7 +14,8 @@ _MOST_OFF = 0.02
 
 def _same_name(one: str, other: str) -> bool:
     """Return True if two names may be of one model: publishers' names are often left out."""
-    return one.rpartition("/")[2].lower() == other.rpartition("/")[2].lower()
+    short, long = sorted((each.rpartition("/")[2].lower() for each in (one, other)), key=len)
+    return long == short or long.endswith(f"-{short}")
 
 
 def other_model(model: Model, profile: Profile) -> bool:
@@ -28,15 +29,20 @@ def other_model(model: Model, profile: Profile) -> bool:
     return bytes_each is not None and known > 0 and abs(bytes_each - known) > _MOST_OFF * known
 
 
-def remarks(model: Model, profiles: Iterable[Profile]) -> list[str]:
+def remarks(model: Model, found: Iterable[Profile]) -> list[str]:
     """Return a line for each stated size that is far off, and for each profile of another model."""
+    others: dict[tuple[str, int | None], list[str]] = {}
+    profiles = {each.name: each for each in found}
+    for profile in profiles.values():
+        if profile.model is not None and other_model(model, profile):
+            key = profile.model.name, profile.model.kv_bytes_per_token
+            others.setdefault(key, []).append(profile.name)
     lines = list(model.notes)
-    for profile in {each.name: each for each in profiles}.values():
-        if other_model(model, profile):
-            assert profile.model is not None
-            size = profile.model.kv_bytes_per_token
-            cache = f", {size:,} bytes of cache a token" if size else ""
-            lines.append(f"{profile.name}: a profile of {profile.model.name}{cache}, not of {model.name}")
+    for (name, size), own in others.items():
+        cache = f", {size:,} bytes of cache a token" if size else ""
+        more = f" and {len(own) - 1} more" if len(own) > 1 else ""
+        lines.append(f"{own[0]}{more}: a profile of {name}{cache}, not of {model.name}")
+    lines += dict.fromkeys(each.other_discipline for each in profiles.values() if each.other_discipline)
     return lines
 
 
@@ -52,8 +58,8 @@ def check_memory(
     tokens = profile.engine.kv_cache_tokens
     if tokens is None or memory_bytes is None or not model.weight_bytes or other_model(model, profile):
         return
-    need = model.weight_bytes + tokens * model.kv_bytes_at(gpus // stages)
-    if need > gpus * memory_bytes:
+    need, room = model.weight_bytes + tokens * model.kv_bytes_at(gpus // stages), gpus * memory_bytes
+    if need > room > model.weight_bytes:  # a model that does not fit is no mistake of its profile
         raise ConfigError(
             f"{where}: expected a profile whose weights and KV cache {gpus} GPUs of {memory_bytes:g} bytes "
             f"hold, got {profile.name} with {tokens} tokens: {need:.4g} bytes"
