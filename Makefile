@@ -1,6 +1,6 @@
 # Every target sets up what it needs: a machine with Python 3.11+ and make is enough.
 #   make demo       the main job on embedded emulated engines, no GPU
-#   make demo-scaleout  two Envoys, two endpoint pickers, Redis and two emulated engines; a picker is killed
+#   make demo-scaleout  two Envoys, two endpoint pickers and two emulated engines; a picker is killed
 #   make test       the tests (real sockets, no GPU, some minutes)
 #   make test-compiled  the tests of what is compiled, slow ones too, on the compiled hot path (needs a C compiler)
 #   make test-slow  the fault matrix with fifty streams in the background, and as processes

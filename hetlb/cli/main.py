@@ -75,6 +75,10 @@ COMMANDS = {
         "a load test of any OpenAI-compatible server",
         "hetlb bench --url http://127.0.0.1:8080 --dataset-name random --request-rate 8",
     ),
+    "batch": Command(
+        "OpenAI's batch file through any server, in what its other traffic leaves over",
+        "hetlb batch in.jsonl out.jsonl --url http://127.0.0.1:8080",
+    ),
     "explain": Command(
         "one decision in numbers, or the last ones of a running proxy", "hetlb explain --last 3"
     ),

@@ -23,7 +23,7 @@ from hetlb.config.yaml_file import PositiveInt, load_yaml
 from hetlb.core.types import Capacity
 from hetlb.errors import HetlbError, InputError, ProfileError
 from hetlb.profiler.client import EngineClient, ServerFacts
-from hetlb.profiler.fit import StepKind
+from hetlb.profiler.fit import StepKind, too_few
 from hetlb.profiler.grid import DEFAULT_GRID, Size, clip
 from hetlb.profiler.sample_file import Identity, SampleFile
 from hetlb.profiler.sources import Measurements
@@ -75,6 +75,9 @@ def parse_duration(text: str) -> float:
 def read_grid(path: Path) -> tuple[Size, ...]:
     """Read the points of a grid file. Raises `ProfileError`."""
     table = load_yaml(path, _GridFile, ProfileError)
+    for phase in (StepKind.PREFILL, StepKind.DECODE):
+        if wrong := too_few(getattr(table, phase.value)):
+            raise ProfileError(f"{path}: {phase}: {wrong}")
     pure = ((StepKind.PREFILL, table.prefill), (StepKind.DECODE, table.decode))
     return (
         *(Size(phase, batch, length) for phase, rows in pure for batch, length in rows),

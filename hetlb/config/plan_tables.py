@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -20,7 +19,7 @@ from hetlb.config.quantities import Quantity, read_bytes, read_memory, read_para
 from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share
 from hetlb.errors import ConfigError
 from hetlb.models.degrees import ModelShape
-from hetlb.models.facts import ModelFacts
+from hetlb.models.facts import ModelFacts, stated_facts
 from hetlb.plan.common.capacity import usable_bytes
 
 #: Bytes/s between GPUs of one machine and between machines where the file does not say: PCIe 4 x16, 5 Gbit/s.
@@ -49,8 +48,9 @@ class PlanModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """A model with what planning needs of it; sizes in bytes, 0 where nothing was stated.
 
-    `facts` are of its `config.json`, with what was stated in their place; None without one: degrees are not
-    checked then. `notes` name stated sizes that are far from those of `config.json`.
+    `kv_bytes_per_token` are of all layers that keep tokens, windows too: the unit of a cache's tokens, as in
+    vLLM. `facts` are of its `config.json`, with what was stated in their place; None without one: degrees are
+    not checked then. `notes` name stated sizes that are far from those of `config.json`.
     """
 
     name: str
@@ -73,27 +73,24 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         """Return the bytes of all weights."""
         return self.parameters * self.bytes_per_parameter
 
-    def kv_bytes(self, tokens: float) -> float:
-        """Return the bytes of cache of a sequence of so many tokens."""
-        return self.kv_bytes_per_token * tokens if self.facts is None else self.facts.kv_bytes(tokens)
+    def kv_bytes_at(self, tensor_parallel_size: int) -> float:
+        """Return the bytes of a token on all GPUs of a group: those with too few KV heads keep copies."""
+        return self.kv_bytes_per_token * self.known.replication(tensor_parallel_size)
 
-    def json(self) -> dict[str, Any]:
-        """Return the model as `hetlb model` gives it; null where nothing is known."""
+    @property
+    def known(self) -> ModelFacts:
+        """Return the facts; without a `config.json` those of a dense model that attends in full."""
         if self.facts is not None:
-            return self.facts.json()
-        parameters = round(self.parameters) or None
-        return {
-            "name": self.name,
-            "parameters": parameters,
-            "active_parameters": parameters,
-            "weight_bytes": round(self.weight_bytes) or None,
-            "kv_bytes_per_token": self.kv_bytes_per_token or None,
-            "kv_windows": [],
-            "state_bytes": 0,
-            "layers": {"full": self.layers} if self.layers else {},
-            "tensor_parallel_sizes": None,
-            "expert_parallel": None,
-        }
+            return self.facts
+        return stated_facts(
+            self.name,
+            self.parameters,
+            self.kv_bytes_per_token,
+            self.bytes_per_parameter,
+            self.layers,
+            self.hidden_size,
+            self.attention_heads,
+        )
 
 
 def read_model(table: PlanModelTable, path: Path, where: str, needed: Sequence[str] = ()) -> Model:
@@ -152,7 +149,7 @@ def _with_facts(model: Model, table: PlanModelTable, found: ModelFacts, where: s
         model,
         parameters=float(facts.parameters),
         bytes_per_parameter=facts.weight_bytes / facts.parameters,
-        kv_bytes_per_token=math.ceil(facts.kv_bytes_per_token),
+        kv_bytes_per_token=math.ceil(facts.dense_bytes_per_token),
         layers=facts.layers,
         hidden_size=facts.hidden_size,
         attention_heads=facts.attention_heads,

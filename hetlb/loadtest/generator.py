@@ -10,7 +10,7 @@ import contextlib
 import gc
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -52,6 +52,18 @@ class LoadProgress:
     @property
     def ended(self) -> int:
         return self.completed + self.failed
+
+
+def client_session(headers: Mapping[str, str], *tracing: aiohttp.TraceConfig) -> aiohttp.ClientSession:
+    """Return a session for any number of requests at once, without a limit of its own on their time."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
+        headers={"content-type": "application/json", "accept-encoding": "identity", **headers},
+        read_bufsize=READ_BUFFER_BYTES,
+        auto_decompress=False,
+        trace_configs=list(tracing),
+    )
 
 
 class LoadInterruptedError(asyncio.CancelledError):
@@ -134,14 +146,7 @@ class _Run:
         tracing = aiohttp.TraceConfig()
         tracing.on_connection_reuseconn.append(_on_reused)
         tracing.on_request_headers_sent.append(self._on_sent)
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
-            headers={"content-type": "application/json", "accept-encoding": "identity", **self.headers},
-            read_bufsize=READ_BUFFER_BYTES,
-            auto_decompress=False,
-            trace_configs=[tracing],
-        ) as session:
+        async with client_session(self.headers, tracing) as session:
             self.start, cpu_s = time.monotonic(), time.process_time()
             watch = asyncio.create_task(self._watch_lag())
             try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from hetlb.errors import ConfigError
@@ -32,6 +32,7 @@ class ModelFacts:
 
     Of a mixture, each token takes `chosen` of `experts` in every sparse layer; `expert_bytes` are of all of
     them, `expert_parameters` too. `embedding_parameters`: an input table that is looked up, never read whole.
+    `kv_heads`: (KV heads, 0 of a latent; their share of the bytes of a token).
     """
 
     name: str
@@ -39,24 +40,42 @@ class ModelFacts:
     active_parameters: int
     weight_bytes: int
     kv_bytes_per_token: float
-    kv_windows: tuple[tuple[int, float], ...]
-    state_bytes: int
-    kinds: Mapping[str, int]
-    shape: ModelShape
-    layers: int
-    hidden_size: int
-    attention_heads: int
+    kv_windows: tuple[tuple[int, float], ...] = ()
+    state_bytes: int = 0
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    shape: ModelShape | None = None
+    layers: int = 0
+    hidden_size: int = 0
+    attention_heads: int = 0
     experts: int = 0
     chosen: float = 0.0
     expert_bytes: int = 0
     expert_parameters: int = 0
     embedding_parameters: int = 0
     kv_bytes_per_value: float = 2.0
+    kv_heads: tuple[tuple[int, float], ...] = ()
 
     @property
     def expert_parallel(self) -> bool:
         """Return True if vLLM can divide whole experts over GPUs."""
         return self.experts > 0
+
+    @property
+    def dense_bytes_per_token(self) -> float:
+        """Return the bytes of a token that all layers keep: what vLLM counts its cache in."""
+        return self.kv_bytes_per_token + math.fsum(size for _, size in self.kv_windows)
+
+    @property
+    def passed_parameters(self) -> int:
+        """Return the parameters that each token is multiplied with: active ones but the input table."""
+        return self.active_parameters - self.embedding_parameters
+
+    def replication(self, tensor_parallel_size: int) -> float:
+        """Return how often the GPUs of a group keep a token: a latent on each, a KV head at least once."""
+        t = tensor_parallel_size
+        return (
+            math.fsum(share * (max(1.0, t / heads) if heads else t) for heads, share in self.kv_heads) or 1.0
+        )
 
     def with_weights(self, parameters: float, bytes_each: float | None) -> ModelFacts:
         """Return these facts for a stated number of parameters, and stated bytes of each."""
@@ -92,22 +111,46 @@ class ModelFacts:
         """Return the document of `hetlb model --json`."""
         return {
             "name": self.name,
-            "parameters": self.parameters,
-            "active_parameters": self.active_parameters,
-            "weight_bytes": self.weight_bytes,
+            "parameters": self.parameters or None,
+            "active_parameters": self.active_parameters or None,
+            "weight_bytes": self.weight_bytes or None,
             "kv_bytes_per_token": _number(self.kv_bytes_per_token),
             "kv_windows": [
                 {"tokens": tokens, "bytes_per_token": _number(size)} for tokens, size in self.kv_windows
             ],
             "state_bytes": self.state_bytes,
             "layers": dict(self.kinds),
-            "tensor_parallel_sizes": accepted(self.shape),
-            "expert_parallel": self.expert_parallel,
+            "tensor_parallel_sizes": None if self.shape is None else accepted(self.shape),
+            "expert_parallel": None if self.shape is None else self.expert_parallel,
         }
 
 
 def _number(value: float) -> float:
     return int(value) if float(value).is_integer() else value
+
+
+def stated_facts(
+    name: str,
+    parameters: float,
+    kv_bytes_per_token: float,
+    bytes_per_parameter: float = 2.0,
+    layers: int = 0,
+    hidden_size: int = 0,
+    attention_heads: int = 0,
+) -> ModelFacts:
+    """Return the facts of a dense model whose layers all attend in full; 0 is not known."""
+    count = round(parameters)
+    return ModelFacts(
+        name=name,
+        parameters=count,
+        active_parameters=count,
+        weight_bytes=round(parameters * bytes_per_parameter),
+        kv_bytes_per_token=kv_bytes_per_token,
+        kinds={"full": layers} if layers else {},
+        layers=layers,
+        hidden_size=hidden_size,
+        attention_heads=attention_heads,
+    )
 
 
 def read_facts(raw: Mapping[str, Any], name: str) -> ModelFacts:
@@ -231,6 +274,11 @@ def _facts(
         if w.experts
     )
     parameters = sum(w.parameters for _, w in modules)
+    kept: dict[int, float] = {}
+    for layer in layers:
+        heads = layer.mixer.heads.keys if layer.mixer.heads is not None else 0
+        kept[heads] = kept.get(heads, 0.0) + layer.mixer.grows + layer.mixer.window
+    dense = math.fsum(kept.values())
     tied = not any(w.name == "lm_head" for w in rest)
     return ModelFacts(
         name=name,
@@ -251,6 +299,7 @@ def _facts(
         expert_parameters=experts,
         embedding_parameters=0 if tied else keys.whole("vocab_size") * keys.whole("hidden_size"),
         kv_bytes_per_value=cache,
+        kv_heads=tuple((heads, values / dense) for heads, values in kept.items() if values),
     )
 
 

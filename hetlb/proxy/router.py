@@ -10,8 +10,9 @@ import hashlib
 import ipaddress
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
+from urllib.parse import unquote
 
 import msgspec
 
@@ -375,7 +376,7 @@ class Router:
         elif path == "/v1/models":
             body = msgspec.json.encode({"object": "list", "data": self._models(tenant)})
         elif path.startswith("/v1/models/"):
-            body = msgspec.json.encode(self._model(path[len("/v1/models/") :], tenant))
+            body = msgspec.json.encode(self._model(unquote(path[len("/v1/models/") :]), tenant))
         else:
             raise GateError(404, "Not Found")
         if head.method not in methods:
@@ -389,7 +390,18 @@ class Router:
         models = self._view.models()
         if self.names is not None:
             models = [*models, *self.names.entries(models)]
+        if self.classes is not None:
+            allowed = None if tenant is None else tenant.classes
+            models = [self._with_class(self.classes, entry, allowed) for entry in models]
         return models if tenant is None else [entry for entry in models if tenant.may_use(entry["id"])]
+
+    def _with_class(
+        self, classes: ServiceClasses, entry: dict[str, Any], allowed: Sequence[str] | None
+    ) -> dict[str, Any]:
+        """Return the entry of a model with its background class, if it has one."""
+        model = entry["id"] if self.names is None else self.names.aliases.get(entry["id"], entry["id"])
+        name = classes.background(model, allowed)
+        return entry if name is None else {**entry, "background_class": name}
 
     def _model(self, name: str, tenant: Tenant | None) -> dict[str, Any]:
         for entry in self._models(tenant):

@@ -48,7 +48,7 @@ ON_DEMAND = {
     "core.policies": ("baselines", "pairs", "planned"),
     "proxy": (
         "continuation", "fleet_status", "kv_events", "kv_transfers", "limits",
-        "model_names", "progress", "realtime", "service_classes", "sharing", "takeover",
+        "model_names", "peer_transport", "progress", "realtime", "service_classes", "sharing", "takeover",
     ),
     "proxy.dashboard": ("balance", "decisions", "page", "snapshot"),
     "proxy.discovery": ("dns_names", "file_source", "kubernetes", "members", "source"),

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hetlb.plan.common.remarks import remarks_on_machines
 from hetlb.plan.common.servers import VllmServer
 from hetlb.plan.disaggregation.split_cluster import Role, SplitCluster, SplitPlan
 from hetlb.plan.disaggregation.split_search import SplitsFound
@@ -23,6 +24,8 @@ def document_of(
         rates[group.role] += group.capacity
     split_s = math.fsum(plan.flows.values())
     return {
+        "model": cluster.model.known.json(),
+        "remarks": remarks_on_machines(cluster.model, cluster.machines),
         "throughput_req_s": plan.throughput,
         "throughput_tok_s": plan.throughput * cluster.workload.output_tokens,
         "bound_req_s": found.bound if math.isfinite(found.bound) else None,
@@ -71,8 +74,8 @@ def print_plan(document: dict[str, Any]) -> None:
     console.print(_group_grid(document), soft_wrap=False)
     if document["kv_flows"]:
         console.print(_flow_grid(document), soft_wrap=False)
-    for line in trust_lines(document):
-        console.print(line)
+    for line in [*document["remarks"], *trust_lines(document)]:
+        console.print(line, markup=False)
     for command in document["commands"]:
         print(command)
 

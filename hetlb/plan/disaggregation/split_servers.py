@@ -12,7 +12,6 @@ from hetlb.plan.common.capabilities import NIXL
 from hetlb.plan.common.servers import ProfileOf, VllmServer, numbered
 from hetlb.plan.disaggregation.cost import ProfileCost
 from hetlb.plan.disaggregation.split_cluster import ServerGroup, SplitCluster, SplitPlan
-from hetlb.sim.study import engine_of
 
 
 def servers_of(cluster: SplitCluster, plan: SplitPlan) -> list[VllmServer]:
@@ -29,7 +28,6 @@ def servers_of(cluster: SplitCluster, plan: SplitPlan) -> list[VllmServer]:
         for m, n in group.composition:
             gpus.append((cluster.machines[m].name, tuple(range(taken[m], taken[m] + n))))
             taken[m] += n
-        limits = engine_of(cost.profile(group.stages, group.kv_cache_tokens, group.role)).limits
         found.append(
             VllmServer(
                 name=name,
@@ -39,8 +37,7 @@ def servers_of(cluster: SplitCluster, plan: SplitPlan) -> list[VllmServer]:
                 utilization=min(cluster.machines[m].gpu_memory_utilization for m, _ in group.composition),
                 layers=[stage.layers for stage in group.stages],
                 max_model_len=cluster.workload.longest_tokens if from_trace else "auto",
-                max_num_seqs=limits.max_num_seqs,
-                max_num_batched_tokens=limits.max_num_batched_tokens // len(group.stages),
+                engine=cost.profile(group.stages, group.kv_cache_tokens, group.role),
                 profile=_profile(cluster, group, cost),
             )
         )

@@ -43,6 +43,8 @@ def document_of(
         if each.rule and each.simulated is not None
     }
     return {
+        "model": None if cluster.source is None else cluster.source.known.json(),
+        "remarks": list(cluster.remarks),
         "max_flow_tokens_per_s": flow.tokens_per_s,
         "upper_bound_tokens_per_s": plan.bound,
         "gap": plan.bound / flow.tokens_per_s - 1.0 if flow.tokens_per_s else None,
@@ -105,6 +107,8 @@ def print_placement(document: dict[str, Any], console: Console) -> None:
         )
         if document["candidates"]["known"]:
             console.print(_raced(document))
+    for line in document["remarks"]:
+        console.print(line, markup=False)
     for command in document["commands"]:
         print(command)
     console.print(document["advice"])
