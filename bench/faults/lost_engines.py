@@ -28,6 +28,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,8 +74,9 @@ class Asked(NamedTuple):
     @property
     def tokens(self) -> int:
         """Tokens that an engine generates for it: as the emulated ones end."""
-        most = min(self.body["max_tokens"], self.body["vllm_xargs"]["output_tokens"])
-        return max(most, min(self.body["max_tokens"], self.body.get("min_tokens", 0)))
+        most: int = min(self.body["max_tokens"], self.body["vllm_xargs"]["output_tokens"])
+        least: int = min(self.body["max_tokens"], self.body.get("min_tokens", 0))
+        return max(most, least)
 
 
 def read(status: int, raw: bytes, *, stream: bool) -> Answer:
@@ -147,17 +150,22 @@ def serve_engine(port: int, profile: Path, *options: str) -> subprocess.Popen[by
     return subprocess.Popen([*HETLB, "engine", *more], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
+def _kill_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for each in processes:
+        each.kill()
+
+
 class Engine:
     """An emulated engine that can be lost and comes back at the same address."""
 
     def __init__(self, profile: Path = PROFILE, *options: str) -> None:
-        self._serving = profile, *options
         self.port = free_port()
+        self._serving = partial(serve_engine, self.port, profile, *options)
         self.url = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        process = self._process = serve_engine(self.port, *self._serving)
+        process = self._process = self._serving()
         assert process.stdout is not None
         await asyncio.to_thread(process.stdout.readline)
 
@@ -303,7 +311,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
             fleet_file([each.url for each in cutters], args.workers, model, 4.0 if real else 1.0)
         )
         running = [serve(path)]
-        stack.callback(lambda: [each.kill() for each in running])
+        stack.callback(_kill_all, running)
         stdout = running[0].stdout
         assert stdout is not None
         await asyncio.to_thread(stdout.readline)
@@ -322,9 +330,9 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         got = await clients(url, asked, at_once)
         for task in tasks:
             task.cancel()
-        for each in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(each, Exception):
-                raise each
+        for failed in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(failed, Exception):
+                raise failed
         lost["cut"] = sum(each.cut for each in cutters)
         if args.log:
             print(path.with_suffix(".log").read_text()[-4000:])

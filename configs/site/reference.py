@@ -10,9 +10,10 @@ import logging
 import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
@@ -345,7 +346,7 @@ def _outcome_rows() -> list[tuple[str, ...]]:
         raise ValueError(f"meanings.yaml: outcomes: {', '.join(differ)}: not both in code and here")
     own = [each for each in vars(error_responses).values() if isinstance(each, error_responses.Answer)]
     own += error_responses.REJECTIONS.values()
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for outcome in Outcome:
         entry = words[outcome.value]
         if isinstance(entry, list):
@@ -443,7 +444,7 @@ def _diagram(
     def edges(rows: Sequence[Transition[Any]]) -> list[tuple[str, str, str]]:
         return [(", ".join(state.name for state in row.before), row.event, row.after.name) for row in rows]
 
-    first, *_ = type(table[0].after)
+    first = next(iter(cast(type[Enum], type(table[0].after))))
     lines = _table(("state", "event", "next"), [("", begin, first.name), *edges(table)])
     if inner is not None:
         name, rows = inner

@@ -372,6 +372,7 @@ def _mistakes_across(file: FleetFile, base: Path) -> Iterator[str]:
     seen = set(names)
     for m, model in enumerate(file.models):
         key = f"models[{m}]"
+        yield from _pattern_mistakes(model, key)
         if model.name in names[:m]:
             yield f"{key}.name: expected a name used once, got {model.name!r} again"
         if not model.instances and file.discovery is None:
@@ -387,6 +388,14 @@ def _mistakes_across(file: FleetFile, base: Path) -> Iterator[str]:
             among = f", one of {listed(others)}" if others else ""
             got = f"{short(model.fallback)}{did_you_mean(model.fallback, others)}"
             yield f"{key}.fallback: expected another model of this file{among}, got {got}"
+
+
+def _pattern_mistakes(model: ModelTable, key: str) -> Iterator[str]:
+    """Yield mistakes of names that are patterns, as other balancers know them."""
+    where = {"name": model.name, **{f"aliases[{a}]": alias for a, alias in enumerate(model.aliases)}}
+    for place, name in where.items():
+        if "*" in name:
+            yield f"{key}.{place}: expected the name of a model, got the pattern {short(name)}: name each"
 
 
 class _Resolved:

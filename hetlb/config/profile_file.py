@@ -347,6 +347,18 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return tuple(found)
 
     @property
+    def other_discipline(self) -> str:
+        """Return how the engine schedules otherwise than the engine model, which is vLLM's; "" for vLLM."""
+        engine = self.engine.name
+        if engine.lower() == "vllm":
+            return ""
+        how = "computes prompts first" if engine.lower() == "sglang" else "may schedule otherwise"
+        return (
+            f"{self.name}: times are simulated as vLLM schedules (parts of prompts beside decodes); "
+            f"{engine} {how}, so first tokens and whole answers can be far off"
+        )
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """Return reasons not to rely on the profile, a line each."""
         found = []

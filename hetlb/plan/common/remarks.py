@@ -29,10 +29,11 @@ def other_model(model: Model, profile: Profile) -> bool:
     return bytes_each is not None and known > 0 and abs(bytes_each - known) > _MOST_OFF * known
 
 
-def remarks(model: Model, profiles: Iterable[Profile]) -> list[str]:
+def remarks(model: Model, found: Iterable[Profile]) -> list[str]:
     """Return a line for each stated size that is far off, and for each profile of another model."""
     others: dict[tuple[str, int | None], list[str]] = {}
-    for profile in {each.name: each for each in profiles}.values():
+    profiles = {each.name: each for each in found}
+    for profile in profiles.values():
         if profile.model is not None and other_model(model, profile):
             key = profile.model.name, profile.model.kv_bytes_per_token
             others.setdefault(key, []).append(profile.name)
@@ -41,6 +42,7 @@ def remarks(model: Model, profiles: Iterable[Profile]) -> list[str]:
         cache = f", {size:,} bytes of cache a token" if size else ""
         more = f" and {len(own) - 1} more" if len(own) > 1 else ""
         lines.append(f"{own[0]}{more}: a profile of {name}{cache}, not of {model.name}")
+    lines += dict.fromkeys(each.other_discipline for each in profiles.values() if each.other_discipline)
     return lines
 
 

@@ -306,7 +306,7 @@ def report(name: str, promises: Sequence[Promise], figures: Mapping[str, Any], r
     document = {
         "bench": name,
         "recorded": recorded or datetime.now(UTC).date().isoformat(),
-        "command": f"python bench/behaviour/run.py {' '.join(sys.argv[1:])}",
+        "command": f"python bench/faults/run.py {' '.join(sys.argv[1:])}",
         "platform": platform_document(),
         "load_average": list(os.getloadavg()),
         "promises": [each.__dict__ for each in promises],

@@ -59,7 +59,7 @@ async def run(args: argparse.Namespace) -> int:
             crowd = asyncio.create_task(background(proxy.port, args.streams, 2, filled))
 
             async def full() -> bool:
-                return len(filled) >= args.warm_up
+                return len(filled) >= int(args.warm_up)
 
             await until(full, "warm-up", 200)
             await _stopped(crowd)
@@ -161,7 +161,7 @@ async def _stopped(crowd: asyncio.Task[None]) -> None:
 
 def fleet(engines: list[Engine], number: int) -> dict[str, Any]:
     """The fleet after so many edits: two instances that stay, and one that comes, moves and goes."""
-    steady = [{"name": f"steady-{n}", "url": engines[n].url} for n in range(2)]
+    steady: list[dict[str, Any]] = [{"name": f"steady-{n}", "url": engines[n].url} for n in range(2)]
     step = number % 5
     extra: list[dict[str, Any]] = []
     if step in (1, 2, 3):  # added; moved to another address; given another weight

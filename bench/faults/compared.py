@@ -6,8 +6,8 @@ Every proxy is installed as `bench/proxies` has it and runs with its own default
 circuit breakers of the two routers are off, so that no row depends on the one before. hetlb runs beside them
 on the same engine. Rows that a proxy could not be started for are left out and named.
 
-`.venv/bin/python bench/faults/peers.py [--only NAME,…] [--save bench/results/faults-peers.json]` prints every
-row, and the summary of bench/faults/RESULTS.md.
+`.venv/bin/python bench/faults/compared.py [--only NAME,…] [--save bench/results/faults-compared.json]` prints
+every row, and the summary of bench/faults/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ async def one(port: int, label: str) -> dict[str, Any]:
                 answer = await client.answer()
         except TimeoutError:
             return {"status": None, "end": "nothing"}
-        except asyncio.IncompleteReadError as end:
-            return {"status": None, "end": "raw bytes" if end.partial else "closed"}
+        except asyncio.IncompleteReadError as cut:
+            return {"status": None, "end": "raw bytes" if cut.partial else "closed"}
         except (ValueError, IndexError):
             return {"status": None, "end": "no HTTP"}
         except AssertionError:

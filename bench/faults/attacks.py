@@ -433,4 +433,4 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["--attacker"]:
         asyncio.run(attacker_process(sys.argv[2], int(sys.argv[3])))
     else:
-        sys.exit("bench/behaviour/run.py attacks")
+        sys.exit("bench/faults/run.py attacks")

@@ -5,7 +5,7 @@ Hetlb is a process of its own with its ordinary settings but for those that a su
 engines are emulated; results go to bench/results/behaviour-NAME.json with the machine, the command and its
 load average. Exit status 1 where a promise was not kept.
 
-`.venv/bin/python bench/behaviour/run.py leave` (or `drain`, `overload`, `reload`, `terminate`): 1 to 5
+`.venv/bin/python bench/faults/run.py leave` (or `drain`, `overload`, `reload`, `terminate`): 1 to 5
 minutes each; `attacks` takes 10.
 Everything runs on this machine, so other work on it shows in the times.
 """
@@ -28,7 +28,7 @@ def main() -> int:
     subparsers = parser.add_subparsers(dest="name", required=True)
     modules = {name: importlib.import_module(name) for name in SUBCOMMANDS}
     for name, module in modules.items():
-        subparser = subparsers.add_parser(name, description=module.__doc__.splitlines()[0])
+        subparser = subparsers.add_parser(name, description=(module.__doc__ or "").splitlines()[0])
         subparser.add_argument("--recorded", help="the date in the result (default today)")
         module.add_arguments(subparser)
     args = parser.parse_args()
