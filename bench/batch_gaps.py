@@ -1,6 +1,6 @@
 """`hetlb batch` in the gaps of interactive traffic: what the traffic loses, and how much of the gaps is used.
 
-Two emulated engines (those of the demo) behind hetlb, whose model has a background class. Interactive
+Two emulated engines, an A800 and a V100, behind hetlb, whose model has a background class. Interactive
 requests come at 28 requests/s for 90 s, then at 1 request/s for 90 s; a batch of 3,000 jobs runs beside them.
 Promised: p99 TTFT of the interactive requests is at most 1.1 times what it is without the batch, and the
 batch gets at least 0.9 of what is left over. That is its rate alone, times the share of each phase that the
@@ -21,6 +21,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from hetlb.loadtest.results import platform_document
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "bench" / "results" / "batch_gaps.json"
-PROFILES = {name: ROOT / "hetlb" / "demo" / f"{name}.yaml" for name in ("fast", "slow")}
+PROFILES = {name: ROOT / "configs" / "profiles" / f"{name}-llama3-8b-tp1.yaml" for name in ("a800", "v100")}
 MODEL = "m"
 #: Tokens of the prompts and answers of both kinds, each spread evenly by half.
 INTERACTIVE, JOB = (256, 64), (512, 192)
@@ -67,8 +68,7 @@ def measure(folder: Path, url: str, rates: list[float], seconds: float, jobs: in
     alone = bench(url, trace, "trace")
     part = max(8, jobs // 4)
     write_batch(folder / "part.jsonl", part, rng)
-    done = run_batch(folder / "part.jsonl", folder / "part.out.jsonl", url).communicate()[0]
-    jobs_per_s = part / json.loads(done)["duration"]
+    jobs_per_s = rate_of(run_batch(folder / "part.jsonl", folder / "part.out.jsonl", url), folder, part)
     write_batch(folder / "in.jsonl", jobs, rng)
     batch = run_batch(folder / "in.jsonl", folder / "out.jsonl", url)
     together = bench(url, trace, "trace")
@@ -95,6 +95,21 @@ def measure(folder: Path, url: str, rates: list[float], seconds: float, jobs: in
         "failed": alone["failed"] + together["failed"],
         "client": together["client"]["reasons"],
     }
+
+
+def rate_of(batch: subprocess.Popen[str], folder: Path, count: int) -> float:
+    """Return the jobs per second of a batch between its first and its last fifth: it fills and drains."""
+    marks: dict[int, float] = {}
+    while batch.poll() is None:
+        with contextlib.suppress(OSError):
+            ended = (folder / "part.out.jsonl").read_text().count("\n")
+            for mark in (count // 5, count - count // 5):
+                if ended >= mark:
+                    marks.setdefault(mark, time.monotonic())
+        time.sleep(0.1)
+    batch.communicate()
+    (first, first_s), (last, last_s) = sorted(marks.items())
+    return (last - first) / max(0.1, last_s - first_s)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ MOST_S = 240.0
 _HELP = ("--help",)
 #: Arguments of each bench's short run; `OUT` is a file that is thrown away.
 RUNS: dict[str, tuple[str, ...]] = {
+    "batch_gaps.py": ("--smoke",),
     "compile_modules.py": _HELP,
     "cpu_server.py": _HELP,
     "fidelity.py": _HELP,
