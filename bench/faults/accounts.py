@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 TOKENS, PACE_S = 20, 0.02
-EVENT = b'data: {"id":"c","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
+EVENT = (
+    b'data: {"id":"c","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
+)
 FIRST = b'data: {"id":"c","choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
 HEAD = b"HTTP/1.1 %b\r\ncontent-type: %b\r\n"
 METRICS = """vllm:num_requests_running{engine="0"} %d
@@ -213,7 +215,9 @@ class Serve:
         self, *, stream: bool = True, leaves_s: float = 1e9, headers: bytes = b"", **more: Any
     ) -> bool:
         """Send one request; True if its answer is whole and well."""
-        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 40}], **more, "stream": stream})
+        body = json.dumps(
+            {"model": "m", "messages": [{"role": "user", "content": "x" * 40}], **more, "stream": stream}
+        )
         with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
             async with asyncio.timeout(leaves_s if leaves_s < 1e9 else None):
                 reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -272,7 +276,11 @@ async def refusals() -> None:
                     await serve.load(75, 25.0, rng, stream=stream)
                     back = engines[0].answered - at
                     what = f"lost {lost} of 200, {tried} went there; then {back} of 75"
-                    report(f"{kind}, {'stream' if stream else 'plain'}, {bad} of {count}", what, lost <= 20 and back > 5)
+                    report(
+                        f"{kind}, {'stream' if stream else 'plain'}, {bad} of {count}",
+                        what,
+                        lost <= 20 and back > 5,
+                    )
 
 
 async def storm() -> None:
@@ -309,7 +317,11 @@ async def hung() -> None:
                 answers = await task
                 lost = answers.count(False)
                 leave = "never" if leaves_s > 1e8 else f"after {leaves_s:g} s"
-                report(f"{mode}, clients leave {leave}", f"lost {lost} of 480, named after {named:.1f} s", lost <= 12 and 0 < named <= 10)
+                report(
+                    f"{mode}, clients leave {leave}",
+                    f"lost {lost} of 480, named after {named:.1f} s",
+                    lost <= 12 and 0 < named <= 10,
+                )
 
 
 async def stops() -> None:
@@ -329,7 +341,11 @@ async def stops() -> None:
             before = [each.answered for each in engines]
             await serve.load(round(rate * 20), rate, rng)
             share = (engines[0].answered - before[0]) / max(1.0, rate * 20)
-            report(f"stops 30 s, {rate:g} req/s", f"lost {lost}; share {usual:.2f}, then {share:.2f}", share >= 0.7 * usual)
+            report(
+                f"stops 30 s, {rate:g} req/s",
+                f"lost {lost}; share {usual:.2f}, then {share:.2f}",
+                share >= 0.7 * usual,
+            )
 
 
 async def full() -> None:

@@ -1,8 +1,8 @@
 """Account of one instance: what it was sent, what of that ended well, when its last token came.
 
 A lost answer is a refusal (4xx, 429, 503), a server error, an error event, a broken stream, or a client that
-left after a long wait without a byte. The share of lost answers counts against that of the best other instance
-of the model: what hits all alike is the clients' doing. `excess` is the difference that is certain,
+left after a long wait without a byte. The share of lost answers counts against that of the best other
+instance of the model: what hits all alike is the clients' doing. `excess` is the difference that is certain,
 
     excess = max(0, (lower(own) - best) / (1 - best)),
 
@@ -53,9 +53,9 @@ class Account:
     """Evidence about the answers of one instance, and the trials that it gets while they are bad."""
 
     __slots__ = (
-        "_aged_at", "_generated", "_in_a_row", "_pause_s", "_skip", "_skipped", "asked_until", "doubted", "excess", "lost",
-        "lost_s", "moved_at", "next_trial_at", "overdue_s", "read_at", "reason", "silent_since",
-        "stalled_since", "still", "token_at", "trial", "well",
+        "_aged_at", "_generated", "_in_a_row", "_pause_s", "_skip", "_skipped", "asked_until",
+        "doubted", "excess", "lost", "lost_s", "moved_at", "next_trial_at", "overdue_s", "read_at",
+        "reason", "silent_since", "stalled_since", "still", "token_at", "trial", "well",
     )  # fmt: skip
 
     def __init__(self, now: float) -> None:

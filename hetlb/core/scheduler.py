@@ -362,6 +362,8 @@ class Scheduler:
         hold the new dispatch. Otherwise, and without `may_move`, they hold a `PassOn`, and the lease goes on.
         """
         request, retries = lease.request, self._retries
+        if retry_after_s is not None and retry_after_s <= 0.0:
+            retry_after_s = None
         instance = self.ledger.leased[lease.id]
         account, others = instance.account, instance.sequences - request.sequences
         passed_on: list[Command] = [PassOn(request.id, lease)]
