@@ -1,10 +1,12 @@
 # Every target sets up what it needs: a machine with Python 3.11+ and make is enough.
 #   make demo       the main job on embedded emulated engines, no GPU
-#   make demo-scaleout  two Envoys, two endpoint pickers, Redis and two emulated engines; a picker is killed
+#   make demo-scaleout  two Envoys, two endpoint pickers and two emulated engines; a picker is killed
 #   make test       the tests (real sockets, no GPU, some minutes)
 #   make test-compiled  the tests of what is compiled, slow ones too, on the compiled hot path (needs a C compiler)
+#   make test-python  the tests of core and proxy on another Python, as PYTHON=python3.13
 #   make test-slow  the fault matrix with fifty streams in the background, and as processes
-#   make check      formatting, lint, types
+#   make check      formatting, lint, types, those of the benches too
+#   make smoke      a short run of every bench, to see that it still runs (some minutes)
 #   make test-vllm  the tests against real vLLM on CPU (installs it into .venv-vllm, some minutes)
 #   make test-vllm-slow  the same of KV hand-overs between two servers, and of profiling without a network (more than an hour)
 #   make fuzz       fuzz targets for a minute each, one on each core (cost per byte is one), ten thousand raw mutants on sockets
@@ -42,7 +44,7 @@ FUZZ_SECONDS ?= 60
 # Tests start hundreds of processes: none of them is to compile all modules again (0.3 s each).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: wheel docs man pictures reference schemas test-helm test-sdks demo demo-scaleout test test-compiled test-slow check format bench bench-head-to-head bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
+.PHONY: wheel docs man pictures reference schemas test-helm test-sdks demo demo-scaleout test test-python test-compiled test-slow check smoke format bench bench-head-to-head bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -77,6 +79,13 @@ test-compiled: .venv-compiled/.done
 	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest $(SPREAD) -m 'not vllm and not light' $(COMPILED_TESTS)
 	PYTHONSAFEPATH=1 .venv-compiled/bin/python tests/fuzz/run.py --seconds 5 --mutants 1000 --short
 
+# The tests of core and proxy on another Python: `make test-python PYTHON=python3.13`.
+test-python:
+	venv=.venv-$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') && \
+	  { test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; } && \
+	  $$venv/bin/python -m pip install -q --disable-pip-version-check -e '.[dev]' && \
+	  $$venv/bin/python -m pytest $(SPREAD) -m 'not vllm and not slow and not light' tests/core tests/proxy
+
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest $(SPREAD) -m 'slow and not vllm' $(SLOW)
 
@@ -84,6 +93,10 @@ check: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python bench/check_types.py
+
+smoke: .venv/.dev
+	$(BIN)/python bench/smoke.py
 
 format: .venv/.dev
 	$(BIN)/ruff format .
@@ -168,4 +181,4 @@ soak: .venv/.dev
 	$(BIN)/python bench/faults/soak.py --minutes $(or $(MINUTES),10)
 
 clean:
-	rm -rf build dist .venv .venv-compiled .venv-sdks .venv-vllm .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist .venv .venv-3.* .venv-compiled .venv-sdks .venv-vllm .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -63,7 +63,9 @@ def vllm_bench_serve(url: str, folder: Path, profile: Path) -> dict[str, Any]:
     (known / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0\n")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment["PYTHONPATH"] = str(known.parent)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        list(map(str, command)), env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"vllm bench serve failed: {done.stderr[-2000:]}")
     log = str(folder / "v.json")

@@ -46,7 +46,9 @@ def main() -> None:
             train = [p for p in of_phase if (p.batch, p.length) in grid]
             test = [p for p in of_phase if (p.batch, p.length) not in grid]
             forms = tuple(PrefillForm) if phase is StepKind.PREFILL else tuple(DecodeForm)
-            unseen = {form: float(errors_on(fit_form(train, form), test).mean()) for form in forms}
+            unseen: dict[str, float] = {
+                form: float(errors_on(fit_form(train, form), test).mean()) for form in forms
+            }
             best = min(forms, key=lambda form, train=train: median(held_out_errors(train, form)))
             for form in forms:
                 errors[f"{phase} {form}"].append(unseen[form])

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -160,7 +160,7 @@ class Log:
     def __init__(self) -> None:
         self.ttft_s: list[float] = []
         self.itl_s: list[float] = []
-        self.first_request = lambda: None
+        self.first_request: Callable[[], object] = _nothing
 
 
 class Answers(asyncio.Protocol):
@@ -189,7 +189,7 @@ class Answers(asyncio.Protocol):
         self._left = asked["max_tokens"]
         if not self._log.ttft_s:
             self._log.first_request()
-            self._log.first_request = lambda: None
+            self._log.first_request = _nothing
         self._transport.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
         self._due_s = self._came_s + TTFT_S
         self._last_s = 0.0
@@ -222,6 +222,10 @@ def event(document: dict[str, Any]) -> bytes:
 
 def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def _nothing() -> None:
+    """Do nothing at further requests."""
 
 
 if __name__ == "__main__":

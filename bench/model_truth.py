@@ -85,7 +85,8 @@ def made(source: str, *flags: str) -> Profile:
 
 def bare(latency: LatencyModel) -> LatencyModel:
     """The model without any assumption: no host time, decodes beside a prompt as k5..k8 have them."""
-    return replace(latency, mixed=None, host_s=0.0, host_sequence_s=0.0, request_s=0.0, split_kv=None)
+    bare = replace(latency, mixed=None, split_kv=None, launch=None)
+    return replace(bare, host_s=0.0, host_sequence_s=0.0, request_s=0.0)
 
 
 # --- logs -----------------------------------------------------------------------------------------------

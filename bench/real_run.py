@@ -26,9 +26,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
+from hetlb.config.profile_file import HostTime
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.profiler.fit import Point, StepKind, fit
-from hetlb.profiler.sources import ASSUMED_TILE, HostTime, complete
+from hetlb.profiler.sources import ASSUMED_TILE, complete
 from hetlb.sim.against import MetricError, compare, errors, replay
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec
@@ -107,7 +108,10 @@ class Tables:
             for side, (_, _, share) in zip(corner, cells, strict=True):
                 weight *= share if side else 1.0 - share
             if weight:
-                at = [axis[cell[side]] for axis, cell, side in zip(self._axes, cells, corner, strict=True)]
+                at = [
+                    axis[high if side else low]
+                    for axis, (low, high, _), side in zip(self._axes, cells, corner, strict=True)
+                ]
                 total += weight * self._corner(*at)
         return total
 

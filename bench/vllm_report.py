@@ -1,14 +1,13 @@
 """`hetlb bench --compare` in front of a real, unequal pair of vLLM servers: the project's own report.
 
-Shows: `rr`, `least-requests`, `paper` and `hetlb` at three rates, in interleaved rounds, as one HTML file
-with distributions, instances over time and the intervals of the differences; the same figures as JSON.
-The report is what `hetlb bench --html` writes, nothing is done to it afterwards; engines are those
-of tests/vllm, warmed up; lengths come from one seed, and no run shares prompts with another. Exit status 1
-if a request failed.
+Shows: `rr`, `least-requests`, `paper` and `hetlb` at three rates, in interleaved rounds, with the intervals
+of the differences, as JSON, and on request as a picture. Both are what `hetlb bench` writes; engines are
+those of tests/vllm, warmed up; lengths come from one seed, and no run shares prompts with another. Exit
+status 1 if a request failed.
 
-`.venv/bin/python bench/vllm_report.py` writes docs/reports/real-vllm.html and bench/results/vllm_report.json;
-about 15 minutes on two quiet cores. `--emulated` puts emulated engines with the same profiles in their place,
-to try it (give it other files with `--html` and `--out`).
+`.venv/bin/python bench/vllm_report.py` writes bench/results/vllm_report.json; about 15 minutes on two quiet
+cores. `--emulated` puts emulated engines with the same profiles in their place, to try it (give it another
+file with `--out`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from engines import REPO_ROOT, SERVED_MODEL_NAME
 
 from hetlb.loadtest.processes import helper_processes
 
-HTML = REPO_ROOT / "docs" / "reports" / "real-vllm.html"
 OUT = REPO_ROOT / "bench" / "results" / "vllm_report.json"
 PROFILES = REPO_ROOT / "tests" / "vllm" / "profiles"
 PROMPT_TOKENS = (32, 256)
@@ -50,25 +48,24 @@ def main() -> int:
     add("--num-prompts", type=int, default=160, help="requests of each run (default 160)")
     add("--rounds", type=int, default=3, help="of all policies (default 3)")
     add("--seed", type=int, default=0, help="draws lengths and arrivals (default 0)")
-    add("--html", type=Path, default=HTML, help=f"default {HTML.relative_to(REPO_ROOT)}")
+    add("--plot", type=Path, help="picture of latencies and shares")
     add("--out", type=Path, default=OUT, help=f"default {OUT.relative_to(REPO_ROOT)}")
     add("--emulated", action="store_true", help="emulated engines, to try it")
     args = parser.parse_args()
-    if args.emulated and (args.html == HTML or args.out == OUT):
-        parser.error("--emulated: expected other files in --html and --out than those of the real pair")
+    if args.emulated and args.out == OUT:
+        parser.error("--emulated: expected another file in --out than that of the real pair")
     with tempfile.TemporaryDirectory(prefix="hetlb-report-") as name, fleet(Path(name), args) as urls:
         folder = Path(name)
         write_trace(folder / "trace.csv", args.num_prompts, args.seed)
-        # Names without a folder: they stand in the report.
+        # Names without a folder: they stand in the result.
         command = [sys.executable, "-m", "hetlb", "bench", "--url", urls[0], "--admin", urls[1]]
         command += ["--trace", "trace.csv", "--request-rate", args.rates, "--seed", str(args.seed)]
         command += ["--compare", args.policies, "--rounds", str(args.rounds), "--num-warmups", "8"]
-        command += ["--goodput", "ttft:1000", "tpot:50", "--html", "report.html"]
+        command += ["--goodput", "ttft:1000", "tpot:50"]
+        command += [] if args.plot is None else ["--plot", str(args.plot.resolve())]
         command += ["--save-result", "--result-filename", "report.json", "--metadata", *notes(args)]
         subprocess.run(command, cwd=folder, check=True)
-        for made, wanted in ((folder / "report.html", args.html), (folder / "report.json", args.out)):
-            wanted.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(made, wanted)
+        shutil.copyfile(folder / "report.json", args.out)
     failed = sum(run["failed"] for run in json.loads(args.out.read_text())["runs"])
     if failed:
         print(f"BAD: {failed} requests failed", file=sys.stderr)

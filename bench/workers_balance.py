@@ -132,7 +132,7 @@ def _compare(runs: list[dict[str, Any]], load: str, workers: int) -> dict[str, f
     pairs = [(mine[number, workers], mine[number, 1]) for number, count in mine if count == 1]
 
     def ratio(figure: str) -> float:
-        return statistics.median(many[figure] / one[figure] for many, one in pairs)
+        return float(statistics.median(many[figure] / one[figure] for many, one in pairs))
 
     return {
         "throughput": ratio("total_token_throughput"),

@@ -7,6 +7,7 @@ What is served is an application of aiohttp. With `most_idle`, a connection with
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import socket
 import ssl
@@ -14,12 +15,24 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
+_logger = logging.getLogger("aiohttp.server")
 #: Seconds between two looks at idle connections.
 _SWEEP_S: Final = 0.5
 #: Seconds that a TLS handshake may take, and connections that wait to be accepted.
 _HANDSHAKE_S: Final = 10.0
 _BACKLOG: Final = 2048
+
+
+class _ServerLog(logging.LoggerAdapter[logging.Logger]):
+    """Log of aiohttp's server, without a traceback for each request that is none."""
+
+    def exception(self, msg: object, *args: object, exc_info: Any = True, **kwargs: Any) -> None:
+        if isinstance(exc_info, HttpProcessingError) and exc_info.code < 500:
+            self.debug(msg, *args)
+        else:
+            super().exception(msg, *args, exc_info=exc_info, **kwargs)
 
 
 class AppListener:
@@ -55,7 +68,9 @@ class AppListener:
         """Listen, on sockets that are bound already if there are any. Raises `OSError`."""
         if self.most_idle:
             app.middlewares.append(self._count)
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, **self._options)
+        self._runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, logger=_ServerLog(_logger), **self._options
+        )
         await self._runner.setup()
         protocol = self._runner.server
         assert protocol is not None, "expected a server after setup"

@@ -13,7 +13,7 @@ from hetlb.errors import ConfigError, InputError
 #: Import name -> extra. Features with a key in the fleet file name the key (`check_extra`).
 EXTRAS = {
     "aiconfigurator_core": "aic",
-    **dict.fromkeys(("highspy", "jinja2", "matplotlib", "numpy", "scipy"), "tools"),
+    **dict.fromkeys(("highspy", "matplotlib", "numpy", "scipy"), "tools"),
     "grpc": "pick",
     "torch": "stage",
 }

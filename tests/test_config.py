@@ -9,6 +9,7 @@ import pytest
 from hetlb.cli.main import main
 from hetlb.config.fleet import Fleet, fleet_from_urls, load_fleet
 from hetlb.config.profile_file import load_profile
+from hetlb.config.urls import check_url
 from hetlb.errors import ConfigError, InputError
 from hetlb.workload.traces import read_trace
 
@@ -174,6 +175,20 @@ def test_mistakes_in_a_trace(tmp_path: Path, text: str, message: str) -> None:
         read_trace(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "//"])
+def test_one_rule_for_addresses_of_servers(end: str) -> None:
+    assert check_url(f"http://h:8000{end}", "--url") == "http://h:8000"
+    assert check_url(f"https://h/api/openai{end}", "--url", prefixed=True) == "https://h/api/openai"
+
+
+@pytest.mark.parametrize(
+    "url", ["h:8000", "http://h/api", "http://h/v1/models", "http://h?x=1", "http://u:p@h"]
+)
+def test_other_addresses_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"--url: expected a URL like http://host:8000, got "):
+        check_url(url, "--url", prefixed=url.endswith("models"))
 
 
 def test_a_trace_keeps_its_further_columns(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import yaml
 
 from hetlb.cli.main import COMMANDS, build_parser
 from hetlb.config.api_keys import Tenant
+from hetlb.config.fleet_tables import FleetFile
 from hetlb.core.policies.base import COMBINE_FORMS
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.predictor import PREDICTORS
@@ -61,6 +62,18 @@ def test_a_key_without_words_and_words_without_a_key_are_found() -> None:
     words.pop("name")
     with pytest.raises(ValueError, match="name: no meaning"):
         made._key_rows(keys, words)
+
+
+def test_the_first_table_of_keys_has_those_that_most_fleets_need() -> None:
+    made = reference()
+    known = {key.path for key in made.keys_of(FleetFile)}
+    assert set(made.FIRST_KEYS) <= known
+    assert len(made.FIRST_KEYS) == 25
+    first, advanced = re.split(r"^## Fleet file, advanced$", page("reference/keys.md"), flags=re.MULTILINE)
+    for path in made.FIRST_KEYS:
+        assert f"`{path}`" in first
+    assert "`scrape.interval_s`" in advanced
+    assert "`scrape.interval_s`" not in first
 
 
 def test_every_flag_says_what_it_is() -> None:

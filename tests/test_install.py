@@ -140,7 +140,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("flags", "package"),
-    [(("--html", "r.html"), "jinja2"), (("--compare", "rr,hetlb", "--rounds", "2"), "scipy")],
+    [(("--plot", "r.png"), "matplotlib"), (("--compare", "rr,hetlb", "--rounds", "2"), "scipy")],
 )
 def test_a_bench_names_the_package_that_it_misses_before_it_measures(
     flags: Sequence[str], package: str

@@ -248,7 +248,7 @@ missed = 0
 
 def report(case: str, found: str, well: bool) -> None:
     """Print a line of the result."""
-    global missed  # noqa: PLW0603
+    global missed
     missed += not well
     print(f"{'ok  ' if well else 'MISS'}  {case:44} {found}", flush=True)
 

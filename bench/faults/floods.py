@@ -6,7 +6,7 @@ The flood is stopped (SIGSTOP) and goes on in turns, so that other work on the m
 medians of the rounds are compared. The process that is attacked, its engine, the attacker and the honest
 client are processes of their own; the attacked one has a core for itself where there are two, and all others
 share the rest. The attacker gives way to the honest client, whose own waiting is no cost of the door.
-The main listener has a bench of its own (`bench/behaviour/run.py attacks`).
+The main listener has a bench of its own (`bench/faults/run.py attacks`).
 
 `.venv/bin/python bench/faults/floods.py [--rounds 5] [--seconds 4] [--only NAME] [--hetlb PYTHON]
 [--save FILE]`: exit status 1 where a flood adds more than 50 ms, or leaves something behind.
@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "behaviour"))
 
 import grpc.aio
 import msgspec
@@ -415,9 +414,14 @@ async def run(args: argparse.Namespace) -> int:
     return 0 if all(map(kept, rows)) else 1
 
 
+async def attacker(name: str, address: str) -> None:
+    """Be one of the attackers."""
+    await {**DOORS, **CALLS}[name][1](address)
+
+
 def main() -> int:
     """Flood as the arguments say."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="without and with each flood")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each half of a round")
     parser.add_argument("--only", help="floods whose name holds this")
@@ -433,6 +437,6 @@ if __name__ == "__main__":
         asyncio.run(engine_process())
     elif sys.argv[1:2] == ["--attacker"]:
         os.nice(10)
-        asyncio.run({**DOORS, **CALLS}[sys.argv[2]][1](sys.argv[3]))
+        asyncio.run(attacker(sys.argv[2], sys.argv[3]))
     else:
         sys.exit(main())

@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import random
 import re
@@ -28,6 +29,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,8 +75,8 @@ class Asked(NamedTuple):
     @property
     def tokens(self) -> int:
         """Tokens that an engine generates for it: as the emulated ones end."""
-        most = min(self.body["max_tokens"], self.body["vllm_xargs"]["output_tokens"])
-        return max(most, min(self.body["max_tokens"], self.body.get("min_tokens", 0)))
+        limit = self.body.get("max_tokens", math.inf)
+        return int(max(min(limit, self.body["vllm_xargs"]["output_tokens"]), self.body.get("min_tokens", 0)))
 
 
 def read(status: int, raw: bytes, *, stream: bool) -> Answer:
@@ -137,6 +140,9 @@ def request(rng: random.Random, model: str, *, real: bool) -> tuple[str, dict[st
         # An emulated engine says every token at once, and holds back nothing for longer ones.
         body["stop"] = rng.sample(["ea", "st", "ing", "oth ", " be"], 2) if real else ["x", "y"]
     if rng.random() < 0.5:
+        if rng.random() < 0.4:  # as most chats come: as long as the model has room
+            del body["max_tokens"]
+            body.pop("min_tokens", None)
         return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": words}]}
     prompt: Any = words if rng.random() < 0.6 else [rng.randrange(300, 1900) for _ in range(20)]
     return "/v1/completions", {**body, "prompt": prompt}
@@ -147,17 +153,22 @@ def serve_engine(port: int, profile: Path, *options: str) -> subprocess.Popen[by
     return subprocess.Popen([*HETLB, "engine", *more], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
+def _kill_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for each in processes:
+        each.kill()
+
+
 class Engine:
     """An emulated engine that can be lost and comes back at the same address."""
 
     def __init__(self, profile: Path = PROFILE, *options: str) -> None:
-        self._serving = profile, *options
         self.port = free_port()
+        self._serving = partial(serve_engine, self.port, profile, *options)
         self.url = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        process = self._process = serve_engine(self.port, *self._serving)
+        process = self._process = self._serving()
         assert process.stdout is not None
         await asyncio.to_thread(process.stdout.readline)
 
@@ -303,7 +314,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
             fleet_file([each.url for each in cutters], args.workers, model, 4.0 if real else 1.0)
         )
         running = [serve(path)]
-        stack.callback(lambda: [each.kill() for each in running])
+        stack.callback(_kill_all, running)
         stdout = running[0].stdout
         assert stdout is not None
         await asyncio.to_thread(stdout.readline)
@@ -322,9 +333,9 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         got = await clients(url, asked, at_once)
         for task in tasks:
             task.cancel()
-        for each in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(each, Exception):
-                raise each
+        for failed in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(failed, Exception):
+                raise failed
         lost["cut"] = sum(each.cut for each in cutters)
         if args.log:
             print(path.with_suffix(".log").read_text()[-4000:])

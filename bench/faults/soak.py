@@ -28,6 +28,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from faults.checker import Checker, outcomes
 from faults.checker import metrics as read_metrics
 from faults.client import Client, body_of, request
-from faults.engine import FaultEngine
+from faults.engine import FaultEngine, Visit
 from faults.rig import Process, as_process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,6 +71,11 @@ TABLES: dict[str, Any] = {
     "scrape": {"interval_s": 0.5},
     "proxy": {"first_byte_timeout_s": 2, "idle_timeout_s": 2},
 }
+
+
+def _left(visit: Visit) -> bool:
+    """Return whether an engine was let go, or has answered."""
+    return visit.left_at is not None or visit not in visit.engine.working
 
 
 @dataclass
@@ -182,9 +188,7 @@ class Soak:
         for visit in visits:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(5):
-                    await visit.engine.until(
-                        lambda each=visit: each.left_at is not None or each not in each.engine.working
-                    )
+                    await visit.engine.until(partial(_left, visit))
             if visit.left_at is not None:
                 self.tally.let_go_s.append(visit.left_at - left_at)
             elif visit in visit.engine.working:

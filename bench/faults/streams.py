@@ -28,8 +28,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "behaviour"))
-
 import aiohttp
 import yaml
 from common import busy
@@ -304,7 +302,7 @@ async def run(args: argparse.Namespace, folder: Path) -> int:
 
 def main() -> int:
     """Run as the arguments say."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--streams", type=int, default=2000, help="at once")
     parser.add_argument("--workers", type=int, default=1)

@@ -210,7 +210,7 @@ def _ready(process: subprocess.Popen[str]) -> tuple[int, int]:
     assert process.stdout is not None
     line = process.stdout.readline()
     if "ready on" not in line:
-        raise RuntimeError(f"{process.args} did not start")
+        raise RuntimeError(f"{process.args!r} did not start")
     return int(line.strip().rpartition(":")[2]), process.pid
 
 

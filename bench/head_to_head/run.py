@@ -211,8 +211,9 @@ def _carried_out(jobs: Sequence[Job], at_once: int, deadline: float) -> Iterator
             running[receiver] = job
         if not running:
             return
-        for receiver in multiprocessing.connection.wait(list(running)):
-            assert isinstance(receiver, multiprocessing.connection.Connection)
+        for ready in multiprocessing.connection.wait(list(running)):
+            assert isinstance(ready, multiprocessing.connection.Connection)
+            receiver = ready
             try:
                 yield receiver.recv()
             except EOFError:

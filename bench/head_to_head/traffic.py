@@ -44,7 +44,12 @@ def rows_of(lengths: str) -> list[Row]:
     if lengths in LENGTHS:
         return read_trace(ROOT / "bench" / "data" / LENGTHS[lengths])
     rng = random.Random(0)
-    return [Row(None, *(max(4, round(rng.gauss(mean, mean / 4))) for mean in _SHORT)) for _ in range(1000)]
+
+    def drawn() -> Row:
+        prompt, answer = (max(4, round(rng.gauss(mean, mean / 4))) for mean in _SHORT)
+        return Row(None, prompt, answer)
+
+    return [drawn() for _ in range(1000)]
 
 
 def some_rows(lengths: str, count: int, rng: random.Random) -> list[Row]:

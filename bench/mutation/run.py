@@ -177,7 +177,15 @@ def _install() -> Path:
     mutmut = VENV / "bin" / "mutmut"
     if not mutmut.exists():
         subprocess.run([sys.executable, "-m", "venv", VENV], check=True)
-        pip = [VENV / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check", MUTMUT]
+        pip = [
+            str(VENV / "bin" / "python"),
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--disable-pip-version-check",
+            MUTMUT,
+        ]
         subprocess.run(pip, check=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     # Only this folder: the .pth files in it, which lead to this tree, are not read.

@@ -88,9 +88,7 @@ def v100(tp: int, slowness: float = 1.0, model: Model = LLAMA_8B) -> Layout:
     roofline = Roofline(
         peak_flops=125e12,
         bandwidth_bytes_s=900e9,
-        parameters=model.parameters,
-        bytes_per_parameter=model.bytes_per_parameter,
-        kv_bytes_per_token=model.kv_bytes_per_token,
+        model=model.known,
         tensor_parallel_size=tp,
         step_overhead_s=(1 + tp) / 1e3,
     )

@@ -198,7 +198,7 @@ def closest(document: Mapping[str, Any]) -> Mapping[str, Any]:
     rate, gain = (document["reported"][key] for key in ("request_rate", "gain_over_rr_percent"))
 
     def distance(case: Mapping[str, Any]) -> float:
-        return abs(median(gains(case, "OS", f"{rate:g}", "tok_s")) - gain)
+        return float(abs(median(gains(case, "OS", f"{rate:g}", "tok_s")) - gain))
 
     found: Mapping[str, Any] = min(document["cases"], key=distance)
     return found

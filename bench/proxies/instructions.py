@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
@@ -107,7 +108,7 @@ async def ask(port: int, count: int, tokens: int) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
     for _ in range(count):
         name = f"Hello {next(numbers)}"
-        body = {"model": "m", "messages": [{"role": "user", "content": name}]}
+        body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": name}]}
         body |= {"max_tokens": tokens, "stream": True} if tokens else {}
         sent = json.dumps(body, separators=(",", ":")).encode()
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\n")

@@ -28,8 +28,8 @@ SHARES = ((33, 7, 8, 7, 27, 6, 6, 3, 3), (22, 5, 5, 21, 5, 5, 19, 6, 12), (4, 1,
 def fluid_rate(gpu: str, tp: int, pp: int, parameters: float, prompt: int, output: int) -> float:
     """Requests/s of one instance in a fluid model: compute for prompts, memory read for decode steps."""
     flops, bandwidth, memory, _, _, kept = GPUS[gpu]
-    lost = kept ** (tp.bit_length() - 1) * 0.95 ** (pp - 1)
-    kv_bytes = 40.0 * (parameters / 1e9) ** 0.6 * 1024
+    lost: float = kept ** (tp.bit_length() - 1) * 0.95 ** (pp - 1)
+    kv_bytes: float = 40.0 * (parameters / 1e9) ** 0.6 * 1024
     room = 0.9 * memory * tp * pp - 2.0 * parameters
     context = prompt + output / 2
     batch = min(256.0 * pp, room / (kv_bytes * context))

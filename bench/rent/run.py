@@ -96,7 +96,7 @@ class Bench:
         if (key,) not in self._tables:
             shares = {key: self.cost["trace_ratios_percent"]["traces"][trace]}
             # All GPUs are enumerated once; each case cuts down what is available.
-            most = dict.fromkeys(snapshot, 40)
+            most: dict[str, int | None] = dict.fromkeys(snapshot, 40)
             document = paper.market(self.cost, self.work / "profiles", [key], shares, most, budget)
             market = load_market(paper.write_market(self.work / f"{key}.yaml", document))
             self._tables[key,] = make_table(market, self.measured)
@@ -275,7 +275,7 @@ def binary_search(problem: Problem, tolerance: float = 1e-4) -> tuple[float, int
 
 def solver(bench: Bench) -> dict[str, Any]:
     """All 72 cases to 1e-4, beside binary search; CPU seconds."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for case in bench.cases():
         problem = bench.table(*case).problem
         times = []
@@ -327,7 +327,7 @@ def solver(bench: Bench) -> dict[str, Any]:
 
 def tables(bench: Bench) -> dict[str, Any]:
     """Gains over homogeneous rents and the ablations, one in `--every` of the 72 cases."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for case in bench.cases()[:: bench.every]:
         table = bench.table(*case)
         try:

@@ -1,4 +1,4 @@
-"""The whole picture on one machine: two Envoys, two pickers with one view over Redis, two emulated engines.
+"""The whole picture on one machine: two Envoys, two pickers with one view over a hub, two emulated engines.
 
 The same load goes through `hetlb serve` and through the pair; then one picker is
 killed in the middle of a load. `--json` prints one document.
@@ -11,7 +11,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -112,14 +111,15 @@ def ports_of(instances: list[dict[str, str]]) -> list[int]:
     return [int(each["url"].rpartition(":")[2]) for each in instances]
 
 
-def fleet_file(folder: Path, instances: list[dict[str, str]], **pick: Any) -> Path:
+def fleet_file(folder: Path, instances: list[dict[str, str]], **tables: Any) -> Path:
     """A fleet file for `serve` and `pick`, on ports that are free."""
     fleet = {
         "version": 1,
         "listen": {"port": 0},
         "admin": {"port": 0},
         "proxy": {"request_log": False},
-        "pick": {"port": 0, **pick},
+        "pick": {"port": 0},
+        **tables,
         "models": [{"name": MODEL, "instances": instances}],
     }
     path = folder / "fleet.yaml"
@@ -171,16 +171,14 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=400)
     parser.add_argument("--rate", default="30", help="requests/s; inf for all at once")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--smoke", action="store_true", help="few requests, to see that it runs")
     args = parser.parse_args()
-    server = shutil.which("valkey-server") or shutil.which("redis-server")
-    if server is None:
-        sys.exit("expected valkey-server or redis-server (apt-get install redis-server)")
+    if args.smoke:
+        args.num_prompts = 30
     with Processes() as processes, tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         instances = engines(processes, folder)
-        redis_port = free_port()
-        processes.start(server, "--port", str(redis_port), "--bind", "127.0.0.1", "--save", "")
-        path = fleet_file(folder, instances, shared={"url": f"redis://127.0.0.1:{redis_port}"})
+        path = fleet_file(folder, instances, shared={"url": f"hub:{folder / 'hub.sock'}"})
         results: dict[str, Any] = {}
         serve, line = processes.start(*HETLB, "serve", "--config", str(path), ready="ready on")
         say(f"{args.num_prompts} requests at {args.rate}/s through hetlb serve ...")

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from hetlb.config.profile_file import load_profile
-from hetlb.core.policies.baselines import PolicyParams
+from hetlb.core.policies.base import PolicyParams
 from hetlb.core.predictor import LengthDistribution
 from hetlb.core.queue import QueueLimits
 from hetlb.core.setup import SchedulerSetup

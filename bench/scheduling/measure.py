@@ -26,6 +26,7 @@ import hetlb.core.policies.hetlb as default_policy
 import hetlb.core.speed as speed
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.core.policies.base import PolicyParams
+from hetlb.core.policies.terms import TERMS
 from hetlb.core.predictor import make_predictor
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import Command, Outcome, Request
@@ -129,7 +130,7 @@ def without(names: str) -> Callable[[], None]:
         )
     taken = names.split(",") if names else []
     changes = [change for name in taken if (change := _INGREDIENTS[name]) is not None]
-    terms = tuple(each._replace(weight=0.0) if each.name in taken else each for each in default_policy.TERMS)
+    terms = tuple(each._replace(weight=0.0) if each.name in taken else each for each in TERMS)
     changes.append((default_policy, "TERMS", terms))
     before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in changes]
     for change in changes:

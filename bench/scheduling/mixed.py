@@ -60,9 +60,8 @@ class Prioritised(FleetSimulation):
 
     def make_request(self, planned: PlannedRequest) -> Request:
         """The interactive go first."""
-        request = super().make_request(planned)
-        request.priority = int(planned.row.service == "background")
-        return request
+        priority = int(planned.row.service == "background")
+        return replace(super().make_request(planned), priority=priority)
 
 
 _lab: Lab | None = None

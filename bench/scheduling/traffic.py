@@ -215,7 +215,10 @@ _WAVE_FLEETS = {"8 kinds": "eight", "4 kinds tp2": "four", "70B": "70B", _PAIR: 
 
 def _cases() -> list[Case]:
     cases: list[Case] = []
-    add = lambda name, fleet, traffic, count, **more: cases.append(Case(name, fleet, traffic, count, **more))  # noqa: E731
+
+    def add(name: str, fleet: str, traffic: str, count: int, **more: Any) -> None:
+        cases.append(Case(name, fleet, traffic, count, **more))
+
     shared = ("1x4096", "8x4096", "1x16384", "tree", "deep tree", "mooncake", "sharegpt sessions")
     for fleet, label in ((_PAIR, "pair"), ("4 kinds tp2", "four")):
         for traffic in shared:

@@ -122,7 +122,8 @@ def small(count: int = 24, seed: int = 0) -> list[SplitCluster]:
     rng = random.Random(seed)
     found = [appendix_e(name) for name in WORKLOADS]
     while len(found) < count + len(WORKLOADS):
-        left, machines = rng.randint(2, 8), []
+        left = rng.randint(2, 8)
+        machines: list[Machine] = []
         while left:
             gpus = rng.randint(1, left)
             machines.append(machine(f"m{len(machines)}", rng.choice(list(GPUS)), gpus))

@@ -10,9 +10,10 @@ import logging
 import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
@@ -184,6 +185,21 @@ def _key_rows(keys: Sequence[Key], words: Mapping[str, Any]) -> list[tuple[str, 
     return rows
 
 
+#: Keys that most fleets need; all others of the fleet file are advanced.
+FIRST_KEYS = (
+    "version", "models[].name", "models[].instances[].name", "models[].instances[].url",
+    "models[].instances[].profile", "models[].instances[].weight", "models[].instances[].max_num_seqs",
+    "models[].instances[].gpu", "models[].instances[].api_key_file", "models[].instances[].api_key_env",
+    "models[].aliases", "models[].classes", "models[].classes.ttft_ms", "models[].classes.background",
+    "listen.host", "listen.port", "listen.tls.cert", "listen.tls.key", "admin.host", "admin.port",
+    "admin.token_file", "policy.name", "queue.timeout_s", "proxy.api_keys_file", "proxy.shutdown_grace_s",
+)  # fmt: skip
+
+
+def _first(row: tuple[str, str, str, str]) -> bool:
+    return row[0].split()[0].strip("`") in FIRST_KEYS
+
+
 def keys_page() -> str:
     """docs/reference/keys.md."""
     words = meanings()
@@ -193,12 +209,15 @@ def keys_page() -> str:
         "Made by `make reference`. [Configuration](../configuration.md) says how files are read.",
     ]
     for title, kind, table in FILES:
-        lines += [
-            "",
-            f"## {title}",
-            "",
-            *_table(("key", "values", "default", "meaning"), _key_rows(list(keys_of(table)), words[kind])),
-        ]
+        rows = _key_rows(list(keys_of(table)), words[kind])
+        parts = [(title, rows)]
+        if kind == "fleet":
+            parts = [
+                (title, [row for row in rows if _first(row)]),
+                (f"{title}, advanced", [row for row in rows if not _first(row)]),
+            ]
+        for heading, shown in parts:
+            lines += ["", f"## {heading}", "", *_table(("key", "values", "default", "meaning"), shown)]
     return "\n".join(lines) + "\n"
 
 
@@ -327,7 +346,7 @@ def _outcome_rows() -> list[tuple[str, ...]]:
         raise ValueError(f"meanings.yaml: outcomes: {', '.join(differ)}: not both in code and here")
     own = [each for each in vars(error_responses).values() if isinstance(each, error_responses.Answer)]
     own += error_responses.REJECTIONS.values()
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for outcome in Outcome:
         entry = words[outcome.value]
         if isinstance(entry, list):
@@ -425,7 +444,7 @@ def _diagram(
     def edges(rows: Sequence[Transition[Any]]) -> list[tuple[str, str, str]]:
         return [(", ".join(state.name for state in row.before), row.event, row.after.name) for row in rows]
 
-    first, *_ = type(table[0].after)
+    first = next(iter(cast(type[Enum], type(table[0].after))))
     lines = _table(("state", "event", "next"), [("", begin, first.name), *edges(table)])
     if inner is not None:
         name, rows = inner

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import secrets
+import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -19,6 +20,7 @@ from rich.console import Console
 from hetlb.cli.flags import COUNT, FINITE, FRACTION, INTEGER, SHARE, add_json, add_load, declare, whole
 from hetlb.cli.signals import run_until_signal
 from hetlb.config.fleet import Fleet, load_fleet
+from hetlb.config.urls import check_base, check_url
 from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import HetlbError, InputError, TraceError
 from hetlb.extras import require
@@ -26,6 +28,8 @@ from hetlb.files import write_text
 from hetlb.loadtest import options, report
 from hetlb.loadtest.bodies import CHAT, COMPLETIONS
 from hetlb.loadtest.campaign import Campaign
+from hetlb.loadtest.generator import LONGEST_ANSWER_S
+from hetlb.loadtest.load_plot import write_load_plot
 from hetlb.loadtest.results import check_writable, csv_text, default_filename, json_text, platform_document
 from hetlb.loadtest.runs import LoadSpec, first_model
 from hetlb.loadtest.screen import Screen
@@ -44,7 +48,7 @@ _HEADER_VALUE = re.compile(r"[\x21-\x7e]{1,256}")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hetlb bench`, named as those of `vllm bench serve` where it has them."""
     add = declare(parser)
-    url = partial(options.read_url, "--url")
+    url = partial(check_url, where="--url", prefixed=True)
     add("--url", "server, http://HOST:PORT", "URL", url, required=True)
     add_load(parser)
     _add_requests(parser)
@@ -52,9 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ramp-up-start-rps", "requests/s at the start", "R", FINITE)
     add("--ramp-up-end-rps", "requests/s at the end", "R", FINITE)
     add("--max-concurrency", "most requests in flight; with rate inf a closed loop", "N", COUNT)
+    limit = "seconds after which a request has failed (default 21600)"
+    add("--timeout", limit, "S", FINITE, LONGEST_ANSWER_S)
     add("--num-warmups", "unmeasured requests before every run", "N", whole(0), 0)
     add("--seed", "seed of lengths and arrivals (default 0)", "N", INTEGER, 0)
-    add("--admin", "admin address of the proxy at --url", "URL", partial(options.read_url, "--admin"))
+    admin = partial(check_base, where="--admin", example="http://127.0.0.1:8081")
+    add("--admin", "admin address of the proxy at --url", "URL", admin)
 
     def policies(text: str) -> list[str]:
         return options.read_names("--compare", text, POLICIES) if text else []
@@ -103,16 +110,23 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     add("--result-filename", "name of the result (default: RATEqps-MODEL-DATE.json)", "NAME")
     add("--save-detailed", "add times and lengths of every request", action="store_true")
     add("--csv", "CSV file, a line per run", "FILE", Path)
-    add("--html", "report with charts, in one file", "FILE", Path)
+    add("--plot", "picture of latencies and of each instance's share", "P.png", Path)
     add_json(parser)
     add("--disable-tqdm", "no progress bar", action="store_true")
 
 
 def run(args: argparse.Namespace) -> int:
-    require(*(["jinja2"] if args.html else []), *(["scipy"] if args.rounds > 1 else []))
+    require(*(["scipy"] if args.rounds > 1 else []))
     started = datetime.now(UTC)
     campaign, fleet = _campaign(args)
-    run_until_signal(_measure(campaign, fleet))
+    interrupted = False
+    try:
+        run_until_signal(_measure(campaign, fleet))
+    except KeyboardInterrupt:
+        if not campaign.measured:
+            raise
+        interrupted = True
+        print(f"hetlb bench: {campaign.measured[-1].run['client']['reasons'][-1]}", file=sys.stderr)
     document = _document(args, campaign, started)
     _write(args, document, campaign, started)
     if args.json:
@@ -123,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
         if not each.run["completed"]:
             kind, example = next(iter(each.examples.items()))
             raise HetlbError(f"{args.url}: every request failed, the first with {kind}: {example}")
-    return 0
+    return int(interrupted)
 
 
 def _campaign(args: argparse.Namespace) -> tuple[Campaign, Fleet | None]:
@@ -155,6 +169,7 @@ def _campaign(args: argparse.Namespace) -> tuple[Campaign, Fleet | None]:
         headers={"authorization": f"Bearer {key}"} if key else {},
         session_header=args.session_header,
         tenant_header=args.tenant_header,
+        timeout_s=args.timeout,
     )
     campaign = Campaign(
         spec,
@@ -179,7 +194,7 @@ def _check_flags(args: argparse.Namespace) -> None:
             raise InputError(f"--{flag}-header: expected the name of a header, got {name!r}")
     if args.endpoint == CHAT and args.prompt_format == "ids":
         raise InputError(f"--prompt-format: expected text with {CHAT}, got 'ids'")
-    for flag, path in (("--csv", args.csv), ("--html", args.html)):
+    for flag, path in (("--csv", args.csv), ("--plot", args.plot)):
         if path is not None:
             check_writable(flag, path)
     if args.save_result and not args.result_dir.is_dir():
@@ -273,10 +288,8 @@ def _write(args: argparse.Namespace, document: dict[str, Any], campaign: Campaig
     """Write the requested result files."""
     if args.csv is not None:
         write_text(args.csv, csv_text(document["runs"]))
-    if args.html is not None:
-        from hetlb.loadtest import htmlreport
-
-        write_text(args.html, htmlreport.report(document, campaign.measured))
+    if args.plot is not None:
+        write_load_plot(args.plot, campaign.measured)
     if args.save_result:
         model = document["metadata"]["model_id"]
         name = args.result_filename or default_filename(model, args.request_rate, started)

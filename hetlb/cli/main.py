@@ -47,6 +47,7 @@ COMMANDS = {
         "a fleet in virtual time, or the replay of an event log",
         "hetlb simulate --config fleet.yaml --trace T.csv --policy rr,hetlb",
     ),
+    "model": Command("what hetlb understands of a model: weights, cache, degrees", "hetlb model config.json"),
     "profile": Command(
         "latency profiles: make, show, compare, list",
         "hetlb profile --url http://10.0.0.7:8000 --out a800.yaml",
@@ -73,6 +74,10 @@ COMMANDS = {
     "bench": Command(
         "a load test of any OpenAI-compatible server",
         "hetlb bench --url http://127.0.0.1:8080 --dataset-name random --request-rate 8",
+    ),
+    "batch": Command(
+        "OpenAI's batch file through any server, in what its other traffic leaves over",
+        "hetlb batch in.jsonl out.jsonl --url http://127.0.0.1:8080",
     ),
     "explain": Command(
         "one decision in numbers, or the last ones of a running proxy", "hetlb explain --last 3"

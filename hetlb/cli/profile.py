@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import math
+import random
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +15,28 @@ import msgspec
 from rich.console import Console
 
 from hetlb.cli import profile_live
-from hetlb.cli.flags import COUNT, FINITE, add_json, changed, declare, print_document, real
+from hetlb.cli.flags import COUNT, FINITE, add_json, changed, declare, print_document, real, secret
 from hetlb.cli.profile_corrected import write_corrected
-from hetlb.config.profile_file import load_profile
+from hetlb.config.model_file import load_facts
+from hetlb.config.profile_file import HostTime, load_profile
+from hetlb.config.urls import check_url
 from hetlb.errors import InputError
+from hetlb.models.degrees import refusal
+from hetlb.models.facts import stated_facts
 from hetlb.profiler import shown
 from hetlb.profiler.aiconfigurator import Layout, query
+from hetlb.profiler.client import EngineClient
 from hetlb.profiler.fit import PrefillForm
 from hetlb.profiler.plot import write_plot
-from hetlb.profiler.sources import Measurements, Roofline, profile_of, read_csv, write_profile
+from hetlb.profiler.probe import probe_host
+from hetlb.profiler.sources import (
+    Measurements,
+    Roofline,
+    assumed_launch,
+    profile_of,
+    read_csv,
+    write_profile,
+)
 
 _SOURCES = "csv:FILE, log:FILE, aiconfigurator or roofline"
 #: Upper bound of tokens per decode step with speculative decoding.
@@ -72,8 +87,11 @@ def _add_estimates(parser: argparse.ArgumentParser) -> None:
     add("--peak-flops", "FLOP/s of one GPU at this precision", "F", FINITE)
     add("--bandwidth", "memory bytes/s of one GPU", "B", FINITE)
     add("--parameters", "parameters of the model", "P", FINITE)
+    config = "config.json of the model, in place of its parameters and cache; with csv for launch times"
+    add("--model-config", config, "F", Path)
     add = declare(parser.add_argument_group("without a server"))
     host = "host time of every iteration; 0 where the points hold it (default: roofline 2, else assumed)"
+    add("--probe", "idle server whose host time is measured for points that hold none (10 s)", "URL")
     add("--overhead-ms", host, "MS", real("milliseconds from 0", lambda value: 0 <= value < math.inf))
     ranks = "data-parallel ranks of a server; the profile is of one (aiconfigurator)"
     add("--data-parallel", ranks, "N", COUNT, 1)
@@ -88,6 +106,10 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("expected one of --url and --from with --out P.yaml, or show or compare")
     if (args.data_parallel > 1 or args.expert_parallel) and args.source != "aiconfigurator":
         raise InputError("--data-parallel, --expert-parallel: expected --from aiconfigurator")
+    if args.probe is not None and (args.source or "log:").partition(":")[0] not in ("csv", "aiconfigurator"):
+        raise InputError(
+            "--probe: expected --from csv:FILE or aiconfigurator, whose points hold no host time"
+        )
     degrees = _degrees(args)
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)  # before the measurement
@@ -103,7 +125,10 @@ def run(args: argparse.Namespace) -> int:
         samples.remove()
     elif kind == "csv" and file:
         rows = {"system": args.system, "model": args.model, "tp": degrees[0], "licence": args.licence}
-        written = [_finish(args, args.out, read_csv(Path(file), **rows))]
+        points = read_csv(Path(file), **rows)
+        if args.model_config is not None:
+            points = replace(points, launch=assumed_launch(load_facts(args.model_config, args.model)))
+        written = [_finish(args, args.out, points)]
     elif args.source == "roofline":
         written = [_finish(args, args.out, _from_roofline(args, degrees[0] or 1))]
     elif args.source == "aiconfigurator":
@@ -149,6 +174,8 @@ def _degrees(args: argparse.Namespace) -> list[int | None]:
 def _finish(args: argparse.Namespace, out: Path, source: Measurements) -> dict[str, Any]:
     """Fit, plot, write and report one profile; returns its entry for `--json`."""
     found = _with_flags(args, source)
+    if args.probe is not None:
+        found = _probed(args, found)
     profile, result = profile_of(
         found,
         name=args.name,
@@ -169,6 +196,28 @@ def _finish(args: argparse.Namespace, out: Path, source: Measurements) -> dict[s
             console.print(f"assumed {line}", markup=False, highlight=False)
         console.print(f"written to {out}", highlight=False)
     return {"out": str(out), "profile": msgspec.to_builtins(profile), "warnings": list(result.warnings)}
+
+
+def _probed(args: argparse.Namespace, found: Measurements) -> Measurements:
+    """Return measurements with the host time of the server of `--probe`."""
+    if found.host is not None:
+        raise InputError("--probe: expected points without host time (csv, aiconfigurator)")
+    url = check_url(args.probe, "--probe")
+    key = args.api_key_env and secret("--api-key-env", args.api_key_env)
+    tables, _ = profile_of(found, iteration_s=0.0)
+
+    async def probe() -> HostTime:
+        async with EngineClient(url, key) as client:
+            facts = await client.facts(None)
+            asynchronous = found.engine.schedules_asynchronously(found.gpu)
+            return await probe_host(client, facts, tables.latency, asynchronous, random.Random())
+
+    host = asyncio.run(probe())
+    note = (
+        f"host.sequence_s: {1e3 * host.sequence_s:.3g} ms, as the {1e3 * host.iteration_s:.3g} ms "
+        "an iteration that --probe measured with one sequence"
+    )
+    return replace(found, host=host, assumed=(*found.assumed, note))
 
 
 def _with_flags(args: argparse.Namespace, found: Measurements) -> Measurements:
@@ -193,20 +242,29 @@ def _from_aiconfigurator(args: argparse.Namespace, degree: int) -> Measurements:
     layout = Layout(degree, args.data_parallel, args.expert_parallel)
     found = query(args.model, args.system, layout, scale=args.scale)
     if found.engine.kv_cache_tokens is None and args.kv_cache_tokens is None:
-        print(f"warning: --tp {degree}: the model does not fit; no KV cache is stated", file=sys.stderr)
+        why = next(
+            (line for line in found.assumed if line.startswith("no KV cache")), "the model does not fit"
+        )
+        print(f"warning: --tp {degree}: {why}; no KV cache is stated", file=sys.stderr)
     return found
 
 
 def _from_roofline(args: argparse.Namespace, degree: int) -> Measurements:
-    for flag in ("peak_flops", "bandwidth", "parameters", "kv_bytes_per_token"):
+    sizes = () if args.model_config is not None else ("parameters", "kv_bytes_per_token")
+    for flag in ("peak_flops", "bandwidth", *sizes):
         if getattr(args, flag) is None:
             raise InputError(f"--{flag.replace('_', '-')}: expected a value with --from roofline, got none")
+    if args.model_config is not None:
+        facts = load_facts(args.model_config, args.model)
+        if (why := refusal(facts.shape, degree)) if facts.shape is not None else "":
+            raise InputError(f"--tp: expected a degree that vLLM takes, got {degree}: {why}")
+    else:
+        facts = stated_facts(args.model or "", args.parameters, args.kv_bytes_per_token)
     overhead_ms = 2.0 if args.overhead_ms is None else args.overhead_ms
     roofline = Roofline(
         peak_flops=args.peak_flops,
         bandwidth_bytes_s=args.bandwidth,
-        parameters=args.parameters,
-        kv_bytes_per_token=args.kv_bytes_per_token,
+        model=facts,
         tensor_parallel_size=degree,
         step_overhead_s=overhead_ms / 1e3,
     )

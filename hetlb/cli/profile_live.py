@@ -18,11 +18,12 @@ from rich.console import Console
 
 from hetlb.cli.flags import COUNT, declare, secret
 from hetlb.config.profile_file import EngineInfo, Hardware, HostTime, ModelInfo, ProfileSource
+from hetlb.config.urls import check_url
 from hetlb.config.yaml_file import PositiveInt, load_yaml
 from hetlb.core.types import Capacity
 from hetlb.errors import HetlbError, InputError, ProfileError
 from hetlb.profiler.client import EngineClient, ServerFacts
-from hetlb.profiler.fit import StepKind
+from hetlb.profiler.fit import StepKind, too_few
 from hetlb.profiler.grid import DEFAULT_GRID, Size, clip
 from hetlb.profiler.sample_file import Identity, SampleFile
 from hetlb.profiler.sources import Measurements
@@ -57,8 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, degree: int | None) -> tuple[Measurements, SampleFile]:
     """Run or resume the sweep; returns its measurements and the file of its samples."""
-    if not re.match(r"https?://[^/]", args.url):
-        raise InputError(f"--url: expected http://HOST:PORT or https://HOST:PORT, got {args.url!r}")
+    args.url = check_url(args.url, "--url")
     key = args.api_key_env and secret("--api-key-env", args.api_key_env)
     grid = DEFAULT_GRID if args.grid is None else read_grid(args.grid)
     return asyncio.run(_measure(args, degree, key, grid))
@@ -75,6 +75,9 @@ def parse_duration(text: str) -> float:
 def read_grid(path: Path) -> tuple[Size, ...]:
     """Read the points of a grid file. Raises `ProfileError`."""
     table = load_yaml(path, _GridFile, ProfileError)
+    for phase in (StepKind.PREFILL, StepKind.DECODE):
+        if wrong := too_few(getattr(table, phase.value)):
+            raise ProfileError(f"{path}: {phase}: {wrong}")
     pure = ((StepKind.PREFILL, table.prefill), (StepKind.DECODE, table.decode))
     return (
         *(Size(phase, batch, length) for phase, rows in pure for batch, length in rows),

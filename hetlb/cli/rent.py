@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
-from hetlb.cli.flags import FRACTION, INTEGER, add_json, declare, number, print_document, real, whole
-from hetlb.cli.rent_plot import write_sweep
+from hetlb.cli.flags import FRACTION, INTEGER, add_json, declare, print_document, real, whole
 from hetlb.config.yaml_file import read_object
-from hetlb.errors import ConfigError, InputError, PlanError
+from hetlb.errors import ConfigError, PlanError
 from hetlb.plan import rent_report
 from hetlb.plan.check import check_rent
 from hetlb.plan.highs import INFINITY, Interrupt, SolveLimits
 from hetlb.plan.market import Market, load_market
 from hetlb.plan.planning import SolvedPlan, Table, baselines, make_plan, make_table
 from hetlb.plan.rent_servers import servers_of, write_fleet
-from hetlb.plan.replan import MoveCost, Replanned, read_hours, replan, require_known, schedule
+from hetlb.plan.replan import MoveCost, Replanned, replan, require_known
 from hetlb.plan.throughput import Measured, SloLimits, default_cache
 from hetlb.plan.workloads import trace_rows
 from hetlb.tables import bar
@@ -42,10 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-baselines", "skip the baselines", action="store_true")
     add("--cache", "file of known throughputs (default: under ~/.cache)", "FILE", Path)
     add("--no-cache", "simulate all throughputs again", action="store_true")
-    add = declare(parser.add_argument_group("sweeps"))
-    add("--budgets", "budgets per hour, a plan for each", "B,B,...", read_budgets)
-    add("--hours", "hours, a plan for each: hour,request_rate", "H.csv", Path)
-    add("--plot", "picture of the budgets", "P.png", Path)
     add = declare(parser.add_argument_group("replanning"))
     add("--replan", "running plan (its --json)", "PLAN.json", Path)
     add("--load-time", "seconds to load a model (default 300)", "S", limit, 300.0)
@@ -54,17 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if sum(flag is not None for flag in (args.budgets, args.hours, args.replan)) > 1:
-        raise InputError("--budgets, --hours, --replan: expected one of them")
     market = load_market(args.config)
     table, measured = read_table(args, market)
     interrupt = Interrupt()
     limits = SolveLimits(args.gap, time.monotonic() + args.time_limit, args.seed, interrupt)
     try:
-        if args.budgets is not None:
-            return sweep_budgets(args, table, measured, limits)
-        if args.hours is not None:
-            return plan_hours(args, table, limits)
         return plan_once(args, table, measured, limits, interrupt)
     except PlanError as error:
         if interrupt.requested:
@@ -139,38 +125,3 @@ def read_counts(path: Path) -> dict[str, int]:
         raise ConfigError(
             f"{path}: instances: expected the JSON of `hetlb rent`: {type(error).__name__}"
         ) from error
-
-
-def read_budgets(text: str) -> list[float]:
-    """`--budgets`: each once, ascending. Raises `InputError`."""
-    budgets = sorted({number(part) for part in text.split(",")})
-    if not all(0.0 < budget < math.inf for budget in budgets):
-        raise InputError(f"--budgets: expected numbers above 0 separated by commas, got {text!r}")
-    return budgets
-
-
-def sweep_budgets(args: argparse.Namespace, table: Table, measured: Measured, limits: SolveLimits) -> int:
-    """A plan for every budget; those that another one beats in both cost and throughput are marked."""
-    if table.problem.request_rate is not None:
-        raise InputError("--budgets: expected a market with budget_per_hour, got one with target")
-    points = rent_report.budgets_document(table, measured, args.budgets, limits, args.time_limit)
-    if args.plot is not None:
-        write_sweep(args.plot, points)
-    return print_document(
-        args, {"budgets": points}, lambda: Console().print(rent_report.budgets_grid(points))
-    )
-
-
-def plan_hours(args: argparse.Namespace, table: Table, limits: SolveLimits) -> int:
-    """A rent schedule: every hour's plan follows the one before it."""
-    hours = read_hours(args.hours, table.problem)
-    cost = MoveCost(args.load_time, 3600.0, args.keep)
-    found = schedule(table.problem, hours, cost, limits)
-    document = rent_report.hours_document(hours, found)
-    in_all = (
-        f"{document['cost']:.2f} in all; the dearest hour's fleet all day would cost "
-        f"{document['cost_of_the_peak_all_day']:.2f}"
-    )
-    return print_document(
-        args, document, lambda: Console(highlight=False).print(rent_report.hours_grid(document), in_all)
-    )

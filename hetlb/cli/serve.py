@@ -109,9 +109,30 @@ def _check_alone(fleet: Fleet, *, replace: bool) -> None:
 
 
 def all_is_well(fleet: Fleet) -> int:
-    """Exit status of `--check` where nothing is wrong, which is said."""
-    print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, all is well")
+    """Return the exit status of `--check` where nothing is wrong; warnings of profiles are printed."""
+    doubts = profile_doubts(fleet)
+    for line in doubts:
+        print(f"warning: {fleet.where}{line}", file=sys.stderr)
+    verdict = f"{len(doubts)} warnings" if doubts else "all is well"
+    print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, {verdict}")
     return 0
+
+
+def profile_doubts(fleet: Fleet) -> list[str]:
+    """Return why profiles of the fleet may be wrong, a line each: their own warnings, other models."""
+    lines = []
+    for model in fleet.file.models:
+        profiles = {
+            spec.name: fleet.profiles[spec.name]
+            for spec in fleet.instances
+            if spec.model == model.name and spec.name in fleet.profiles
+        }
+        lines += [f"{name}: profile: {why}" for name, profile in profiles.items() for why in profile.warnings]
+        served = {name: profile.model.name for name, profile in profiles.items() if profile.model}
+        if len(set(served.values())) > 1:
+            of = ", ".join(f"{name} of {what}" for name, what in served.items())
+            lines.append(f"{model.name}: profiles: expected those of one model, got {of}")
+    return lines
 
 
 def prepare_process() -> None:

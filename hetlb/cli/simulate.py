@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,9 @@ def run(args: argparse.Namespace) -> int:
         queue_limit=args.queue_limit,
         prefix_cache=args.prefix_cache,
     )
+    for line in dict.fromkeys(each.other_discipline for each in fleet.profiles.values()):
+        if line:
+            print(f"warning: {line}", file=sys.stderr)
     if args.tune is not None:
         return run_tune(args, fleet, study, next(iter(rates)), seeds)
     ran = sweep(study, cells, args.jobs)

@@ -15,7 +15,7 @@ from hetlb.plan.common.servers import write_servers
 from hetlb.plan.disaggregation.cost import CostModel, GroupTable, PaperCost, ProfileCost
 from hetlb.plan.disaggregation.exhaustive import SEARCH_S, find_exhaustively
 from hetlb.plan.disaggregation.split_cluster import SplitCluster
-from hetlb.plan.disaggregation.split_report import document_of, print_plan
+from hetlb.plan.disaggregation.split_report import document_of, gain_of, print_plan
 from hetlb.plan.disaggregation.split_search import SplitSearch
 from hetlb.plan.disaggregation.split_servers import servers_of
 from hetlb.plan.disaggregation.split_simulation import choose, why_nothing
@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     servers = servers_of(cluster, plan)
     document = document_of(cluster, plan, found, servers, solve_s) | simulated
     document |= {"cost_model": args.cost_model, "interrupted": interrupt.requested}
+    document["gain"] = gain_of(document)
     if args.write_fleet is not None:
         heading = f"Written by `hetlb split` from {args.config.name}."
         write_servers(args.write_fleet, heading, servers, {"name": "hetlb"})

@@ -22,8 +22,8 @@ from hetlb.files import read_text
 if TYPE_CHECKING:
     from hetlb.config.stages_file import StageGroup
     from hetlb.stage.checkpoint import ModelConfig
-    from hetlb.stage.model import TorchRunner
     from hetlb.stage.runner import Runner
+    from hetlb.stage.torch_runner import TorchRunner
     from hetlb.stage.worker import StageWorker
 
 #: KV cache on CPU where nothing is said.
@@ -98,9 +98,9 @@ def _make_worker(args: argparse.Namespace, first: int, end: int) -> StageWorker:
     from hetlb.stage.auth import read_key
     from hetlb.stage.checkpoint import load_config
     from hetlb.stage.kv import StageBlocks
-    from hetlb.stage.model import DTYPES, TorchRunner
     from hetlb.stage.self_profile import measure
     from hetlb.stage.stage_messages import Welcome
+    from hetlb.stage.torch_runner import DTYPES, TorchRunner
     from hetlb.stage.worker import StageWorker
 
     key, server_tls, peer_tls = read_key(args.key_file), *_tls(args)

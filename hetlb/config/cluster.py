@@ -20,6 +20,7 @@ from hetlb.config.plan_tables import (
 )
 from hetlb.config.yaml_file import Positive, PositiveInt, load_yaml
 from hetlb.errors import ConfigError
+from hetlb.plan.common.remarks import check_memory
 from hetlb.plan.disaggregation.split_cluster import Links, RequestLengths, Slo, SplitCluster
 
 
@@ -82,7 +83,17 @@ def load_cluster(path: Path) -> Cluster:
                 f"{path}: machines[{m}].profiles: expected latency profiles by degree, got none"
             )
     model = read_model(file.model, path, "model", ("parameters", "kv_bytes_per_token"))
+    _check_profiles(path, model, machines)
     return Cluster(path=path, model=model, limits=file.limits, machines=machines)
+
+
+def _check_profiles(path: Path, model: Model, machines: Sequence[Machine]) -> None:
+    """Raise `ConfigError` for a profile whose weights and cache are more than its GPUs have."""
+    for m, machine in enumerate(machines):
+        for degree, profile in machine.profiles.items():
+            check_memory(
+                f"{path}: machines[{m}].profiles.{degree}", model, profile, degree, machine.memory_bytes
+            )
 
 
 def load_split(path: Path, rows: Sequence[tuple[int, int]] | None = None) -> SplitCluster:
@@ -100,6 +111,7 @@ def load_split(path: Path, rows: Sequence[tuple[int, int]] | None = None) -> Spl
         if not table.profiles and table.roofline is None:
             raise ConfigError(f"{path}: machines[{m}].profiles: expected profiles or a roofline, got neither")
     model = read_model(file.model, path, "model", ("parameters", "kv_bytes_per_token", "layers"))
+    _check_profiles(path, model, machines)
     slo = Slo(*(math.inf if each is None else each / 1e3 for each in (file.slo.ttft_ms, file.slo.tpot_ms)))
     links = Links(file.links.rates(path, machines), file.links.latency_s)
     return SplitCluster(path, model, machines, links, RequestLengths(tuple(rows)), slo)

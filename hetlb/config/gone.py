@@ -22,9 +22,17 @@ GONE_VALUES: Final[dict[tuple[str, object], str]] = {
 }
 #: By command and flag, or flag and value.
 GONE_FLAGS: Final[dict[tuple[str, str], str]] = {
+    ("rent", "--budgets"): "run it once for each `budget_per_hour`",
+    ("rent", "--plot"): "it was of `--budgets`, which went",
+    ("rent", "--hours"): "make a plan for each hour: `--replan PLAN.json` follows the one before",
+    ("bench", "--html"): "use --plot PICTURE, and --json or --csv for the figures",
     ("engine", "--kv-transfer shared-storage"): _CONNECTORS,
     ("engine", "--kv-folder"): "it was for `shared-storage`, which went",
 }
+
+
+#: About `resume: true`, at each of its keys.
+RESUME_BY_TEXT: Final = "true went; use `ids`: an answer goes on by its token ids alone"
 
 
 def gone_key(path: str) -> str | None:

@@ -21,6 +21,7 @@ from hetlb.config.plan_tables import (
 from hetlb.config.yaml_file import Positive, load_yaml
 from hetlb.core.paths.stages import SINK, SOURCE, Edge, LinkSpec
 from hetlb.errors import ConfigError
+from hetlb.plan.common.remarks import remarks_on_machines
 from hetlb.plan.placement.place_cluster import (
     LayeredModel,
     MachineKind,
@@ -119,7 +120,12 @@ def _from_machines(path: Path, file: PlaceFile) -> PlaceCluster:
     shape = LayeredModel(model.name, model.layers, model.hidden_size * _ACTIVATION_VALUE_BYTES, _TOKEN_BYTES)
     links = _links(path, file.links or LinkTable(), machines, homes)
     return PlaceCluster(
-        model=shape, nodes=tuple(nodes), kinds={kind.name: kind for kind in kinds.values()}, links=links
+        model=shape,
+        nodes=tuple(nodes),
+        kinds={kind.name: kind for kind in kinds.values()},
+        links=links,
+        source=model,
+        remarks=tuple(remarks_on_machines(model, machines)),
     )
 
 

@@ -5,43 +5,40 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from hetlb.config.mistakes import short
+from hetlb.config.model_file import load_facts
 from hetlb.config.profile_file import Profile, load_named
 from hetlb.config.quantities import Quantity, read_bytes, read_memory, read_parameters, read_rate
-from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, read_object
+from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share
 from hetlb.errors import ConfigError
+from hetlb.models.degrees import ModelShape
+from hetlb.models.facts import ModelFacts, stated_facts
 from hetlb.plan.common.capacity import usable_bytes
-from hetlb.plan.model_shape import ModelShape, read_shape, text_config
 
 #: Bytes/s between GPUs of one machine and between machines where the file does not say: PCIe 4 x16, 5 Gbit/s.
 INSIDE, BETWEEN = 25e9, 0.625e9
-#: Keys of a `config.json` for what a table does not state.
-_THEIRS = {
-    "layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "attention_heads": "num_attention_heads",
-}
+#: A stated size that is off by more than this is named: it may be of another model.
+_MOST_OFF = 0.1
 
 
 # --- the model ------------------------------------------------------------------------------------------
 
 
 class PlanModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The model. `config` is its `config.json`, which gives layers, hidden size, heads and the KV size."""
+    """The model. `config` is its `config.json`; what is stated beside it wins."""
 
     name: str
     parameters: Quantity | None = None
-    bytes_per_parameter: Positive = 2.0
+    bytes_per_parameter: Positive | None = None
     kv_bytes_per_token: Quantity | None = None
-    kv_bytes_per_value: Positive = 2.0
+    kv_bytes_per_value: Positive | None = None
     config: str | None = None
     layers: PositiveInt | None = None
     hidden_size: PositiveInt | None = None
@@ -51,7 +48,9 @@ class PlanModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """A model with what planning needs of it; sizes in bytes, 0 where nothing was stated.
 
-    `shape` is None without a `config.json`: degrees are not checked then.
+    `kv_bytes_per_token` are of all layers that keep tokens, windows too: the unit of a cache's tokens, as in
+    vLLM. `facts` are of its `config.json`, with what was stated in their place; None without one: degrees are
+    not checked then. `notes` name stated sizes that are far from those of `config.json`.
     """
 
     name: str
@@ -61,12 +60,37 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     layers: int = 0
     hidden_size: int = 0
     attention_heads: int = 0
-    shape: ModelShape | None = None
+    facts: ModelFacts | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> ModelShape | None:
+        """Return the sizes that decide on degrees."""
+        return None if self.facts is None else self.facts.shape
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of all weights."""
+        """Return the bytes of all weights."""
         return self.parameters * self.bytes_per_parameter
+
+    def kv_bytes_at(self, tensor_parallel_size: int) -> float:
+        """Return the bytes of a token on all GPUs of a group: those with too few KV heads keep copies."""
+        return self.kv_bytes_per_token * self.known.replication(tensor_parallel_size)
+
+    @property
+    def known(self) -> ModelFacts:
+        """Return the facts; without a `config.json` those of a dense model that attends in full."""
+        if self.facts is not None:
+            return self.facts
+        return stated_facts(
+            self.name,
+            self.parameters,
+            self.kv_bytes_per_token,
+            self.bytes_per_parameter,
+            self.layers,
+            self.hidden_size,
+            self.attention_heads,
+        )
 
 
 def read_model(table: PlanModelTable, path: Path, where: str, needed: Sequence[str] = ()) -> Model:
@@ -76,49 +100,62 @@ def read_model(table: PlanModelTable, path: Path, where: str, needed: Sequence[s
         parameters = read_parameters(table.parameters, f"{path}: {where}.parameters")
     if table.kv_bytes_per_token is not None:
         kv_bytes = read_bytes(table.kv_bytes_per_token, f"{path}: {where}.kv_bytes_per_token")
-    raw: Mapping[str, Any] = {}
-    shape = None
-    if table.config is not None:
-        if kv_bytes:
-            raise ConfigError(
-                f"{path}: {where}.config: expected either config or kv_bytes_per_token, got both"
-            )
-        file = path.parent / table.config
-        whole = read_object(file)
-        raw = text_config(whole)
-        try:
-            shape = read_shape(whole)
-            kv_bytes = kv_bytes_per_token(shape, table.kv_bytes_per_value)
-        except ConfigError as caught:
-            raise ConfigError(f"{file}: {caught}") from caught
-    known = {key: getattr(table, key) or raw.get(theirs) for key, theirs in _THEIRS.items()}
     model = Model(
         name=table.name,
         parameters=parameters,
-        bytes_per_parameter=table.bytes_per_parameter,
+        bytes_per_parameter=table.bytes_per_parameter or 2.0,
         kv_bytes_per_token=kv_bytes,
-        shape=shape,
-        **{key: value if type(value) is int and value > 0 else 0 for key, value in known.items()},
+        layers=table.layers or 0,
+        hidden_size=table.hidden_size or 0,
+        attention_heads=table.attention_heads or 0,
     )
+    if table.config is not None:
+        model = _with_facts(
+            model, table, load_facts(path.parent / table.config, table.name), f"{path}: {where}"
+        )
     for key in needed:
         if not getattr(model, key):
-            if key == "parameters" or table.config is not None:  # no config.json gives the parameters
+            if table.config is not None:
                 raise ConfigError(f"{path}: {where}.{key}: expected a value, got none")
             raise ConfigError(f"{path}: {where}.{key}: expected a value or {where}.config, got neither")
     return model
 
 
-def kv_bytes_per_token(shape: ModelShape, bytes_per_value: float) -> int:
-    """KV bytes of one token: 2 * layers * kv_heads * head_dim * bytes. Raises `ConfigError`.
-
-    Grouped-query attention counts its KV heads, not its query heads.
-    """
-    if not shape.kv_heads:
-        raise ConfigError(
-            "kv_lora_rank: expected a model whose cache holds keys and values per head; "
-            "give model.kv_bytes_per_token for this one"
+def _with_facts(model: Model, table: PlanModelTable, found: ModelFacts, where: str) -> Model:
+    """Return the model with its facts; stated sizes win. Raises `ConfigError` for those of another model."""
+    for key in ("layers", "hidden_size", "attention_heads"):
+        stated, own = getattr(table, key), getattr(found, key)
+        if stated is not None and stated != own:
+            raise ConfigError(f"{where}.{key}: expected {own} as its config.json has, got {stated}")
+    scale = 1.0 if table.kv_bytes_per_value is None else table.kv_bytes_per_value / found.kv_bytes_per_value
+    facts = replace(
+        found,
+        kv_bytes_per_token=model.kv_bytes_per_token or found.kv_bytes_per_token * scale,
+        kv_windows=tuple((tokens, size * scale) for tokens, size in found.kv_windows),
+    )
+    each = table.bytes_per_parameter
+    if model.parameters or each is not None:
+        facts = facts.with_weights(model.parameters or found.parameters, each)
+    notes = tuple(
+        f"{where}.{key}: {stated:g} was stated, its config.json gives {own:g}"
+        for key, stated, own in (
+            ("parameters", model.parameters, found.parameters),
+            ("bytes_per_parameter", each or 0.0, found.weight_bytes / found.parameters),
+            ("kv_bytes_per_token", model.kv_bytes_per_token, found.kv_bytes_per_token),
         )
-    return math.ceil(2 * shape.layers * shape.kv_heads * shape.head_dim * bytes_per_value)
+        if stated and abs(stated - own) > _MOST_OFF * own
+    )
+    return msgspec.structs.replace(
+        model,
+        parameters=float(facts.parameters),
+        bytes_per_parameter=facts.weight_bytes / facts.parameters,
+        kv_bytes_per_token=math.ceil(facts.dense_bytes_per_token),
+        layers=facts.layers,
+        hidden_size=facts.hidden_size,
+        attention_heads=facts.attention_heads,
+        facts=facts,
+        notes=notes,
+    )
 
 
 # --- machines -------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import msgspec
 from hetlb.config.mistakes import short
 from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, load_yaml
 from hetlb.core.latency import LatencyModel
-from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillGrid, SplitKv
+from hetlb.core.step_times import DecodeTable, LaunchTime, MixedTerm, PnormPrefill, PrefillGrid, SplitKv
 from hetlb.core.types import Capacity
 from hetlb.errors import ConfigError, ProfileError
 
@@ -30,11 +30,23 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     all_reduce_bytes_s: Positive | None = None
 
 
+class KvWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Bytes that some layers keep for each of a sequence's last `tokens` alone."""
+
+    tokens: PositiveInt
+    bytes_per_token: Positive
+
+
 class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The model served. `layers` and `attention_heads` are of the whole model, not of one GPU."""
+    """The model served. `layers` and `attention_heads` are of the whole model, not of one GPU.
+
+    `kv_bytes_per_token` grow with every token; windows and state as `hetlb model` gives them.
+    """
 
     name: str
     kv_bytes_per_token: PositiveInt | None = None
+    kv_windows: tuple[KvWindow, ...] | None = None
+    state_bytes: PositiveInt | None = None
     layers: PositiveInt | None = None
     attention_heads: PositiveInt | None = None
 
@@ -150,6 +162,17 @@ class SplitKvAttention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     context_s: Positive
 
 
+class LaunchOfKernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Seconds in which the host launches the kernels of a pass that prefills, where no point shows them.
+
+    `graph_s` up to `graph_tokens` tokens, in CUDA graphs; `eager_s` beyond (0 graph_tokens: --enforce-eager).
+    """
+
+    graph_tokens: Annotated[float, msgspec.Meta(ge=0)] = 512.0
+    graph_s: NonNegative
+    eager_s: NonNegative
+
+
 class HostTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Host time that no point shows: of every iteration, of each sequence in it, and of every request."""
 
@@ -185,6 +208,24 @@ class FitReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     decode: PhaseReport | None = None
     decode_paper: PhaseReport | None = None
     mixed: PhaseReport | None = None
+
+
+#: Errors above these make a fit one not to rely on: default sweeps have 1 to 5 % in the mean.
+MEAN_ERROR_LIMIT = 0.10
+MAX_ERROR_LIMIT = 0.30
+
+
+def fit_warnings(phase: str, error: PhaseReport) -> list[str]:
+    """Return a line for each held-out error of a phase that is above its limit."""
+    lines = []
+    if error.mean_error > MEAN_ERROR_LIMIT:
+        over = f"{error.mean_error:.1%} (over {MEAN_ERROR_LIMIT:.0%})"
+        lines.append(f"{phase}: the mean held-out error is {over}")
+    if error.max_error > MAX_ERROR_LIMIT:
+        over = f"{error.max_error:.1%} (over {MAX_ERROR_LIMIT:.0%})"
+        worst = ", ".join(f"{key} {size}" for key, size in (error.worst or {}).items())
+        lines.append(f"{phase}: the largest held-out error is {over}{worst and f', at {worst}'}")
+    return lines
 
 
 #: Basis of the times of each kind of source.
@@ -228,7 +269,7 @@ class RawGrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 #: Sections that only version 2 has.
-_SECOND_VERSION = ("better_decode", "mixed", "split_kv", "host", "assumed")
+_SECOND_VERSION = ("better_decode", "mixed", "split_kv", "launch", "host", "assumed")
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -249,6 +290,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     better_decode: BetterDecode | None = None
     mixed: MixedSteps | None = None
     split_kv: SplitKvAttention | None = None
+    launch: LaunchOfKernels | None = None
     host: HostTime | None = None
     assumed: tuple[str, ...] = ()
     source: ProfileSource | None = None
@@ -283,6 +325,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             host_sequence_s=host.sequence_s,
             request_s=host.request_s,
             split_kv=None if split is None else SplitKv(split.blocks, share * split.context_s),
+            launch=None
+            if (launch := self.launch) is None
+            else LaunchTime(launch.graph_tokens, launch.graph_s, launch.eager_s),
         )
 
     @property
@@ -299,6 +344,30 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             )
         if self.host is None:
             found.append("host time: none is taken, per iteration, per sequence and per request")
+        return tuple(found)
+
+    @property
+    def other_discipline(self) -> str:
+        """Return how the engine schedules otherwise than the engine model, which is vLLM's; "" for vLLM."""
+        engine = self.engine.name
+        if engine.lower() == "vllm":
+            return ""
+        how = "computes prompts first" if engine.lower() == "sglang" else "may schedule otherwise"
+        return (
+            f"{self.name}: times are simulated as vLLM schedules (parts of prompts beside decodes); "
+            f"{engine} {how}, so first tokens and whole answers can be far off"
+        )
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Return reasons not to rely on the profile, a line each."""
+        found = []
+        if self.source is not None and not self.source.measured:
+            found.append("unmeasured: an estimate that no hardware has confirmed")
+        if self.fit is not None:
+            for phase in ("prefill", "decode", "mixed"):
+                if (report := getattr(self.fit, phase)) is not None:
+                    found += fit_warnings(phase, report)
         return tuple(found)
 
     @property
@@ -332,6 +401,7 @@ def sections(latency: LatencyModel) -> dict[str, Any]:
         "better_decode": _section(BetterDecode, latency.better_decode),
         "mixed": _section(MixedSteps, latency.mixed),
         "split_kv": _section(SplitKvAttention, latency.split_kv),
+        "launch": _section(LaunchOfKernels, latency.launch),
     }
 
 
@@ -383,4 +453,18 @@ def load_profile(path: Path) -> Profile:
                     f"{path}: {section}: expected constants that predict a positive time, "
                     f"got {seconds:.3g} s for a batch of {batch} at length {length}"
                 )
+    _check_memory(path, profile)
     return profile
+
+
+def _check_memory(path: Path, profile: Profile) -> None:
+    """Raise `ProfileError` for a KV cache that the GPUs cannot hold."""
+    tokens, hardware, model = profile.engine.kv_cache_tokens, profile.hardware, profile.model
+    if tokens is None or hardware is None or hardware.memory_bytes is None or model is None:
+        return
+    most = (hardware.gpus or 1) * hardware.memory_bytes
+    if tokens * (model.kv_bytes_per_token or 0) > most:
+        raise ProfileError(
+            f"{path}: engine.kv_cache_tokens: expected at most {most // (model.kv_bytes_per_token or 1)}, as "
+            f"{hardware.gpus or 1} GPUs of {hardware.memory_bytes} bytes hold, got {tokens}"
+        )

@@ -17,12 +17,16 @@ _NETLOC = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 _ZMQ_ADDRESS = re.compile(r"tcp://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[1-9][0-9]{0,4}|ipc:///[!-~]+")
 
 
-def check_url(url: str, where: str) -> str:
-    """Normalise an engine's base URL: no trailing slash or `/v1`. Raises `ConfigError` naming `where`."""
+def check_url(url: str, where: str, *, prefixed: bool = False) -> str:
+    """Normalise a server's base URL: no trailing slash or `/v1`. Raises `ConfigError` naming `where`.
+
+    With `prefixed` a path may stand before the `/v1`.
+    """
     parts = _split(url)
-    if parts is None or parts.query or parts.path not in ("", "/", "/v1", "/v1/"):
+    path = "" if parts is None else parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+    if parts is None or parts.query or (path and not prefixed) or "/v1/" in path:
         raise ConfigError(f"{where}: expected a URL like http://host:8000, got {_shown(url)}")
-    return f"{parts.scheme}://{parts.netloc}"
+    return f"{parts.scheme}://{parts.netloc}{path}"
 
 
 def check_base(url: str, where: str, example: str) -> str:

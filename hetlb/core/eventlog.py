@@ -99,6 +99,10 @@ class RecordingScheduler(Scheduler):
         end = {"lease": lease, "outcome": outcome, **told, "retry": retry, "generated": generated}
         return self._record("lease_ended", now, commands, **end)
 
+    def on_moving(self, lease: Lease, generated: int, now: float) -> list[Command]:
+        commands = super().on_moving(lease, generated, now)
+        return self._record("moving", now, commands, lease=lease, generated=generated)
+
     def on_refused(
         self, lease: Lease, busy: bool, retry_after_s: float | None, now: float, *, may_move: bool = True
     ) -> list[Command]:
@@ -285,6 +289,7 @@ _METHODS: Final[dict[str, tuple[str, dict[str, type[Any]]]]] = {
     "refused": ("on_refused", {"lease": Lease}),
     "sweep": ("on_sweep", {}),
     "stranded": ("on_stranded", {"lease": Lease}),
+    "moving": ("on_moving", {"lease": Lease}),
     "waiting_elsewhere": ("on_waiting_elsewhere", {}),
     "scrape": ("on_scrape", {"sample": EngineSample}),
     "policy": ("set_policy", {}),

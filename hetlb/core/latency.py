@@ -18,7 +18,15 @@ from enum import StrEnum
 from typing import Final
 
 from hetlb.core.pickle_by_fields import PickleByFields
-from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill, SplitKv, check_numbers, scaled
+from hetlb.core.step_times import (
+    DecodeTable,
+    LaunchTime,
+    MixedTerm,
+    PnormPrefill,
+    SplitKv,
+    check_numbers,
+    scaled,
+)
 
 
 class IterationRule(StrEnum):
@@ -64,6 +72,7 @@ class LatencyModel(PickleByFields):
     host_sequence_s: float = 0.0
     request_s: float = 0.0
     split_kv: SplitKv | None = None
+    launch: LaunchTime | None = None
 
     def __post_init__(self) -> None:
         for index in range(1, 9):
@@ -151,14 +160,17 @@ class LatencyModel(PickleByFields):
             return self.step_s(batch, kv_tokens)
         if attended < 0.0:
             attended = prefill_tokens * longest
-        better, mixed = self.better_prefill, self.mixed
+        better, mixed, launch = self.better_prefill, self.mixed, self.launch
         host_s = self.host_of_s(prompts + batch)
         # One block of threads runs through a context alone, however few tokens attend to it.
         chain_s = mixed.context_s * (attended / prefill_tokens + longest) / 2.0 if mixed is not None else 0.0
         if batch <= 0.0:
             if better is not None:
-                return host_s + better.pass_s(prefill_tokens, prompts, attended, 0.0, 0.0, 0.0, chain_s)
-            return host_s + self._paper_pass_s(prefill_tokens, prompts, longest) + self.k4
+                seconds = better.pass_s(prefill_tokens, prompts, attended, 0.0, 0.0, 0.0, chain_s)
+            else:
+                seconds = self._paper_pass_s(prefill_tokens, prompts, longest) + self.k4
+            seconds += host_s
+            return seconds if launch is None else launch.pass_s(seconds, prefill_tokens)
         if mixed is None:
             # A profile without mixed steps: the attention of decodes is taken to be so many times as long.
             decodes_s = self.k5 * kv_tokens + self.k7 * kv_tokens / batch
@@ -175,6 +187,8 @@ class LatencyModel(PickleByFields):
             if mixed is None:
                 seconds += self.k6 * batch
         seconds += host_s
+        if launch is not None:
+            seconds = launch.pass_s(seconds, prefill_tokens + batch)
         if mixed is None:
             return seconds
         step_s = self.step_s(batch, kv_tokens)
@@ -318,6 +332,7 @@ class LatencyModel(PickleByFields):
     ) -> LatencyModel:
         """The model with factors on its parts."""
         better, table, term, split = self.better_prefill, self.better_decode, self.mixed, self.split_kv
+        launch = self.launch
         return replace(
             self,
             k1=self.k1 * prefill,
@@ -334,6 +349,7 @@ class LatencyModel(PickleByFields):
             host_s=host_s,
             request_s=request_s,
             split_kv=None if split is None else scaled(split, decode),
+            launch=None if launch is None else scaled(launch, mixed),
         )
 
 

@@ -214,6 +214,35 @@ class PnormPrefill(PickleByFields):
         return (rising + bend) / (dense + bend), (rising + 2 * bend) / (dense + bend)
 
 
+#: Exponent that joins launching and computing, which overlap but for the ends of kernels. Fitted on passes of
+#: two models on B300 (vLLM 0.20.1).
+_LAUNCH_EXPONENT: Final = 2.4
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchTime(PickleByFields):
+    """Seconds in which the host launches the kernels of a pass that prefills.
+
+    Up to `graph_tokens` tokens vLLM replays CUDA graphs of all but attention: `graph_s`. Beyond, each kernel
+    is launched by itself: `eager_s`. A pass takes the longer of launching and computing, with a soft corner.
+    """
+
+    graph_tokens: float
+    graph_s: float
+    eager_s: float
+
+    def __post_init__(self) -> None:
+        check_numbers(self, 0.0, "graph_tokens", "graph_s", "eager_s")
+
+    def pass_s(self, computing_s: float, tokens: float) -> float:
+        """Return the seconds of a pass over `tokens` tokens whose kernels take `computing_s`."""
+        launching_s = self.graph_s if tokens <= self.graph_tokens else self.eager_s
+        low, high = (launching_s, computing_s) if launching_s < computing_s else (computing_s, launching_s)
+        if low <= 0.0:
+            return high
+        return high * math.pow(1.0 + math.pow(low / high, _LAUNCH_EXPONENT), 1.0 / _LAUNCH_EXPONENT)
+
+
 @mypyc_attr(acyclic=True)
 class _Piece:
     """Line of a `DecodeTable` up to `high`, from `seconds` at `low` by `rise_s` over `width`."""

@@ -7,6 +7,7 @@ a mean", 1908). Every round starts with another policy, so that none is always f
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
@@ -47,7 +48,8 @@ class Campaign:
 
     `policies` (none: whatever is in force) are compared over `rounds`; `attainment` asks for the highest rate
     at which this share of the requests meets the limits of `spec`, starting from `rates`. `run` fills
-    `measured`, and `comparison` and `search` as in the JSON document.
+    `measured`, and `comparison` and `search` as in the JSON document. Cancelled, it leaves in `measured` what
+    has ended, also of the run that it was in.
     """
 
     spec: LoadSpec
@@ -97,7 +99,10 @@ class Campaign:
                 progress=progress,
                 admin=self._admin,
             )
-        self.measured.append(measured)
+        if measured.records or measured.interrupted is None:
+            self.measured.append(measured)
+        if measured.interrupted is not None:
+            raise asyncio.CancelledError
         run = measured.run
         speeds = f"{run['request_throughput']:,.2f} req/s, {run['output_throughput']:,.0f} output tokens/s"
         self.screen.say(f"{label}: {speeds}")

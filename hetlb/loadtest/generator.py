@@ -10,7 +10,7 @@ import contextlib
 import gc
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -28,6 +28,9 @@ from hetlb.workload.records import RequestResult
 KEEP_ALIVE_S = 2.0
 #: Large events and long prompts must not stall in the client's own buffers (vLLM issue 39963).
 READ_BUFFER_BYTES = 1 << 20
+
+#: As in `vllm bench serve`.
+LONGEST_ANSWER_S = 6 * 3600.0
 
 _LAG_INTERVAL_S = 0.02
 _INSTANCE_HEADER = "x-hetlb-instance"
@@ -51,6 +54,26 @@ class LoadProgress:
         return self.completed + self.failed
 
 
+def client_session(headers: Mapping[str, str], *tracing: aiohttp.TraceConfig) -> aiohttp.ClientSession:
+    """Return a session for any number of requests at once, without a limit of its own on their time."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
+        headers={"content-type": "application/json", "accept-encoding": "identity", **headers},
+        read_bufsize=READ_BUFFER_BYTES,
+        auto_decompress=False,
+        trace_configs=list(tracing),
+    )
+
+
+class LoadInterruptedError(asyncio.CancelledError):
+    """The run was cancelled. `result` has the requests that had ended."""
+
+    def __init__(self, result: LoadResult) -> None:
+        super().__init__()
+        self.result = result
+
+
 async def run_load(
     plan: Sequence[PlannedRequest],
     bodies: RequestBodies,
@@ -59,13 +82,13 @@ async def run_load(
     progress: LoadProgress | None = None,
     headers: dict[str, str] | None = None,
     max_concurrency: int | None = None,
+    timeout_s: float = LONGEST_ANSWER_S,
 ) -> LoadResult:
     """Send the plan to the server at `url` and wait for every answer.
 
     `max_concurrency` caps the requests in flight. A request that is due waits for its turn and is late by
     that much; of a plan that is due all at once, the loop is closed: a request is due when its turn comes.
-    An answer may take as long as it likes: a limit would turn the slowest answers into failures and flatter
-    the percentiles.
+    A request that takes longer than `timeout_s` has failed. Cancelled, it raises `LoadInterruptedError`.
     """
     turns = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     records = [
@@ -73,13 +96,16 @@ async def run_load(
         for each in plan
     ]
     result = LoadResult(plan, records, 0.0, [])
-    run = _Run(result, bodies, url.rstrip("/"), progress or LoadProgress(), headers or {}, turns)
+    run = _Run(result, bodies, url.rstrip("/"), progress or LoadProgress(), headers or {}, turns, timeout_s)
     # What is there stays: a collection that walks over a large plan would stop the clock of every answer.
     frozen_before = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
         await run.run()
+    except asyncio.CancelledError:
+        result.keep_ended()
+        raise LoadInterruptedError(result) from None
     finally:
         if not frozen_before:  # else by a process that keeps it so
             gc.unfreeze()
@@ -110,6 +136,7 @@ class _Run:
     progress: LoadProgress
     headers: dict[str, str]
     turns: asyncio.Semaphore | None
+    timeout_s: float
     start: float = 0.0
 
     async def run(self) -> None:
@@ -119,14 +146,7 @@ class _Run:
         tracing = aiohttp.TraceConfig()
         tracing.on_connection_reuseconn.append(_on_reused)
         tracing.on_request_headers_sent.append(self._on_sent)
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
-            headers={"content-type": "application/json", "accept-encoding": "identity", **self.headers},
-            read_bufsize=READ_BUFFER_BYTES,
-            auto_decompress=False,
-            trace_configs=[tracing],
-        ) as session:
+        async with client_session(self.headers, tracing) as session:
             self.start, cpu_s = time.monotonic(), time.process_time()
             watch = asyncio.create_task(self._watch_lag())
             try:
@@ -146,8 +166,8 @@ class _Run:
                 watch.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await watch
-            elapsed = self._now()
-            self.result.cpu_share = (time.process_time() - cpu_s) / elapsed if elapsed > 0 else 0.0
+                elapsed = self._now()
+                self.result.cpu_share = (time.process_time() - cpu_s) / elapsed if elapsed > 0 else 0.0
 
     def _now(self) -> float:
         return time.monotonic() - self.start
@@ -166,14 +186,16 @@ class _Run:
     ) -> None:
         progress = self.progress
         try:
-            async with await self._ask(session, planned, record) as response:
+            async with asyncio.timeout(self.timeout_s), await self._ask(session, planned, record) as response:
                 record.instance = response.headers.get(_INSTANCE_HEADER, "")
                 await self._read(response, record, streams=self.bodies.streams(planned))
         except AnswerError as error:
             self._fail(record, error.kind, error.detail)
+        except TimeoutError:
+            self._fail(record, "timed out", f"no end of the answer within {self.timeout_s:g} s")
         except aiohttp.ClientConnectorError as error:
             self._fail(record, f"connect: {error.os_error.strerror or error.os_error}", error)
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except aiohttp.ClientError as error:
             self._fail(record, "broken connection", error)
         else:
             record.ok = True

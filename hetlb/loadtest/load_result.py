@@ -47,7 +47,15 @@ class LoadResult:
     examples: dict[str, str] = field(default_factory=dict)
     exact_output: bool = True
     exact_prompt: bool = True
+    #: Number of requests planned, of a run that was stopped before all had ended.
+    interrupted: int | None = None
     run: dict[str, Any] = field(default_factory=dict)
+
+    def keep_ended(self) -> None:
+        """Leave out the requests that have not ended: the run was stopped."""
+        self.interrupted = len(self.plan)
+        ended = [(p, r) for p, r in zip(self.plan, self.records, strict=True) if r.end_s is not None]
+        self.plan, self.records = [planned for planned, _ in ended], [record for _, record in ended]
 
     @property
     def errors(self) -> dict[str, int]:
@@ -81,6 +89,8 @@ class LoadResult:
                     self.exact_prompt and record.prompt_tokens != planned.input_tokens
                 )
         reasons = list(_reasons(found, figures))
+        if self.interrupted is not None:
+            reasons.append(f"interrupted: {len(self.records)} of {self.interrupted} requests had ended")
         return {"verdict": SUSPECT if reasons else VALID, "reasons": reasons, **found}
 
     def figures(self, percentiles: Sequence[float] = (), **options: Any) -> dict[str, Any]:
@@ -103,6 +113,7 @@ class LoadResult:
             **figures,
             "slo_attainment": met / len(records) if options.get("goodput_slo_s") and records else None,
             "max_concurrent_requests": peak_concurrency(records),
+            "tokens_per_event": _tokens_per_event(done),
             **latency_figures("client_queue_time", late),
             "from_sent": {
                 **latency_figures("ttft", latencies_s(sent, "ttft")),
@@ -136,6 +147,13 @@ class LoadResult:
             "request_instances": [record.instance for record in records],
             "errors": [record.error for record in records],
         }
+
+
+def _tokens_per_event(done: Iterable[RequestResult]) -> float | None:
+    """Return output tokens per event with text; None where no answer came as events."""
+    streamed = [each for each in done if each.itl_s is not None and each.first_token_s is not None]
+    events = sum(len(each.itl_s or ()) + each.sequences for each in streamed)
+    return sum(each.output_tokens for each in streamed) / events if events else None
 
 
 def peak_concurrency(records: Iterable[RequestResult]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from typing import Literal
-from urllib.parse import urlsplit
 
 from hetlb.errors import InputError
 from hetlb.loadtest.load_result import GOODPUT_METRICS
@@ -82,18 +81,6 @@ def read_names(flag: str, text: str, known: Collection[str]) -> list[str]:
     if len(set(names)) != len(names):
         raise InputError(f"{flag}: expected every name once, got {text!r}")
     return names
-
-
-def read_url(flag: str, text: str) -> str:
-    """The address of a server, without the slash at its end."""
-    try:
-        parts = urlsplit(text)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise InputError(f"{flag}: expected http://HOST:PORT, got {text!r}")
-    return text.rstrip("/")
 
 
 def read_ramp(

@@ -14,6 +14,8 @@ from hetlb.tables import table
 
 #: More instances than this get no columns of their own.
 _MAX_INSTANCE_COLUMNS = 4
+#: Tokens per event above which some events hold several.
+_ONE_TOKEN = 1.05
 
 Run: TypeAlias = Mapping[str, Any]
 #: Heading and cell of a column. A heading that begins with `>` is of numbers, to the right.
@@ -110,7 +112,12 @@ def latency_table(runs: Sequence[Run], metrics: Sequence[str], percentiles: Sequ
     keys = [f"{each}_{name}_ms" for name in metrics for each in ("median", highest)]
     suspect = [_VERDICT] if verdict_of(runs) == SUSPECT else []
     columns = [*_name_columns(runs), *_latency_columns(keys, "\n", text), *suspect]
-    found = _table(columns, runs, caption="milliseconds, from the time a request was due")
+    caption = "milliseconds, from the time a request was due"
+    several = [per for run in runs if (per := run.get("tokens_per_event") or 0.0) > _ONE_TOKEN]
+    if several and "itl" in metrics:
+        per = f"{min(several):.1f}" + (f" to {max(several):.1f}" if len(several) > 1 else "")
+        caption += f"\nitl: between events, which hold {per} tokens; time per token: tpot"
+    found = _table(columns, runs, caption=caption)
     found.padding = (0, 0)  # all figures fit on 80 columns
     return found
 

@@ -20,7 +20,7 @@ from hetlb.core.objective import ServiceClass
 from hetlb.errors import HetlbError, reason_of
 from hetlb.loadtest.bodies import COMPLETIONS, RequestBodies
 from hetlb.loadtest.fleet_admin import FleetAdmin
-from hetlb.loadtest.generator import LoadProgress, run_load
+from hetlb.loadtest.generator import LONGEST_ANSWER_S, LoadInterruptedError, LoadProgress, run_load
 from hetlb.loadtest.load_result import LoadResult
 from hetlb.served_models import read_model_list
 from hetlb.workload.arrivals import Load, PlannedRequest, Ramp, Rate
@@ -49,6 +49,7 @@ class LoadSpec:
     headers: Mapping[str, str] = field(default_factory=dict)
     session_header: str = ""
     tenant_header: str = ""
+    timeout_s: float = LONGEST_ANSWER_S
     #: Objectives of the classes that the rows name, the default first.
     classes: Mapping[str, ServiceClass] = field(default_factory=dict)
 
@@ -68,16 +69,24 @@ class LoadSpec:
     async def send(self, plan: Sequence[PlannedRequest], label: str, **options: Any) -> LoadResult:
         """Send a plan once; `options` are those of `run_load`."""
         bodies = self.bodies(plan, label)
-        result = await run_load(
-            plan,
-            bodies,
-            self.url,
-            headers=dict(self.headers),
-            max_concurrency=self.max_concurrency,
-            **options,
-        )
-        result.exact_output, result.exact_prompt = self.ignore_eos, not bodies.text
+        try:
+            result = await run_load(
+                plan,
+                bodies,
+                self.url,
+                headers=dict(self.headers),
+                max_concurrency=self.max_concurrency,
+                timeout_s=self.timeout_s,
+                **options,
+            )
+        except LoadInterruptedError as stopped:
+            self._note(stopped.result, bodies)
+            raise
+        self._note(result, bodies)
         return result
+
+    def _note(self, result: LoadResult, bodies: RequestBodies) -> None:
+        result.exact_output, result.exact_prompt = self.ignore_eos, not bodies.text
 
 
 async def measure(
@@ -92,7 +101,8 @@ async def measure(
 ) -> LoadResult:
     """Warm up, send the load once and wait for every answer.
 
-    The load of each round is drawn from a seed of its own, the same for every policy. `admin` is asked for
+    Stopped meanwhile, it returns what has ended, with `interrupted`. The load of each round is drawn from a
+    seed of its own, the same for every policy. `admin` is asked for
     what the engines report of the run.
     """
     seed = spec.seed + round_number - 1
@@ -100,8 +110,13 @@ async def measure(
     if spec.num_warmups:
         await _warm_up(spec, f"{label}/warm-up")
     plan = spec.load.plan(rate, seed)
-    async with contextlib.nullcontext() if admin is None else admin.reported() as counted:
-        result = await spec.send(plan, label, progress=progress)
+    async with contextlib.AsyncExitStack() as stack:
+        counted = None if admin is None else await stack.enter_async_context(admin.reported())
+        try:
+            result = await spec.send(plan, label, progress=progress)
+        except LoadInterruptedError as stopped:
+            stack.pop_all()  # engines are not asked once more
+            result = stopped.result
     run = result.run = {
         "policy": policy,
         "seed": seed,

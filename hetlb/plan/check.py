@@ -14,8 +14,9 @@ from hetlb.config.cluster import Cluster
 from hetlb.config.plan_tables import Machine
 from hetlb.core.paths.stages import SINK, SOURCE, Hop, StageNetwork
 from hetlb.errors import PlanError
+from hetlb.models.degrees import refusal
+from hetlb.plan.common.capabilities import fact_of, refused
 from hetlb.plan.disaggregation.split_cluster import GroupStage, Role, ServerGroup, SplitCluster, SplitPlan
-from hetlb.plan.model_shape import refusal
 from hetlb.plan.placement.flow import Flow
 from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
 from hetlb.plan.rent_program import Configuration, Problem, RentPlan
@@ -53,12 +54,15 @@ def _check_option(cluster: Cluster, machine: Machine, option: Option) -> None:
     usable = Fraction(repr(machine.gpu_memory_utilization)) * machine.memory_bytes
     weights = Fraction(repr(model.parameters)) * Fraction(repr(model.bytes_per_parameter))
     room = degree * (usable - machine.reserved_bytes_per_gpu) - weights
-    need = model.kv_bytes_per_token * (cluster.limits.max_input_tokens + cluster.limits.max_output_tokens)
-    tokens = max(0, room // model.kv_bytes_per_token)
+    longest = cluster.limits.max_input_tokens + cluster.limits.max_output_tokens
+    copies = Fraction(repr(model.known.replication(degree)))
+    need = Fraction(repr(model.known.kv_bytes(longest))) * copies
+    tokens = max(0, room // (model.kv_bytes_per_token * copies))
     if option.memory.kv_cache_tokens != tokens:
         raise PlanError(f"{where}: expected {tokens} KV tokens, got {option.memory.kv_cache_tokens}")
     profiled = degree in machine.profiles
-    accepted = model.shape is None or not refusal(model.shape, degree)
+    whole = profiled and bool(machine.profiles[degree].engine.enable_expert_parallel)
+    accepted = model.shape is None or not refusal(model.shape, degree, expert_parallel=whole)
     if option.feasible != (room >= need and profiled and accepted):
         raise PlanError(f"{where}: expected feasible to be {room >= need and profiled and accepted}")
     if option.feasible != (option.throughput_tok_s > 0):
@@ -232,6 +236,10 @@ def check_split(
     used: dict[int, int] = {}
     for g, group in enumerate(plan.groups):
         _check_group(cluster, f"group {g}", group, capacity)
+        if plan.splits and refused(group.form()):
+            raise PlanError(
+                f"plan: group {g}: expected a server that works, got {fact_of(group.form()).source}"
+            )
         for m, n in group.composition:
             used[m] = used.get(m, 0) + n
     for m, n in used.items():
@@ -277,7 +285,7 @@ def _check_group(
         usable = Fraction(repr(machine.gpu_memory_utilization)) * machine.memory_bytes
         memory = stage.gpus * (usable - machine.reserved_bytes_per_gpu)
         weights = Fraction(repr(cluster.model.weight_bytes)) * share
-        room.append((memory - weights) / (cluster.model.kv_bytes_per_token * share))
+        room.append((memory - weights) / (Fraction(repr(cluster.model.kv_bytes_at(stage.gpus))) * share))
     if group.kv_cache_tokens > min(room) * (1 + Fraction(1, 10**9)):
         raise PlanError(
             f"plan: {where}: expected room for at most {float(min(room)):.0f} KV tokens, "

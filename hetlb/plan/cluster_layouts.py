@@ -100,7 +100,7 @@ def servers_of(found: LayoutsFound, data_parallel: bool) -> list[VllmServer]:
                     utilization=machine.gpu_memory_utilization,
                     replicas=replicas,
                     max_model_len=found.cluster.limits.tokens,
-                    max_num_seqs=machine.profiles[part.tensor_parallel_size].engine.max_num_seqs,
+                    engine=found.instances[machine.kind][part].profile,
                     profile=profile,
                 )
                 result.append(server)

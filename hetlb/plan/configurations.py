@@ -17,7 +17,9 @@ import msgspec
 
 from hetlb.config.plan_tables import Model
 from hetlb.config.profile_file import Profile
+from hetlb.core.engine_defaults import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from hetlb.errors import ConfigError
+from hetlb.models.degrees import refusal
 from hetlb.plan.common.capacity import divide_layers, exact, kv_cache_tokens
 from hetlb.plan.common.composition import (
     ACTIVATION_BYTES,
@@ -32,11 +34,9 @@ from hetlb.plan.common.composition import (
     hidden_size,
 )
 from hetlb.plan.market import Market, OfferTable
-from hetlb.plan.model_shape import refusal
 from hetlb.plan.rent_program import Configuration, ConfigurationStage
 from hetlb.profiler.fit import Point, fit
 from hetlb.profiler.sources import Measurements, Roofline, make_profile
-from hetlb.sim.engine_limits import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from hetlb.sim.staged_engine import EngineStage
 
 #: Bytes/s inside a rented machine where the file does not say.
@@ -142,12 +142,19 @@ def _enumerated(market: Market, model: Model, longest_tokens: int) -> Iterator[C
         for degree in _degrees(offer.gpus_per_machine)
     }
     for kinds in _stage_kinds(market, model):
-        if model.shape is not None and refusal(model.shape, kinds[0][1], len(kinds)):
-            continue
+        if model.shape is not None:
+            # Profiles of a market state their experts; estimated ones keep them whole where they must.
+            whole = any(_experts_whole(profiles[kind]) for kind in kinds)
+            if refusal(model.shape, kinds[0][1], len(kinds), whole):
+                continue
         for by_speed in (False, True) if len({gpu for gpu, _ in kinds}) > 1 else (False,):
             candidate = _candidate(market, model, kinds, longest_tokens, profiles, by_speed)
             if candidate is not None:
                 yield candidate
+
+
+def _experts_whole(profile: Profile | None) -> bool:
+    return profile is not None and bool(profile.engine.enable_expert_parallel)
 
 
 def _stage_kinds(market: Market, model: Model) -> Iterator[tuple[tuple[str, int], ...]]:
@@ -229,7 +236,8 @@ def speed_of(profile: Profile) -> Fraction:
 def capacity_of(market: Market, model: Model, stages: Sequence[ConfigurationStage]) -> int:
     """Tokens that the KV cache of an instance of these stages holds."""
     room = [(market.offers[stage.gpu].usable(stage.tensor_parallel_size), stage.layers) for stage in stages]
-    return kv_cache_tokens(room, exact(model.weight_bytes), model.kv_bytes_per_token)
+    each = model.kv_bytes_at(stages[0].tensor_parallel_size)
+    return kv_cache_tokens(room, exact(model.weight_bytes), exact(each))
 
 
 def profile_on(market: Market, model: Model, offer: OfferTable, degree: int) -> Profile | None:
@@ -251,9 +259,7 @@ def roofline_profile(market: Market, model: Model, offer: OfferTable, degree: in
     roofline = Roofline(
         peak_flops=table.flops,
         bandwidth_bytes_s=table.bandwidth_bytes_per_s,
-        parameters=model.parameters,
-        bytes_per_parameter=model.bytes_per_parameter,
-        kv_bytes_per_token=model.kv_bytes_per_token,
+        model=model.known,
         tensor_parallel_size=degree,
         flops_efficiency=table.flops_efficiency,
         bandwidth_efficiency=table.bandwidth_efficiency,

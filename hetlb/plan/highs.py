@@ -31,6 +31,8 @@ OnProgress = Callable[[float, float], None]
 #: The values of all columns of an incumbent.
 OnSolution = Callable[[NDArray[np.float64]], None]
 _PROGRESS_INTERVAL_S = 0.2
+#: Wall time that a solve with a limit in CPU time may take, as a multiple of it.
+_WALL_PER_CPU = 20.0
 #: Flows over 24 machines need about a hundred.
 _MOST_QUADRATIC_ITERATIONS = 1000
 
@@ -188,8 +190,9 @@ class LinearProgram:
             highs.passHessian(self._hessian())
         highs.setOptionValue("random_seed", limits.seed)
         highs.setOptionValue("mip_rel_gap", limits.gap)
-        # The solver's clock goes on from solve to solve.
-        left = limits.left_s
+        # The solver's clock goes on from solve to solve. It is the wall's: of limits in CPU time `look` keeps
+        # account, and a busy machine may take longer.
+        left = limits.left_s * (_WALL_PER_CPU if limits.clock is time.process_time else 1.0)
         until = highs.getRunTime() + max(0.01, left) if left < INFINITY else INFINITY
         highs.setOptionValue("time_limit", until)
         if start is not None:
@@ -234,7 +237,8 @@ class LinearProgram:
 
         def look(event: Any) -> None:
             nonlocal shown
-            event.data_in.user_interrupt = limits.interrupted
+            cpu_over = limits.clock is time.process_time and limits.over
+            event.data_in.user_interrupt = limits.interrupted or cpu_over
             now = time.monotonic()
             if on_progress is not None and now - shown >= _PROGRESS_INTERVAL_S:
                 shown = now

@@ -18,6 +18,7 @@ from hetlb.config.profile_file import Profile, load_named
 from hetlb.config.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml
 from hetlb.errors import ConfigError
 from hetlb.plan.common.capacity import usable_bytes
+from hetlb.plan.common.remarks import check_memory
 from hetlb.plan.highs import INFINITY
 
 _NAME = re.compile(r"[A-Za-z0-9._/ +-]{1,100}")
@@ -154,6 +155,11 @@ def load_market(path: Path) -> Market:
     }
     market = Market(path=path, file=file, models=models, profiles=_profiles(file, path, models))
     gpus = market.offers
+    for o, offer in enumerate(file.offers):
+        for name, by_degree in offer.profiles.items():
+            for degree, written in by_degree.items():
+                profile, place = market.profiles[written], f"{path}: offers[{o}].profiles.{name}.{degree}"
+                check_memory(place, models[name], profile, int(degree), offer.memory_bytes)
     for index, table in enumerate(file.configurations):
         where = f"configurations[{index}]"
         market.model_of(table.model, where)

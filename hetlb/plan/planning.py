@@ -19,6 +19,7 @@ from hetlb.plan.configurations import candidates
 from hetlb.plan.highs import INFINITY, OnProgress, SolveLimits
 from hetlb.plan.market import Market
 from hetlb.plan.rent_program import Configuration, Problem, RentPlan, assign
+from hetlb.plan.simplest import without_ties
 from hetlb.plan.throughput import Measured
 from hetlb.plan.workloads import Clustering, RequestType, cluster
 
@@ -111,6 +112,8 @@ def make_table(
                     f"of {', '.join(sorted(known))}, got {name!r}"
                 )
         configurations.append(replace(candidate, throughput=rates))
+    if not market.file.configurations:
+        configurations = without_ties(configurations)
     target = market.file.target
     problem = Problem(
         types,

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table as Grid
 
-from hetlb.errors import PlanError
-from hetlb.plan.highs import INFINITY, SolveLimits
-from hetlb.plan.planning import SolvedPlan, Table, baselines, make_plan
+from hetlb.plan.common.remarks import remarks
+from hetlb.plan.highs import INFINITY
+from hetlb.plan.planning import SolvedPlan, Table
 from hetlb.plan.rent_program import RentPlan, prune
 from hetlb.plan.rent_simulation import simulate_plan
-from hetlb.plan.replan import Hour, Replanned
-from hetlb.plan.throughput import Measured
+from hetlb.plan.replan import Replanned
 from hetlb.tables import table as grid
 
 
@@ -33,7 +29,11 @@ def document_of(table: Table, planned: SolvedPlan, solve_s: float) -> dict[str, 
     tokens_s = sum(tokens[name] * rate for name, rate in totals.items())
     target = problem.request_rate is not None
     gap = plan.gap(problem)
+    models = [model.known.json() for model in table.market.models.values()]
     return {
+        "model": models[0] if len(models) == 1 else None,
+        "models": models,
+        "remarks": _remarks(table),
         "cost_per_hour": plan.cost_per_hour,
         "throughput_req_s": plan.throughput,
         "makespan_s": None if requests is None else requests / plan.throughput,
@@ -86,6 +86,20 @@ def document_of(table: Table, planned: SolvedPlan, solve_s: float) -> dict[str, 
         if table.clustering is None
         else {key: getattr(table.clustering, key) for key in ("explained", "input_error", "output_error")},
     }
+
+
+def _remarks(table: Table) -> list[str]:
+    """Return what is worth a word of the models, and of the profiles that the market names for them."""
+    market, found = table.market, []
+    for name, model in market.models.items():
+        written = [path for offer in market.file.offers for path in offer.profiles.get(name, {}).values()]
+        written += [
+            each.profile
+            for index, each in enumerate(market.file.configurations)
+            if each.profile is not None and market.model_of(each.model, f"configurations[{index}]") == name
+        ]
+        found += remarks(model, (market.profiles[path] for path in written))
+    return found
 
 
 def simulated_document(table: Table, plan: RentPlan, seed: int) -> dict[str, Any] | None:
@@ -144,8 +158,8 @@ def print_plan(table: Table, planned: SolvedPlan, document: dict[str, Any]) -> N
     tables += [_baseline_grid(document)] if document["baselines"] else []
     for each in tables:
         console.print(each, soft_wrap=False)
-    for line in trust_lines(document):
-        console.print(line)
+    for line in [*document["remarks"], *trust_lines(document)]:
+        console.print(line, markup=False)
     if (moves := document.get("replanning")) is not None:
         console.print(
             f"moves: {moves['moves']} (start {listed(moves['start'])}; stop {listed(moves['stop'])}); "
@@ -192,78 +206,6 @@ def _baseline_grid(document: dict[str, Any]) -> Grid:
         words = f"{gain:+.1%}" + (" cheaper" if target else "")
         rows.append((name, f"{served:.4g}", f"{each['cost_per_hour']:.2f}", words if gain < 100 else ""))
     return grid("the same money spent otherwise", ("", ">requests/s", ">per hour", ">this plan"), rows)
-
-
-def budgets_document(
-    table: Table, measured: Measured, budgets: Sequence[float], limits: SolveLimits, each_s: float
-) -> list[dict[str, Any]]:
-    """A plan for every budget, `each_s` seconds each; marked if it serves more than all smaller ones."""
-    points: list[dict[str, Any]] = []
-    best = 0.0
-    for budget in budgets:
-        within = replace(table, problem=replace(table.problem, budget_per_hour=budget))
-        mine = replace(limits, deadline=time.monotonic() + each_s)
-        point: dict[str, Any] = {"budget_per_hour": budget}
-        try:
-            planned = make_plan(within, measured, mine)
-        except PlanError as error:
-            points.append(point | {"reason": str(error), "pareto": False})
-            continue
-        rate = planned.plan.throughput
-        others = baselines(planned, replace(mine, gap=1e-3))
-        figures = {"baselines": others, "pareto": rate > best * (1 + 1e-6)}
-        points.append(document_of(within, planned, 0.0) | point | figures)
-        best = max(best, rate)
-    return points
-
-
-def budgets_grid(points: list[dict[str, Any]]) -> Grid:
-    rows = []
-    for point in points:
-        budget = f"{point['budget_per_hour']:g}"
-        if "reason" in point:
-            rows.append((budget, "", "", "", point["reason"]))
-            continue
-        rent = listed({each["configuration"]: each["count"] for each in point["instances"]})
-        cost, rate = point["cost_per_hour"], point["throughput_req_s"]
-        rows.append((budget, f"{cost:.2f}", f"{rate:.4g}", f"{cost / rate / 3.6:.4f}", rent))
-    return grid("budgets", (">budget", ">cost", ">requests/s", ">per 1000 requests", "rent"), rows)
-
-
-def hours_document(hours: list[Hour], found: list[Replanned]) -> dict[str, Any]:
-    """A rent schedule: every hour's plan with the moves that lead to it, and the bill."""
-    costs = [each.plan.cost_per_hour for each in found]
-    return {
-        "hours": [
-            {
-                "hour": hour.name,
-                "request_rate": hour.request_rate,
-                "cost_per_hour": each.plan.cost_per_hour,
-                "throughput_req_s": each.plan.throughput,
-                "instances": [{"configuration": n, "count": c} for n, c in each.plan.counts.items()],
-                "start": dict(each.moves.start),
-                "stop": dict(each.moves.stop),
-            }
-            for hour, each in zip(hours, found, strict=True)
-        ],
-        "cost": sum(costs),
-        "cost_of_the_peak_all_day": max(costs) * len(costs),
-    }
-
-
-def hours_grid(document: dict[str, Any]) -> Grid:
-    rows = [
-        (
-            each["hour"],
-            f"{each['request_rate']:g}",
-            f"{each['cost_per_hour']:.2f}",
-            listed({own["configuration"]: own["count"] for own in each["instances"]}),
-            listed(each["start"]),
-            listed(each["stop"]),
-        )
-        for each in document["hours"]
-    ]
-    return grid("rent schedule", ("hour", ">requests/s", ">per hour", "instances", "start", "stop"), rows)
 
 
 def trust_lines(document: dict[str, Any]) -> list[str]:

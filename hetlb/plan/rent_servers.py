@@ -46,7 +46,6 @@ def servers_of(table: Table, plan: RentPlan) -> list[VllmServer]:
     for configuration, own in instance_names(plan).items():
         candidate = table.problem.by_name[configuration]
         stages, layers = candidate.stages, market.models[candidate.model].layers
-        engine = candidate.profile.engine if candidate.profile is not None else None
         profile = _profile(table, plan, candidate)
         for name in own:
             gpus: dict[str, tuple[int, ...]] = {}
@@ -62,7 +61,7 @@ def servers_of(table: Table, plan: RentPlan) -> list[VllmServer]:
                     utilization=min(market.offers[stage.gpu].gpu_memory_utilization for stage in stages),
                     layers=[] if not layers else [int(stage.layers * layers) for stage in stages],
                     max_model_len=table.longest_tokens or "auto",
-                    max_num_seqs=None if engine is None else engine.max_num_seqs,
+                    engine=candidate.profile,
                     profile=profile,
                 )
             )

@@ -4,20 +4,14 @@ An instance that is started loads its model for some minutes, and serves nothing
 (the time until the next change is expected) it is worth that much less than one that keeps running. First
 the fewest moves are found that keep a given share of what a plan from scratch would serve, then, with no
 more moves than that, the plan that serves most over the horizon.
-
-A schedule has a plan for every hour of a table, each following the one before it. The table is a CSV file
-with the columns `hour` (any text) and `request_rate` (requests/s), and where they change `price:GPU` (per GPU
-and hour) and `available:GPU`; an empty cell keeps the market's value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from hetlb.csv_rows import csv_rows
-from hetlb.errors import ConfigError, PlanError
+from hetlb.errors import PlanError
 from hetlb.plan import decompose
 from hetlb.plan.highs import INFINITY, OnProgress, SolveLimits
 from hetlb.plan.rent_program import Formulation, Problem, RentPlan, assign, cost_of
@@ -159,67 +153,3 @@ def require_known(problem: Problem, old: Mapping[str, int]) -> dict[str, int]:
     if old and not kept:
         raise PlanError(f"the running plan: expected configurations of this market, got {', '.join(old)}")
     return kept
-
-
-# --- schedules ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Hour:
-    """Demand in one hour, and its differences from the market: prices and numbers of GPUs."""
-
-    name: str
-    request_rate: float
-    prices: dict[str, float] = field(default_factory=dict)
-    available: dict[str, float] = field(default_factory=dict)
-
-
-def read_hours(path: Path, problem: Problem) -> list[Hour]:
-    """Read the table. Raises `ConfigError` naming file, line, column and value."""
-    gpus = {gpu for c in problem.configurations for gpu in c.gpus}
-    hours = []
-    for row in csv_rows(path, ("hour", "request_rate"), ConfigError):
-        hour = Hour(row.cells["hour"], row.number("request_rate"))
-        for name in row.cells:
-            if name in ("hour", "request_rate"):
-                continue
-            kind, _, gpu = name.partition(":")
-            if kind not in ("price", "available") or gpu not in gpus:
-                raise ConfigError(
-                    f"{path}: header: expected price:GPU or available:GPU of the market, got {name!r}"
-                )
-            if row.get(name):
-                (hour.prices if kind == "price" else hour.available)[gpu] = row.number(name)
-        hours.append(hour)
-    if not 1 <= len(hours) <= _MOST_HOURS:
-        raise ConfigError(f"{path}: expected 1 to {_MOST_HOURS} hours, got {len(hours)}")
-    return hours
-
-
-def schedule(problem: Problem, hours: Sequence[Hour], cost: MoveCost, limits: SolveLimits) -> list[Replanned]:
-    """The plan of every hour, from the instances of the hour before."""
-    found: list[Replanned] = []
-    running: dict[str, int] = {}
-    for index, hour in enumerate(hours):
-        if hour.request_rate == 0:
-            nothing = RentPlan({}, {}, 0.0, 0.0, 0.0)  # all that runs is stopped
-            found.append(Replanned(running, nothing, nothing))
-            running = {}
-            continue
-        now = limits.clock()
-        part = max(1.0, (limits.deadline - now) / (len(hours) - index))
-        each = replan(at_hour(problem, hour), running, cost, replace(limits, deadline=now + part))
-        found.append(each)
-        running = dict(each.plan.counts)
-    return found
-
-
-def at_hour(problem: Problem, hour: Hour) -> Problem:
-    """The problem of one hour: its rate at least cost, at its prices and with its GPUs."""
-    return replace(
-        problem,
-        available={**problem.available, **hour.available},
-        prices={**problem.prices, **hour.prices},
-        request_rate=hour.request_rate,
-        budget_per_hour=INFINITY,
-    )

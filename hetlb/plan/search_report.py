@@ -12,6 +12,7 @@ from rich.table import Table
 
 from hetlb.config.plan_tables import Machine
 from hetlb.plan.cluster_layouts import LayoutsFound
+from hetlb.plan.common.remarks import remarks_on_machines
 from hetlb.plan.common.servers import VllmServer
 from hetlb.plan.layouts import Evaluated, FleetLayouts, Layout, Worth, counted, gpus_of, layout_name
 from hetlb.plan.tp_search import Option, whole_tok_s
@@ -26,6 +27,8 @@ def result_document(found: LayoutsFound, servers: list[VllmServer]) -> dict[str,
     target, machines = found.target, found.cluster.machines
     best = {machine.name: _best(found, machine) for machine in machines}
     return {
+        "model": found.cluster.model.known.json(),
+        "remarks": remarks_on_machines(found.cluster.model, machines),
         "machines": [
             {
                 "name": machine.name,
@@ -120,6 +123,8 @@ def print_result(found: LayoutsFound, document: Mapping[str, Any]) -> None:
         f"estimated on {len(sample.rows)} of {sample.total} rows of the trace; "
         f"{sample.total - sample.within} exceed the cluster's limits"
     )
+    for line in document["remarks"]:
+        print(line)
     if found.cluster.model.shape is None:
         print("degrees were not checked against vLLM's rules: give model.config, the model's config.json")
     if found.choice.worth is not None:

@@ -17,6 +17,7 @@ from hetlb.config.cluster import Cluster
 from hetlb.config.plan_tables import INSIDE, Machine
 from hetlb.config.profile_file import Profile
 from hetlb.errors import PlanError
+from hetlb.models.degrees import refusal
 from hetlb.plan.common.capacity import divide_layers, exact, kv_bytes
 from hetlb.plan.common.composition import (
     LinkSeconds,
@@ -25,7 +26,6 @@ from hetlb.plan.common.composition import (
     compose_profile,
     engine_stages,
 )
-from hetlb.plan.model_shape import refusal
 from hetlb.plan.throughput import Mix, with_bubbles
 
 #: Seconds per batch of the link between stages inside a machine.
@@ -89,8 +89,9 @@ def memory(cluster: Cluster, machine: Machine, part: Part) -> Memory:
     model, usable = cluster.model, machine.usable(part.tensor_parallel_size)
     weights = exact(model.parameters) * exact(model.bytes_per_parameter)
     room = kv_bytes([(usable, share) for share in _shares(cluster, part)], weights)
-    missing = max(0, math.ceil(model.kv_bytes_per_token * cluster.limits.tokens - room))
-    return Memory(max(0, math.floor(room / model.kv_bytes_per_token)), missing)
+    copies = exact(model.known.replication(part.tensor_parallel_size))
+    missing = max(0, math.ceil(exact(model.known.kv_bytes(cluster.limits.tokens)) * copies - room))
+    return Memory(max(0, math.floor(room / (model.kv_bytes_per_token * copies))), missing)
 
 
 def _shares(cluster: Cluster, part: Part) -> list[Fraction]:
@@ -154,7 +155,8 @@ def _option(cluster: Cluster, machine: Machine, part: Part, throughput: Throughp
 def _misfit(cluster: Cluster, machine: Machine, part: Part, room: Memory) -> str:
     """Reason for which an instance cannot run on a machine; empty where it can."""
     shape, degree = cluster.model.shape, part.tensor_parallel_size
-    if shape is not None and (why := refusal(shape, degree, part.pipeline_parallel_size)):
+    whole = degree in machine.profiles and bool(machine.profiles[degree].engine.enable_expert_parallel)
+    if shape is not None and (why := refusal(shape, degree, part.pipeline_parallel_size, whole)):
         return f"vLLM refuses it: {why}"
     if room.missing_bytes:
         return f"does not fit: {room.missing_bytes} bytes missing"

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from hetlb.config.cluster import Cluster
 from hetlb.config.profile_file import Profile
+from hetlb.core.engine_defaults import DEFAULT_MAX_NUM_SEQS
 from hetlb.core.latency import IterationRule, LatencyModel
 from hetlb.core.types import Capacity
 from hetlb.errors import ConfigError
 from hetlb.plan.common.fleet_run import arrivals
 from hetlb.sim.alone import run_alone
-from hetlb.sim.engine_limits import DEFAULT_MAX_NUM_SEQS
 from hetlb.sim.study import engine_of
 from hetlb.workload.traces import read_trace
 

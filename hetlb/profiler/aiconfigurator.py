@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
+from hetlb.config.model_file import model_info
 from hetlb.config.profile_file import EngineInfo, Hardware, ModelInfo, ProfileSource
-from hetlb.errors import ProfileError
+from hetlb.errors import ConfigError, ProfileError
+from hetlb.models.facts import ModelFacts, read_facts
 from hetlb.profiler.fit import Point, StepKind
-from hetlb.profiler.sources import Measurements
+from hetlb.profiler.sources import Measurements, assumed_launch
 
 _DISTRIBUTION = "aiconfigurator-core"
 #: Asking costs nothing here: more points than a live sweep takes.
@@ -90,7 +92,7 @@ def query(model: str, system: str, layout: Layout, *, scale: float = 1.0) -> Mea
                 f"{' --expert-parallel' if layout.expert_parallel else ''}: {first}"
             ) from error
         cache = _kv_cache(memory, model, system, layout)
-    kv_bytes = cache.get("kv_size_per_token_bytes")
+    facts, reason = _facts(model, config.get("raw_config", {}))
     note = "kernel tables measured on the GPU, composed; they hold no host time"
     return Measurements(
         points=tuple(points),
@@ -107,7 +109,7 @@ def query(model: str, system: str, layout: Layout, *, scale: float = 1.0) -> Mea
             tensor_parallel_size=layout.tp,
             data_parallel_size=layout.dp if layout.dp > 1 else None,
             enable_expert_parallel=True if layout.expert_parallel else None,
-            kv_cache_tokens=cache.get("total_kv_size_tokens"),
+            kv_cache_tokens=None if facts is None else _kv_tokens(facts, cache, layout),
             max_num_seqs=_MAX_NUM_SEQS,
             max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS,
         ),
@@ -117,11 +119,10 @@ def query(model: str, system: str, layout: Layout, *, scale: float = 1.0) -> Mea
             memory_bytes=cache.get("total_gpu_capacity_bytes"),
             all_reduce_bytes_s=all_reduce_bytes_s,
         ),
-        model=ModelInfo(
-            name=model, kv_bytes_per_token=None if kv_bytes is None else layout.tp * int(kv_bytes)
-        ),
-        split_blocks=_split_blocks(system, config, layout.tp),
-        assumed=tuple(_assumed(layout, all_reduce_bytes_s)),
+        model=ModelInfo(name=model) if facts is None else model_info(facts),
+        split_blocks=None if facts is None else _split_blocks(system, facts, config, layout.tp),
+        launch=None if facts is None else assumed_launch(facts),
+        assumed=(*_assumed(layout, all_reduce_bytes_s), *reason),
     )
 
 
@@ -135,9 +136,34 @@ def _assumed(layout: Layout, all_reduce_bytes_s: float | None) -> Iterator[str]:
         )
 
 
-def _split_blocks(system: str, config: dict[str, Any], tp: int) -> float | None:
+def _facts(model: str, raw: Mapping[str, Any]) -> tuple[ModelFacts | None, tuple[str, ...]]:
+    """Return the facts of the model's configuration, or why its cache cannot be computed."""
+    added = ("quant_algo", "quant_dynamic", "kv_cache_quant_algo", "hf_quant_config")  # by the library
+    own = {key: value for key, value in raw.items() if key not in added}
+    own["quantization_config"] = raw.get("hf_quant_config") or own.get("quantization_config")
+    try:
+        return read_facts(own, model), ()
+    except ConfigError as caught:
+        return None, (f"no KV cache: {caught}",)
+
+
+def _kv_tokens(facts: ModelFacts, cache: Mapping[str, Any], layout: Layout) -> int | None:
+    """Return the tokens of a rank's cache: what the library leaves beside weights, in bytes of our own count.
+
+    The library takes FP8 weights for an FP8 cache, and windows for caches of all tokens.
+    """
+    if not cache or not facts.dense_bytes_per_token:
+        return None
+    experts = facts.expert_bytes / (layout.tp * layout.dp)
+    weights = (facts.weight_bytes - facts.expert_bytes) / layout.tp + experts
+    room = cache["total_kv_size_bytes"] + cache["memory_breakdown"]["weights_bytes"] - weights
+    tokens = int(room * layout.tp / (facts.dense_bytes_per_token * facts.replication(layout.tp)))
+    return tokens if tokens > 0 else None
+
+
+def _split_blocks(system: str, facts: ModelFacts, config: dict[str, Any], tp: int) -> float | None:
     """SMs per KV head of a GPU; None for other kernels, and for latent attention, which has no such heads."""
-    if system not in _SMS_SPLIT_KV or "kv_lora_rank" in config.get("raw_config", {}):
+    if system not in _SMS_SPLIT_KV or not {"latent", "compressed"}.isdisjoint(facts.kinds):
         return None
     return _SMS_SPLIT_KV[system] / max(1, int(config["n_kv"]) // tp)
 

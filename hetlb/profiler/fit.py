@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import OptimizeWarning, curve_fit, least_squares, nnls
 
-from hetlb.config.profile_file import PhaseReport
+from hetlb.config.profile_file import PhaseReport, fit_warnings
 from hetlb.core.latency import LatencyModel
 from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillGrid, in_tiles
 from hetlb.errors import ProfileError
@@ -26,10 +26,6 @@ from hetlb.errors import ProfileError
 _Array = NDArray[np.float64]
 #: The four constants of the paper's form, or a better form.
 Fitted: TypeAlias = tuple[float, float, float, float] | PnormPrefill | DecodeTable
-
-#: Past these a fit is reported as one not to rely on.
-MEAN_ERROR_LIMIT = 0.10
-MAX_ERROR_LIMIT = 0.30
 
 #: The default grid of what can be asked at any size: it fits as well as three times as many points.
 DEFAULT_PREFILL_GRID = tuple((b, n) for b in (1, 4, 16) for n in (128, 512, 2048, 4096))
@@ -150,7 +146,7 @@ def fit(
         latency,
         {StepKind.PREFILL: better, StepKind.DECODE: table},
         reports,
-        tuple(line for phase in StepKind if phase in reports for line in _warnings(phase, reports[phase])),
+        tuple(line for phase in StepKind if phase in reports for line in fit_warnings(phase, reports[phase])),
         tile,
     )
 
@@ -202,26 +198,19 @@ def _check_enough(phase: StepKind, points: Sequence[Point]) -> None:
                 f"{phase} at batch {point.batch}, length {point.length}: "
                 f"expected a time above 0, got {point.seconds}"
             )
-    if phase is StepKind.MIXED:
-        return
-    batches, lengths = {p.batch for p in points}, {p.length for p in points}
-    if len(points) < _LEAST_POINTS or len(batches) < 2 or len(lengths) < 2:
-        raise ProfileError(
-            f"{phase}: expected at least {_LEAST_POINTS} points over 2 batch sizes and 2 lengths, "
-            f"got {len(points)} over {len(batches)} and {len(lengths)}"
-        )
+    if phase is not StepKind.MIXED and (wrong := too_few([(p.batch, p.length) for p in points])):
+        raise ProfileError(f"{phase}: {wrong}")
 
 
-def _warnings(phase: StepKind, error: PhaseReport) -> list[str]:
-    lines = []
-    if error.mean_error > MEAN_ERROR_LIMIT:
-        over = f"{error.mean_error:.1%} (over {MEAN_ERROR_LIMIT:.0%})"
-        lines.append(f"{phase}: the mean held-out error is {over}")
-    if error.max_error > MAX_ERROR_LIMIT:
-        over = f"{error.max_error:.1%} (over {MAX_ERROR_LIMIT:.0%})"
-        worst = ", ".join(f"{key} {size}" for key, size in (error.worst or {}).items())
-        lines.append(f"{phase}: the largest held-out error is {over}, at {worst}")
-    return lines
+def too_few(sizes: Sequence[tuple[int, int]]) -> str:
+    """Return why no phase can be fitted to points of these batches and lengths, "" if it can."""
+    points, batches, lengths = set(sizes), {b for b, _ in sizes}, {n for _, n in sizes}
+    if len(points) >= _LEAST_POINTS and len(batches) >= 2 and len(lengths) >= 2:
+        return ""
+    return (
+        f"expected at least {_LEAST_POINTS} points over 2 batch sizes and 2 lengths, "
+        f"got {len(points)} over {len(batches)} and {len(lengths)}"
+    )
 
 
 # --- errors ------------------------------------------------------------------------------------------

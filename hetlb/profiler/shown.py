@@ -11,15 +11,18 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from hetlb.config.profile_file import Profile, load_profile
+from hetlb.config.profile_file import HostTime, Profile, load_profile
 from hetlb.errors import InputError
 from hetlb.profiler.fit import StepKind
 from hetlb.tables import table
 
+#: Prompt tokens of the mixed steps that are shown and compared.
+_MIXED_PROMPT_TOKENS = 512
 #: Kind of step, batch and length at which times are shown and compared.
 _SIZES = (
     *((StepKind.PREFILL, batch, length) for batch in (1, 4, 16) for length in (128, 1024, 4096)),
     *((StepKind.DECODE, batch, length) for batch in (1, 16, 128) for length in (256, 1024, 4096)),
+    *((StepKind.MIXED, batch, 1024) for batch in (1, 16, 128)),
 )
 
 
@@ -60,10 +63,12 @@ def print_profile(profile: Profile) -> None:
 
 
 def _seconds(profile: Profile, kind: StepKind, batch: int, length: int) -> float:
-    latency = profile.latency
-    return (
-        latency.step_s(batch, batch * length) if kind is StepKind.DECODE else latency.prefill_s(length, batch)
-    )
+    latency, prompt = profile.latency, _MIXED_PROMPT_TOKENS
+    if kind is StepKind.PREFILL:
+        return latency.prefill_s(length, batch)
+    if kind is StepKind.DECODE:
+        return latency.step_s(batch, batch * length)
+    return latency.mixed_step_s(prompt, 1.0, prompt, batch, batch * length)
 
 
 def _origin(profile: Profile) -> str:
@@ -143,13 +148,16 @@ def comparison(a: Profile, b: Profile) -> dict[str, Any]:
         for kind, batch, length in _SIZES
     ]  # fmt: skip
     summary = {}
-    for kind in (StepKind.PREFILL, StepKind.DECODE):
+    for kind in StepKind:
         ratios = [each["b_s"] / each["a_s"] for each in points if each["phase"] == kind.value]  # type: ignore[operator]
         summary[kind.value] = {
             "mean_ratio": geometric_mean(ratios), "least_ratio": min(ratios), "most_ratio": max(ratios),
         }  # fmt: skip
     origins = {"a_origin": _origin(a), "b_origin": _origin(b)}
-    return {"a": a.name, "b": b.name, **origins, "points": points, "summary": summary}
+    host = {
+        f"{name}_host": msgspec.to_builtins(each.host or HostTime()) for name, each in (("a", a), ("b", b))
+    }
+    return {"a": a.name, "b": b.name, **origins, "points": points, "summary": summary, **host}
 
 
 def print_comparison(found: Mapping[str, Any]) -> None:
@@ -162,6 +170,12 @@ def print_comparison(found: Mapping[str, Any]) -> None:
     title = f"A = {found['a']} ({found['a_origin']}), B = {found['b']} ({found['b_origin']})"
     console = Console()
     console.print(table(title, ("phase", ">batch", ">length", ">A ms", ">B ms", "faster"), rows))
+    hosts = (
+        f"{name} {1e3 * host['iteration_s']:.3g} ms an iteration, {1e3 * host['sequence_s']:.3g} a sequence, "
+        f"{1e3 * host['request_s']:.3g} a request"
+        for name, host in (("A", found["a_host"]), ("B", found["b_host"]))
+    )
+    console.print(f"host: {'; '.join(hosts)} (mixed steps have a prompt of {_MIXED_PROMPT_TOKENS} tokens)")
     for phase, each in found["summary"].items():
         console.print(
             f"{phase}: B takes {each['mean_ratio']:.2f} x the time of A in the mean "

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from hetlb.config.model_file import model_info
 from hetlb.config.profile_file import (
     EngineInfo,
     FitReport,
@@ -24,10 +25,11 @@ from hetlb.config.profile_file import (
 )
 from hetlb.config.yaml_file import yaml_text
 from hetlb.core.latency import LatencyModel
-from hetlb.core.step_times import SplitKv
+from hetlb.core.step_times import LaunchTime, SplitKv
 from hetlb.csv_rows import CsvRow, csv_rows
 from hetlb.errors import ProfileError
 from hetlb.files import write_text
+from hetlb.models.facts import ModelFacts
 from hetlb.profiler.fit import (
     DEFAULT_DECODE_GRID,
     DEFAULT_PREFILL_GRID,
@@ -64,6 +66,7 @@ class Measurements:
     tile: int | None = ASSUMED_TILE
     lone: tuple[tuple[int, float], ...] = ()
     split_blocks: float | None = None
+    launch: LaunchTime | None = None
     assumed: tuple[str, ...] = ()
     where: str = ""
     name: str = ""
@@ -153,15 +156,14 @@ def _point(row: CsvRow) -> Point:
 class Roofline:
     """A GPU and a model in peak figures: FLOP/s and bytes/s of one GPU, and the shares really reached.
 
-    Time of a pass: weights (and cache) read from memory, or FLOPs computed, whichever is longer. All
+    Time of a pass: weights and cache read from memory, or FLOPs computed, whichever is longer. Of experts
+    those count that the batch reaches, evenly spread over the GPUs. All
     GPUs of the degree share the work; what they send each other costs `step_overhead_s`, with the host.
     """
 
     peak_flops: float
     bandwidth_bytes_s: float
-    parameters: float
-    kv_bytes_per_token: int
-    bytes_per_parameter: float = 2.0
+    model: ModelFacts
     tensor_parallel_size: int = 1
     flops_efficiency: float = 0.5
     bandwidth_efficiency: float = 0.7
@@ -170,8 +172,8 @@ class Roofline:
     def seconds(self, phase: StepKind, batch: int, length: int) -> float:
         tokens = batch * (length if phase is StepKind.PREFILL else 1)
         # Two FLOPs a weight; attention's own FLOPs are left out, as a roofline of dense work does.
-        flops = 2.0 * self.parameters * tokens
-        read = self.parameters * self.bytes_per_parameter + self.kv_bytes_per_token * batch * length
+        flops = 2.0 * self.model.passed_parameters * tokens
+        read = self.model.touched_bytes(tokens) + batch * self.model.kv_bytes(length)
         compute_s = flops / (self.peak_flops * self.flops_efficiency * self.tensor_parallel_size)
         memory_s = read / (self.bandwidth_bytes_s * self.bandwidth_efficiency * self.tensor_parallel_size)
         return max(compute_s, memory_s) + self.step_overhead_s
@@ -193,7 +195,7 @@ class Roofline:
             source=ProfileSource(kind="roofline", measured=False, system=system, note=note),
             engine=EngineInfo(tensor_parallel_size=degree),
             hardware=Hardware(gpu=system, gpus=degree) if system else None,
-            model=ModelInfo(name=model, kv_bytes_per_token=self.kv_bytes_per_token) if model else None,
+            model=model_info(self.model, model) if model else None,
             host=HostTime(),
             name="roofline",
         )
@@ -222,7 +224,7 @@ def profile_of(
         lead = "" if isinstance(error, ProfileError) else "expected points that a model can be fitted to: "
         where = f"{found.where}: " if found.where else ""
         raise ProfileError(f"{where}{lead}{error}") from error
-    result, assumed = complete(result, found.points, host, asynchronous, found.split_blocks)
+    result, assumed = complete(result, found.points, host, asynchronous, found.split_blocks, found.launch)
     if found.lone:
         host = msgspec.structs.replace(host, request_s=found.request_s(result.latency))
     found = replace(found, host=host, assumed=(*assumed, *found.assumed))
@@ -269,6 +271,24 @@ def corrected(profile: Profile, latency: LatencyModel, source: ProfileSource) ->
     )
 
 
+#: Seconds in which a layer's kernels are launched: of attention, which CUDA graphs of a pass that prefills
+#: leave out, by kind; of dense work and of experts, beyond the graphs. Fitted on Qwen3-32B, Qwen3.6-35B-A3B
+#: at TP 2 on B300 (vLLM 0.20.1): three figures for four constants, so linear attention and experts may trade.
+_ATTENTION_LAUNCH_S, _STATE_LAUNCH_S = 0.1e-3, 0.45e-3
+_DENSE_LAUNCH_S, _EXPERTS_LAUNCH_S = 0.15e-3, 0.475e-3
+#: Tokens up to which vLLM captures CUDA graphs by default.
+_GRAPH_TOKENS = 512
+
+
+def assumed_launch(facts: ModelFacts) -> LaunchTime:
+    """Return the launch times of a model by the kinds of its layers."""
+    states = facts.kinds.get("linear", 0) + facts.kinds.get("state", 0)
+    layers = max(facts.layers, sum(facts.kinds.values()))
+    graph_s = _STATE_LAUNCH_S * states + _ATTENTION_LAUNCH_S * (layers - states)
+    eager_s = graph_s + (_DENSE_LAUNCH_S + (_EXPERTS_LAUNCH_S if facts.experts else 0.0)) * layers
+    return LaunchTime(_GRAPH_TOKENS, graph_s, eager_s)
+
+
 #: Share of a GPU's blocks of threads that reads its memory as fast as all of them do.
 SPLIT_SHARE = 0.4
 
@@ -292,6 +312,7 @@ def complete(
     host: HostTime,
     asynchronous: bool | None = None,
     split_blocks: float | None = None,
+    launch: LaunchTime | None = None,
 ) -> tuple[FitResult, tuple[str, ...]]:
     """The fit with what its points do not show assumed; one phrase for each assumption.
 
@@ -318,6 +339,13 @@ def complete(
             f"split_kv: a decode step lasts until its longest context is through {split_blocks:g} // "
             f"sequences blocks, {SPLIT_SHARE:.0%} of which read as fast as all (38 to 41 % on B300); steps "
             "of unequal contexts would measure it"
+        )
+    if launch is not None:
+        latency = replace(latency, launch=launch)
+        assumed.append(
+            f"launch: kernels of a pass that prefills are launched in {1e3 * launch.graph_s:.3g} ms up to "
+            f"{launch.graph_tokens:g} tokens (CUDA graphs) and {1e3 * launch.eager_s:.3g} ms beyond, by the "
+            "kinds of the model's layers as on B300; a live sweep measures the passes as they are"
         )
     if host == assumed_host(asynchronous):
         scheduling = "synchronous" if asynchronous is False else "asynchronous"

@@ -236,9 +236,9 @@ class Sweep:
 
     async def _undisturbed(self, size: Size) -> Sample:
         """One undisturbed sample, or the reason there is none. Raises `BusyError`."""
-        whole, merged = True, False
+        whole, merged, impossible = True, False, ""
         for attempt in range(_TRIES):
-            whole, merged = True, False
+            whole, merged, impossible = True, False, ""
             if not await settled(self.client, self.facts) and not self.force:
                 break
             before = await self._counters()
@@ -263,14 +263,25 @@ class Sweep:
                     iterations = None if more is None else more - 1  # the prompt ahead has its own
                     if merged := iterations == 0:
                         continue
+            if seconds is not None and (impossible := self._impossible(size, seconds)):
+                continue
             if seconds is not None:
                 return Sample(size, seconds, iterations)
             whole = False
+        if impossible:
+            return Sample(size, reason=impossible)
         if merged:
             return Sample(size, reason="it was always read in one iteration with the prompt ahead of it")
         if whole:
             raise BusyError(f"{size}: expected a server without other load (--force measures all the same)")
         return Sample(size, reason="its requests never ran all at once")
+
+    def _impossible(self, size: Size, seconds: float) -> str:
+        """Return why a time cannot be that of the step, "" if it can: a prompt makes no step shorter."""
+        decode_s = self._step_s.get(Size(StepKind.DECODE, size.batch, size.length))
+        if size.phase is StepKind.MIXED and decode_s is not None and seconds < (1.0 - _NOISY) * decode_s:
+            return f"always below the {1e3 * decode_s:.3g} ms of its decodes alone"
+        return ""
 
     async def _counters(self) -> EngineCounters | None:
         return await self.client.counters() if self.facts.counts else None

@@ -145,7 +145,10 @@ def _from_a_page(request: web.Request) -> bool:
     origin = request.headers.get("Origin")
     if origin is not None and origin.partition("://")[2] != request.host:
         return True
-    name = request.url.raw_host or ""
+    try:
+        name = request.url.raw_host or ""
+    except ValueError:
+        return True  # a Host that is none
     try:
         ipaddress.ip_address(name)
     except ValueError:

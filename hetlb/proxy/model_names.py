@@ -12,7 +12,9 @@ import msgspec
 from hetlb.config.fleet_tables import FleetFile
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_FORM_FIELD: Final = rb'(name="model"[^\r\n]*(?:\r\n[^\r\n]+)*\r\n\r\n)%b(?=\r\n--)'
+_FORM_FIELD: Final = (
+    rb'((?<=[; \t])name=(?:"model"|model(?![^;\s]))[^\r\n]*(?:\r\n[^\r\n]+)*\r\n\r\n)%b(?=\r\n--)'
+)
 
 
 @dataclass(frozen=True, slots=True)

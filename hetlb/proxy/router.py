@@ -10,8 +10,9 @@ import hashlib
 import ipaddress
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
+from urllib.parse import unquote
 
 import msgspec
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from hetlb.core.block_index import PromptBlocks
     from hetlb.proxy.continuation import Continuation
     from hetlb.proxy.model_names import ModelNames
+    from hetlb.proxy.progress import Kept
     from hetlb.proxy.service_classes import ServiceClasses
     from hetlb.proxy.telemetry.tracing import Tracing
 
@@ -90,6 +92,8 @@ class Router:
         self.classes: ServiceClasses | None = None
         #: Ways of resuming answers by model and class; others as `proxy.resume` says.
         self.resume: Mapping[tuple[str, str], Resume] = {}
+        #: Bytes kept of streams that may go on elsewhere, None before the first.
+        self._kept: Kept | None = None
         #: Makes the ids of every request's spans, None without tracing.
         self.tracing: Tracing | None = None
         #: Engines take our request ids for their own, and another proxy may count from 1 too.
@@ -311,15 +315,18 @@ class Router:
         if how is False or call.prompts * call.n != 1 or not self._driver.resumes:
             return None
         from hetlb.proxy.continuation import Continuation
+        from hetlb.proxy.progress import Kept
 
-        asks_ids = (
-            call.stream
-            and not call.tools
-            and len(outgoing.body) <= MAX_INJECT_BYTES
-            and outgoing.body.find(b'"return_token_ids"') < 0
-        )
+        if self._kept is None:
+            self._kept = Kept()
+        asks_ids = len(outgoing.body) <= MAX_INJECT_BYTES and outgoing.body.find(b'"return_token_ids"') < 0
         return Continuation(
-            kind, outgoing, by_text=how is True, asks_ids=asks_ids, hides_usage=call.hold_usage
+            kind,
+            outgoing,
+            self._kept,
+            streamed=call.stream,
+            asks_ids=asks_ids,
+            hides_usage=call.hold_usage,
         )
 
     def _address_of(self, head: RequestHead, peer: str) -> str:
@@ -375,7 +382,7 @@ class Router:
         elif path == "/v1/models":
             body = msgspec.json.encode({"object": "list", "data": self._models(tenant)})
         elif path.startswith("/v1/models/"):
-            body = msgspec.json.encode(self._model(path[len("/v1/models/") :], tenant))
+            body = msgspec.json.encode(self._model(unquote(path[len("/v1/models/") :]), tenant))
         else:
             raise GateError(404, "Not Found")
         if head.method not in methods:
@@ -389,7 +396,18 @@ class Router:
         models = self._view.models()
         if self.names is not None:
             models = [*models, *self.names.entries(models)]
+        if self.classes is not None:
+            allowed = None if tenant is None else tenant.classes
+            models = [self._with_class(self.classes, entry, allowed) for entry in models]
         return models if tenant is None else [entry for entry in models if tenant.may_use(entry["id"])]
+
+    def _with_class(
+        self, classes: ServiceClasses, entry: dict[str, Any], allowed: Sequence[str] | None
+    ) -> dict[str, Any]:
+        """Return the entry of a model with its background class, if it has one."""
+        model = entry["id"] if self.names is None else self.names.aliases.get(entry["id"], entry["id"])
+        name = classes.background(model, allowed)
+        return entry if name is None else {**entry, "background_class": name}
 
     def _model(self, name: str, tenant: Tenant | None) -> dict[str, Any]:
         for entry in self._models(tenant):

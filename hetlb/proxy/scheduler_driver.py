@@ -234,6 +234,9 @@ class SchedulerDriver(SchedulerSide):
         if commands or self._ticker is None:
             self.carry_out(commands)
 
+    def move(self, lease: Lease, generated: int, now: float) -> None:
+        self.carry_out(self.scheduler.on_moving(lease, generated, now))
+
     def refused(self, lease: Lease, busy: bool, retry_after_s: float | None, now: float) -> None:
         commands = self.scheduler.on_refused(lease, busy, retry_after_s, now, may_move=self.moves_busy)
         if lease.ended:

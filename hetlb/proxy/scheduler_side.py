@@ -132,6 +132,13 @@ class SchedulerSide(ABC):
         """
 
     @abstractmethod
+    def move(self, lease: Lease, generated: int, now: float) -> None:
+        """The answer of a lease is to go on elsewhere while its engine lives, `generated` tokens of it said.
+
+        A dispatch follows once there is a place; without one the lease goes on.
+        """
+
+    @abstractmethod
     def refused(self, lease: Lease, busy: bool, retry_after_s: float | None, now: float) -> None:
         """An engine refused a request and ran nothing of it; `busy`: it has no room.
 

@@ -461,13 +461,19 @@ def require_urls(fleet: Fleet) -> Access:
     for key, module, extra, wanted in (
         ("tracing", "opentelemetry.exporter.otlp.proto.http", "otel", fleet.file.tracing is not None),
         ("discovery.dns", "dns.resolver", "discovery", discovery is not None and discovery.dns),
-        ("shared", "redis", "pick", fleet.file.shared is not None),
+        ("shared", "redis", "pick", _over_redis(fleet)),
     ):
         if wanted:
             from hetlb.extras import check_extra
 
             check_extra(f"{fleet.where}{key}", module, extra)
     return load_access(fleet)
+
+
+def _over_redis(fleet: Fleet) -> bool:
+    """Return whether peers share over Valkey or Redis."""
+    shared = fleet.file.shared
+    return shared is not None and not (shared.url or "").startswith("hub:")
 
 
 def ready_line(

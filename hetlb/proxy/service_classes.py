@@ -24,6 +24,13 @@ class ServiceClasses:
     def __init__(self, by_model: Mapping[str, Mapping[str, ServiceClass]]) -> None:
         self._by_model = by_model
 
+    def background(self, model: str, allowed: Sequence[str] | None) -> str | None:
+        """Return the first background class of a model that a key may use, None without one."""
+        for name, service in self._by_model.get(model, {}).items():
+            if service.background and (allowed is None or name in allowed):
+                return name
+        return None
+
     def of(self, model: str, head: RequestHead, allowed: Sequence[str] | None) -> ServiceClass:
         """The class of a request, of those that its key may use. Raises `GateError` (400, 403)."""
         classes = self._by_model.get(model)

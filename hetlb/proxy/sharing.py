@@ -1,9 +1,9 @@
-"""Sharing of several schedulers of one fleet, over Valkey or Redis: live leases, and what waits.
+"""Sharing of several schedulers of one fleet, over a hub or Redis: live leases, and what waits.
 
 Each process hears of every change and of its own, whose way there and back is the age that the others' news
 have. It says something at least four times in `silent_s`, so that a silent peer is dead. It tells all it has
-when it comes, when it is asked to, and when it was cut off. Without the server each goes on with its own view
-and the engines' own figures.
+when it comes, when it is asked to, and when it was cut off. Without a connection each goes on with its own
+view and the engines' own figures.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
-import redis.asyncio
-from redis.exceptions import RedisError
 
 from hetlb.config.fleet_tables import SharedTable
 from hetlb.core.journal import Change
@@ -26,8 +24,8 @@ from hetlb.core.shared_view import SharedView
 from hetlb.core.types import Command
 from hetlb.errors import ConfigError
 from hetlb.proxy.lease_wire import PART_BYTES, PART_CHANGES, WireChange, from_wire, parts
+from hetlb.proxy.peer_transport import HUB, transport_of
 from hetlb.proxy.telemetry.events import Event, Rarely, tell
-from hetlb.turns import Share
 
 logger = logging.getLogger("hetlb.shared")
 
@@ -38,13 +36,9 @@ _CHANGES: Final = 0
 _STATE: Final = 1
 _ASK: Final = 2
 _LEAVE: Final = 3
-#: Messages that wait to be published, at most; more is told as a whole later.
-_MOST_WAITING: Final = 1000
 _RETRY_S: Final = 0.25
 #: Longest wait for the last messages to be published, in seconds; beyond `silent_s` peers need none of them.
 _LAST_WORDS_S: Final = 1.0
-#: Own messages come back: after so many times `silent_s` without any the connection is dead.
-_DEAF: Final = 2.0
 #: A longer message is none.
 MOST_BYTES: Final = 2 * PART_BYTES
 #: Peers at once, and their leases in all: a message beyond is none.
@@ -67,7 +61,18 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
     changes: Annotated[list[WireChange], msgspec.Meta(max_length=PART_CHANGES)]
 
 
+class _Head(msgspec.Struct, array_like=True, frozen=True):
+    """A message without its changes."""
+
+    version: int
+    name: str
+    kind: int
+    sequence: int
+    sent_at: float
+
+
 _decode = msgspec.msgpack.Decoder(_Message).decode
+_decode_head = msgspec.msgpack.Decoder(_Head).decode
 
 
 def shared_url(table: SharedTable, key: str) -> str:
@@ -81,8 +86,8 @@ def shared_url(table: SharedTable, key: str) -> str:
             raise ConfigError(f"{key}.url_env: expected the name of a variable that is set")
     if url is None:
         raise ConfigError(f"{key}.url: expected an address, but the key is missing")
-    if not url.startswith(("redis://", "rediss://", "unix://")):
-        raise ConfigError(f"{key}.url: expected redis://, rediss:// or unix:// at its beginning")
+    if not url.startswith(("redis://", "rediss://", "unix://", HUB)):
+        raise ConfigError(f"{key}.url: expected redis://, rediss://, unix:// or hub: at its beginning")
     return url
 
 
@@ -103,25 +108,19 @@ class Sharing:
         self.name = name
         self.view = SharedView(scheduler, int(name, 16), name)
         self.view.journal.on_change = lambda: self._loop.call_soon(self._tell)
-        limit_s = max(0.2, table.silent_s)
-        self._redis = redis.asyncio.Redis.from_url(
-            url, socket_connect_timeout=limit_s, socket_timeout=limit_s, protocol=2
-        )
-        self._channel = f"{table.group}:leases"
+        self._transport = transport_of(url, table.group, table.silent_s)
+        self._own = msgspec.msgpack.encode([_VERSION, name])[1:]
         self._heard_at: dict[str, float] = {}
         self._next: dict[str, int] = {}
         #: Messages so far.
         self.sent = self.received = self.rejected = 0
         self._rejections = Rarely()
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue(_MOST_WAITING)
-        self._missed = True
         #: The answer to those that asked for all that holds, and when the last one was sent.
         self._answer: asyncio.TimerHandle | None = None
         self._answered_at = -_RETRY_S
         #: True while the server is reached.
         self.connected = False
         self._tasks: list[asyncio.Task[None]] = []
-        self._publisher: asyncio.Task[None] | None = None
 
     @property
     def peers(self) -> int:
@@ -130,7 +129,6 @@ class Sharing:
     def start(self) -> None:
         """Begin; a server that is not there yet is waited for, and nothing else waits for it."""
         self._tasks = [self._loop.create_task(each) for each in (self._listen(), self._beat())]
-        self._publisher = self._loop.create_task(self._publish())
 
     async def close(self) -> None:
         """Stop: peers hear the last changes and forget this process."""
@@ -138,21 +136,18 @@ class Sharing:
             self._answer.cancel()
         tasks, self._tasks = self._tasks, []
         await _cancel(tasks)
-        publisher, self._publisher = self._publisher, None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(_LAST_WORDS_S, self._table.silent_s)):
-                if publisher is not None and self.connected:
+                if tasks and self.connected:
                     self._send(_LEAVE, self.view.take())
-                    await self._outbox.join()
-        if publisher is not None:
-            await _cancel([publisher])
-        await self._redis.aclose()
+                    await self._transport.flush()
+        await self._transport.close()
 
     # --- out ---
 
     def _tell(self) -> None:
         """Tell what changed in the last turn of the event loop."""
-        if self._publisher is not None and (changes := self.view.take()):
+        if self._tasks and (changes := self.view.take()):
             self._send(_CHANGES, changes)
 
     def _send(self, kind: int, changes: list[Change]) -> None:
@@ -163,10 +158,7 @@ class Sharing:
             self.sent += 1
             head = [_VERSION, self.name, kind if number == at else _CHANGES, self.sent]
             message = msgspec.msgpack.encode([*head, self._loop.time(), part])
-            try:
-                self._outbox.put_nowait(message)
-            except asyncio.QueueFull:
-                self._missed = True
+            self._transport.send(message)
 
     def _send_state(self) -> None:
         """Tell all that holds, after what changed before."""
@@ -178,17 +170,6 @@ class Sharing:
         """Tell all that holds to those that asked since the last time."""
         self._answer, self._answered_at = None, self._loop.time()
         self._send_state()
-
-    async def _publish(self) -> None:
-        while True:
-            message = await self._outbox.get()
-            try:
-                await self._redis.publish(self._channel, message)
-            except (RedisError, OSError, TimeoutError):
-                self._missed = True
-                await asyncio.sleep(_RETRY_S)
-            finally:
-                self._outbox.task_done()
 
     async def _beat(self) -> None:
         """Send a heartbeat, and find peers that have gone silent."""
@@ -208,49 +189,34 @@ class Sharing:
         lost = False
         while True:
             try:
-                async with self._redis.pubsub() as subscription:
-                    await subscription.subscribe(self._channel)
-                    self._introduce()
-                    await self._hear(subscription)
+                await self._transport.run(self._introduce, self._receive)
             except Exception as error:  # of whatever kind: a process that hears nothing must not seem to
                 if self.connected or not lost:
                     reason = " ".join(str(error).split())[:200] or type(error).__name__
-                    text = "shared state: the server is gone (%s): this process goes on with its own view"
+                    text = "shared state: the connection is lost (%s): this process goes on with its own view"
                     tell(logger, Event.SHARED_LOST, text, reason, reason=reason)
                 lost, self.connected = True, False
             await asyncio.sleep(_RETRY_S)
 
     def _introduce(self) -> None:
         """Tell all, and ask the others to."""
-        self._missed = False
-        while not self._outbox.empty():
-            self._outbox.get_nowait()
-            self._outbox.task_done()
+        self._transport.lost = False
+        self._transport.discard()
         self._send_state()
         self._send(_ASK, [])
-
-    async def _hear(self, subscription: Any) -> None:
-        heard_at, share = self._loop.time(), Share()
-        while True:
-            await share.spent()
-            message = await subscription.get_message(
-                ignore_subscribe_messages=True, timeout=self._table.silent_s
-            )
-            if message is not None:
-                heard_at = self._loop.time()
-                if not self.connected:
-                    self.connected = True
-                    text = "shared state: the server is reached (group %s)"
-                    tell(logger, Event.SHARED, text, self._table.group)
-                self._receive(message["data"])
-            elif self._loop.time() - heard_at > _DEAF * self._table.silent_s:
-                raise ConnectionError("not even own messages come back")
-            if self._missed:
-                self._introduce()
 
     def _receive(self, data: object) -> None:
         """Take a message; one that is none is counted, and the next one is taken like any other."""
         now = self._loop.time()
+        if not self.connected:
+            self.connected = True
+            tell(logger, Event.SHARED, "shared state: connected (group %s)", self._table.group)
+        if self._transport.lost:
+            self._introduce()
+        if isinstance(data, bytes) and data.startswith(self._own, 1):
+            age_s = min(_MOST_AGE_S, max(0.0, now - _decode_head(data).sent_at))
+            self.view.delay_s += _ECHO_WEIGHT * (age_s - self.view.delay_s)
+            return
         try:
             if not isinstance(data, bytes) or len(data) > MOST_BYTES:
                 raise ValueError(f"expected a message of at most {MOST_BYTES >> 20} MiB")
@@ -266,10 +232,6 @@ class Sharing:
             self._rejections.tell(logger, Event.SHARED_MESSAGE, "shared state: a message is none: %s", reason)
             return
         peer, kind, sequence = message.name, message.kind, message.sequence
-        if peer == self.name:
-            age_s = min(_MOST_AGE_S, max(0.0, now - message.sent_at))
-            self.view.delay_s += _ECHO_WEIGHT * (age_s - self.view.delay_s)
-            return
         self.received += 1
         self._heard_at[peer] = now
         whole = kind == _STATE or self._next.get(peer) == sequence

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 from hetlb.core.adapters import DEFAULT_SLOTS
+from hetlb.core.engine_defaults import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+)
 from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.types import Capacity
-
-#: vLLM's own defaults (`vllm serve` without the flags), for capacities that do not say.
-DEFAULT_BLOCK_SIZE: Final = 16
-DEFAULT_MAX_NUM_SEQS: Final = 256
-DEFAULT_MAX_NUM_BATCHED_TOKENS: Final = 2048
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """A model's folder as it is downloaded: config.json and safetensors files.
 
-What loads is a model that `stage.model` computes exactly; anything else is one `ConfigError` line.
+What loads is a model that `stage.torch_runner` computes exactly; anything else is one `ConfigError` line.
 Only tensors of the wanted layers are read.
 """
 

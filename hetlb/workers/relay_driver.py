@@ -37,6 +37,7 @@ from hetlb.workers.protocol import (
     LiveRequest,
     Made,
     ModelsRead,
+    Moving,
     PassOnMessage,
     Rejected,
     RelayMessage,
@@ -202,6 +203,9 @@ class RelayDriver(SchedulerSide):
         else:
             self.post(message)
 
+    def move(self, lease: Lease, generated: int, now: float) -> None:
+        self._send(Moving(lease.request.id, lease.id, generated))
+
     def refused(self, lease: Lease, busy: bool, retry_after_s: float | None, now: float) -> None:
         if (
             busy and retry_after_s is not None and self._channel is not None
@@ -276,7 +280,7 @@ class RelayDriver(SchedulerSide):
         lease.forecast_end_s, lease.expected_first_s = command.expected_s, command.expected_first_s
         lease.beside = command.mixed
         try:
-            exchange.dispatched(lease, command.gives_ids)
+            exchange.dispatched(lease, command.gives_ids, command.max_model_len)
         except Exception as error:
             driver.guard.ended(exchange, error)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import csv
-import html
+import http.server
 import json
 import random
-import re
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +31,45 @@ from hetlb.workload.traces import read_trace
 
 DEMO = Path(hetlb.demo.__file__).parent
 COUNT = 12
+
+
+@contextlib.contextmanager
+def answering_but_one() -> Iterator[tuple[str, threading.Event]]:
+    """A server that never answers its fourth request; the event is set when that has come."""
+    asked = threading.Event()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        calls = 0
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            assert self.path == "/v1/completions"
+            type(self).calls += 1
+            if self.calls == 4:
+                asked.set()
+                self.rfile.read(1)  # until the client is gone
+                return
+            usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
+            events = [{"choices": [{"index": 0, "text": "x"}]}, {"choices": [], "usage": usage}]
+            data = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+            self.send_response(200)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data.encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        serving.join()
+        server.server_close()
 
 
 @dataclass
@@ -274,25 +314,15 @@ def test_the_search_goes_on_from_the_listed_rates(
     assert len(rates) == 2 + 3
 
 
-def test_one_file_holds_the_whole_report(
+def test_the_picture_is_written(
     capsys: pytest.CaptureFixture[str], fleet: Fleet, trace: Path, tmp_path: Path
 ) -> None:
-    page = tmp_path / "report.html"
-    document = bench(
+    picture = tmp_path / "p.png"
+    bench(
         capsys, "--url", fleet.proxy, "--admin", fleet.admin, "--trace", trace, "--request-rate", "100,200",
-        "--compare", "rr,p2c", "--rounds", "2", "--goodput", "ttft:60000", "--html", page,
-        "--metadata", "note=<b>&",
+        "--compare", "rr,p2c", "--plot", picture,
     )  # fmt: skip
-    text = page.read_text()
-    assert re.findall(r"""(?:src|href)=|url\(|@import""", text) == []
-    assert "default-src 'none'" in html.unescape(text)
-    assert "<b>&" not in text
-    assert "&lt;b&gt;&amp;" in text
-    for word in ("Against the rate", "Distributions", "over time", "p2c against rr", "To measure it again"):
-        assert word in text
-    for run in document["runs"]:
-        assert all(each["name"] in text for each in run["instances"])
-    assert text.count("data-chart=") == 5 + 2 * 3 + len(document["runs"]) * 2
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_told_to_stop_it_ends_at_once_and_the_policy_is_put_back(fleet: Fleet, trace: Path) -> None:
@@ -312,8 +342,47 @@ def test_told_to_stop_it_ends_at_once_and_the_policy_is_put_back(fleet: Fleet, t
             out, err = process.communicate(timeout=HANG_S)
         finally:
             process.kill()
-        assert (process.returncode, out, err) == (1, "", "")
+        assert process.returncode == 1
+        if out:  # the first request may have ended
+            assert "interrupted: 1 of 48 requests had ended" in err
+        else:
+            assert err == ""
         assert policy_of(fleet) == "hetlb"
+
+
+def test_interrupted_it_prints_what_has_ended(tmp_path: Path, trace: Path) -> None:
+    """Also where a request is never answered: by a signal, and in every form that was asked for."""
+    result = tmp_path / "r.json"
+    with answering_but_one() as (url, asked):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hetlb", "bench", "--url", f"{url}/v1/", "--model", "m", "--trace",
+             str(trace), "--max-concurrency", "1", "--json", "--save-result", "--result-dir", str(tmp_path),
+             "--result-filename", "r.json"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        try:
+            assert asked.wait(HANG_S)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=HANG_S)
+        finally:
+            process.kill()
+    (run,) = json.loads(out)["runs"]
+    assert json.loads(result.read_text())["runs"] == [run]
+    assert (process.returncode, run["completed"], run["failed"]) == (1, 3, 0)
+    assert f"interrupted: 3 of {COUNT} requests had ended" in err
+    assert run["client"]["verdict"] == "SUSPECT"
+
+
+def test_a_request_that_is_never_answered_ends_by_the_timeout(
+    capsys: pytest.CaptureFixture[str], trace: Path
+) -> None:
+    with answering_but_one() as (url, _):
+        flags = ("--url", url, "--model", "m", "--trace", trace, "--max-concurrency", "1")
+        (run,) = bench(capsys, *flags, "--timeout", "2")["runs"]
+    assert (run["completed"], run["failed"]) == (COUNT - 1, 1)
+    assert run["client"]["errors"] == {"timed out": 1}
 
 
 def test_other_prompts(capsys: pytest.CaptureFixture[str], fleet: Fleet, tmp_path: Path) -> None:
@@ -336,7 +405,7 @@ def test_other_prompts(capsys: pytest.CaptureFixture[str], fleet: Fleet, tmp_pat
 # --- what is wrong ----------------------------------------------------------------------------------------
 
 WRONG = [
-    (["--url", "localhost:80"], "--url: expected http://HOST:PORT, got 'localhost:80'"),
+    (["--url", "localhost:80"], "--url: expected a URL like http://host:8000, got 'localhost:80'"),
     (["--request-rate", "0"], "--request-rate: expected requests/s above 0"),
     (["--request-rate", "2,x"], "--request-rate: expected requests/s above 0"),
     (["--burstiness", "nan"], "--burstiness: expected a number above 0"),
@@ -363,7 +432,9 @@ WRONG = [
     (["--sweep", "--goodput", "ttft:1"], "--request-rate: expected rates to search from, got 'inf'"),
     (["--slo-attainment", "0"], "--slo-attainment: expected a share above 0 up to 1"),
     (["--random-range-ratio", "2"], "--random-range-ratio: expected 0 to 1, got 2"),
-    (["--html", "/nowhere/x.html"], "--html: expected a file in a folder that exists"),
+    (["--plot", "/nowhere/x.png"], "--plot: expected a file in a folder that exists"),
+    (["--html", "x.html"], "--html: went; use --plot PICTURE"),
+    (["--timeout", "0"], "--timeout: expected a number above 0, got 0"),
     (["--dataset-name", "random"], "expected either --trace, or --dataset-name"),
     (["--session-header", "x y"], "--session-header: expected the name of a header, got 'x y'"),
     (["--csv", "/nowhere/x.csv"], "--csv: expected a file in a folder that exists"),

@@ -250,7 +250,7 @@ def test_machines_with_profiles_are_a_cluster(machines: Path, capsys: pytest.Cap
             "gpus: 2, price_per_gpu_hour: 1, c",
             "machines[0].price_per_gpu_hour: unknown key",
         ),
-        ("parameters: 70.6e9, ", "", "model.parameters: expected a value, got none"),
+        ("parameters: 70.6e9, ", "", "model.parameters: expected a value or model.config, got neither"),
         ("layers: 80, ", "", "model.layers: expected a value or model.config"),
         ("name: big", "name: l40s", "expected every name once"),
         (

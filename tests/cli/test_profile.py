@@ -220,6 +220,28 @@ def test_a_mixture_of_experts_has_tables_at_every_layout(layout: Layout) -> None
     assert {point.phase for point in long} == {StepKind.PREFILL, StepKind.DECODE}
 
 
+@pytest.mark.parametrize(
+    ("model", "system", "degree", "kv_bytes"),
+    [
+        ("Qwen/Qwen3-235B-A22B-FP8", "h200_sxm", 4, 192_512),  # 8-bit weights, a 16-bit cache
+        ("google/gemma-4-26B-A4B", "h200_sxm", 1, 20_480),
+        ("deepseek-ai/DeepSeek-R1", "h200_sxm", 8, 70_272),
+    ],
+)
+def test_weights_and_cache_of_tables_fit_the_memory(
+    model: str, system: str, degree: int, kv_bytes: int
+) -> None:
+    pytest.importorskip("aiconfigurator_core")
+    found = query(model, system, Layout(degree))
+    assert found.model is not None
+    assert found.model.kv_bytes_per_token == kv_bytes
+    windows = sum(each.bytes_per_token for each in found.model.kv_windows or ())
+    copies = degree if "DeepSeek" in model else 1
+    assert found.hardware is not None
+    memory = degree * (found.hardware.memory_bytes or 0)
+    assert 0 < (found.engine.kv_cache_tokens or 0) * (kv_bytes + windows) * copies < 0.9 * memory
+
+
 def test_a_layout_without_tables_is_one_line() -> None:
     pytest.importorskip("aiconfigurator_core")
     with pytest.raises(ProfileError, match=r"--tp 8 .*moe_tp_size=8"):

@@ -162,19 +162,6 @@ def test_replanning_follows_a_running_plan(capsys: pytest.CaptureFixture[str], t
     assert found["throughput_req_s"] >= 0.95 * found["replanning"]["from_scratch"]["throughput_req_s"]
 
 
-def test_budgets_and_hours(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    points = rent(capsys, "--config", TOY, "--budgets", "1,4,8")["budgets"]
-    assert "the budget is 1" in points[0]["reason"]
-    assert [point["pareto"] for point in points] == [False, True, True]
-    hours = tmp_path / "hours.csv"
-    hours.write_text("hour,request_rate,price:t2,available:t1\n0,0,,\n1,1,,\n2,3,4,2\n3,1,,0\n")
-    found = rent(capsys, "--config", TOY, "--hours", str(hours))
-    rates = [each["throughput_req_s"] for each in found["hours"]]
-    assert rates == pytest.approx([0.0, 1.0, 3.0, 1.0])
-    assert found["cost"] <= found["cost_of_the_peak_all_day"]
-    assert found["hours"][0]["instances"] == []
-
-
 def test_the_plan_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rent", "--config", TOY]) == 0
     out = capsys.readouterr().out
@@ -250,10 +237,7 @@ def test_wrong_input_is_one_line(
     "flags",
     [
         ["--keep", "2"],
-        ["--budgets", "a"],
-        ["--budgets", "1,nan"],
-        ["--budgets", "0"],
-        ["--budgets", "1", "--replan", "x"],
+        ["--gap", "x"],
     ],
 )
 def test_wrong_flags_are_one_line(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from helpers import HANG_S, free_port
 
 from hetlb.cli.main import main
@@ -205,6 +206,16 @@ def test_wrong_input_is_one_line_and_status_2(
     assert err.count("\n") == 1
 
 
+def test_a_pipe_that_nothing_reads_is_no_event_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, pipe = tmp_path / "fleet.yaml", tmp_path / "pipe"
+    path.write_text(FLEET)
+    os.mkfifo(pipe)
+    assert main(["serve", "--config", str(path), "--event-log", str(pipe)]) == 2
+    assert "nothing reads this pipe" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "'::'"])
 def test_one_port_for_both_listeners_is_a_mistake(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], host: str
@@ -271,3 +282,42 @@ def test_more_clients_than_descriptors_are_warned_of(
         assert main(["serve", "--config", str(path), "--check"]) == 0
         said = capsys.readouterr().err
         assert (f"proxy.max_connections: {clients} clients need up to {2 * clients}" in said) is warned
+
+
+def test_check_prints_what_makes_profiles_doubtful(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = {
+        "version": 1, "name": "p", "model": {"name": "org/eight"},
+        "prefill": {"k1": 1e-4, "k2": 1e-3, "k3": 0.0, "k4": 1e-2},
+        "decode": {"k5": 5e-8, "k6": 6e-5, "k7": 0.0, "k8": 1.3e-2},
+    }  # fmt: skip
+    figures = {"mean_error": 0.37, "p95_error": 0.5, "max_error": 0.53, "points": 9}
+    poor = {**good, "fit": {**figures, "decode": {"form": "paper", **figures}}}
+    other = {**good, "model": {"name": "org/seventy"}, "source": {"kind": "roofline", "measured": False}}
+    for name, made in (("good", good), ("poor", poor), ("other", other)):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(made))
+
+    def checked(*profiles: str) -> tuple[str, list[str]]:
+        instances = [
+            {"name": f"i{n}", "url": f"http://127.0.0.1:{n + 1}", "profile": f"{each}.yaml"}
+            for n, each in enumerate(profiles)
+        ]
+        (tmp_path / "fleet.yaml").write_text(
+            yaml.safe_dump({"version": 1, "models": [{"name": "m", "instances": instances}]})
+        )
+        assert main(["serve", "--config", str(tmp_path / "fleet.yaml"), "--check"]) == 0
+        shown = capsys.readouterr()
+        return shown.out, shown.err.splitlines()
+
+    out, lines = checked("good", "good")
+    assert (out.endswith("2 instances, all is well\n"), lines) == (True, [])
+    out, lines = checked("good", "poor", "other")
+    assert out.endswith("3 instances, 4 warnings\n")
+    assert all(line.startswith(f"warning: {tmp_path}/fleet.yaml: ") for line in lines)
+    assert [line.split(": ", 2)[2] for line in lines] == [
+        "i1: profile: decode: the mean held-out error is 37.0% (over 10%)",
+        "i1: profile: decode: the largest held-out error is 53.0% (over 30%)",
+        "i2: profile: unmeasured: an estimate that no hardware has confirmed",
+        "m: profiles: expected those of one model, got i0 of org/eight, i1 of org/eight, i2 of org/seventy",
+    ]

@@ -367,3 +367,16 @@ def test_a_fleet_that_is_only_discovered_is_one_line(
     flags = ["--trace", trace] if command == "simulate" else []
     assert main([command, "--config", fleet, *flags]) == 2
     assert f"{fleet}: models: expected at least one instance" in capsys.readouterr().err
+
+
+def test_an_engine_that_schedules_otherwise_is_named(
+    capsys: pytest.CaptureFixture[str], files: tuple[str, str]
+) -> None:
+    simulate(capsys, files)
+    slow = Path(files[0]).with_name("slow.yaml")
+    slow.write_text(slow.read_text().replace("engine: {", "engine: {name: sglang, "))
+    assert main(["simulate", "--config", files[0], "--trace", files[1], "--num-prompts", "5"]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("warning: p: times are simulated as vLLM schedules")
+    assert "sglang computes prompts first" in said
+    assert said.count("\n") == 1

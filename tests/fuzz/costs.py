@@ -222,8 +222,7 @@ def peers(data: bytes) -> None:
         at = end
     for peer in sharing.view.peers:
         sharing._forget(peer, 0.0)
-    while not sharing._outbox.empty():
-        sharing._outbox.get_nowait()
+    sharing._transport.discard()
 
 
 def kv_events(data: bytes) -> None:

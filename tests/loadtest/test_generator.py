@@ -13,7 +13,7 @@ import pytest
 from loadtest.stub import Call, stub
 
 from hetlb.loadtest.bodies import RequestBodies
-from hetlb.loadtest.generator import LoadProgress, run_load
+from hetlb.loadtest.generator import LoadInterruptedError, LoadProgress, run_load
 from hetlb.loadtest.load_result import LoadResult
 from hetlb.workload.arrivals import PlannedRequest, make_plan
 from hetlb.workload.records import RequestResult
@@ -257,10 +257,50 @@ async def test_cancelling_closes_every_connection() -> None:
         running = asyncio.create_task(load(plan, server.url))
         await everyone.wait()
         running.cancel()
-        with pytest.raises(asyncio.CancelledError):
+        with pytest.raises(LoadInterruptedError) as caught:
             await running
+    assert (caught.value.result.records, caught.value.result.interrupted) == ([], len(plan))
     assert len(server.calls) == len(plan)
     assert len(asyncio.all_tasks()) == 1
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_request_without_an_end_fails_by_its_timeout(begun: bool) -> None:
+    async def script(call: Call) -> None:
+        if call.number != 3:
+            await call.answer()
+            return
+        if begun:
+            await call.head()
+            await call.event("a")
+        await call.client_gone()
+
+    async with stub(script) as server:
+        result = await load(plan_of(8), server.url, max_concurrency=1, timeout_s=0.2)
+    assert [record.ok for record in result.records].count(True) == 7
+    assert result.errors == {"timed out": 1}
+    assert result.examples == {"timed out": "no end of the answer within 0.2 s"}
+
+
+async def test_what_has_ended_is_there_when_the_run_is_stopped() -> None:
+    asked = asyncio.Event()
+
+    async def script(call: Call) -> None:
+        if call.number < 7:
+            await call.answer()
+            return
+        asked.set()
+        await call.client_gone()
+
+    async with stub(script) as server:
+        running = asyncio.create_task(load(plan_of(20), server.url, max_concurrency=1))
+        await asked.wait()
+        running.cancel()
+        with pytest.raises(LoadInterruptedError) as caught:
+            await running
+    result = caught.value.result
+    assert [record.ok for record in result.records] == [True] * 7
+    assert result.summary()["client"]["reasons"][-1] == "interrupted: 7 of 20 requests had ended"
 
 
 async def test_a_new_load_shares_no_prompt_with_the_one_before() -> None:

@@ -1,16 +1,18 @@
-"""The figures that a run adds to vLLM's, on made-up records; and what the pictures show of them."""
+"""The figures that a run adds to vLLM's, on made-up records, and the picture of them."""
 
 from __future__ import annotations
 
 from array import array
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.loadtest.htmlreport import against_rate, distribution, in_flight, output_rate
+from hetlb.loadtest.load_plot import write_load_plot
 from hetlb.loadtest.load_result import LoadResult, peak_concurrency
+from hetlb.loadtest.report import latency_table
 from hetlb.workload.arrivals import PlannedRequest
 from hetlb.workload.records import RequestResult
 from hetlb.workload.rows import Row
@@ -98,42 +100,38 @@ def test_details_of_every_request() -> None:
 # --- pictures -----------------------------------------------------------------------------------------
 
 
-def measured(policy: str | None, rate: float | str, ttft_ms: float, *records: RequestResult) -> LoadResult:
-    client = {"verdict": "VALID"}
+def measured(policy: str | None, rate: float | str, *records: RequestResult) -> LoadResult:
     found = result(*records)
-    found.run = {"policy": policy, "request_rate": rate, "p99_ttft_ms": ttft_ms, "client": client}
+    found.run = {"policy": policy, "round": 1, "request_rate": rate, **found.figures()}
     return found
 
 
-def test_rounds_are_averaged_and_what_has_no_rate_is_left_out() -> None:
+@pytest.mark.parametrize("named", [True, False])
+def test_the_picture_shows_every_run(tmp_path: Path, named: bool) -> None:
+    names = "ab" if named else [""]
+    records = [record(0.1 * i, name=names[i % len(names)]) for i in range(20)]
     runs = [
-        measured("rr", 2.0, 10.0),
-        measured("rr", 2.0, 20.0),
-        measured("rr", 1.0, 5.0),
-        measured("p2c", "inf", 9.0),
+        measured("rr", 2.0, *records),
+        measured("rr", 2.0, *records[:4]),
+        measured("p2c", "inf", *records[4:]),
     ]
-    lines = against_rate(runs, "p99_ttft_ms")
-    assert lines == {"rr": [(1.0, 5.0), (2.0, 15.0)], "p2c": []}
+    runs.append(measured(None, 1.0))  # nothing ended well
+    picture = tmp_path / "p.svg"
+    write_load_plot(picture, runs)
+    assert picture.read_bytes().startswith(b"<?xml")
 
 
-@given(st.lists(st.floats(0.001, 10), max_size=1000))
-def test_a_distribution_rises_to_one(ttfts: list[float]) -> None:
-    points = distribution([measured("rr", 2.0, 0.0, *(record(0.0, ttft=ttft) for ttft in ttfts))], "ttft")
-    assert bool(points) == bool(ttfts)
-    assert points == sorted(points)
-    if points:
-        assert points[-1] == (pytest.approx(1e3 * max(ttfts)), 1.0)
-
-
-def test_timelines_count_everything_once() -> None:
-    records = [record(0.1 * i, name="ab"[i % 2]) for i in range(20)]
-    rates = output_rate(records, ["a", "b"])
-    for points in rates.values():
-        (start, _), (then, _) = points[:2]
-        assert sum(value for _, value in points) * (then - start) == pytest.approx(30)
-    lines = in_flight(records, ["a", "b"])
-    assert list(lines) == ["a", "b"]
-    assert all(points[-1][1] == 0 for points in lines.values())
-    assert max(value for points in lines.values() for _, value in points) == 1
-    assert list(in_flight(records, [])) == ["all"]
-    assert {value for _, value in in_flight([], [])["all"]} == {0}
+def test_events_of_several_tokens_are_told() -> None:
+    several = [record(float(i)) for i in range(10)]
+    for each in several:
+        each.output_tokens = 21
+    run = result(*several).figures()
+    assert run["tokens_per_event"] == 7.0
+    whole = record(0.0)
+    whole.itl_s, whole.first_token_s = None, None
+    assert result(whole).figures()["tokens_per_event"] is None
+    [alone] = [measured(None, 1.0, record(0.0)).run]
+    assert alone["tokens_per_event"] == 1.0
+    for figures, said in ((run | {"policy": None, "request_rate": 1.0, "round": 1}, True), (alone, False)):
+        caption = str(latency_table([figures], ["ttft", "itl"], [99]).caption)
+        assert ("which hold 7.0 tokens" in caption) == said

@@ -44,11 +44,6 @@ def test_a_ramp_is_all_its_flags_or_none() -> None:
             options.read_ramp("linear", start, end)
 
 
-@pytest.mark.parametrize("text", ["http://h:1/", "https://h", "http://[::1]:8000"])
-def test_addresses(text: str) -> None:
-    assert options.read_url("--url", text) == text.rstrip("/")
-
-
 @given(st.text())
 def test_whatever_is_typed_is_read_or_refused_in_one_line(text: str) -> None:
     readers = (
@@ -57,7 +52,6 @@ def test_whatever_is_typed_is_read_or_refused_in_one_line(text: str) -> None:
         options.read_metrics,
         lambda text: options.read_goodput([text]),
         options.read_entry,
-        lambda text: options.read_url("--url", text),
     )
     for reader in readers:
         with contextlib.suppress(InputError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 from proxy.dashboard.browser import Look, launched
 
-from hetlb.pages import inline_module, inline_style
+from hetlb.pages import asset
 
+#: Imports between the modules: in one file they share a scope.
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./\w+\.js";\n', re.MULTILINE)
 SCRIPT = """
 window.lines = (lines, x, y, options) => {
   const names = lines.map((_, index) => [`n${index} <b>`, lineClass(index)]);
@@ -37,10 +40,10 @@ window.written = (values) => values.map(plainNumber);
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    script = "".join(_IMPORT.sub("", text) for text in (asset("dom.js"), asset("charts.js"), SCRIPT))
     path: Path = tmp_path_factory.mktemp("charts") / "charts.html"
     path.write_text(
-        f"<!doctype html><style>{inline_style()}</style><body>"
-        f'<script type="module">{inline_module(SCRIPT)}</script>'
+        f'<!doctype html><style>{asset("theme.css")}</style><body><script type="module">{script}</script>'
     )
     with launched() as browser:
         look = Look(browser, path.as_uri())

@@ -1,11 +1,11 @@
-"""Several pickers over a real Redis server: one view of the fleet, whatever of it dies."""
+"""Several pickers over a hub and over a real Redis server: one view of the fleet, whatever of it dies."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
@@ -23,13 +23,11 @@ from hetlb.core.journal import Begun, Booked, Ended, Waiting
 from hetlb.core.types import Outcome, Request
 from hetlb.pick.pick_service import PickService
 from hetlb.proxy.lease_wire import WireChange, from_wire, to_wire
+from hetlb.proxy.peer_transport import Hub
 from hetlb.proxy.sharing import Sharing
 
 SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
-needs_server = [
-    pytest.mark.envoy,
-    pytest.mark.skipif(SERVER is None, reason="needs valkey-server or redis-server"),
-]
+needs_server = pytest.mark.skipif(SERVER is None, reason="needs valkey-server or redis-server")
 
 numbers = st.integers(0, 1 << 31)
 requests = st.builds(
@@ -97,10 +95,45 @@ class Server:
             await self.process.wait()
 
 
+class HubServer:
+    """A hub, in place of a server."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "hub.sock"
+        self._hub: Hub | None = None
+
+    @property
+    def url(self) -> str:
+        return f"hub:{self._path}"
+
+    async def start(self) -> None:
+        if self._path.is_dir():
+            self._path.rmdir()
+        self._hub = Hub()
+        await self._hub.start(self._path)
+
+    async def kill(self) -> None:
+        """End the hub; the path stays another's, so that no peer is the next one."""
+        assert self._hub is not None
+        await self._hub.close()
+        self._path.unlink()
+        self._path.mkdir()
+
+
+Carrier = Server | HubServer
+MAKE: dict[str, Callable[[Path], Carrier]] = {"hub": HubServer, "redis": lambda folder: Server()}
+
+
+@pytest.fixture(params=["hub", pytest.param("redis", marks=needs_server)])
+def carrier(request: pytest.FixtureRequest, tmp_path: Path) -> Carrier:
+    """What carries the messages of peers."""
+    return MAKE[request.param](tmp_path)
+
+
 class Pair:
     """Two pickers of one fleet, the first of them behind the rig's Envoy."""
 
-    def __init__(self, made: Rig, server: Server, pickers: list[PickService]) -> None:
+    def __init__(self, made: Rig, server: Carrier, pickers: list[PickService]) -> None:
         self.made, self.server, self.pickers = made, server, pickers
 
     @property
@@ -116,8 +149,7 @@ class Pair:
 
 
 @contextlib.asynccontextmanager
-async def pair(folder: Path, silent_s: float = 1.0) -> AsyncIterator[Pair]:
-    server = Server()
+async def pair(folder: Path, server: Carrier, silent_s: float = 1.0) -> AsyncIterator[Pair]:
     await server.start()
     shared = {"url": server.url, "silent_s": silent_s}
     try:
@@ -136,12 +168,12 @@ async def pair(folder: Path, silent_s: float = 1.0) -> AsyncIterator[Pair]:
         await server.kill()
 
 
-pytestmark = needs_server
+pytestmark = pytest.mark.envoy
 
 
-async def test_each_books_what_the_other_books_and_gives_it_back(tmp_path: Path) -> None:
+async def test_each_books_what_the_other_books_and_gives_it_back(tmp_path: Path, carrier: Carrier) -> None:
     # A pause of a busy machine is no death here: leases of the dead teach nothing.
-    async with pair(tmp_path, silent_s=30.0) as both:
+    async with pair(tmp_path, carrier, silent_s=30.0) as both:
         await both.linked()
         made = both.made
         for engine in made.engines:
@@ -165,15 +197,12 @@ async def test_each_books_what_the_other_books_and_gives_it_back(tmp_path: Path)
             picker.scheduler.check_integrity()
 
 
-async def test_what_changes_is_said_once_and_at_once(tmp_path: Path) -> None:
+async def test_what_changes_is_said_once_and_at_once(carrier: Carrier) -> None:
     """No heartbeat comes within this test, and a question is no gap in what its process says."""
     async with contextlib.AsyncExitStack() as stack:
-        server = Server()
+        server = carrier
         stack.push_async_callback(server.kill)
         await server.start()
-        async with asyncio.timeout(HANG_S):
-            while not await server.answers():
-                await asyncio.sleep(0.02)
         schedulers = [make_scheduler([spec("a")], "hetlb") for _ in range(2)]
         both = []
         for scheduler in schedulers:
@@ -199,9 +228,9 @@ async def test_what_changes_is_said_once_and_at_once(tmp_path: Path) -> None:
 
 
 async def test_a_picker_that_dies_takes_its_leases_along_and_one_that_comes_learns_all(
-    tmp_path: Path,
+    tmp_path: Path, carrier: Carrier
 ) -> None:
-    async with pair(tmp_path) as both:
+    async with pair(tmp_path, carrier) as both:
         await both.linked()
         made = both.made
         for engine in made.engines:
@@ -227,9 +256,9 @@ async def test_a_picker_that_dies_takes_its_leases_along_and_one_that_comes_lear
 
 
 async def test_without_the_server_pickers_go_on_and_find_each_other_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, carrier: Carrier, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with pair(tmp_path) as both:
+    async with pair(tmp_path, carrier) as both:
         await both.linked()
         made = both.made
         await both.server.kill()
@@ -251,8 +280,8 @@ async def test_without_the_server_pickers_go_on_and_find_each_other_again(
         await turns_until(lambda: both.booked == [0, 0])
 
 
-async def test_the_server_dies_and_comes_back_beside_streams(tmp_path: Path) -> None:
-    async with pair(tmp_path) as both:
+async def test_the_server_dies_and_comes_back_beside_streams(tmp_path: Path, carrier: Carrier) -> None:
+    async with pair(tmp_path, carrier) as both:
         await both.linked()
         made = both.made
         async with beside(made):
@@ -266,3 +295,19 @@ async def test_the_server_dies_and_comes_back_beside_streams(tmp_path: Path) -> 
         await turns_until(lambda: both.booked == [0, 0])
         assert made.outcomes == ["ok"] * (BESIDE + 20)
         both.pickers[1].scheduler.check_integrity()
+
+
+async def test_the_first_peer_is_the_hub_and_the_next_one_when_it_is_gone(tmp_path: Path) -> None:
+    url, made = f"hub:{tmp_path / 'peers.sock'}", []
+    async with contextlib.AsyncExitStack() as stack:
+        for number in range(3):
+            table = SharedTable(url=url, silent_s=60.0)
+            each = Sharing(table, url, make_scheduler([spec("a")]), lambda _: None, f"{number}")
+            stack.push_async_callback(each.close)
+            each.start()
+            made.append(each)
+        await turns_until(lambda: all(each.peers == 2 for each in made))
+        [first] = [each for each in made if each._transport._hub is not None]  # type: ignore[attr-defined]
+        await first.close()
+        left = [each for each in made if each is not first]
+        await turns_until(lambda: all(each.peers == 1 and each.connected for each in left))

@@ -13,10 +13,10 @@ import yaml
 from hetlb.config.profile_file import load_profile
 from hetlb.core.latency import LatencyModel
 from hetlb.errors import ConfigError
+from hetlb.models.facts import read_facts
 from hetlb.plan.common.capacity import divide_layers
 from hetlb.plan.configurations import candidates, capacity_of
 from hetlb.plan.market import Market, load_market
-from hetlb.plan.model_shape import ModelShape
 from hetlb.plan.rent_program import ConfigurationStage
 from hetlb.plan.throughput import Measured, SloLimits, interleave, rate_within, saturated_rate
 from hetlb.plan.workloads import RequestType, cluster
@@ -78,8 +78,9 @@ def test_what_is_enumerated_fits_and_knows_its_origin(tmp_path: Path) -> None:
 
 def test_what_vllm_refuses_is_not_enumerated(tmp_path: Path) -> None:
     known = market(tmp_path)
-    shape = ModelShape(32, 31, 31, 128, 128_256, ())
-    models = {"m": msgspec.structs.replace(known.models["m"], shape=shape)}
+    raw = {"model_type": "llama", "num_attention_heads": 31, "num_hidden_layers": 32, "vocab_size": 128_256}
+    facts = read_facts({**raw, "hidden_size": 31 * 128, "intermediate_size": 14336}, "m")
+    models = {"m": msgspec.structs.replace(known.models["m"], facts=facts)}
     found = candidates(msgspec.structs.replace(known, models=models), {"m": 3000})
     assert {each.stages[0].tensor_parallel_size for each in found} == {1}
 

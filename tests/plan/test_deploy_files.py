@@ -122,7 +122,8 @@ def test_every_form_has_a_fact_with_its_source() -> None:
                 assert fact_of(Form(tp, pp, machines, connector, role)).source
     assert refused(Form(1, 2, 1, NIXL, Role.DECODE))
     assert refused(Form(1, 2, 1, NIXL, Role.BOTH))
-    assert not refused(Form(1, 2, 1, NIXL, Role.PREFILL))
+    assert refused(Form(1, 2, 1, NIXL, Role.PREFILL))  # it starts, but no transfer succeeds
+    assert not refused(Form(1, 1, 1, NIXL, Role.PREFILL))
     assert not refused(Form(8, 8, 8))
     assert {fact.status for fact in VLLM_FACTS} == set(Status)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hetlb.config.cluster import Cluster, ClusterLimits
 from hetlb.config.plan_tables import Machine, Model
 from hetlb.config.profile_file import Profile, load_profile
+from hetlb.models.facts import read_facts
 from hetlb.plan.layouts import (
     Layout,
     LayoutFleet,
@@ -23,17 +24,25 @@ from hetlb.plan.layouts import (
     layout_name,
     layouts_of,
 )
-from hetlb.plan.model_shape import ModelShape
 from hetlb.plan.throughput import SloLimits
 from hetlb.plan.tp_search import Option, Part, Throughput, best_pipelines, search
 from hetlb.plan.trace_throughput import Throughputs
 
 PROFILING = Path(__file__).parents[2] / "profiling"
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+}
 MODEL = Model(
     name="m",
     parameters=8.03e9,
     kv_bytes_per_token=131_072,
-    shape=ModelShape(32, 32, 8, 128, 128_256, (("intermediate_size", 14336),)),
+    facts=read_facts(LLAMA, "m"),
 )
 LIMITS = ClusterLimits(max_input_tokens=2048, max_output_tokens=1024)
 ROWS = [(100 + 37 * i % 900, 20 + 53 * i % 400) for i in range(80)]

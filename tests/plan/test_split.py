@@ -40,7 +40,14 @@ from hetlb.plan.disaggregation.split_cluster import (
 )
 from hetlb.plan.disaggregation.split_search import SplitSearch
 from hetlb.plan.disaggregation.split_servers import servers_of
-from hetlb.plan.disaggregation.split_simulation import different, judge, simulate_plan
+from hetlb.plan.disaggregation.split_simulation import (
+    Simulated,
+    different,
+    judge,
+    make_servers,
+    simplest,
+    simulate_plan,
+)
 from hetlb.plan.highs import Interrupt, SolveLimits
 from hetlb.plan.throughput import saturated_rate
 from hetlb.sim.engine_limits import EngineLimits
@@ -185,7 +192,9 @@ def test_flows_keep_every_limit(parts: list[tuple[Role, int, float]], between: f
     assert plan.throughput <= without_links(groups) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("fault", ["GPUs", "layers", "capacity", "KV", "flow", "link", "role", "longest"])
+@pytest.mark.parametrize(
+    "fault", ["GPUs", "layers", "capacity", "KV", "flow", "link", "role", "pipeline", "longest"]
+)
 def test_a_plan_that_breaks_a_limit_is_refused(fault: str) -> None:
     of = cluster([machine("h", "H100", 2), machine("a", "A100", 2)], between=1e9)
     cost = ProfileCost(of)
@@ -212,6 +221,11 @@ def test_a_plan_that_breaks_a_limit_is_refused(fault: str) -> None:
         return
     elif fault == "role":
         plan = replace(plan, flows={(1, 0): 0.1})
+    elif fault == "pipeline":
+        stages = (GroupStage(0, 1, 16), GroupStage(0, 1, 16))
+        tokens = capacity_of(of, stages)
+        capacity = cost.capacity(stages, Role.PREFILL, tokens)
+        plan = replace(plan, groups=(ServerGroup(Role.PREFILL, stages, capacity, tokens), decode))
     else:
         of = replace(of, workload=RequestLengths(((1000, 200), (10**7, 1))))
     with pytest.raises(PlanError):
@@ -410,7 +424,7 @@ links: {inside: {H100: 300e9, default: 25e9}, between: 5e9}
             "",
             "workload: expected a workload, or --trace",
         ),
-        ("parameters: 8.03e9, ", "", "model.parameters: expected a value, got none"),
+        ("parameters: 8.03e9, ", "", "model.parameters: expected a value or model.config, got neither"),
         ("gpus: 2", "gpus: 2\n    colour: red", "machines[0].colour: unknown key, expected"),
         ("name: l\n", "name: h\n", "machines: expected every name once, got 'h' again"),
         ("H100: 300e9", "B200: 300e9", "links.inside: expected GPUs out of H100, L40 or default, got 'B200'"),
@@ -472,6 +486,68 @@ def test_the_command_prints_a_checked_plan_and_writes_a_fleet(
         g["name"] for g in document["groups"]
     ]
     assert loaded is not None
+
+
+def test_no_server_of_a_split_has_pipeline_stages() -> None:
+    """Two L40S hold an 8B model only together here: alone in a pipeline, which NIXL cannot pull from."""
+    small = replace(machine("l", "L40", 2), memory_bytes=14 << 30)
+    of = cluster([machine("h", "H100", 2), small], rows=((1000, 100),))
+    cost = ProfileCost(of)
+    table = GroupTable(of, cost)
+    assert table.group(((1, 2),), Role.BOTH) is not None
+    found = table.group(((1, 2),), Role.PREFILL)
+    assert found is None or len(found.stages) == 1
+    for plan in find_exhaustively(table, SolveLimits(clock=Steps(0.01))).plans:
+        assert not plan.splits or all(len(group.stages) == 1 for group in plan.groups)
+
+
+def test_the_headline_is_the_simulated_gain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(FILE.replace("between: 5e9", "between: 100e9"))
+    arguments = ["split", "--config", str(path), "--exhaustive", "--simulate", "1"]
+    assert main([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    served, other = document["simulated"], document["colocated"]["simulated"]
+    assert main(arguments) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith(f"{served['request_throughput']:.4g} requests/s")
+    if document["split"]:
+        gain = served["request_throughput"] / max(other.values()) - 1.0
+        assert document["gain"] == pytest.approx(gain)
+        assert f"{gain:+.1%}" in first
+    else:
+        assert document["gain"] is None
+
+
+def test_commands_state_the_limits_that_were_simulated(tmp_path: Path) -> None:
+    of = replace(cluster([machine("h", "H100", 2), machine("l", "L40", 2)]), path=tmp_path / "c.yaml")
+    cost = ProfileCost(of)
+    alone, pipeline = (GroupStage(0, 1, 32),), (GroupStage(1, 1, 16), GroupStage(1, 1, 16))
+    groups = []
+    for own in (alone, pipeline):
+        tokens = capacity_of(of, own)
+        groups.append(ServerGroup(Role.BOTH, own, cost.capacity(own, Role.BOTH, tokens), tokens))
+    plan = SplitPlan(tuple(groups), {}, {0: 0.1, 1: 0.1})
+    simulated, _ = make_servers(of, plan, cost)
+    for server, engine, stages in zip(servers_of(of, plan), simulated, (1, 2), strict=True):
+        limits = engine.engine.limits
+        assert f"--max-num-batched-tokens {limits.max_num_batched_tokens // stages} " in server.command()
+        assert f"--max-num-seqs {limits.max_num_seqs} " in server.command()
+
+
+def test_of_plans_as_good_the_simplest_is_chosen() -> None:
+    of = cluster([machine("l", "L40", 2)], rows=((1000, 100),))
+
+    def plan(tp: int) -> SplitPlan:
+        groups = tuple(ServerGroup(Role.BOTH, (GroupStage(0, tp, 32),), 1.0, 1000) for _ in range(2 // tp))
+        return SplitPlan(groups, {}, dict.fromkeys(range(len(groups)), 1.0))
+
+    def judged(tp: int, served: float) -> tuple[SplitPlan, Simulated]:
+        return plan(tp), Simulated(served, 0.0, 0.0, 0.0, 0, 100)
+
+    assert of.gpus == 2
+    assert len(simplest([judged(2, 10.0), judged(1, 9.9)])[0].groups) == 2
+    assert len(simplest([judged(2, 10.0), judged(1, 9.0)])[0].groups) == 1
 
 
 def test_commands_say_role_layers_and_gpus(tmp_path: Path) -> None:

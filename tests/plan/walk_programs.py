@@ -21,7 +21,13 @@ def vllm() -> None:
     parser.add_argument("--port", required=True)
     parser.add_argument("--max-model-len")
     parser.add_argument("--kv-transfer-config", type=json.loads)
-    for flag in ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "max-num-seqs"):
+    for flag in (
+        "tensor-parallel-size",
+        "pipeline-parallel-size",
+        "data-parallel-size",
+        "max-num-seqs",
+        "max-num-batched-tokens",
+    ):
         parser.add_argument(f"--{flag}", type=int)
     parser.add_argument("--gpu-memory-utilization", type=float)
     assert sys.argv[1] == "serve"

@@ -233,7 +233,7 @@ async def test_a_budget_that_no_server_of_this_speed_meets(start: Start, flags: 
     ("flag", "value", "said"),
     [
         ("--model", "other", "--model: expected one of tiny, got 'other'"),
-        ("--url", "localhost:1", "--url: expected http://HOST:PORT"),
+        ("--url", "localhost:1", "--url: expected a URL like http://host:8000"),
         ("--budget", "soon", "--budget: expected a time such as 90s or 5m, got 'soon'"),
         ("--repeats", "0", "--repeats: expected a whole number from 1, got 0"),
         (
@@ -389,3 +389,36 @@ def test_the_flags_exclude_each_other(tmp_path: Path) -> None:
     assert main(["profile", "--url", "http://h"]) == 2
     assert isinstance(build_parser("profile"), argparse.ArgumentParser)
     assert issubclass(ServerFailed, HetlbError)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+async def test_a_grid_of_too_few_points_is_refused_before_anything_is_measured(
+    phase: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = {line.partition(":")[0]: line for line in GRID.splitlines()}
+    lines[phase] = f"{phase}: [[1, 64], [2, 64]]"
+    (tmp_path / "grid.yaml").write_text("\n".join(lines.values()))
+    assert await profile("--url", "http://127.0.0.1:1", *flags) == 2
+    expected = f"{phase}: expected at least 8 points over 2 batch sizes and 2 lengths, got 2 over 2 and 1"
+    assert expected in capsys.readouterr().err
+
+
+async def test_a_mixed_step_shorter_than_its_decodes_is_measured_again(start: Start, tmp_path: Path) -> None:
+    engine = await start()
+    async with EngineClient(engine.url) as client:
+        facts = await client.facts(None)
+        mixed = Size(StepKind.MIXED, 4, 256, 64)
+        identity = Identity(facts.model, facts.version, None, None, None)
+        with closing(SampleFile(tmp_path / "samples", identity, fresh=True)) as file:
+            sweep = Sweep(client, facts, [mixed], file, budget_s=60.0, rng=random.Random(1), force=True)
+            sweep._step_s[Size(StepKind.DECODE, 4, 256)] = 0.02
+            times = iter([0.01, 0.03, 0.01, 0.01, 0.01])
+
+            async def measured(size: Size) -> tuple[float, int]:
+                return next(times), 0
+
+            sweep._mixed = measured  # type: ignore[method-assign]
+            assert (await sweep._undisturbed(mixed)).seconds == 0.03
+            given_up = await sweep._undisturbed(mixed)
+            assert given_up.seconds is None
+            assert given_up.reason == "always below the 20 ms of its decodes alone"

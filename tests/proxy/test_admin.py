@@ -573,3 +573,29 @@ async def test_labels_hold_no_control_characters(tmp_path: Path) -> None:
             page = (await running.admin("GET", "/metrics")).body.decode()
             assert 'model="m?[31m???"' in page
             assert all(line.isprintable() for line in page.split("\n"))
+
+
+ODD = (
+    b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"a" * 9000),
+    b"GET /metrics HTTP/1.1\r\nHost: [::\r\n\r\n",
+    b"GET /metrics HTTP/1.1\r\nHost: h:99999\r\n\r\n",
+    b"GET /metrics HTTP/1.1\r\nHost: \xff\xfe\r\n\r\n",
+    b"PUT /v1/policy HTTP/1.1\r\nHost: \xc3\xa9\xff\r\nContent-Length: 2\r\n\r\n{}",
+    b"GET http://[::/ HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"GET /metrics HTTP/1.1\r\nHost: a.\xc3\xbc..b\r\n\r\n",
+    b"junk\r\n\r\n",
+)
+
+
+@pytest.mark.parametrize("sent", ODD, ids=range(len(ODD)))
+async def test_an_odd_request_is_no_error_of_the_server(
+    tmp_path: Path, sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Engine() as engine, serving(tmp_path, document(engine)) as running:
+        reader, writer = await asyncio.open_connection(*running.service.admin.address)
+        writer.write(sent)
+        async with asyncio.timeout(HANG_S):
+            status = await reader.readline()
+        assert status.split()[1] in (b"200", b"400", b"403"), status
+        writer.close()
+    assert not [record for record in caplog.records if record.exc_info]

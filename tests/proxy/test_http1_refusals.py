@@ -44,6 +44,7 @@ FOLDED = "Folded header lines are not accepted."
 MALFORMED = "The request head is malformed."
 REQUEST_LINE = "The request line must be METHOD PATH HTTP/1.1 (or HTTP/1.0)."
 TARGET = "The request target must be a path."
+NOT_ASCII = "The head has bytes that are not ASCII, or in a value not UTF-8."
 NOTHING = "There is nothing at this path."
 HOST = "Exactly one valid Host header is expected."
 LENGTH = "Exactly one valid Content-Length header is expected."
@@ -58,7 +59,13 @@ REFUSED = {
     "folded by a tab": (asked(b"X: a\r\n\tb"), 400, FOLDED),
     "a NUL": (asked(b"X: a\0b"), 400, "The head has a NUL byte."),
     "no request line": (asked(first=b"POST  /v1 HTTP/1.1"), 400, REQUEST_LINE),
-    "not ASCII": (asked(b"X: \xe9"), 400, "The head has bytes that are not ASCII."),
+    "a name that is not ASCII": (
+        asked("X\u00e9: a".encode()), 400, NOT_ASCII,
+    ),
+    "a value that is not UTF-8": (asked(b"X: \xe9"), 400, NOT_ASCII),
+    "an encoded path": (asked(first=b"GET /v1%2Fmodels/m HTTP/1.1"), 404, NOTHING),
+    "a path of a model that is no code": (asked(first=b"GET /v1/models/a%2 HTTP/1.1"), 404, NOTHING),
+    "a path of a model with dots": (asked(first=b"GET /v1/models/../%41 HTTP/1.1"), 404, NOTHING),
     "a header without colon": (asked(b"X y"), 400, MALFORMED),
     "an unused method": (asked(first=b"LOCK /v1 HTTP/1.1"), 405, METHOD),
     "a tunnel": (asked(first=b"CONNECT h:80 HTTP/1.1"), 400, METHOD),
@@ -120,6 +127,23 @@ def test_a_head_at_its_limit_is_found_and_one_byte_more_is_not() -> None:
     assert head_end(b"abc\r\n\r\n", 3) == 7
     assert head_end(b"\r\n\r\nrest") == 4
     assert head_end(b"a\r\n\r\nb\r\n\r\n") == 5
+
+
+@pytest.mark.parametrize(
+    "value", [b"M\xc3\xbcller", "\u65e5\u672c".encode(), b"\xc2\xa0", b"\xf0\x9f\x99\x82"]
+)
+def test_values_of_headers_may_have_bytes_that_are_not_ascii(value: bytes) -> None:
+    """RFC 9110, 5.5 (obs-text). Those that frame a message may not."""
+    head, _ = parse_request_head(asked(b"X-User: " + value))
+    assert head.fields[b"x-user"] == value
+    for name in (b"Transfer-Encoding: chunked", b"Content-Length: 5", b"Host: h"):
+        with pytest.raises(GateError):
+            parse_request_head(asked(name + value))
+
+
+def test_the_name_of_a_model_may_be_encoded() -> None:
+    path = "/v1/models/org%2Fm-7B"
+    assert parse_request_head(asked(first=f"GET {path} HTTP/1.1".encode()))[0].path == path
 
 
 def test_an_empty_head_is_of_no_request() -> None:

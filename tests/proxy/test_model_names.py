@@ -43,6 +43,25 @@ async def ask(running: Running, model: str, key: str = "") -> tuple[int, str | N
         return reply.status, reply.headers.get("x-hetlb-instance")
 
 
+async def test_models_name_the_background_class_that_a_key_may_use(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    hashed = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("all", "some")}
+    rows = [{"name": "all", "sha256": hashed["all"]}]
+    rows.append({"name": "some", "sha256": hashed["some"], "classes": ["now"]})  # type: ignore[dict-item]
+    keys.write_text(yaml.safe_dump(rows))
+    async with Engine() as large, Engine() as small:
+        large.served, small.served = "large", "small"
+        config = fleet(large, small, proxy={"api_keys_file": str(keys)})
+        config["models"][0]["classes"] = {"now": {"ttft_ms": 500}, "later": {"background": True}}
+        async with serving(tmp_path, config) as running, aiohttp.ClientSession() as session:
+            url = f"http://127.0.0.1:{running.port}/v1/models"
+            for key, stated in (("all", "later"), ("some", None)):
+                async with session.get(url, headers={"authorization": f"Bearer {key}"}) as reply:
+                    entries = {each["id"]: each for each in (await reply.json())["data"]}
+                found = {name: entry.get("background_class") for name, entry in entries.items()}
+                assert found == {"large": stated, "gpt-4o": stated, "small": None}
+
+
 async def test_an_alias_and_a_model_that_stands_in(tmp_path: Path) -> None:
     async with Engine() as large, Engine() as small:
         large.served, small.served = "large", "small"

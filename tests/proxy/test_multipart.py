@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import email
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from python_multipart.multipart import parse_options_header
 
 from hetlb.proxy.http.http1 import GateError
-from hetlb.proxy.http.multipart import read_form
+from hetlb.proxy.http.multipart import _named, read_form
+from hetlb.proxy.model_names import rename_in_form
 
 
 def test_the_model_of_a_form() -> None:
@@ -32,6 +38,97 @@ def test_forms_of_which_the_end_or_the_text_is_doubtful(kind: bytes) -> None:
     form = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n--b--\r\n'
     with pytest.raises(GateError):
         read_form(b"multipart/form-data" + kind, form)
+
+
+DOTNET = (
+    b"--5f0e0f7c-2c4e-4d1f-9a59-c7b0a6f2c1d3\r\nContent-Type: text/plain; charset=utf-8\r\n"
+    b"Content-Disposition: form-data; name=model\r\n\r\nwhisper\r\n"
+    b"--5f0e0f7c-2c4e-4d1f-9a59-c7b0a6f2c1d3\r\nContent-Type: text/plain; charset=utf-8\r\n"
+    b"Content-Disposition: form-data; name=stream\r\n\r\nTrue\r\n"
+    b"--5f0e0f7c-2c4e-4d1f-9a59-c7b0a6f2c1d3\r\n"
+    b"Content-Disposition: form-data; name=file; filename=a.wav; filename*=utf-8''a.wav\r\n\r\nRIFF\r\n"
+    b"--5f0e0f7c-2c4e-4d1f-9a59-c7b0a6f2c1d3--\r\n"
+)
+UNDICI = (
+    b"------formdata-undici-078512345678\r\n"
+    b'Content-Disposition: form-data; name="model"\r\n\r\nwhisper\r\n'
+    b'------formdata-undici-078512345678\r\nContent-Disposition: form-data; name="stream"\r\n\r\ntrue\r\n'
+    b"------formdata-undici-078512345678\r\n"
+    b'Content-Disposition: form-data; name="file"; filename="a %22.wav"\r\n'
+    b"Content-Type: audio/wav\r\n\r\nRIFF\r\n------formdata-undici-078512345678--\r\n"
+)
+GO = (
+    b'--b0a1\r\nContent-Disposition: form-data; name="file"; filename="a \\"b\\" \\\\.wav"\r\n'
+    b"Content-Type: application/octet-stream\r\n\r\nRIFF\r\n"
+    b'--b0a1\r\nContent-Disposition: form-data; name="model"\r\n\r\nwhisper\r\n'
+    b'--b0a1\r\nContent-Disposition: form-data; name="stream"\r\n\r\n1\r\n--b0a1--\r\n'
+)
+REQUESTS = (
+    b'--c2\r\nContent-Disposition: form-data; name="model"\r\n\r\nwhisper\r\n'
+    b'--c2\r\nContent-Disposition: form-data; name="stream"\r\n\r\nyes\r\n'
+    b"--c2\r\nContent-Disposition: form-data; name=\"file\"; filename*=utf-8''M%C3%BCller.wav\r\n\r\nRIFF\r\n"
+    b"--c2--\r\n"
+)
+CURL = (
+    b"--------------------------d74496d66958873e\r\n"
+    b'Content-Disposition: form-data; name="file"; filename="C:\\a.wav"\r\n'
+    b"Content-Type: audio/wav\r\n\r\nRIFF"
+    b"\r\n--------------------------d74496d66958873e\r\n"
+    b'Content-Disposition: form-data; name="model"\r\n\r\nwhisper'
+    b"\r\n--------------------------d74496d66958873e\r\n"
+    b'Content-Disposition: form-data; name="stream"\r\n\r\ntrue'
+    b"\r\n--------------------------d74496d66958873e--\r\n"
+)
+BY_CLIENT = {
+    "dotnet": (b'multipart/form-data; boundary="5f0e0f7c-2c4e-4d1f-9a59-c7b0a6f2c1d3"', DOTNET),
+    "undici": (b"multipart/form-data; boundary=----formdata-undici-078512345678", UNDICI),
+    "go": (b"multipart/form-data; boundary=b0a1", GO),
+    "requests": (b"multipart/form-data; boundary=c2", REQUESTS),
+    "curl": (b"multipart/form-data; boundary=------------------------d74496d66958873e", CURL),
+    "with-a-line-before": (b"multipart/form-data; boundary=c2", b"\r\n" + REQUESTS),
+    "file-name-first": (
+        b"multipart/form-data; boundary=b0a1", GO.replace(b'name="file"; filename="a', b'filename="a')
+        .replace(b'.wav"', b'.wav"; name="file"'),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("client", BY_CLIENT)
+def test_forms_as_clients_write_them(client: str) -> None:
+    kind, form = BY_CLIENT[client]
+    call = read_form(kind, form)
+    assert (call.model, call.stream) == ("whisper", True)
+    renamed = rename_in_form(form, "whisper", "large")
+    assert renamed == form.replace(b"\r\n\r\nwhisper", b"\r\n\r\nlarge")
+    assert read_form(kind, renamed).model == "large"
+
+
+PIECES = st.sampled_from(
+    [b"; ", b";", b" ; ", b"name", b"Name", b"filename", b"filename*", b"=", b'"', b"model", b"file", b"m ",
+     b"\\", b'\\"', b"utf-8''a", b"%22", b" ", b"\t", b"\xc3\xbc", b",", b"x"]
+)  # fmt: skip
+
+
+@given(
+    st.lists(PIECES, max_size=14),
+    st.sampled_from([b"; name=model", b'; name="model"', b"", b'; filename="a"']),
+)
+def test_a_part_that_passes_has_one_reading(pieces: list[bytes], before: bytes) -> None:
+    """python-multipart is vLLM's reader; `email` is the one of others, to which an escape is none."""
+    line = b"Content-Disposition: form-data" + before + b"".join(pieces)
+    found = _named(line)
+    if found is None:
+        return
+    name, is_file = found
+    _, options = parse_options_header(line.partition(b": ")[2])
+    assert options[b"name"] == name
+    assert is_file or b"filename" not in options
+    if b"\\" not in line:
+        read = email.message_from_bytes(line + b"\r\n\r\n")
+        assert (
+            str(read.get_param("name", header="content-disposition")).encode("ascii", "surrogateescape")
+            == name
+        )
 
 
 NAMED = b'Content-Disposition: form-data; name="'

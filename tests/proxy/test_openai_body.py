@@ -23,10 +23,10 @@ BAD = [
     b"\xef\xbb\xbf{}", b'{"model":"\xff"}', b'{"x":"\xff\xfe"}', b'{"model":"\\ud800"}',
     "{}".encode("utf-16"),
     b'{"prompt":NaN}', b'{"x":Infinity}', b'{"max_tokens":1e9999}', b'{"max_tokens":' + b"9" * 5000 + b"}",
-    b'{"max_tokens":-1}', b'{"max_tokens":1.5}', b'{"max_tokens":"5"}', b'{"max_tokens":true}',
+    b'{"max_tokens":-1}', b'{"max_tokens":1.5}', b'{"max_tokens":"5.5"}', b'{"max_tokens":100.5}',
     b'{"max_tokens":99999999999}', b'{"max_completion_tokens":-1}', b'{"max_output_tokens":[]}',
-    b'{"n":0}', b'{"n":-1}', b'{"n":1000000000}', b'{"n":1.5}', b'{"n":"2"}', b'{"best_of":1000000000}',
-    b'{"stream":"true"}', b'{"stream":1}', b'{"model":1}', b'{"model":["m"]}',
+    b'{"n":0}', b'{"n":-1}', b'{"n":1000000000}', b'{"n":1.5}', b'{"n":"two"}', b'{"best_of":1000000000}',
+    b'{"stream":"si"}', b'{"stream":2}', b'{"model":1}', b'{"model":["m"]}',
     b'{"model":"' + b"m" * 1_000_000 + b'"}', b"[" * 10_000_000, b'{"a":' * 100_000,
     b'{"messages":' + b"[" * 1_000_000, b'{"prompt":' + b'{"a":' * 100_000, b'{"prompt":"a"}\x00',
 ]  # fmt: skip
@@ -38,6 +38,35 @@ def test_bad_bodies_are_a_400(body: bytes) -> None:
         read_json(Kind.COMPLETION, body)
     assert caught.value.status == 400
     assert len(caught.value.message) < 300
+
+
+#: As Pydantic 2 reads them for `int` and for `bool`, as vLLM's classes have it; None: refused.
+AS_PYDANTIC: list[tuple[str, int | None, bool | None]] = [
+    ("100.0", 100, None), ('"100"', 100, None), ('" 100 "', 100, None), ('"+7"', 7, None),
+    ('"7.00"', 7, None), ('"1_000"', 1000, None), ("true", 1, True), ('"007"', 7, None), ('"7\\n"', 7, None),
+    ('"\\u00a07"', 7, None), ("1.0", 1, True), ('"1"', 1, True), ("1", 1, True), ("1e2", 100, None),
+    ('"1e2"', None, None), ('"100.5"', None, None), ("100.5", None, None), ('"true"', None, True),
+    ('"null"', None, None), ('""', None, None), ("1e19", None, None), ("[]", None, None), ("{}", None, None),
+    ('"\\u0663"', None, None), ('"0x10"', None, None), ('"1__0"', None, None), ('"_1"', None, None),
+    ('"1."', None, None), ('"+ 1"', None, None), ('"On"', None, True), ('"YES"', None, True),
+    ('"y"', None, True), ('"t"', None, True), ('"no"', None, False), ('"off"', None, False),
+    ('"f"', None, False), ('"n"', None, False), ('" yes"', None, None), ('"2"', 2, None), ("0.5", None, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "integer", "truth"), AS_PYDANTIC)
+def test_numbers_and_truth_values_are_read_as_vllms_classes_read_them(
+    value: str, integer: int | None, truth: bool | None
+) -> None:
+    for name, expected in (("max_tokens", integer), ("n", integer), ("stream", truth)):
+        body = b'{"model":"m","%b": %b,"prompt":"x"}' % (name.encode(), value.encode())
+        if expected is None:
+            with pytest.raises(GateError, match=f"^{name}: "):
+                read_json(Kind.COMPLETION, body)
+        else:
+            call = read_json(Kind.COMPLETION, body)
+            assert getattr(call, name) == expected
+            assert call.body.startswith(body[:-1])  # the engine reads it itself
 
 
 def test_the_last_of_two_keys_counts_as_vllm_reads_it() -> None:

@@ -334,6 +334,16 @@ async def test_own_pages(start: Start) -> None:
             assert (await client.answer()).status == 200
 
 
+@pytest.mark.parametrize("path", ["org%2Fm-7B", "org/m-7B", "org%2fm-7B", "%6Frg/m%2D7B"])
+async def test_a_model_is_asked_for_by_its_name_encoded_or_not(start: Start, path: str) -> None:
+    proxy = await start("http://127.0.0.1:1")
+    proxy.server.router._view.models = lambda: [{"id": "org/m-7B", "object": "model"}]
+    found = await ask(proxy, f"GET /v1/models/{path} HTTP/1.1\r\nHost: p\r\n\r\n".encode())
+    assert (found.status, json.loads(found.body)["id"]) == (200, "org/m-7B")
+    other = await ask(proxy, f"GET /v1/models/{path}x HTTP/1.1\r\nHost: p\r\n\r\n".encode())
+    assert other.status == 404
+
+
 # --- pages of other origins ---
 
 CHAT = "Origin: https://chat.example"

@@ -1,4 +1,4 @@
-"""Two proxies of one fleet with one view, over Redis or Valkey."""
+"""Two proxies of one fleet with one view, over a hub and over Redis or Valkey."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from pick.test_sharing import SERVER, Server
+from pick.test_sharing import Carrier, Server, carrier, needs_server
 from proxy.conftest import turns_until
 from proxy.services import Engine, PatientService, Running, document, said, serving
 from proxy.upstreams import plain
@@ -18,15 +18,14 @@ from proxy.upstreams import plain
 from hetlb.cli.main import main
 from hetlb.config.fleet import load_fleet
 
-needs_server = pytest.mark.skipif(SERVER is None, reason="needs valkey-server or redis-server")
+__all__ = ["carrier"]  # a fixture
 
 
 @contextlib.asynccontextmanager
 async def pair(
-    folder: Path, engines: list[Engine], *, silent_s: float = 1.0
-) -> AsyncIterator[tuple[Server, list[Running]]]:
+    folder: Path, server: Carrier, engines: list[Engine], *, silent_s: float = 1.0
+) -> AsyncIterator[tuple[Carrier, list[Running]]]:
     """Two proxies over these engines that know of each other."""
-    server = Server()
     await server.start()
     shared = {"url": server.url, "silent_s": silent_s}
     fleet = document(*engines, shared=shared, policy={"name": "hetlb"}, scrape={"interval_s": 60})
@@ -64,10 +63,13 @@ def booked(both: list[Running]) -> list[int]:
     return [sum(each.in_flight for each in running.scheduler.instances) for running in both]
 
 
-@needs_server
-async def test_each_proxy_books_what_the_other_books(tmp_path: Path) -> None:
+async def test_each_proxy_books_what_the_other_books(tmp_path: Path, carrier: Carrier) -> None:
     # A pause of a busy machine is no death here.
-    async with Engine() as one, Engine() as two, pair(tmp_path, [one, two], silent_s=30.0) as (_, both):
+    async with (
+        Engine() as one,
+        Engine() as two,
+        pair(tmp_path, carrier, [one, two], silent_s=30.0) as (_, both),
+    ):
         one.hold()
         two.hold()
         sent = []
@@ -88,12 +90,13 @@ async def test_each_proxy_books_what_the_other_books(tmp_path: Path) -> None:
         await turns_until(lambda: booked(both) == [0, 0])
 
 
-@needs_server
-async def test_a_request_that_an_engine_turns_away_is_booked_where_it_went(tmp_path: Path) -> None:
+async def test_a_request_that_an_engine_turns_away_is_booked_where_it_went(
+    tmp_path: Path, carrier: Carrier
+) -> None:
     busy = plain(b'{"error":"busy"}', b"503 Service Unavailable").replace(
         b"\r\n\r\n", b"\r\nretry-after: 5\r\n\r\n", 1
     )
-    async with Engine(busy) as one, Engine() as two, pair(tmp_path, [one, two]) as (_, both):
+    async with Engine(busy) as one, Engine() as two, pair(tmp_path, carrier, [one, two]) as (_, both):
         replies = await asyncio.gather(*(both[n % 2].ask() for n in range(6)))
         assert {reply.status for reply in replies} <= {200, 503}
         await turns_until(lambda: booked(both) == [0, 0])
@@ -102,12 +105,11 @@ async def test_a_request_that_an_engine_turns_away_is_booked_where_it_went(tmp_p
             running.scheduler.check_integrity()
 
 
-@needs_server
 async def test_peers_forget_a_proxy_that_stops_at_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, carrier: Carrier, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Silence would take longer than the test may.
-    async with Engine() as one, pair(tmp_path, [one], silent_s=60.0) as (_, both):
+    async with Engine() as one, pair(tmp_path, carrier, [one], silent_s=60.0) as (_, both):
         one.hold()
         sent = asyncio.create_task(both[1].ask())
         await turns_until(lambda: booked(both) == [1, 1])
@@ -121,7 +123,8 @@ async def test_peers_forget_a_proxy_that_stops_at_once(
 
 @needs_server
 async def test_a_server_that_hangs_holds_up_no_stop(tmp_path: Path) -> None:
-    async with Engine() as one, pair(tmp_path, [one], silent_s=60.0) as (server, both):
+    server = Server()
+    async with Engine() as one, pair(tmp_path, server, [one], silent_s=60.0) as (_, both):
         assert server.process is not None
         server.process.send_signal(signal.SIGSTOP)
         sharing = both[1].service.sharing
@@ -131,11 +134,10 @@ async def test_a_server_that_hangs_holds_up_no_stop(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGCONT)
 
 
-@needs_server
 async def test_without_the_server_each_serves_and_says_so_in_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, carrier: Carrier, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with Engine() as one, pair(tmp_path, [one]) as (server, both):
+    async with Engine() as one, pair(tmp_path, carrier, [one]) as (server, both):
         await server.kill()
         await turns_until(lambda: not any(connected(each) or peers(each) for each in both))
         assert {(await each.ask()).status for each in both for _ in range(3)} == {200}
@@ -172,7 +174,7 @@ def test_what_proxies_cannot_share_is_refused(
     ("shared", "message"),
     [
         ("{group: a}", "shared.url: expected an address, but the key is missing"),
-        ("{url: 'http://a'}", "shared.url: expected redis://, rediss:// or unix:// at its beginning"),
+        ("{url: 'http://a'}", "shared.url: expected redis://, rediss://, unix:// or hub: at its beginning"),
     ],
 )
 def test_a_picker_says_what_of_the_table_is_wrong(

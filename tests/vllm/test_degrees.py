@@ -14,19 +14,25 @@ from pathlib import Path
 import pytest
 from engines import VENV_PYTHON
 
-from hetlb.plan.model_shape import read_shape, refusal
+from hetlb.models.degrees import ModelShape, refusal
+from hetlb.models.facts import read_facts
 
 pytestmark = pytest.mark.vllm
 
-CONFIGS = json.loads((Path(__file__).parents[1] / "plan/data/model_configs.json").read_text())
+CONFIGS = json.loads((Path(__file__).parents[1] / "models/data/degrees.json").read_text())
 DEGREES = (2, 4, 6, 8)
+
+
+def shape_of(name: str) -> ModelShape:
+    return read_facts(CONFIGS[name], name).shape
 
 
 @pytest.mark.timeout(1800)
 def test_degrees_are_those_that_vllm_accepts() -> None:
     asked = {
-        name: {**raw, "_sizes": [size for _, size in read_shape(raw).feed_forward]}
+        name: {**raw, "_sizes": [size for _, size in (*shape.feed_forward, *shape.experts)]}
         for name, raw in CONFIGS.items()
+        if (shape := shape_of(name))
     }
     script = Path(__file__).with_name("ask_degrees.py")
     done = subprocess.run(
@@ -39,12 +45,12 @@ def test_degrees_are_those_that_vllm_accepts() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])
     wrong = []
-    for name, raw in CONFIGS.items():
-        shape = read_shape(raw)
+    for name in CONFIGS:
+        shape = shape_of(name)
         for degree in DEGREES:
             ours, theirs = refusal(shape, degree), said[name][str(degree)]
             if bool(ours) != bool(theirs):
                 wrong.append(f"{name}, degree {degree}: hetlb {ours!r}, vLLM {theirs!r}")
     assert not wrong, "\n".join(wrong)
-    assert any(refusal(read_shape(raw), 6) for raw in CONFIGS.values())
-    assert any(not refusal(read_shape(raw), 6) for raw in CONFIGS.values())
+    assert any(refusal(shape_of(name), 6) for name in CONFIGS)
+    assert any(not refusal(shape_of(name), 6) for name in CONFIGS)

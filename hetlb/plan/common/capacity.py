@@ -29,7 +29,7 @@ def kv_bytes(stages: Iterable[tuple[Fraction, Fraction]], weight_bytes: Fraction
 
 
 def kv_cache_tokens(
-    stages: Iterable[tuple[Fraction, Fraction]], weight_bytes: Fraction, kv_bytes_per_token: int
+    stages: Iterable[tuple[Fraction, Fraction]], weight_bytes: Fraction, kv_bytes_per_token: Fraction
 ) -> int:
     """Tokens of the KV cache of an instance of these stages; 0: no room."""
     return max(0, math.floor(kv_bytes(stages, weight_bytes) / kv_bytes_per_token))

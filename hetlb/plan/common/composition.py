@@ -18,11 +18,17 @@ from typing import Any
 
 import msgspec
 
+from hetlb.config.model_file import model_info
 from hetlb.config.plan_tables import Model, RooflineTable
-from hetlb.config.profile_file import EngineInfo, Hardware, ModelInfo, Profile, ProfileSource, with_latency
+from hetlb.config.profile_file import EngineInfo, Hardware, Profile, ProfileSource, with_latency
+from hetlb.core.engine_defaults import (
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+    batch_limits,
+)
 from hetlb.core.latency import LatencyModel
-from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillGrid, SplitKv
-from hetlb.sim.engine_limits import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
+from hetlb.core.step_times import DecodeTable, LaunchTime, MixedTerm, PnormPrefill, PrefillGrid, SplitKv
+from hetlb.models.degrees import refusal
 from hetlb.sim.staged_engine import EngineStage
 
 #: The most stages of an instance, and its most GPUs over machines.
@@ -32,7 +38,8 @@ ACTIVATION_BYTES = 2
 #: The fields of a latency model that `compose_latency` composes.
 _FIELDS = {
     *(f"k{i}" for i in range(1, 9)),
-    *("better_prefill", "better_decode", "mixed", "host_s", "host_sequence_s", "request_s", "split_kv"),
+    *("better_prefill", "better_decode", "mixed", "split_kv", "launch"),
+    *("host_s", "host_sequence_s", "request_s"),
 }
 assert {field.name for field in fields(LatencyModel)} == _FIELDS, "expected every term to be composed"
 
@@ -59,6 +66,7 @@ def estimated(
     model: Model, table: RooflineTable, gpu: str, degree: int, memory_bytes: int | None
 ) -> dict[str, Any]:
     """Source, hardware, model and engine of a profile by peak figures of so many GPUs."""
+    batched, seqs = batch_limits(gpu, memory_bytes)
     return {
         "source": ProfileSource(
             kind="roofline",
@@ -68,9 +76,21 @@ def estimated(
             f"{table.bandwidth_bytes_per_s:g} bytes/s at {table.bandwidth_efficiency:g}",
         ),
         "hardware": Hardware(gpu=gpu, gpus=degree, memory_bytes=memory_bytes),
-        "model": ModelInfo(name=model.name, kv_bytes_per_token=model.kv_bytes_per_token),
-        "engine": EngineInfo(tensor_parallel_size=degree),
+        "model": model_info(model.known),
+        "engine": EngineInfo(
+            tensor_parallel_size=degree,
+            max_num_batched_tokens=batched,
+            max_num_seqs=seqs,
+            enable_expert_parallel=True if needs_expert_parallel(model, degree) else None,
+        ),
     }
+
+
+def needs_expert_parallel(model: Model, degree: int, stages: int = 1) -> bool:
+    """Return True where vLLM takes a degree only if the experts stay whole."""
+    if model.shape is None or not refusal(model.shape, degree, stages):
+        return False
+    return not refusal(model.shape, degree, stages, expert_parallel=True)
 
 
 class _Round:
@@ -119,6 +139,7 @@ def compose_latency(
         host_sequence_s=max(each.host_sequence_s for each in latencies) / turn.stages,
         request_s=max(each.request_s for each in latencies),
         split_kv=_split_kv(turn, [each.split_kv for each in latencies]),
+        launch=_launch(turn, [each.launch for each in latencies]),
     )
 
 
@@ -182,6 +203,15 @@ def _split_kv(turn: _Round, terms: Sequence[SplitKv | None]) -> SplitKv | None:
     return SplitKv(turn.stages * min(each.blocks for each in known), turn.of([e.context_s for e in known]))
 
 
+def _launch(turn: _Round, terms: Sequence[LaunchTime | None]) -> LaunchTime | None:
+    """Return the launches of all batches, each an S-th of the tokens; None where a stage's are unknown."""
+    known = [term for term in terms if term is not None]
+    if len(known) < len(terms):
+        return None
+    tokens = turn.stages * min(each.graph_tokens for each in known)
+    return LaunchTime(tokens, turn.of([e.graph_s for e in known]), turn.of([e.eager_s for e in known]))
+
+
 @dataclass(frozen=True, slots=True)
 class StageProfile:
     """One stage: the profile of the whole model on its GPUs, its share of the layers, the link behind it."""
@@ -215,7 +245,7 @@ def compose_profile(name: str, model: Model, parts: Sequence[StageProfile], kv_c
         hardware=Hardware(
             gpu="+".join(dict.fromkeys(part.gpu for part in parts)), gpus=sum(part.gpus for part in parts)
         ),
-        model=ModelInfo(name=model.name, kv_bytes_per_token=model.kv_bytes_per_token),
+        model=model_info(model.known),
         engine=msgspec.structs.replace(
             first,
             tensor_parallel_size=parts[0].gpus,

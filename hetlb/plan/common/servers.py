@@ -19,11 +19,13 @@ from typing import Any, TypeAlias
 import yaml
 
 from hetlb.config.profile_file import Profile
+from hetlb.core.instance import DEFAULT_KV_CACHE_TOKENS
 from hetlb.core.types import Role
 from hetlb.errors import ConfigError
 from hetlb.files import write_text
 from hetlb.plan.common.capabilities import Form, Status, fact_of
 from hetlb.profiler.sources import write_profile
+from hetlb.sim.engine_limits import EngineLimits
 
 #: Ports of the first server of a machine, and of its side channel for KV transfers.
 FIRST_PORT, _FIRST_SIDE_CHANNEL = 8000, 5600
@@ -38,6 +40,13 @@ ProfileOf: TypeAlias = Path | Callable[[], Profile]
 FILL_IN = "Fill in the hosts (NAME.invalid): `hetlb serve --check` names those that are missing."
 
 
+def simulated_limits(profile: Profile) -> tuple[int, int]:
+    """Return `max_num_batched_tokens` and `max_num_seqs` with which the engine of a profile is simulated."""
+    tokens = profile.engine.kv_cache_tokens or DEFAULT_KV_CACHE_TOKENS
+    limits = EngineLimits.from_capacity(replace(profile.capacity, kv_cache_tokens=tokens))
+    return limits.max_num_batched_tokens, limits.max_num_seqs
+
+
 def host_of(machine: str) -> str:
     """The host of a machine, to be filled in."""
     return f"{machine}{PLACEHOLDER}"
@@ -47,8 +56,9 @@ def host_of(machine: str) -> str:
 class VllmServer:
     """One server: its model, degrees, the GPUs of each machine in the order of the stages, and its flags.
 
-    `layers` are of its pipeline stages, where they are known; None values are left to vLLM. A `max_model_len`
-    of `auto` is the longest that its KV cache holds: a plan for lengths is no limit on what clients send.
+    `layers` are of its pipeline stages, where they are known. `engine` is the profile that was simulated:
+    its limits are flags. A `max_model_len` of `auto` is the longest that its KV cache holds: a plan for
+    lengths is no limit on what clients send.
     """
 
     name: str
@@ -60,8 +70,18 @@ class VllmServer:
     layers: Sequence[int] = ()
     replicas: int = 1
     max_model_len: int | str = "auto"
-    max_num_seqs: int | None = None
+    engine: Profile | None = None
     profile: ProfileOf | None = None
+
+    def _limits(self) -> dict[str, int | None]:
+        """Return the flags of the limits with which the engine was simulated, and of its experts."""
+        if self.engine is None:
+            return {}
+        batched, seqs = simulated_limits(self.engine)
+        return {
+            "--max-num-seqs": seqs,
+            "--max-num-batched-tokens": batched // self.form.pipeline_parallel_size,
+        }
 
     @property
     def url(self) -> str:
@@ -78,12 +98,14 @@ class VllmServer:
             "--data-parallel-size": self.replicas if self.replicas > 1 else None,
             "--gpu-memory-utilization": f"{self.utilization:g}",
             "--max-model-len": self.max_model_len,
-            "--max-num-seqs": self.max_num_seqs,
+            **self._limits(),
             "--port": self.port,
             "--kv-transfer-config": None if connector is None else _kv_transfer(connector, form.role),
             "--distributed-executor-backend": "ray" if len(machines) > 1 else None,
         }
         words = [str(word) for flag, value in flags.items() if value is not None for word in (flag, value)]
+        if self.engine is not None and self.engine.engine.enable_expert_parallel:
+            words.append("--enable-expert-parallel")
         environment = {}
         if connector is not None:
             # A side channel per rank: the next server's begins behind those of this one.
@@ -101,7 +123,7 @@ class VllmServer:
             )
         prefix = "".join(f"{key}={shlex.quote(value)} " for key, value in environment.items())
         fact = fact_of(form)
-        tried = "" if fact.status is Status.STARTED else f"; {fact.status}: {fact.source.partition(':')[0]}"
+        tried = "" if fact.status is Status.RUN else f"; {fact.status}: {fact.source.partition(':')[0]}"
         return f"{prefix}{shlex.join(['vllm', 'serve', self.model, *words])}  # {self.name} on {where}{tried}"
 
 

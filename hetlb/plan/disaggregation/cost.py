@@ -22,7 +22,13 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from hetlb.config.plan_tables import Machine
-from hetlb.config.profile_file import BetterPrefill, DecodeCoefficients, PrefillCoefficients, Profile
+from hetlb.config.profile_file import (
+    BetterDecode,
+    BetterPrefill,
+    DecodeCoefficients,
+    PrefillCoefficients,
+    Profile,
+)
 from hetlb.plan.common.capabilities import NIXL, Form, refused
 from hetlb.plan.common.capacity import divide_layers, exact, kv_cache_tokens
 from hetlb.plan.common.composition import (
@@ -47,6 +53,8 @@ from hetlb.sim.study import engine_of
 _BLENDS = (1.0, 0.75, 0.5, 0.25, 0.0)
 #: Latency of a transfer inside a machine; `links.latency_s` is that between machines.
 _INSIDE_LATENCY_S = 5e-6
+#: Batches at which an estimated step of a mixture is stated.
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 #: Corner between reading weights and computing tokens in an estimated profile: near the larger of both.
 _CORNER = 8.0
 #: Layers' time of the whole model is taken at this batch and context to say how fast GPUs decode.
@@ -60,7 +68,8 @@ def capacity_of(cluster: SplitCluster, stages: Sequence[GroupStage]) -> int:
     room = [
         (cluster.machines[s.machine].usable(s.gpus), Fraction(s.layers, cluster.model.layers)) for s in stages
     ]
-    return kv_cache_tokens(room, exact(cluster.model.weight_bytes), cluster.model.kv_bytes_per_token)
+    each = cluster.model.kv_bytes_at(stages[0].gpus)
+    return kv_cache_tokens(room, exact(cluster.model.weight_bytes), exact(each))
 
 
 class GroupTable:
@@ -283,15 +292,25 @@ def estimated_profile(
     overhead_s = table.overhead_ms / 1e3
     size = hidden_size(model) * ACTIVATION_BYTES
     exchanged_s = 4.0 * cluster.model.layers * (degree - 1) / degree * size / (link_bytes_per_s or math.inf)
-    token_s = 2.0 * model.parameters / flops + exchanged_s
-    floor_s = cluster.model.weight_bytes / bandwidth + overhead_s
+    facts = model.known
+    token_s = 2.0 * facts.passed_parameters / flops + exchanged_s
+    # A prompt reaches all experts but a few; a decode step those that its sequences choose.
+    floor_s = facts.touched_bytes(math.inf) / bandwidth + overhead_s
+    steps = tuple(
+        facts.touched_bytes(batch) / bandwidth + overhead_s + exchanged_s * batch for batch in _BATCHES
+    )
     return Profile(
         version=2,
         name=f"{machine.gpu.lower()}-tp{degree}-estimated",
         prefill=PrefillCoefficients(k1=token_s, k2=0.0, k3=0.0, k4=floor_s),
         decode=DecodeCoefficients(
-            k5=cluster.model.kv_bytes_per_token / bandwidth, k6=exchanged_s, k7=0.0, k8=floor_s
+            k5=facts.kv_bytes_per_token / bandwidth, k6=exchanged_s, k7=0.0, k8=floor_s
         ),
+        better_decode=BetterDecode(
+            token_s=facts.kv_bytes_per_token / bandwidth, context_s=0.0, batches=_BATCHES, seconds=steps
+        )
+        if facts.experts
+        else None,
         better_prefill=BetterPrefill(floor_s=floor_s, token_s=token_s, attention_s=0.0, p=_CORNER),
         **estimated(model, table, machine.gpu, degree, machine.memory_bytes),
     )

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hetlb.plan.common.remarks import remarks_on_machines
 from hetlb.plan.common.servers import VllmServer
 from hetlb.plan.disaggregation.split_cluster import Role, SplitCluster, SplitPlan
 from hetlb.plan.disaggregation.split_search import SplitsFound
@@ -23,6 +24,8 @@ def document_of(
         rates[group.role] += group.capacity
     split_s = math.fsum(plan.flows.values())
     return {
+        "model": cluster.model.known.json(),
+        "remarks": remarks_on_machines(cluster.model, cluster.machines),
         "throughput_req_s": plan.throughput,
         "throughput_tok_s": plan.throughput * cluster.workload.output_tokens,
         "bound_req_s": found.bound if math.isfinite(found.bound) else None,
@@ -67,15 +70,36 @@ def document_of(
 def print_plan(document: dict[str, Any]) -> None:
     """The plan for a person: groups, flows, the plan without splitting, how far to trust it, commands."""
     console = Console(highlight=False, soft_wrap=True)
-    rate, tokens = document["throughput_req_s"], document["throughput_tok_s"]
-    console.print(f"{rate:.4g} requests/s, {tokens:.4g} output tokens/s", style="bold")
+    console.print(_headline(document), style="bold")
     console.print(_group_grid(document), soft_wrap=False)
     if document["kv_flows"]:
         console.print(_flow_grid(document), soft_wrap=False)
-    for line in trust_lines(document):
-        console.print(line)
+    for line in [*document["remarks"], *trust_lines(document)]:
+        console.print(line, markup=False)
     for command in document["commands"]:
         print(command)
+
+
+def _headline(document: dict[str, Any]) -> str:
+    """Return the throughput and the gain over not splitting, both simulated where there was a simulation."""
+    simulated, gain = document["simulated"], gain_of(document)
+    if simulated is None:
+        text = f"{document['throughput_req_s']:.4g} requests/s planned, not simulated"
+    else:
+        served, tokens = simulated["request_throughput"], simulated["output_throughput"]
+        text = f"{served:.4g} requests/s, {tokens:.4g} output tokens/s in simulation"
+    return text if gain is None else f"{text}: {gain:+.1%} over not splitting"
+
+
+def gain_of(document: dict[str, Any]) -> float | None:
+    """Return the gain over the best plan without splitting: simulated where both were, else planned."""
+    colocated = document["colocated"]
+    if not document["split"] or colocated is None:
+        return None
+    served, other = document["throughput_req_s"], colocated["throughput_req_s"]
+    if document["simulated"] is not None and "simulated" in colocated:
+        served, other = document["simulated"]["request_throughput"], max(colocated["simulated"].values())
+    return served / other - 1.0 if other > 0.0 else None
 
 
 def _group_grid(document: dict[str, Any]) -> Table:
@@ -119,9 +143,7 @@ def trust_lines(document: dict[str, Any]) -> list[str]:
     elif colocated is None:
         lines.append("no plan whose groups all do both was found")
     else:
-        other = colocated["throughput_req_s"]
-        gain = f"{rate / other - 1:+.1%}" if other > 0 else "it serves nothing"
-        lines.append(f"without splitting: {other:.4g} requests/s (this plan: {gain})")
+        lines.append(f"planned: {rate:.4g} requests/s, without splitting {colocated['throughput_req_s']:.4g}")
     if (simulated := document["simulated"]) is not None:
         served = simulated["request_throughput"]
         lines.append(

@@ -15,7 +15,10 @@ from hetlb.plan.disaggregation.split_cluster import ServerGroup, SplitCluster, S
 
 
 def servers_of(cluster: SplitCluster, plan: SplitPlan) -> list[VllmServer]:
-    """One server a group, in the order of the plan; a pipeline across machines runs on a Ray cluster."""
+    """Return one server a group, in the order of the plan, with the limits that its capacity rests on.
+
+    A pipeline across machines runs on a Ray cluster. vLLM's limit of tokens is that of the batch of a stage.
+    """
     taken = [0] * len(cluster.machines)
     from_trace = len(cluster.workload.rows) > 1  # then the longest request is known
     cost = ProfileCost(cluster)
@@ -34,6 +37,7 @@ def servers_of(cluster: SplitCluster, plan: SplitPlan) -> list[VllmServer]:
                 utilization=min(cluster.machines[m].gpu_memory_utilization for m, _ in group.composition),
                 layers=[stage.layers for stage in group.stages],
                 max_model_len=cluster.workload.longest_tokens if from_trace else "auto",
+                engine=cost.profile(group.stages, group.kv_cache_tokens, group.role),
                 profile=_profile(cluster, group, cost),
             )
         )

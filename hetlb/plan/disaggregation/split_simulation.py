@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from hetlb.core.types import Connector, KvLink
+from hetlb.plan.common.capabilities import NIXL, Status, fact_of
 from hetlb.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
 from hetlb.plan.common.servers import KV_LEASE_S
 from hetlb.plan.disaggregation.cost import ProfileCost
@@ -30,6 +31,8 @@ from hetlb.workload.records import RequestResult
 LOAD = 1.05
 #: Weight of a plan that splits in simulation: it has more that can fail, so it must serve a good deal more.
 _WORTH = 0.95
+#: Plans that serve this share of the most are as good: the simplest of them is chosen.
+_AS_GOOD = 0.98
 #: The run lasts so many times as long as a request stays in the slowest group; its requests, within bounds.
 _TURNS = 6.0
 _FEWEST, _MOST = 2000, 8000
@@ -143,7 +146,7 @@ def choose(
     if count == 0 or limits.over or _wanted(cluster, best) > 2 * _MOST:
         return best, figures
     cost = ProfileCost(cluster)
-    judged = judge(cluster, different(found.plans, count), cost, limits, seed=limits.seed)
+    judged = judge(cluster, candidates(found.plans, count), cost, limits, seed=limits.seed)
     if colocated is not None and not limits.over:
         # At the load of the best split plan: what it does not serve of that, it cannot.
         rate = LOAD * max(best.throughput, colocated.throughput)
@@ -155,9 +158,7 @@ def choose(
         figures["colocated"]["simulated"] = {
             policy: each.request_throughput for policy, each in by_policy.items()
         }
-    chosen, result = max(
-        judged, key=lambda each: each[1].request_throughput * (_WORTH if each[0].splits else 1.0)
-    )
+    chosen, result = simplest(judged)
     figures["simulated"] = {
         "request_throughput": result.request_throughput,
         "output_throughput": result.output_throughput,
@@ -171,6 +172,33 @@ def choose(
         ],
     }
     return chosen, figures
+
+
+def simplest(judged: Sequence[Judged]) -> Judged:
+    """Return the simplest of the plans that serve nearly the most in simulation."""
+
+    def worth(each: Judged) -> float:
+        return each[1].request_throughput * (_WORTH if each[0].splits else 1.0)
+
+    most = max(map(worth, judged))
+    able = [each for each in judged if worth(each) >= _AS_GOOD * most]
+    return min(able, key=lambda each: (complexity(each[0]), -worth(each)))
+
+
+def complexity(plan: SplitPlan) -> tuple[int, int, bool]:
+    """Return the number of commands that were never run, the GPUs of the largest server, and if it splits."""
+    connector = NIXL if plan.splits else None
+    untried = sum(fact_of(group.form(connector)).status is not Status.RUN for group in plan.groups)
+    largest = max(sum(n for _, n in group.composition) for group in plan.groups)
+    return untried, largest, plan.splits
+
+
+def candidates(plans: Sequence[SplitPlan], count: int) -> list[SplitPlan]:
+    """Return plans to simulate: the best by their capacity, and the simplest of those as good."""
+    able = [plan for plan in plans if plan.throughput >= _AS_GOOD * plans[0].throughput]
+    simple = min(able, key=lambda plan: (complexity(plan), -plan.throughput))
+    found = different(plans, count)
+    return found if any(plan is simple for plan in found) else different([*found[: count - 1], simple], count)
 
 
 def why_nothing(cluster: SplitCluster) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from hetlb.config.plan_tables import Machine, Model
+from hetlb.core.engine_defaults import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
 from hetlb.core.paths.stages import (
     SINK,
     SOURCE,
@@ -22,7 +23,6 @@ from hetlb.core.paths.stages import (
     StageSpec,
     decode_curve,
 )
-from hetlb.sim.engine_limits import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
 
 #: The layers [first, end) that a node holds.
 Interval: TypeAlias = tuple[int, int]
@@ -96,6 +96,8 @@ class PlaceCluster:
     kinds: Mapping[str, MachineKind]
     links: Mapping[Edge, LinkSpec]
     partial_inference: bool = False
+    source: Model | None = None
+    remarks: tuple[str, ...] = ()
 
     def kind(self, node: PlaceNode) -> MachineKind:
         return self.kinds[node.kind]

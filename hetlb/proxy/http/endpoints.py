@@ -26,7 +26,8 @@ class Kind(Enum):
         self.prompted = name not in ("pinned", "plain", "realtime")
 
 
-#: Paths that go to an engine, as vLLM 0.32 serves them. Which of them exist depends on the model.
+#: Paths that go to an engine, as vLLM 0.33 serves them (`tests/vllm/newest_facts.py` compares). Which of them
+#: exist depends on the model.
 ENDPOINTS: dict[str, Kind] = {
     "/v1/completions": Kind.COMPLETION,
     "/v1/completions/render": Kind.NO_OUTPUT,
@@ -57,6 +58,10 @@ ENDPOINTS: dict[str, Kind] = {
     "/v1/audio/speech": Kind.AUDIO,
     "/inference/v1/generate": Kind.COMPLETION,
     "/invocations": Kind.CHAT,
+    "/v1/decisions": Kind.NO_OUTPUT,
+    "/v1/systemone": Kind.NO_OUTPUT,
+    "/cohere/v2/chat": Kind.MESSAGES,
+    "/cohere/v2/chat/render": Kind.NO_OUTPUT,
 }
 #: The one path where a connection may become a WebSocket.
 REALTIME_PATH = "/v1/realtime"

@@ -15,10 +15,12 @@ from hetlb.proxy.http.transfer_fields import has_transfer_fields
 
 #: One boundary of RFC 2046 without blanks: what every client makes.
 _BOUNDARY = re.compile(rb"""boundary=("?)([0-9A-Za-z'()+_,./:=?-]{1,70})\1\s*(?:;|$)""", re.I)
-_PART_NAME = re.compile(
-    rb"""content-disposition:[ \t]*form-data;[ \t]*name="([^"\\\r\n]*)"
-    ([ \t]*;[ \t]*filename="[^"\\\r\n]*")?([ \t]*;[ \t]*filename\*=[^"\\;\s]*)?""",
-    re.I | re.X,
+_DISPOSITION = re.compile(rb"content-disposition:[ \t]*form-data[ \t]*", re.I)
+#: One parameter: a token or a quoted string. A file's name in the form of RFC 5987 has no quotes.
+_PARAMETER = re.compile(
+    rb""";[ \t]*(?:(name|filename)=(?:([!#$%&'*+.^_`|~0-9A-Za-z-]+)|"((?:[^"\\\r\n]|\\.)*)")
+    |(filename\*)=[^"\\;\s]*)[ \t]*""",
+    re.X,
 )
 _UTF8 = re.compile(rb"""^(?!.*charset.*charset).*;\s*charset="?utf-8"?\s*(?:;|$)""", re.I)
 #: The line end behind a boundary, the headers of a part and the empty line.
@@ -28,6 +30,8 @@ MAX_PART_LINES: Final = 16
 MAX_PARTS: Final = 256
 #: Maximum bytes of a value that is read.
 _MOST_BYTES: Final = MAX_MODEL_CHARACTERS
+#: As vLLM's classes read a truth value.
+_TRUE: Final = (b"true", b"1", b"t", b"yes", b"y", b"on")
 _BAD_PART: Final = "A part of the multipart body is malformed or has no end."
 
 
@@ -35,11 +39,12 @@ def read_form(content_type: bytes, body: bytes) -> Call:
     """The facts of a whole form. Raises `GateError` (400)."""
     delimiter = _delimiter(content_type)
     boundary = delimiter[2:]
-    if not body.startswith(boundary):
+    start = 2 if body.startswith(b"\r\n") else 0
+    if not body.startswith(boundary, start):
         raise GateError(400, "The multipart body does not begin with its boundary.")
     call = Call(body)
     call.text_bytes = MEDIA_BYTES
-    at, parts = len(boundary), 0
+    at, parts = start + len(boundary), 0
     while body[at : at + 2] != b"--":
         parts += 1
         if parts > MAX_PARTS:
@@ -78,15 +83,39 @@ def _part_name(head: bytes) -> tuple[bytes, bool]:
             if line[:1] in (b" ", b"\t", b"") or b"\n" in line or b"\r" in line:
                 raise GateError(400, "A part of the multipart body has a malformed header.")
             continue
-        match = _PART_NAME.fullmatch(line)
-        if match is None or name:
+        found = _named(line)
+        if found is None or name:
             raise GateError(
                 400, 'A part of the multipart body needs one Content-Disposition: form-data; name="…".'
             )
-        name, is_file = match[1], bool(match[2] or match[3])
+        name, is_file = found
     if not name:
         raise GateError(400, "A part of the multipart body has no name.")
     return name, is_file
+
+
+def _named(line: bytes) -> tuple[bytes, bool] | None:
+    """Return the name in a Content-Disposition and whether it is of a file; None where it has more readings.
+
+    An escaped quote is the end of a string to some readers: what follows must not look like a name to these.
+    """
+    begun = _DISPOSITION.match(line)
+    if begun is None:
+        return None
+    values: dict[bytes, bytes] = {}
+    at = begun.end()
+    while at < len(line):
+        found = _PARAMETER.match(line, at)
+        if found is None:
+            return None
+        key = found[1] or found[4]
+        value = found[2] or found[3] or b""
+        if key in values or (value.find(b"\\") >= 0 and (key == b"name" or b"name" in value.lower())):
+            return None
+        values[key] = value
+        at = found.end()
+    name = values.pop(b"name", b"")
+    return (name, bool(values)) if name else None
 
 
 def _take_field(call: Call, name: bytes, is_file: bool, value: bytes) -> None:
@@ -100,4 +129,4 @@ def _take_field(call: Call, name: bytes, is_file: bool, value: bytes) -> None:
             expected = f"a JSON object of at most {_MOST_BYTES} bytes without transfer parameters"
             raise GateError(400, f"vllm_xargs: expected {expected}.")
     elif name == b"stream":
-        call.stream = value.strip().lower() in (b"true", b"1")
+        call.stream = value.lower() in _TRUE

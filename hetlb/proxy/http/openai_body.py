@@ -35,6 +35,8 @@ _REMOTE: Final = re.compile(
     rb'|"type":\s*"url",\s*"url":\s*"https?:'
 )
 _decoder = msgspec.json.Decoder(RequestFields)
+#: Priorities beyond it count as it.
+_MOST_PRIORITY: Final = 1 << 31
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
 _NO_OUTPUT: Final = Kind.NO_OUTPUT
 _COMPLETION: Final = Kind.COMPLETION
@@ -87,7 +89,12 @@ def read_json(kind: Kind, body: bytes) -> Call:
     try:
         if not body.isascii():
             body.decode()  # msgspec does not look into the strings that it skips
-        decoded = _decoder.decode(body)
+        try:
+            decoded = _decoder.decode(body)
+        except msgspec.ValidationError:
+            from hetlb.proxy.http.lax_numbers import in_plain_numbers
+
+            decoded = _decoder.decode(in_plain_numbers(body))
     except msgspec.ValidationError as error:
         raise GateError(400, _plain(str(error))) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -97,7 +104,7 @@ def read_json(kind: Kind, body: bytes) -> Call:
     call.stream = bool(decoded.stream)
     call.max_tokens = _output_cap(decoded)
     call.n = max(decoded.n or 1, decoded.best_of or 1)
-    call.priority = decoded.priority or 0
+    call.priority = min(max(decoded.priority or 0, -_MOST_PRIORITY), _MOST_PRIORITY)
     call.cache_salt = decoded.cache_salt
     own = decoded.kv_transfer_params or decoded.ec_transfer_params
     if own or decoded.vllm_xargs or decoded.sampling_params:

@@ -29,7 +29,7 @@ class RequestFields(msgspec.Struct):
     max_output_tokens: _Tokens | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=_MAX_SEQUENCES)] | None = None
     best_of: Annotated[int, msgspec.Meta(le=_MAX_SEQUENCES)] | None = None
-    priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=1 << 31)] | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     prompt: msgspec.Raw = msgspec.Raw(b"")
     messages: msgspec.Raw = msgspec.Raw(b"")
     input: msgspec.Raw = msgspec.Raw(b"")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import queue
@@ -98,10 +99,13 @@ class EventLog(LogWriter):
 
     def __init__(self, path: Path) -> None:
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            # A pipe that has no reader would keep the start waiting for one.
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o644)
+            os.set_blocking(descriptor, True)
         except OSError as error:
+            why = "nothing reads this pipe" if error.errno == errno.ENXIO else error.strerror
             raise InputError(
-                f"--event-log: expected a file that can be written, got {str(path)!r}: {error.strerror}"
+                f"--event-log: expected a file that can be written, got {str(path)!r}: {why}"
             ) from error
         super().__init__(descriptor, "event log")
         self._descriptor = descriptor

@@ -5,6 +5,7 @@ PYTHONPATH=tests python tests/proxy/dashboard/pictures.py docs/pictures
 
 from __future__ import annotations
 
+import argparse
 import io
 import subprocess
 import sys
@@ -21,7 +22,7 @@ REQUESTS = 6_000
 #: The engines are as slow as large models are, so that two cores carry what keeps all three of them busy.
 TIME_SCALE = 8
 RATE = 12
-MINUTES_SEEN_MS = 150_000
+SEEN_MS = 150_000
 #: Parts of the page that the docs explain by number, in their order.
 PARTS = (
     "#status-line",
@@ -47,7 +48,7 @@ NUMBER = """(nodes, number) => nodes.forEach((node) => {
 def terminal(admin: str, path: Path) -> None:
     """The picture of `top` in a terminal of 100 columns."""
     view = FleetScreen("http://127.0.0.1:8081")
-    view.take(next(AdminClient(admin, None).snapshots()))
+    view.snapshot = next(AdminClient(admin, None).snapshots())
     console = Console(
         record=True, width=100, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )
@@ -55,7 +56,7 @@ def terminal(admin: str, path: Path) -> None:
     console.save_svg(str(path), title="hetlb top")
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, seen_ms: int) -> None:
     with tempfile.TemporaryDirectory() as scratch, launched() as browser:
         fleet = Fleet(Path(scratch))
         load = None
@@ -75,7 +76,7 @@ def main(folder: Path) -> None:
                 look = Look(browser, f"{fleet.admin}/", color_scheme=scheme).live()
                 page = look.page
                 if scheme == "light":
-                    page.wait_for_timeout(MINUTES_SEEN_MS)
+                    page.wait_for_timeout(seen_ms)
                     terminal(fleet.admin, folder / "top.svg")
                 page.locator("button.open").nth(1).click()
                 playwright.expect(page.locator("tr.detail table")).to_be_visible()
@@ -95,4 +96,8 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="a look of two seconds, to see that it runs")
+    args = parser.parse_args()
+    main(args.folder, 2_000 if args.smoke else SEEN_MS)

@@ -1,0 +1,112 @@
+"""A short run of every bench: that it still runs with hetlb as it is, not what it measures.
+
+`python bench/smoke.py [NAME ...]`; `make smoke` runs all. Benches that need an engine, a GPU, a compiler or
+data that is not here show their help, which imports all that they import. `tests/test_benches.py` holds that
+every bench stands here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+BENCH = Path(__file__).resolve().parent
+#: A run that takes longer has failed: seconds.
+MOST_S = 240.0
+_HELP = ("--help",)
+#: Arguments of each bench's short run; `OUT` is a file that is thrown away.
+RUNS: dict[str, tuple[str, ...]] = {
+    "compile_modules.py": _HELP,
+    "cpu_server.py": _HELP,
+    "fidelity.py": _HELP,
+    "in_flight.py": _HELP,
+    "install.py": _HELP,
+    "loadtest_accuracy.py": ("--request-rate", "20", "--seconds", "1"),
+    "loadtest_agreement.py": _HELP,
+    "metrics_page.py": ("--scrapes", "2"),
+    "model_truth.py": _HELP,
+    "real_run.py": _HELP,
+    "vllm_layouts.py": _HELP,
+    "vllm_pair.py": _HELP,
+    "vllm_report.py": _HELP,
+    "workers_balance.py": ("--workers", "2", "--rounds", "1", "--num-prompts", "20", "--out", "OUT"),
+    "workers_cost.py": ("--rounds", "1"),
+    "engines/mixed.py": _HELP,
+    "faults/compared.py": ("--only", "hetlb"),
+    "faults/floods.py": ("--rounds", "1", "--seconds", "0.5", "--only", "admin"),
+    "faults/lost_engines.py": ("--requests", "20"),
+    "faults/notices.py": ("--requests", "10"),
+    "faults/run.py": ("terminate", "--help"),
+    "faults/soak.py": ("--minutes", "0.1"),
+    "faults/streams.py": ("--minutes", "0.1", "--streams", "20"),
+    "head_to_head/run.py": _HELP,
+    "mutation/run.py": _HELP,
+    "paper/run.py": _HELP,
+    "place/run.py": _HELP,
+    "proxies/instructions.py": _HELP,
+    "proxies/limits.py": _HELP,
+    "proxies/run.py": _HELP,
+    "rent/claims.py": _HELP,
+    "rent/run.py": _HELP,
+    "scale/costs.py": _HELP,
+    "scale/decide.py": _HELP,
+    "scale/demo.py": ("--smoke",),
+    "scale/large.py": ("--instances", "10", "--rate", "5", "--seconds", "2", "--repeats", "1"),
+    "scale/parity.py": ("--rounds", "1", "--num-prompts", "10", "--out", "OUT"),
+    "scale/schedulers.py": (
+        "--instances", "10", "--requests", "100", "--counts", "1,2", "--delays", "0.001", "--seeds", "1",
+        "--out", "OUT",
+    ),
+    "scheduling/decisions.py": _HELP,
+    "scheduling/grid.py": _HELP,
+    "scheduling/mixed.py": _HELP,
+    "scheduling/run.py": ("--list",),
+    "split/decisions.py": ("--requests", "20"),
+    "split/per_request.py": ("--requests", "20", "--seeds", "1", "--out", "OUT"),
+    "split/picture.py": _HELP,
+    "split/run.py": _HELP,
+    "stages/run.py": _HELP,
+}  # fmt: skip
+
+
+def main() -> int:
+    """Return 1 where a run failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="benches by their path below bench/ (default: all)")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        failed = [name for name in args.names or RUNS if not runs(name, Path(folder) / "out.json")]
+    print(f"{len(args.names or RUNS) - len(failed)} ran, {len(failed)} failed: {' '.join(failed)}")
+    return int(bool(failed))
+
+
+def runs(name: str, out: Path) -> bool:
+    """Return whether a short run ends well; print how long it took, and the end of its output if not."""
+    command = [
+        sys.executable,
+        str(BENCH / name),
+        *(str(out) if each == "OUT" else each for each in RUNS[name]),
+    ]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, cwd=BENCH.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            timeout=MOST_S, check=False,
+        )  # fmt: skip
+        said = done.stdout
+        # 1 is a verdict: a busy machine is too slow for some.
+        failed = done.returncode not in (0, 1) or "Traceback" in said
+    except subprocess.TimeoutExpired:
+        failed, said = True, f"not done after {MOST_S:g} s"
+    print(f"{'FAILED' if failed else 'ok'}  {time.monotonic() - began:5.1f} s  {name}", flush=True)
+    if failed:
+        print(said[-2000:], flush=True)
+    return not failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

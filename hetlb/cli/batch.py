@@ -1,0 +1,72 @@
+"""`hetlb batch`: OpenAI's batch file through any OpenAI-compatible server; the results are the journal."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from hetlb.cli.flags import COUNT, FINITE, add_json, declare, print_document
+from hetlb.cli.signals import run_until_signal
+from hetlb.config.urls import check_url
+from hetlb.errors import HetlbError, InputError
+from hetlb.loadtest.batch_files import BatchJournal, read_jobs
+from hetlb.loadtest.batch_run import BACKGROUND_LANES, LANES, BatchRun
+from hetlb.loadtest.generator import allow_open_files
+from hetlb.loadtest.screen import Screen
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = declare(parser)
+    add("requests", "OpenAI's batch file: custom_id, url, body", "IN.jsonl", Path)
+    add("results", "its results; begun again, it goes on from them", "OUT.jsonl", Path)
+    url = partial(check_url, where="--url", prefixed=True)
+    add("--url", "server, http://HOST:PORT", "URL", url, required=True)
+    lanes = f"requests at once (default {LANES}; {BACKGROUND_LANES} in a background class)"
+    add("--concurrency", lanes, "N", COUNT)
+    limit = "seconds after which a request has failed, and a server that answers nothing (default 600)"
+    add("--timeout", limit, "S", FINITE, 600.0)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run what has no result yet; 0 if every request was answered, else 1."""
+    if args.requests.resolve() == args.results.resolve():
+        raise InputError(f"{args.results}: expected another file than that of the requests")
+    jobs = read_jobs(args.requests)
+    journal = BatchJournal(args.results, {job.custom_id for job in jobs})
+    began_s, before = time.monotonic(), len(journal.ended)
+    rest = [job for job in jobs if job.custom_id not in journal.ended]
+    work = BatchRun(args.url, rest, journal, args.timeout, os.environ.get("OPENAI_API_KEY"))
+    try:
+        if rest:
+            run_until_signal(_shown(work, args, len(rest)))
+    except InputError:
+        raise
+    except (HetlbError, KeyboardInterrupt) as stopped:
+        reason = str(stopped) or "interrupted"
+        ended = f"{len(journal.ended):,} of {len(jobs):,} results are in {args.results}"
+        print(f"hetlb batch: {reason}; {ended}: run it again to go on", file=sys.stderr)
+        return 1
+    finally:
+        journal.close()
+    completed = len(jobs) - journal.failed
+    document: dict[str, float] = {
+        "requests": len(jobs),
+        "completed": completed,
+        "failed": journal.failed,
+        "resumed": before,
+    }
+    document |= {"total_output_tokens": work.progress.output_tokens, "duration": time.monotonic() - began_s}
+    words = f"{args.results}: {completed:,} answers, {journal.failed:,} errors; {before:,} were there before"
+    print_document(args, document, lambda: print(words))
+    return int(journal.failed > 0)
+
+
+async def _shown(work: BatchRun, args: argparse.Namespace, count: int) -> None:
+    allow_open_files(args.concurrency or BACKGROUND_LANES)
+    async with Screen().bar(args.results.name, work.progress, count):
+        await work.run(args.concurrency)

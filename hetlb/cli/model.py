@@ -1,0 +1,45 @@
+"""`hetlb model`: the facts of a model's `config.json`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from hetlb.config.model_file import load_facts
+from hetlb.models.facts import ModelFacts
+
+#: Tokens of the sequences whose cache is shown.
+_SHOWN_TOKENS = (1_000, 10_000, 100_000)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG.json", type=Path, help="config.json of a model")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    facts = load_facts(args.config)
+    print(json.dumps(facts.json(), indent=2) if args.json else "\n".join(_lines(facts)))
+    return 0
+
+
+def _lines(facts: ModelFacts) -> list[str]:
+    document = facts.json()
+    sparse = facts.active_parameters < facts.parameters
+    active = f", {facts.active_parameters:,} of them active" if sparse else ""
+    windows = [f"{size:,g} bytes for each of the last {tokens:,} tokens" for tokens, size in facts.kv_windows]
+    state = [f"{facts.state_bytes:,} bytes of state"] if facts.state_bytes else []
+    degrees = ", ".join(map(str, document["tensor_parallel_sizes"]))
+    return [
+        facts.name,
+        f"  parameters  {facts.parameters:,}{active}",
+        f"  weights     {facts.weight_bytes:,} bytes",
+        "  layers      " + ", ".join(f"{count} {kind}" for kind, count in document["layers"].items()),
+        "  cache       " + "; ".join([f"{facts.kv_bytes_per_token:,g} bytes a token", *windows, *state]),
+        "              "
+        + ", ".join(
+            f"{facts.kv_bytes(tokens) / 1e6:,.4g} MB at {tokens:,} tokens" for tokens in _SHOWN_TOKENS
+        ),
+        f"  degrees     tensor parallel {degrees}" + ("; expert parallel" if facts.expert_parallel else ""),
+    ]

@@ -1,0 +1,27 @@
+"""Limits that `vllm serve` takes without flags: the one home of them.
+
+Sources: `EngineArgs.get_batch_defaults` of vLLM 0.32 for an API server, `CacheConfig` for blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: Tokens of a block of the KV cache.
+DEFAULT_BLOCK_SIZE: Final = 16
+#: Limits of small GPUs, and of those that are not known.
+DEFAULT_MAX_NUM_SEQS: Final = 256
+DEFAULT_MAX_NUM_BATCHED_TOKENS: Final = 2048
+_GIB: Final = 1 << 30
+#: By the least memory of a GPU: tokens of a batch, sequences.
+_BY_MEMORY: Final = ((160 * _GIB, 16_384, 1024), (70 * _GIB, 8192, 1024))
+
+
+def batch_limits(gpu: str | None, memory_bytes: float | None) -> tuple[int, int]:
+    """Return `max_num_batched_tokens` and `max_num_seqs` that vLLM takes on a GPU."""
+    for least, tokens, sequences in _BY_MEMORY:
+        large = memory_bytes is not None and memory_bytes >= least
+        # An A100 of 80 GB is slower with larger batches: vLLM goes by its name.
+        if large and (least > 100 * _GIB or "a100" not in (gpu or "").lower()):
+            return tokens, sequences
+    return DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS

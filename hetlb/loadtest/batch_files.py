@@ -1,0 +1,162 @@
+"""Files of a batch: OpenAI's requests, and its results, which are the journal of the run.
+
+A result is one line, written whole when its request has ended. A run that begins again keeps answers, and
+refusals that another try would not change, and asks the rest again: what broke, or got 408, 429 or 5xx.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hetlb.errors import HetlbError, InputError, TraceError
+from hetlb.files import whole_file
+
+_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+
+
+class _Body(msgspec.Struct):
+    model: str | None = None
+    stream: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchJob:
+    """One request; `path` begins with `/v1`, `body` is as in the file."""
+
+    custom_id: str
+    path: str
+    model: str | None
+    body: bytes
+
+
+def read_jobs(path: Path) -> list[BatchJob]:
+    """Return the requests of a batch file. Raises `TraceError` naming the first line that cannot be sent."""
+    try:
+        data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    except OSError as error:
+        raise TraceError(f"{path}: expected a readable file: {error.strerror}") from error
+    jobs: dict[str, BatchJob] = {}
+    for number, text in enumerate(data.split(b"\n"), start=1):
+        if not text.strip():
+            continue
+        where = f"{path}: line {number}"
+        try:
+            line = msgspec.json.decode(text, type=_Line)
+            body = msgspec.json.decode(line.body, type=_Body)
+        except _NO_JSON as error:
+            raise TraceError(f"{where}: expected a request of OpenAI's batch: {error}") from error
+        if line.method != "POST":
+            raise TraceError(f"{where}: method: expected POST, got {line.method!r:.20}")
+        if not line.url.startswith("/v1/") or not line.url.isascii() or not line.url.isprintable():
+            raise TraceError(f"{where}: url: expected a path like /v1/chat/completions, got {line.url!r:.60}")
+        if body.stream:
+            raise TraceError(f"{where}: body.stream: expected false, as answers of a batch come whole")
+        if line.custom_id in jobs:
+            raise TraceError(f"{where}: custom_id: expected each once, got {line.custom_id!r:.60} again")
+        jobs[line.custom_id] = BatchJob(line.custom_id, line.url, body.model, bytes(line.body))
+    if not jobs:
+        raise TraceError(f"{path}: expected requests of OpenAI's batch, a line each, got none")
+    return list(jobs.values())
+
+
+class BatchJournal:
+    """Results of a run. `ended`: the `custom_id`s that have one; `failed`: how many of these are errors."""
+
+    def __init__(self, path: Path, known: Collection[str]) -> None:
+        self._path = path
+        if path.exists() and not path.is_file():
+            raise InputError(f"{path}: expected a file for the results")
+        self._file = self._opened()
+        self.ended: set[str] = set()
+        self.failed = 0
+        try:
+            data = path.read_bytes()
+            kept = b"".join([line + b"\n" for line in data.split(b"\n")[:-1] if self._keeps(line, known)])
+            if kept != data:  # also a line that was half written
+                with whole_file(path) as scratch:
+                    scratch.write_bytes(kept)
+        except BaseException:
+            self.close()
+            raise
+        if kept != data:
+            self.close()
+            self._file = self._opened()
+
+    def _opened(self) -> int:
+        try:
+            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f"{self._path}: expected no other batch that writes to it") from error
+        except OSError as error:
+            raise InputError(f"{self._path}: expected a file to write to: {error.strerror}") from error
+        return file
+
+    def _keeps(self, line: bytes, known: Collection[str]) -> bool:
+        """Take a line of a run before; True if its result stands. Raises `TraceError` for other files."""
+        try:
+            result = msgspec.json.decode(line)
+            name, response = result["custom_id"], result["response"]
+            status = None if response is None else int(response["status_code"])
+        except (*_NO_JSON, ValueError, LookupError, TypeError) as error:
+            raise TraceError(f"{self._path}: expected results of a batch, got {line[:40]!r}") from error
+        if name not in known:
+            raise TraceError(f"{self._path}: custom_id: expected results of this batch, got {name!r:.60}")
+        if status is None or name in self.ended or not is_final(status):
+            return False
+        self.ended.add(name)
+        self.failed += status >= 400
+        return True
+
+    def answered(self, job: BatchJob, status: int, request_id: str, body: bytes) -> bool:
+        """Write the answer of a server; True if it is none of an error."""
+        raw: Any = msgspec.Raw(body)
+        try:
+            msgspec.json.decode(body)
+        except _NO_JSON:
+            raw = body[:2000].decode(errors="replace")
+            if status < 400:
+                return self.broken(job, "malformed_answer", raw)
+        response = {"status_code": status, "request_id": request_id, "body": raw}
+        self._write(job, {"response": response, "error": None}, failed=status >= 400)
+        return status < 400
+
+    def broken(self, job: BatchJob, code: str, message: str) -> bool:
+        """Write that a request got no answer; False."""
+        self._write(job, {"response": None, "error": {"code": code, "message": message}}, failed=True)
+        return False
+
+    def _write(self, job: BatchJob, ending: dict[str, Any], *, failed: bool) -> None:
+        result = {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": job.custom_id, **ending}
+        data = msgspec.json.encode(result) + b"\n"
+        try:
+            while data:  # in one write, but on a full disk
+                data = data[os.write(self._file, data) :]
+        except OSError as problem:
+            raise HetlbError(f"{self._path}: a result could not be written: {problem.strerror}") from problem
+        self.ended.add(job.custom_id)
+        self.failed += failed
+
+    def close(self) -> None:
+        """Let go of the file."""
+        os.close(self._file)
+
+
+def is_final(status: int) -> bool:
+    """True if another try would not change an answer of this status."""
+    return status < 500 and status not in (408, 429)

@@ -1,0 +1,1 @@
+"""Facts of models: weights, cache and degrees, by their `config.json`."""

@@ -1,0 +1,217 @@
+"""Facts of public models against hand computations, and refusals of what is not understood."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetlb.cli.main import main
+from hetlb.errors import ConfigError
+from hetlb.models.config_keys import ALIASES, class_defaults
+from hetlb.models.degrees import refusal
+from hetlb.models.facts import ModelFacts, read_facts
+from hetlb.models.families import ARCHITECTURES, FAMILIES
+
+DATA = Path(__file__).parent / "data"
+CACHES: Mapping[str, Any] = json.loads((DATA / "caches.json").read_text())
+PARAMETERS: Mapping[str, Any] = json.loads((DATA / "parameters.json").read_text())
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+MOE = PARAMETERS["Qwen--Qwen3-30B-A3B"]["config"]
+
+
+def facts(raw: Mapping[str, Any], **changes: Any) -> ModelFacts:
+    return read_facts({**raw, **changes}, "m")
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_cache_of_public_models(name: str) -> None:
+    known = CACHES[name]
+    found = facts(known["config"]).kv_bytes_per_token
+    if known["kv_bytes_per_token"] is None:  # DeepSeek-V4-Flash: about 6.9 kB
+        assert 6_800 < found < 7_000
+    else:
+        assert found == known["kv_bytes_per_token"], known["derivation"]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_of_public_models(name: str) -> None:
+    known, found = PARAMETERS[name], facts(PARAMETERS[name]["config"])
+    assert found.parameters == known["parameters"]
+    active = known["active_parameters"] or known["parameters"]
+    assert found.active_parameters == pytest.approx(active, rel=0.08)
+
+
+def test_windows_and_states_are_beside_what_grows() -> None:
+    gemma = facts(CACHES["google--gemma-4-26B-A4B"]["config"])
+    assert gemma.kv_windows == ((1024, 204_800.0),)
+    assert gemma.kinds == {"full": 5, "window": 25}
+    assert gemma.kv_bytes(100) == 100 * (20_480 + 204_800)
+    assert gemma.kv_bytes(5000) == 5000 * 20_480 + 1024 * 204_800
+    hybrid = facts(CACHES["nvidia--Nemotron-H-56B-Base-8K"]["config"])
+    assert hybrid.kinds == {"full": 10, "state": 54, "none": 54}
+    assert hybrid.kv_bytes(0) == hybrid.state_bytes > 0
+    oss = facts(CACHES["openai--gpt-oss-120b"]["config"])
+    assert oss.kv_windows == ((128, 36_864.0),)
+
+
+def test_weights_by_quantisation() -> None:
+    oss = facts(CACHES["openai--gpt-oss-120b"]["config"])
+    assert 60.5e9 < oss.weight_bytes < 65.5e9  # its checkpoint: 65.2e9 bytes, made for one GPU of 80 GB
+    full = facts(MOE).weight_bytes
+    assert full == 2 * facts(MOE).parameters
+    fp8 = facts(MOE, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    assert fp8.weight_bytes == pytest.approx(full / 2, rel=0.03)
+    awq = facts(LLAMA, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
+    embeddings = 2 * 2 * 128_256 * 4096
+    inside = 2 * facts(LLAMA).parameters - embeddings
+    assert awq.weight_bytes == pytest.approx(embeddings + inside * (4 + 20 / 128) / 16, rel=0.001)
+
+
+def scheme(**changes: Any) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, **changes}
+
+
+def test_ignored_modules_keep_their_bytes() -> None:
+    all_of_them = facts(MOE, quantization_config=scheme()).weight_bytes
+    ignored = ["lm_head", "re:.*self_attn.*"]
+    without = facts(MOE, quantization_config=scheme(ignore=ignored)).weight_bytes
+    attention = 48 * 2048 * 128 * (2 * 32 + 2 * 4)
+    assert without - all_of_them == pytest.approx(attention * (16 - 4.5) / 8, rel=1e-6)
+    names = [f"model.layers.{i}.self_attn.{m}_proj" for i in range(48) for m in "qkvo"]
+    assert facts(MOE, quantization_config=scheme(ignore=names)).weight_bytes == without
+    globs = ["model.layers.*.self_attn*"]
+    assert facts(MOE, quantization_config=scheme(ignore=globs)).weight_bytes == without
+    fused = [f"model.layers.{i}.self_attn.{m}_proj" for i in range(48) for m in ("qkv", "o")]
+    assert facts(MOE, quantization_config=scheme(ignore=fused)).weight_bytes == without
+
+
+def test_weights_in_8_bits_are_no_cache_in_8_bits() -> None:
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert facts(LLAMA, quantization_config=fp8).kv_bytes_per_token == 131_072
+    cached = scheme(kv_cache_scheme={"num_bits": 8, "type": "float"})
+    assert facts(LLAMA, quantization_config=cached).kv_bytes_per_token == 65_536
+    modelopt = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    assert facts(LLAMA, quantization_config=modelopt).kv_bytes_per_token == 65_536
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"architectures": ["FooForCausalLM"]}, "architectures"),
+        ({"architectures": None, "model_type": "foo"}, "model_type"),
+        ({"kv_sharing_interval": 2}, "kv_sharing_interval"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"attention_chunk_size": 8192}, "attention_chunk_size"),
+        ({"layer_types": ["full_attention"] * 31 + ["mystery_attention"]}, "layer_types"),
+        ({"layer_types": ["full_attention"] * 31}, "layer_types"),
+        ({"n_layer": 16}, "n_layer"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_hidden_layers": "32"}, "num_hidden_layers"),
+        ({"num_key_value_heads": 7}, "num_key_value_heads"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config.quant_method"),
+        ({"quantization_config": scheme(kv_cache_scheme={"num_bits": 1})}, "kv_cache_scheme"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(
+    changes: dict[str, Any], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=key):
+        facts(LLAMA, **changes)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, **changes}))
+    assert main(["model", str(path), "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert str(path) in err
+    assert key in err
+
+
+def test_keys_that_decide_nothing_are_taken() -> None:
+    inert = {"rope_theta": 1e6, "bos_token_id": 1, "attention_dropout": 0.0, "max_position_embeddings": 8192}
+    assert facts(LLAMA, **inert, use_cache=True, torch_dtype="float32", pretraining_tp=1) == facts(LLAMA)
+
+
+def test_a_window_without_a_list_is_that_of_all_layers_as_in_vllm() -> None:
+    mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    assert facts(mistral, sliding_window=4096).kv_windows == ((4096, 131_072.0),)
+    assert facts(mistral, sliding_window=None).kv_bytes_per_token == 131_072
+    whole = facts(mistral, sliding_window=262_144, max_position_embeddings=131_072)
+    assert (whole.kv_bytes_per_token, whole.kv_windows) == (131_072, ())
+    qwen = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    unused = facts(qwen, sliding_window=4096, use_sliding_window=False, max_window_layers=28)
+    assert (unused.kv_bytes_per_token, unused.kv_windows) == (131_072, ())
+
+
+@given(tokens=st.floats(0.0, 1e5))
+def test_a_batch_touches_no_more_than_all_weights(tokens: float) -> None:
+    found = facts(MOE)
+    touched = found.touched_bytes(tokens)
+    embedding = 2 * found.embedding_parameters
+    assert found.weight_bytes - found.expert_bytes - embedding <= touched <= found.weight_bytes - embedding
+    assert found.touched_experts(1.0) == pytest.approx(8 / 128)
+    assert math.isclose(facts(LLAMA).touched_bytes(tokens), 2 * (8_030_261_248 - 128_256 * 4096))
+
+
+def test_experts_stay_whole_with_expert_parallelism() -> None:
+    minimax = facts(PARAMETERS["MiniMaxAI--MiniMax-M2.5"]["config"])
+    document = minimax.json()
+    assert document["tensor_parallel_sizes"] == [1, 2, 4]  # 1536 / 8 is no whole block of 128
+    assert document["expert_parallel"] is True
+    assert not refusal(minimax.shape, 4, expert_parallel=True)  # its publisher's command
+    assert refusal(minimax.shape, 8)
+    assert not refusal(minimax.shape, 8, expert_parallel=True)
+    assert refusal(facts(LLAMA).shape, 2, expert_parallel=True)
+
+
+def test_tables_hold_together() -> None:
+    assert set(ARCHITECTURES.values()) <= set(FAMILIES)
+    assert set(class_defaults()) <= set(FAMILIES)
+    names = [name for spellings in ALIASES.values() for name in spellings]
+    assert len(names) == len(set(names))
+
+
+def test_the_command_prints_the_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "gpt-oss-120b"
+    folder.mkdir()
+    path = folder / "config.json"
+    path.write_text(json.dumps(CACHES["openai--gpt-oss-120b"]["config"]))
+    assert main(["model", str(path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["name"] == "gpt-oss-120b"
+    assert document["kv_windows"] == [{"tokens": 128, "bytes_per_token": 36_864}]
+    assert document["layers"] == {"full": 18, "window": 18}
+    assert main(["model", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "116,829,156,672, 5,711,982,912 of them active" in out
+
+
+def test_the_file_that_modelopt_writes_beside_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    beside = {
+        "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    }
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    assert main(["model", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kv_bytes_per_token"] == 65_536

@@ -1,0 +1,104 @@
+"""Host time of an idle server: found to the microsecond on a clock of the test, and refused on a busy one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from profiler.conftest import PROFILE, Start
+from profiler.test_live import profile
+
+from hetlb.config.profile_file import HostTime, Profile, load_profile
+from hetlb.core.types import Capacity, EngineSample
+from hetlb.profiler.client import EngineClient, ServerFacts, TokenTimes
+from hetlb.profiler.probe import probe_host
+from hetlb.profiler.sources import assumed_host
+from hetlb.profiler.sweep import BusyError
+
+TABLES = msgspec.convert(PROFILE, Profile).latency
+
+
+class Clocked(EngineClient):
+    """An engine on a clock of its own, with times of the tables and of its host."""
+
+    def __init__(self, host: HostTime, *, busy: bool = False) -> None:
+        super().__init__("http://engine")
+        self.now = 100.0
+        self.asked: list[int] = []
+        self._busy = busy
+        self._latency = replace(
+            TABLES, host_s=host.iteration_s, host_sequence_s=host.sequence_s, request_s=host.request_s
+        )
+
+    async def sample(self) -> EngineSample:
+        return EngineSample(running=int(self._busy), waiting=0)
+
+    async def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[TokenTimes]:
+        (prompt,) = prompts
+        self.asked.append(max_tokens)
+        self.now += self._latency.request_s + self._latency.prefill_s(len(prompt))
+        stamps = [(self.now, 1)]
+        for token in range(2, max_tokens + 1):
+            self.now += self._latency.step_s(1.0, len(prompt) + token)
+            stamps.append((self.now, token))
+        return [TokenTimes(tuple(stamps))]
+
+
+async def probed(client: Clocked, most: int | None = None) -> HostTime:
+    facts = ServerFacts("m", None, Capacity(max_model_len=most), counts=True, prefix_cache=False)
+    return await probe_host(client, facts, TABLES, True, random.Random(1), lambda: client.now)
+
+
+@pytest.mark.parametrize("times", [0.0, 0.5, 4.0])
+async def test_the_host_time_of_an_idle_server_is_found(times: float) -> None:
+    assumed = assumed_host(True)
+    true = HostTime(
+        iteration_s=times * assumed.iteration_s,
+        sequence_s=times * assumed.sequence_s,
+        request_s=0.003 * times,
+    )
+    found = await probed(Clocked(true))
+    for key in ("iteration_s", "sequence_s", "request_s"):
+        assert getattr(found, key) == pytest.approx(getattr(true, key), abs=2e-6), key
+
+
+async def test_a_probe_ends_in_time_on_a_slow_server_and_fits_a_short_context() -> None:
+    slow = Clocked(HostTime(iteration_s=0.2))
+    began = slow.now
+    found = await probed(slow)
+    assert found.iteration_s + found.sequence_s == pytest.approx(0.2, rel=1e-3)
+    assert slow.asked.count(200) == 2  # one to warm up and one that counts
+    assert slow.now - began < 100.0
+    short = Clocked(HostTime())
+    await probed(short, most=64)
+    assert max(short.asked) == 32
+
+
+async def test_a_busy_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetlb.profiler.sweep._SETTLE_TIMEOUT_S", 0.0)
+    with pytest.raises(BusyError):
+        await probed(Clocked(HostTime(), busy=True))
+
+
+CSV = "phase,batch,length,latency_ms\n" + "".join(
+    f"{phase},{batch},{length},{base + 0.001 * batch * length}\n"
+    for phase, base in (("prefill", 5), ("decode", 2))
+    for batch in (1, 2, 4)
+    for length in (64, 256, 512)
+)
+
+
+async def test_a_profile_of_tables_takes_the_host_time_of_a_server(start: Start, tmp_path: Path) -> None:
+    engine = await start(time_scale=1.0)
+    (tmp_path / "grid.csv").write_text(CSV)
+    flags = ("--from", f"csv:{tmp_path}/grid.csv", "--out", str(tmp_path / "p.yaml"))
+    assert await profile(*flags, "--probe", f"{engine.url}/v1") == 0
+    host = load_profile(tmp_path / "p.yaml").host
+    assert host is not None
+    # A step of the engine lasts 13 ms, that of the tables 2: a busy machine can only add to it.
+    assert host.iteration_s > 0.009
+    assert await profile("--from", "roofline", "--out", str(tmp_path / "q.yaml"), "--probe", engine.url) == 2

@@ -1,0 +1,37 @@
+"""Every bench stands in the list of short runs; the picture of `top` in the docs can be taken."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+from proxy.services import Engine, document, serving
+
+ROOT = Path(__file__).parents[1]
+BENCH = ROOT / "bench"
+sys.path.insert(0, str(BENCH))
+
+import smoke  # noqa: E402
+
+#: Scripts that others start, or that have no arguments and take long.
+NOT_RUN = {
+    "smoke.py", "check_types.py", "fit_errors.py", "ranking.py", "search_fleets.py",
+    "faults/attacks.py", "faults/reference.py", "faults/watched.py", "head_to_head/relay.py",
+    "proxies/client.py", "proxies/cpu.py", "proxies/mock_engine.py", "proxies/pick_envoy.py",
+    "proxies/relay_aiohttp.py",
+}  # fmt: skip
+
+
+def test_every_bench_has_a_short_run() -> None:
+    scripts = {str(path.relative_to(BENCH)) for path in BENCH.rglob("*.py") if "__main__" in path.read_text()}
+    assert scripts - NOT_RUN == smoke.RUNS.keys()
+
+
+async def test_the_picture_of_top_can_be_taken(tmp_path: Path) -> None:
+    pictures = pytest.importorskip("proxy.dashboard.pictures", reason="playwright is not installed")
+    async with Engine() as one, serving(tmp_path, document(one)) as running:
+        host, port = running.service.admin.address
+        await asyncio.to_thread(pictures.terminal, f"http://{host}:{port}", tmp_path / "top.svg")
+    assert "hetlb&#160;top" in (tmp_path / "top.svg").read_text()
