@@ -397,6 +397,7 @@ class Scheduler:
             or found.instance.account.restrained(now)
             or found.instance.sequences >= found.instance.throttle.limit(now)
         ):
+            self.placement.take_failed(request.id)  # the lease goes on as it is
             attempts.tried.pop()
             if known is None:
                 retries.forget(request.id)

@@ -28,7 +28,7 @@ TRUST: Final = 1.2
 MOST_PROFILED: Final = 4.0
 #: The default model, used without a profile, is corrected by so much at most.
 MOST_UNPROFILED: Final = 64.0
-#: What was shown for this long is what a speed returns to while no answer comes, in seconds.
+#: Seconds over which the factor is averaged that a speed returns to while no answer comes.
 _GOOD_S: Final = 60.0
 #: A factor is put in force when it differs from the one in force by more than this share.
 _CHANGE: Final = 0.05
