@@ -5,10 +5,16 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from hetlb.core.paths.stages import SINK, SOURCE, LinkSpec
+from hetlb.core.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec
 from hetlb.plan.placement.flow import PlacementFlows
 from hetlb.plan.placement.heuristics import chains, separate_pipelines, swarm
-from hetlb.plan.placement.place_cluster import PlaceCluster, Placement, PlaceNode
+from hetlb.plan.placement.place_cluster import (
+    Holding,
+    MachineKind,
+    PlaceCluster,
+    Placement,
+    PlaceNode,
+)
 
 
 def generated(base: PlaceCluster, seed: int) -> tuple[PlaceCluster, Placement]:
@@ -56,3 +62,90 @@ def many(base: PlaceCluster, counts: dict[str, int]) -> PlaceCluster:
         links[SOURCE, name] = base.links[SOURCE, first]
         links[name, SINK] = base.links[first, SINK]
     return PlaceCluster(base.model, nodes, base.kinds, links)
+
+
+#: Machines of Helix's cluster of 42 nodes (section 6.1).
+SEVEN_KINDS = {"A100": 4, "V100": 6, "L4": 8, "T4": 10, "2xL4": 4, "2xT4": 6, "4xT4": 4}
+#: Kinds that Helix's public tables lack: the kind they are scaled from, time of a prompt and of a decode over
+#: that kind's, and memory over it. A V100 of 16 GB by peak figures; tensor parallelism at 0.85 of ideal.
+SCALED = {
+    "V100": ("A100", 2.5, 1.75, 0.4),
+    "2xL4": ("L4", 0.59, 0.59, 2.0),
+    "2xT4": ("T4", 0.59, 0.59, 2.0),
+    "4xT4": ("T4", 0.34, 0.34, 4.0),
+}
+#: Memory of a base kind, of a layer's weights, of a KV entry (bytes), and what stays free of layers.
+_MEMORY = {"A100": 40e9, "L4": 24e9, "T4": 16e9}
+_LAYER_BYTES, _KV_BYTES, _WEIGHTS_SHARE = 1.53e9, 4096, 0.5
+#: Rules of the data's README for tokens/s: share of KV of a typical batch, mean lengths, rounds.
+_KV_SHARE, _PROMPT, _OUTPUT, _ROUNDS = 0.3, 750, 240, 10
+
+
+def seven_kinds(base: PlaceCluster) -> PlaceCluster:
+    """Return 42 machines of seven kinds in one region: three kinds of `base`, four scaled from them."""
+    kinds = {name: base.kinds[name] for name in ("A100", "L4", "T4")}
+    for name, (like, prompt, decode, memory) in SCALED.items():
+        kinds[name] = _scaled(name, base.kinds[like], prompt, decode, memory * _MEMORY[like])
+    kinds = _with_rates(kinds, base.model.layers)
+    like = base.nodes[0]
+    named = [kind for kind, count in SEVEN_KINDS.items() for _ in range(count)]
+    nodes = tuple(
+        replace(like, name=f"n{i}", kind=kind, region="r0", max_layers=len(kinds[kind].holdings))
+        for i, kind in enumerate(named)
+    )
+    names = [node.name for node in nodes]
+    links = {(a, b): LinkSpec(1e9, 0.001) for a in names for b in names if a != b}
+    for name in names:
+        links[SOURCE, name] = links[name, SINK] = LinkSpec(1e9, 0.001)
+    return PlaceCluster(base.model, nodes, kinds, links)
+
+
+def _scaled(name: str, like: MachineKind, prompt: float, decode: float, memory: float) -> MachineKind:
+    """Return a kind whose times are multiples of another's; it holds layers in half of its memory."""
+    holdings = []
+    most = int(_WEIGHTS_SHARE * memory // _LAYER_BYTES)
+    for layers in range(1, most + 1):
+        entries = int((0.9 * memory - layers * _LAYER_BYTES) / _KV_BYTES)
+        limits = like.holdings[min(layers, len(like.holdings)) - 1].batch
+        own = BatchLimits(limits.prompts, limits.prompt_tokens, limits.decodes, limits.decode_context)
+        holdings.append(Holding(1.0, entries, own))
+    times = (
+        Curve(like.prompt.xs, tuple(prompt * y for y in like.prompt.ys)),
+        Curve(like.decode.xs, tuple(decode * y for y in like.decode.ys)),
+    )
+    return MachineKind(name, *times, tuple(holdings))
+
+
+def _with_rates(kinds: dict[str, MachineKind], layers: int) -> dict[str, MachineKind]:
+    """Return kinds with the tokens/s of the data's README for this mix of machines."""
+    typical = {name: max(1, round(0.67 * len(kind.holdings))) for name, kind in kinds.items()}
+    rates = {name: 64.0 / kind.decode(64.0) for name, kind in kinds.items()}
+
+    def rate(kind: MachineKind, held: int, mean: float) -> float:
+        share = (held / rates[kind.name]) / (held / rates[kind.name] + (layers - held) * mean)
+        entries = int(_KV_SHARE * kind.holdings[held - 1].kv_token_layers / held)
+        batch = entries / (_PROMPT + _OUTPUT)
+        decodes, prompts = round(batch * share), batch * share / _OUTPUT
+        tokens = round(_PROMPT * prompts)
+        if prompts > 1.0:
+            prompts, tokens, decodes = 1.0, _PROMPT, _OUTPUT
+        times = 1.0 / max(prompts, 1e-9)
+        seconds = kind.prompt(float(int(times * tokens))) + times * kind.decode(float(decodes))
+        return times * (tokens + decodes) / (held * seconds)
+
+    found: dict[str, list[float]] = {}
+    for _ in range(_ROUNDS):
+        weights = {name: SEVEN_KINDS[name] * typical[name] for name in kinds}
+        mean = sum(weights[name] / rates[name] for name in kinds) / sum(weights.values())
+        for name, kind in kinds.items():
+            found[name] = [rate(kind, held, mean) for held in range(1, len(kind.holdings) + 1)]
+        rates = {name: typical[name] * found[name][typical[name] - 1] for name in kinds}
+    return {
+        name: replace(
+            kind,
+            holdings=tuple(
+                replace(each, tokens_per_s=own) for each, own in zip(kind.holdings, found[name], strict=True)
+            ),
+        )
+        for name, kind in kinds.items()
+    }

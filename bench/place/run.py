@@ -28,11 +28,12 @@ from hetlb.core.predictor import LengthDistribution, SamplePredictor
 from hetlb.plan.check import check_path, check_placement
 from hetlb.plan.highs import SolveLimits
 from hetlb.plan.placement.estimate import Estimator
-from hetlb.plan.placement.flow import Flow, PlacementFlows, max_flow
+from hetlb.plan.placement.flow import PlacementFlows, max_flow
 from hetlb.plan.placement.flow_bounds import compute_bound, flow_bound
 from hetlb.plan.placement.heuristics import swarm
 from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
 from hetlb.plan.placement.place_files import load_cluster, load_lengths, load_placement
+from hetlb.plan.placement.place_plan import PlacementSimulator
 from hetlb.plan.placement.place_search import PlacementCandidate, PlacementSearch
 from hetlb.sim.pipelines import OfflineLoad, PipelineResult, PipelineSimulation
 from hetlb.workload.arrivals import gaps_s
@@ -42,7 +43,7 @@ CLUSTERS = ("single24", "dist24", "cluster10")
 EXPECTED_OUTPUT = 240
 OFFLINE_HIGH_WATER, ONLINE_HIGH_WATER = 0.85, 0.9
 OFFLINE = OfflineLoad()
-WARM_UP_S, MEASURED_S, SHORT_S = 60.0, 600.0, 240.0
+WARM_UP_S, MEASURED_S = 60.0, 600.0
 
 
 FILES = {
@@ -198,15 +199,14 @@ def plan(
 ) -> tuple[PlacementCandidate, float, float]:
     """A search with simulations as its judge: the best placement, the CPU seconds, the highest flow met."""
 
-    def judge(placement: Placement, flow: Flow, whole: bool, limits: SolveLimits) -> float:
-        measured = MEASURED_S if whole else SHORT_S
-        result = simulate(data, cluster, placement, flow.links, policy, measured_s=measured)
-        return result.decode_tokens_per_s
-
+    simulator = PlacementSimulator(cluster, data.lengths, policy, seed=seed)
     began = time.process_time()
     bound = flow_bound(cluster)
     limits = SolveLimits(deadline=began + seconds, seed=seed, clock=time.process_time)
-    found = PlacementSearch(cluster, Estimator(cluster, data.lengths), judge, bound=bound).run(limits)
+    search = PlacementSearch(
+        cluster, Estimator(cluster, data.lengths), simulator.begin, longest_s=MEASURED_S, bound=bound
+    )
+    found = search.run(limits)
     best = found.best
     check_placement(cluster, best.placement, best.flow, bound)
     return best, time.process_time() - began, found.highest_flow.flow.tokens_per_s

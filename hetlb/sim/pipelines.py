@@ -21,6 +21,7 @@ The model, after Helix's simulator (Mei et al., ASPLOS 2025):
 from __future__ import annotations
 
 import heapq
+import random
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,9 @@ COPY_BYTES_PER_S: Final = 1.0 / (1.0 / 4e9 + 1.0 / 5e9)
 FEED_DELAY_S: Final = 0.1
 #: Events between looks at whether a run is to stop.
 _LOOK: Final = 2048
+#: Requests between looks at how full a cluster is that begins full, and the seed of where its answers are.
+_FILL_LOOK: Final = 8
+_FILL_SEED: Final = 1
 
 # Order of events at the same instant.
 _TOKEN, _BATCH_END, _WAKE, _ARRIVAL = range(4)
@@ -81,6 +85,8 @@ class _Flight:
     output_tokens: int
     tokens: int
     pass_at: float
+    #: Layers that it computes at each node.
+    layers: list[int]
     cached: int = 0
     position: int = 0
     sent_at: float = 0.0
@@ -124,11 +130,20 @@ class _Node:
 
     def collect(self, now: float) -> None:
         """Move what has arrived to the segment that it enters."""
-        inbox = self.inbox
-        while inbox and inbox[0][0] <= now:
-            flight = heapq.heappop(inbox)[2]
-            self.waiting[self.entry[flight.lease.hops[flight.position].first]].append(flight)
-            self.copied_tokens += flight.tokens
+        inbox, waiting = self.inbox, self.waiting
+        tokens = 0
+        if len(waiting) == 1:
+            enter = waiting[0].append
+            while inbox and inbox[0][0] <= now:
+                flight = heapq.heappop(inbox)[2]
+                enter(flight)
+                tokens += flight.tokens
+        else:
+            while inbox and inbox[0][0] <= now:
+                flight = heapq.heappop(inbox)[2]
+                waiting[self.entry[flight.lease.hops[flight.position].first]].append(flight)
+                tokens += flight.tokens
+        self.copied_tokens += tokens
 
     def form(self) -> tuple[int, int]:
         """Take a batch from the segment in turn; returns its prompt tokens and decodes."""
@@ -263,6 +278,7 @@ class PipelineSimulation:
         self._network = network
         self._scheduler = scheduler
         self._lengths = lengths
+        self._activation_bytes = network.activation_bytes
         self._copy_s = network.activation_bytes / COPY_BYTES_PER_S
         self._frames = frames
         self._watch = watch
@@ -279,15 +295,63 @@ class PipelineSimulation:
         self._requests = 0
         self._load: OfflineLoad | None = None
         self._begin = self._end = 0.0
+        self._taken = 0
         self._result = PipelineResult(1.0)
         self._reads_hops = scheduler.reads_hops
 
-    def run_offline(self, load: OfflineLoad, *, warm_up_s: float, measured_s: float) -> PipelineResult:
-        """Keep the cluster full, and measure behind the warm-up."""
+    def run_offline(
+        self, load: OfflineLoad, *, warm_up_s: float, measured_s: float, filled: bool = False
+    ) -> PipelineResult:
+        """Keep the cluster full, and measure behind the warm-up.
+
+        `filled`: begin with as many answers under way as the load takes, so that a short warm-up is enough.
+        """
         self._load = load
-        for i in range(load.initial):
-            self._events.push(i * FEED_DELAY_S, _ARRIVAL, None)
+        if filled:
+            self._fill(load)
+        else:
+            for i in range(load.initial):
+                self._events.push(i * FEED_DELAY_S, _ARRIVAL, None)
         return self._run(warm_up_s, warm_up_s + measured_s)
+
+    def extend(self, measured_s: float) -> PipelineResult:
+        """Go on with a run that was not stopped, until its window is so long; returns the same result."""
+        self._end = self._begin + measured_s
+        self._result.window_s = measured_s
+        return self._go_on()
+
+    def _fill(self, load: OfflineLoad) -> None:
+        """Begin answers whose prompts are read, each at a random place: a long one is met more often."""
+        rng = random.Random(_FILL_SEED)
+        scheduler, longest = self._scheduler, 1
+        while not scheduler.waiting and (lengths := next(self._lengths, None)) is not None:
+            prompt, output = lengths[0], max(1, lengths[1])
+            longest = max(longest, output)
+            if rng.random() * longest > output:
+                continue
+            self._requests += 1
+            self._open[self._requests] = 0.0, output
+            request = Request(self._requests, "", prompt, prompt_exact=True)
+            for command in scheduler.on_arrival(request, 0.0):
+                if isinstance(command, Reject):
+                    del self._open[command.request_id]
+                    continue
+                self._go_on_with(command, output, rng.randrange(output))
+            if self._requests % _FILL_LOOK == 0 and scheduler.kv_usage() > load.high_water:
+                break
+        for _ in range(_FILL_LOOK):
+            self._events.push(FEED_DELAY_S, _ARRIVAL, None)
+
+    def _go_on_with(self, lease: PathLease, output_tokens: int, done: int) -> None:
+        """Begin an answer behind its first `done` tokens."""
+        flight = self._flight(lease, output_tokens, 0.0)
+        if done:
+            lease.output_tokens = done
+            flight.cached, flight.tokens = lease.context_tokens + done - 1, 1
+            for node, layers in zip(flight.nodes, flight.layers, strict=True):
+                node.kv_used += flight.cached * layers
+            self._obey(self._scheduler.on_first_token(lease, 0.0), 0.0)
+        self._start_pass(flight, 0.0)
 
     def run_online(
         self, arrivals_s: Sequence[float], *, measured_s: float, warm_up_s: float = 0.0
@@ -302,12 +366,15 @@ class PipelineSimulation:
     def _run(self, begin: float, end: float) -> PipelineResult:
         self._begin, self._end = begin, end
         self._result = PipelineResult(end - begin)
-        events, stop = self._events, self._stop
-        taken = 0
+        return self._go_on()
+
+    def _go_on(self) -> PipelineResult:
+        """Take events until the end of the window."""
+        events, stop, begin, end = self._events, self._stop, self._begin, self._end
         while (event := events.pop(end)) is not None:
             now, kind, _, what = event
-            taken += 1
-            if stop is not None and taken % _LOOK == 0 and stop():
+            self._taken += 1
+            if stop is not None and self._taken % _LOOK == 0 and stop():
                 self._result.window_s = max(0.0, now - begin)
                 break
             if kind == _TOKEN:
@@ -345,10 +412,13 @@ class PipelineSimulation:
             if self._watch is not None:
                 self._watch(command)
             arrived_at, output_tokens = self._open[command.request.id]
-            nodes = [self._nodes[hop.stage] for hop in command.hops]
-            links = [self._link(edge) for edge in command.edges]
-            flight = _Flight(command, nodes, links, output_tokens, command.context_tokens, arrived_at)
-            self._start_pass(flight, now)
+            self._start_pass(self._flight(command, output_tokens, arrived_at), now)
+
+    def _flight(self, lease: PathLease, output_tokens: int, arrived_at: float) -> _Flight:
+        nodes = [self._nodes[hop.stage] for hop in lease.hops]
+        links = [self._link(edge) for edge in lease.edges]
+        layers = [hop.layers for hop in lease.hops]
+        return _Flight(lease, nodes, links, output_tokens, lease.context_tokens, arrived_at, layers)
 
     def _link(self, edge: Edge) -> _Link:
         link = self._links.get(edge)
@@ -363,10 +433,20 @@ class PipelineSimulation:
         """Put a message on a link; returns when it is there."""
         tokens = flight.tokens
         nic_out, nic_in = link.nic_out, link.nic_in
-        size = tokens * self._network.activation_bytes
-        start = max(now, nic_out.free_at, link.free_at, nic_in.free_at)
-        nic_out.free_at = max(now, nic_out.free_at) + size * nic_out.seconds_per_byte
-        nic_in.free_at = max(now, nic_in.free_at) + size * nic_in.seconds_per_byte
+        size = tokens * self._activation_bytes
+        start, out, into = now, nic_out.free_at, nic_in.free_at
+        if out > start:
+            start = out
+        else:
+            out = now
+        if link.free_at > start:
+            start = link.free_at
+        if into > start:
+            start = into
+        elif into < now:
+            into = now
+        nic_out.free_at = out + size * nic_out.seconds_per_byte
+        nic_in.free_at = into + size * nic_in.seconds_per_byte
         link.free_at = done = start + tokens * link.seconds_per_token
         flight.sent_at = now
         return done + link.latency_s
@@ -420,12 +500,25 @@ class PipelineSimulation:
     def _pass_on(self, batch: list[_Flight], node: _Node, now: float) -> None:
         """Send what a batch has computed to the next stages and to the sink."""
         arrivals = [self._leave(flight, node, now) for flight in batch]
-        if self._frames:
-            last: dict[_Link, float] = {}
+        if not self._frames:
+            events, delivered = self._events, self._delivered
             for flight, arrives_at in zip(batch, arrivals, strict=True):
-                link = flight.links[flight.position]
-                last[link] = max(last.get(link, 0.0), arrives_at)
-            arrivals = [last[flight.links[flight.position]] for flight in batch]
+                if flight.position == len(flight.nodes):
+                    events.push(arrives_at, _TOKEN, flight)
+                    continue
+                receiver = flight.nodes[flight.position]
+                delivered += 1
+                heapq.heappush(receiver.inbox, (arrives_at, delivered, flight))
+                if not receiver.batch and arrives_at < receiver.wake_at:
+                    receiver.wake_at = arrives_at
+                    events.push(arrives_at, _WAKE, receiver)
+            self._delivered = delivered
+            return
+        last: dict[_Link, float] = {}
+        for flight, arrives_at in zip(batch, arrivals, strict=True):
+            link = flight.links[flight.position]
+            last[link] = max(last.get(link, 0.0), arrives_at)
+        arrivals = [last[flight.links[flight.position]] for flight in batch]
         for flight, arrives_at in zip(batch, arrivals, strict=True):
             if flight.position < len(flight.nodes):
                 self._deliver(flight, flight.nodes[flight.position], arrives_at)
@@ -434,10 +527,10 @@ class PipelineSimulation:
 
     def _leave(self, flight: _Flight, node: _Node, now: float) -> float:
         """A flight leaves a stage; returns when it is at the next one."""
-        position, lease = flight.position, flight.lease
-        node.kv_used += flight.tokens * lease.hops[position].layers
+        position = flight.position
+        node.kv_used += flight.tokens * flight.layers[position]
         if self._reads_hops:
-            self._scheduler.on_hop(*lease.edges[position], now - flight.sent_at)
+            self._scheduler.on_hop(*flight.lease.edges[position], now - flight.sent_at)
         flight.position = position + 1
         return self._send(flight, flight.links[position + 1], now)
 
@@ -464,8 +557,8 @@ class PipelineSimulation:
             self._feed(self._load, now, done=done)
 
     def _finish(self, flight: _Flight, now: float) -> None:
-        for node, hop in zip(flight.nodes, flight.lease.hops, strict=True):
-            node.kv_used -= flight.cached * hop.layers
+        for node, layers in zip(flight.nodes, flight.layers, strict=True):
+            node.kv_used -= flight.cached * layers
         del self._open[flight.lease.request.id]
         if now >= self._begin:
             self._result.completed += 1

@@ -31,7 +31,7 @@ from hetlb.plan.placement.heuristics import chains, petals, separate_pipelines, 
 from hetlb.plan.placement.milp import solve
 from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
 from hetlb.plan.placement.place_plan import PlacementSimulator, PlacePlan, plan_placement
-from hetlb.plan.placement.place_search import PlacementSearch
+from hetlb.plan.placement.place_search import BASELINES, PlacementSearch
 
 LENGTHS = [(100, 20), (50, 40)]
 
@@ -184,32 +184,55 @@ def test_heuristics_fit_their_nodes(seed: int) -> None:
         assert placement is None or fits(cluster, placement)
 
 
+class Known:
+    """A run whose throughput is known at once, whatever its window."""
+
+    def __init__(self, placement: Placement, flow: Flow) -> None:
+        self._figure = 1000.0 - len(set(placement.values())) + flow.tokens_per_s / 1000.0
+
+    def advance(self, window_s: float, limits: SolveLimits) -> float | None:
+        return None if limits.over else self._figure
+
+
 def test_a_search_is_repeatable_and_its_judge_has_the_last_word() -> None:
     kinds = [kind("x", [100.0, 45.0, 30.0]), kind("y", [60.0, 25.0])]
     cluster = small_cluster(["x", "x", "y", "y", "y"], kinds, 6)
-    asked: list[bool] = []
-
-    def judge(placement: Placement, flow: Flow, whole: bool, limits: SolveLimits) -> float:
-        asked.append(whole)
-        return 1000.0 - len(set(placement.values())) + flow.tokens_per_s / 1000.0
-
     runs = [
-        PlacementSearch(cluster, Estimator(cluster, LENGTHS), judge).run(steps(400.0, seed=3))
+        PlacementSearch(cluster, Estimator(cluster, LENGTHS), Known, longest_s=80.0).run(steps(400.0, seed=3))
         for _ in range(2)
     ]
     assert runs[0].best.placement == runs[1].best.placement
     assert runs[0].best.simulated is not None
-    assert True in asked
     assert all(fits(cluster, candidate.placement) for candidate in runs[0].candidates)
     judged = [each.simulated for each in runs[0].candidates if each.simulated is not None]
     assert runs[0].best.simulated == max(judged)
+    # Half of those of a window go on to the next one, which is twice as long.
+    windows = [each.window_s for each in runs[0].candidates if each.simulated is not None]
+    assert windows[0] == 80.0
+    for window in (20.0, 40.0):
+        entered = sum(each >= window for each in windows)
+        assert sum(each > window for each in windows) == (entered + 1) // 2
+
+
+@pytest.mark.parametrize("looks", [40.0, 100.0, 250.0, 600.0])
+def test_simple_rules_are_simulated_first_and_no_answer_is_below_the_best_of_them(looks: float) -> None:
+    kinds = [kind("x", [100.0, 45.0, 30.0]), kind("y", [60.0, 25.0])]
+    cluster = small_cluster(["x", "x", "y", "y", "y"], kinds, 6)
+    search = PlacementSearch(cluster, Estimator(cluster, LENGTHS), Known, longest_s=160.0)
+    found = search.run(steps(looks, seed=1))
+    rules = {each.rule: each.simulated for each in found.candidates if each.rule}
+    assert set(rules) <= set(BASELINES)
+    best = [figure for figure in rules.values() if figure is not None]
+    assert best, "expected a simple rule with a flow here"
+    assert found.best.simulated is not None
+    assert found.best.simulated >= max(best)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -2.0])
 def test_a_search_whose_time_is_up_before_it_begins_ends_with_its_starts(seconds: float) -> None:
     """As where the solver has used all of the time."""
     cluster = small_cluster(["x"] * 4, [kind("x", [100.0, 45.0])], 4)
-    found = PlacementSearch(cluster, Estimator(cluster, LENGTHS), lambda *_: 1.0).run(steps(seconds))
+    found = PlacementSearch(cluster, Estimator(cluster, LENGTHS), Known).run(steps(seconds))
     assert found.best.flow.tokens_per_s > 0.0
 
 

@@ -131,3 +131,35 @@ def test_frames_keep_a_batch_together() -> None:
     assert found[True] == pytest.approx([together, together])
     first = 0.005 + 0.001 + 0.01 + 0.01 + 0.001 + 0.005
     assert found[False] == pytest.approx([first, first + 0.01], abs=0.002)
+
+
+def filled() -> PipelineSimulation:
+    """Two stages for each half of the layers, and requests without end."""
+
+    def lengths() -> Iterator[tuple[int, int]]:
+        while True:
+            yield from [(100, 30), (40, 10), (200, 60)]
+
+    stages = [
+        stage(name, first, first + 2, kv=16_000) for name, first in zip("abcd", (0, 0, 2, 2), strict=True)
+    ]
+    net = network(*stages, layers=4, bytes_per_s=1e6)
+    predictor = SamplePredictor(LengthDistribution([33]), capped=False)
+    return PipelineSimulation(net, PathScheduler(net, predictor), lengths())
+
+
+def test_a_run_that_is_continued_is_one_run() -> None:
+    whole, parts = filled(), filled()
+    load = OfflineLoad(initial=5)
+    at_once = whole.run_offline(load, warm_up_s=5.0, measured_s=60.0)
+    parts.run_offline(load, warm_up_s=5.0, measured_s=20.0)
+    assert parts.extend(60.0).document() | {"busy": {}} == at_once.document() | {"busy": {}}
+
+
+def test_a_cluster_that_begins_full_serves_at_once_what_it_serves_later() -> None:
+    load = OfflineLoad()
+    run = filled()
+    full = run.run_offline(load, warm_up_s=2.0, measured_s=20.0, filled=True)
+    empty = filled().run_offline(load, warm_up_s=200.0, measured_s=400.0)
+    assert full.decode_tokens_per_s == pytest.approx(empty.decode_tokens_per_s, rel=0.15)
+    assert all(node.kv_used > 0 for node in run._nodes.values())

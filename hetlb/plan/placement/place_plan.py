@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetlb.core.paths.path_ledger import PathLease
 from hetlb.core.paths.path_scheduler import PathScheduler
@@ -31,11 +31,12 @@ from hetlb.workload.arrivals import gaps_s
 _BOUND_SHARE, _SEARCH_SHARE = 0.1, 0.9
 #: The same with a placement given: there is no search.
 _GIVEN_SHARE = 0.7
-#: Seconds of virtual time before the measurement, and measured while candidates are compared.
-_WARM_UP_S = 60.0
-_SHORT_S = 240.0
+#: Seconds of virtual time before the measurement: of an empty cluster, and of one that begins full.
+_WARM_UP_S, _FULL_WARM_UP_S = 60.0, 10.0
 #: A run that was stopped counts from this share of its window on.
 _LEAST_SHARE = 0.3
+#: Seconds for which an online load of a run that goes on has arrivals.
+_MOST_WINDOW_S = 3600.0
 
 OnPhase = Callable[[str, PlacementCandidate | None], object]
 
@@ -58,10 +59,29 @@ class PlacementSimulator:
         while True:
             yield rng.choice(self.lengths)
 
+    def begin(self, placement: Placement, flow: Flow) -> PlacementRun:
+        """Return a run that can be continued; an offline one begins with a full cluster."""
+        return PlacementRun(self, placement, flow)
+
     def run(
         self, placement: Placement, flow: Flow, seconds: float, limits: SolveLimits
     ) -> PipelineResult | None:
         """Simulate, with every path checked; None where the limits ended it too early. Raises `PlanError`."""
+        simulation = self.simulation(placement, flow, lambda: limits.over)
+        if math.isinf(self.rate):
+            result = simulation.run_offline(OfflineLoad(), warm_up_s=_WARM_UP_S, measured_s=seconds)
+        else:
+            result = simulation.run_online(self.arrivals(seconds), warm_up_s=_WARM_UP_S, measured_s=seconds)
+        return result if result.window_s >= _LEAST_SHARE * seconds else None
+
+    def arrivals(self, seconds: float) -> list[float]:
+        """Return the times at which requests of an online load arrive."""
+        count = math.ceil(self.rate * (_WARM_UP_S + seconds))
+        gaps = gaps_s(count, self.rate, 1.0, random.Random(self.seed))
+        return list(itertools.accumulate(gaps, initial=0.0))
+
+    def simulation(self, placement: Placement, flow: Flow, stop: Callable[[], bool]) -> PipelineSimulation:
+        """Return a simulation that has not begun."""
         network = self.cluster.network(placement, flow.links)
         predictor = SamplePredictor(LengthDistribution(output for _, output in self.lengths), capped=True)
         scheduler = PathScheduler(network, predictor, policy=self.scheduler, seed=self.seed)
@@ -69,17 +89,36 @@ class PlacementSimulator:
         def watch(lease: PathLease) -> None:
             check_path(network, lease.hops)
 
-        simulation = PipelineSimulation(
-            network, scheduler, self._draw(), watch=watch, stop=lambda: limits.over
-        )
-        if math.isinf(self.rate):
-            result = simulation.run_offline(OfflineLoad(), warm_up_s=_WARM_UP_S, measured_s=seconds)
+        return PipelineSimulation(network, scheduler, self._draw(), watch=watch, stop=stop)
+
+
+class PlacementRun:
+    """The simulation of one placement in a race: its window grows until the limits end it."""
+
+    def __init__(self, simulator: PlacementSimulator, placement: Placement, flow: Flow) -> None:
+        self._simulator = simulator
+        self._limits = SolveLimits()
+        self._simulation = simulator.simulation(placement, flow, lambda: self._limits.over)
+        #: What the last whole window gave.
+        self.result: PipelineResult | None = None
+
+    def advance(self, window_s: float, limits: SolveLimits) -> float | None:
+        """Return the output tokens/s of a window of so many seconds, None where the limits ended it."""
+        self._limits = limits
+        simulator, simulation = self._simulator, self._simulation
+        if self.result is not None:
+            result = simulation.extend(window_s)
+        elif math.isinf(simulator.rate):
+            result = simulation.run_offline(
+                OfflineLoad(), warm_up_s=_FULL_WARM_UP_S, measured_s=window_s, filled=True
+            )
         else:
-            count = math.ceil(self.rate * (_WARM_UP_S + seconds))
-            gaps = gaps_s(count, self.rate, 1.0, random.Random(self.seed))
-            arrivals = list(itertools.accumulate(gaps, initial=0.0))
-            result = simulation.run_online(arrivals, warm_up_s=_WARM_UP_S, measured_s=seconds)
-        return result if result.window_s >= _LEAST_SHARE * seconds else None
+            arrivals = simulator.arrivals(_MOST_WINDOW_S)
+            result = simulation.run_online(arrivals, warm_up_s=_WARM_UP_S, measured_s=window_s)
+        if result.window_s < window_s:
+            return None
+        self.result = replace(result)
+        return result.decode_tokens_per_s
 
 
 @dataclass(frozen=True)
@@ -93,6 +132,8 @@ class PlacePlan:
     result: PipelineResult | None
     losses: list[Loss]
     interrupted: bool
+    #: All candidates of the search, the best first.
+    candidates: Sequence[PlacementCandidate] = ()
 
 
 def plan_placement(
@@ -108,29 +149,29 @@ def plan_placement(
     bound = flow_bound(cluster, limits.within(_BOUND_SHARE * seconds))
     searching = limits.within((_GIVEN_SHARE if given is not None else _SEARCH_SHARE) * seconds)
     flows, highest = PlacementFlows(cluster), None
-    results: dict[tuple[object, ...], PipelineResult | None] = {}
-
-    def judge(placement: Placement, flow: Flow, whole: bool, limits: SolveLimits) -> float | None:
-        assert simulate_s is not None
-        result = simulator.run(placement, flow, simulate_s if whole else min(simulate_s, _SHORT_S), limits)
-        if result is not None:
-            results[tuple(sorted(placement.items()))] = result
-        return None if result is None else result.decode_tokens_per_s
-
+    candidates: Sequence[PlacementCandidate] = ()
     if given is not None:
         chosen = PlacementCandidate(given, flows.balanced(given))
     else:
         estimator = Estimator(cluster, simulator.lengths)
-        judged = None if simulate_s is None else judge
-        found = PlacementSearch(cluster, estimator, judged, bound=bound, progress=on_phase).run(searching)
+        search = PlacementSearch(
+            cluster,
+            estimator,
+            None if simulate_s is None else simulator.begin,
+            longest_s=simulate_s or 0.0,
+            bound=bound,
+            progress=on_phase,
+        )
+        found = search.run(searching)
         if not found.candidates:
             if limits.interrupted:
                 raise KeyboardInterrupt
             raise PlanError("expected a way from source through all layers to sink, got none")
         chosen, highest, bound = found.best, found.highest_flow, found.bound
+        candidates = found.candidates
     check_placement(cluster, chosen.placement, chosen.flow, bound)
-    result = results.get(tuple(sorted(chosen.placement.items())))
+    result = chosen.run.result if isinstance(chosen.run, PlacementRun) else None
     if result is None and simulate_s is not None:
         result = simulator.run(chosen.placement, chosen.flow, simulate_s, searching)
     lost = [] if limits.interrupted else losses(flows, chosen.placement, limits)
-    return PlacePlan(cluster, chosen, bound, highest, result, lost, limits.interrupted)
+    return PlacePlan(cluster, chosen, bound, highest, result, lost, limits.interrupted, candidates)

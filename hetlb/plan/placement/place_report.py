@@ -37,6 +37,11 @@ def document_of(
         "separate-pipelines": (cluster, separate),
         "petals": (entered_anywhere, petals(cluster, random.Random(seed))),
     }
+    ran = {
+        each.rule: {"decode_tokens_per_s": each.simulated, "seconds": each.window_s}
+        for each in plan.candidates
+        if each.rule and each.simulated is not None
+    }
     return {
         "model": None if cluster.source is None else cluster.source.known.json(),
         "remarks": list(cluster.remarks),
@@ -53,11 +58,15 @@ def document_of(
         "simulated": None
         if result is None
         else {"scheduler": scheduler, "load": load, "seconds": result.window_s, **result.document()},
+        "candidates": {
+            "known": len(plan.candidates),
+            "simulated": sum(each.simulated is not None for each in plan.candidates),
+        },
         "highest_flow": None
         if highest is None
         else {"max_flow_tokens_per_s": highest.flow.tokens_per_s, "placement": highest.placement},
         "baselines": {
-            name: {"max_flow_tokens_per_s": max_flow(of, placement).tokens_per_s}
+            name: {"max_flow_tokens_per_s": max_flow(of, placement).tokens_per_s, **ran.get(name, {})}
             for name, (of, placement) in baselines.items()
             if placement is not None
         },
@@ -94,8 +103,10 @@ def print_placement(document: dict[str, Any], console: Console) -> None:
             f"simulated ({simulated['scheduler']}, {simulated['load']}): "
             f"{simulated['decode_tokens_per_s']:.1f} output tokens/s, latency of a prompt "
             f"{simulated['prompt_latency_s'].get('p50', 0.0):.2f} s and of a token "
-            f"{simulated['decode_latency_s'].get('p50', 0.0):.2f} s (medians)"
+            f"{simulated['decode_latency_s'].get('p50', 0.0):.2f} s (medians, {simulated['seconds']:.0f} s)"
         )
+        if document["candidates"]["known"]:
+            console.print(_raced(document))
     for line in document["remarks"]:
         console.print(line, markup=False)
     for command in document["commands"]:
@@ -103,6 +114,18 @@ def print_placement(document: dict[str, Any], console: Console) -> None:
     console.print(document["advice"])
     for command in (document["vllm"] or {"commands": ()})["commands"]:
         print(command)
+
+
+def _raced(document: dict[str, Any]) -> str:
+    """Return a line that says how much was simulated, and what simple rules gave."""
+    count = document["candidates"]
+    text = f"{count['simulated']} of {count['known']} candidates simulated"
+    rules = [
+        f"{name} {each['decode_tokens_per_s']:.1f} ({each['seconds']:.0f} s)"
+        for name, each in document["baselines"].items()
+        if "decode_tokens_per_s" in each
+    ]
+    return f"{text}; output tokens/s of simple rules: {', '.join(rules)}" if rules else text
 
 
 def _nodes(document: dict[str, Any]) -> Table:

@@ -16,6 +16,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
+from typing import Protocol
 
 from hetlb.plan.common.annealing import anneal
 from hetlb.plan.highs import SolveLimits
@@ -27,9 +28,16 @@ from hetlb.plan.placement.heuristics import chains, petals, separate_pipelines, 
 from hetlb.plan.placement.milp import solve
 from hetlb.plan.placement.place_cluster import Interval, PlaceCluster, Placement, PlaceNode
 
-#: Simulated output tokens/s of a placement under a flow, None where the limits ended it; the flag asks for
-#: the whole run instead of a short one.
-Judge = Callable[[Placement, Flow, bool, SolveLimits], float | None]
+
+class JudgedRun(Protocol):
+    """A simulation of one placement that can be continued."""
+
+    def advance(self, window_s: float, limits: SolveLimits) -> float | None:
+        """Return the output tokens/s of a window of so many seconds, None where the limits ended it."""
+
+
+#: Begins the simulation of a placement under a flow.
+Judge = Callable[[Placement, Flow], JudgedRun]
 #: The interval of every node, in their order.
 Layout = list[Interval]
 
@@ -39,6 +47,8 @@ _ENDS_JUDGED = (0.1, 0.55)
 _ENDS_ALONE = (0.3, 1.0)
 #: Restarts of the annealing, each with its share of the time.
 _ISLANDS_JUDGED, _ISLANDS_ALONE = 2, 4
+#: Simple rules that a plan is compared with.
+BASELINES = ("swarm", "separate-pipelines", "petals")
 #: Machines that a construction leaves over are tried in so many places each.
 _PLACES = 8
 #: Up to so many machines the integer program can prove the highest flow in seconds.
@@ -48,20 +58,29 @@ _FLOW_HEAT = (0.06, 0.003)
 _ESTIMATE_HEAT = (0.02, 0.001)
 #: A placement whose layers are better covered is preferred among those of equal flow.
 _COVER_WEIGHT = 0.1
-#: Candidates that the judge may see.
-_MOST_LISTED = 80
+#: Candidates that are simulated, at least and at most.
+_FEWEST_LISTED, _MOST_LISTED = 2, 80
+#: Seconds of the first window of a simulation. Rounds of a race cost so many times the first window of all.
+FIRST_WINDOW_S = 20.0
+_ROUNDS_COST = 2.5
 #: Share of a bound from which on the highest flow of blocks is looked for.
 _LEAST_SHARE = 0.3
 
 
 @dataclass(slots=True)
 class PlacementCandidate:
-    """A placement with what is known of it. Tokens/s; None where it was not simulated."""
+    """A placement with what is known of it. Tokens/s; None where it was not simulated.
+
+    `window_s` is that of its simulation; `rule` names the simple rule that it follows, "" for none.
+    """
 
     placement: Placement
     flow: Flow
     estimate: float = 0.0
     simulated: float | None = None
+    window_s: float = 0.0
+    run: JudgedRun | None = None
+    rule: str = ""
 
 
 @dataclass(slots=True)
@@ -80,8 +99,14 @@ class PlacementsFound:
         return self.candidates[0]
 
 
-def _by_throughput(candidate: PlacementCandidate) -> tuple[float, float, float]:
-    return (candidate.simulated or 0.0, candidate.estimate, candidate.flow.tokens_per_s)
+def _by_throughput(candidate: PlacementCandidate) -> tuple[float, float, float, float]:
+    """Order of candidates: those that were simulated longest, which were the better half, come first."""
+    return (
+        candidate.window_s,
+        candidate.simulated or 0.0,
+        candidate.estimate,
+        candidate.flow.tokens_per_s,
+    )
 
 
 def _by_flow(candidate: PlacementCandidate) -> tuple[float, float, float]:
@@ -97,17 +122,23 @@ class PlacementSearch:
         estimator: Estimator,
         judge: Judge | None,
         *,
+        longest_s: float = FIRST_WINDOW_S,
         bound: float = math.inf,
         progress: Callable[[str, PlacementCandidate | None], object] | None = None,
     ) -> None:
         """Without a `judge` the highest flow is best, and the estimate decides among equals.
 
+        `longest_s` is the window of the longest simulations.
         `bound`: no placement has a higher flow, and a search for flow ends there. `progress` is told each
         phase and the best candidate so far.
         """
         self._cluster = cluster
         self._estimator = estimator
         self._judge = judge
+        self._first_s, self._longest_s = min(FIRST_WINDOW_S, longest_s), longest_s
+        #: Most seconds that a first window took.
+        self._cost_s = 0.0
+        self._quality: Callable[[PlacementCandidate], tuple[float, ...]]
         self._quality = _by_flow if judge is None else _by_throughput
         self._bound = bound
         self._rng = random.Random()
@@ -123,10 +154,13 @@ class PlacementSearch:
         ends = _ENDS_ALONE if self._judge is None else _ENDS_JUDGED
         constructing, annealing = (limits.within(share * seconds) for share in ends)
         layouts = self._construct(constructing)
-        if not self._done:
+        if self._judge is not None:  # constructions first, those of simple rules before others
+            built = list(self._known.values())
+            self._enter(sorted(built, key=lambda each: (not each.rule, -each.estimate)), limits)
+        if not self._done and not limits.over:
             self._explore(layouts, annealing)
-        if self._judge is not None:
-            self._judge_best(self._judge, limits)
+            if self._judge is not None:
+                self._race(limits)
         best = sorted(self._known.values(), key=self._quality, reverse=True)
         return PlacementsFound(best, self._bound)
 
@@ -145,6 +179,8 @@ class PlacementSearch:
             layout = self._complete(placement, limits)
             layouts.append(layout)
             self._keep(layout)
+            if origin in BASELINES and (known := self._keep(self._layout(placement))) is not None:
+                known.rule = origin
             self._progress(origin, self._best())
             if self._done:
                 break
@@ -153,7 +189,7 @@ class PlacementSearch:
 
     def _constructed(self, limits: SolveLimits) -> Iterator[tuple[str, Placement]]:
         cluster = self._cluster
-        named = {"swarm": swarm(cluster), "separate": separate_pipelines(cluster)}
+        named = {"swarm": swarm(cluster), "separate-pipelines": separate_pipelines(cluster)}
         if self._cluster.partial_inference:
             named["petals"] = petals(cluster, self._rng)
         named["chains"] = chains(cluster, self._rng)
@@ -347,36 +383,64 @@ class PlacementSearch:
         layout[i], layout[j] = (first, middle), (middle, end)
         return self._fits(layout, i)
 
-    # --- the judge ---
+    # --- the race ---
 
-    def _judge_best(self, judge: Judge, limits: SolveLimits) -> None:
-        """Simulate the best by estimate and by flow in turn, shortly, then the best of those in full."""
-        early = limits.within(0.6 * limits.left_s)
-        queue = self._shortlist()
-        short: list[tuple[float, PlacementCandidate]] = []
-        while queue and not early.over:
-            candidate = queue.pop(0)
-            figure = judge(candidate.placement, candidate.flow, False, early)
-            if figure is not None:
-                short.append((figure, candidate))
-            self._progress("simulating", self._best())
-        short.sort(key=lambda each: -each[0])
-        for figure, candidate in short:
-            whole = judge(candidate.placement, candidate.flow, True, limits)
-            # Of runs that there was no time for, the short ones decide.
-            candidate.simulated = figure if whole is None else whole
-            self._progress("simulating", self._best())
+    def _enter(self, candidates: Sequence[PlacementCandidate], limits: SolveLimits) -> None:
+        """Simulate candidates over the first window."""
+        assert self._judge is not None, "expected a judge"
+        for candidate in candidates:
             if limits.over:
-                break
+                return
+            if candidate.run is None:
+                candidate.run = self._judge(candidate.placement, candidate.flow)
+                began = limits.clock()
+                self._advance(candidate, self._first_s, limits)
+                self._cost_s = max(self._cost_s, limits.clock() - began)
+            self._progress("simulating", self._best())
 
-    def _shortlist(self) -> list[PlacementCandidate]:
+    @staticmethod
+    def _advance(candidate: PlacementCandidate, window_s: float, limits: SolveLimits) -> None:
+        assert candidate.run is not None, f"{candidate.placement} has no run"
+        figure = candidate.run.advance(window_s, limits)
+        if figure is not None:
+            candidate.simulated, candidate.window_s = figure, window_s
+
+    def _race(self, limits: SolveLimits) -> None:
+        """Successive halving: more candidates over the first window, then the better half over twice that.
+
+        Runs go on where they stopped. The best goes first, so that what a limit ends leaves the best known.
+        """
+        left = limits.left_s
+        if left <= 0.0:
+            return
+        many = int(left / (max(self._cost_s, 1e-3) * _ROUNDS_COST)) if math.isfinite(left) else _MOST_LISTED
+        self._enter(self._shortlist(max(_FEWEST_LISTED, min(_MOST_LISTED, many))), limits)
+        racing = sorted(
+            (each for each in self._known.values() if each.simulated is not None),
+            key=_by_throughput,
+            reverse=True,
+        )
+        window_s = self._first_s
+        over = False
+        while racing and window_s < self._longest_s and not over:
+            racing = racing[: max(1, (len(racing) + 1) // 2)]
+            window_s = min(2.0 * window_s, self._longest_s)
+            for candidate in racing:
+                over = limits.over
+                if over:
+                    break
+                self._advance(candidate, window_s, limits)
+                self._progress("simulating", self._best())
+            racing.sort(key=_by_throughput, reverse=True)
+
+    def _shortlist(self, count: int) -> list[PlacementCandidate]:
         """The best by estimate and the best by flow in turn; no two differ in fewer than three nodes."""
         known = self._known.values()
         by_estimate = sorted(known, key=lambda each: -each.estimate)
         by_flow = sorted(known, key=lambda each: (-round(each.flow.tokens_per_s, 3), -each.estimate))
         listed: list[PlacementCandidate] = []
         for candidate in chain.from_iterable(zip(by_estimate, by_flow, strict=True)):
-            if len(listed) < _MOST_LISTED and all(_differing(candidate, other) >= 3 for other in listed):
+            if len(listed) < count and all(_differing(candidate, other) >= 3 for other in listed):
                 listed.append(candidate)
         return listed
 
