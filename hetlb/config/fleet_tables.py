@@ -113,7 +113,7 @@ OWN_HEADERS = frozenset(
 )  # fmt: skip
 OriginText: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(\*|https?://[A-Za-z0-9._:\[\]-]{1,253})$")]
 HeaderName: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9-]{1,64}$")]
-#: Way in which an answer goes on elsewhere: by token ids, also by text (True), or not.
+#: Way in which an answer goes on elsewhere: by token ids, or not (False).
 Resume: TypeAlias = bool | Literal["ids"]
 
 
@@ -123,8 +123,8 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     `session_header` names a conversation, `tenant_header` whose share of a full fleet a request is of;
     `api_keys_file` lists the clients' keys; `passthrough_authorization` lets a client's own key through to
     the engines. `heartbeat_s` is how often a stream that waits gets a comment, 0 for never. `resume`: an
-    answer whose engine is lost goes on at another where its token ids are known ("ids"), also by its text
-    (True), or not; also a key of models and classes. `max_held_bytes` bounds all bodies together that are
+    answer whose engine is lost goes on at another where its token ids are known ("ids"), or not (False);
+    also a key of models and classes. `max_held_bytes` bounds all bodies together that are
     being read.
     `max_connections` of clients None is half of the process's file descriptors: the other half is for
     engines. `workers` processes share the port. `forward_headers` names headers of clients that reach the

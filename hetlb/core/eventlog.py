@@ -99,6 +99,10 @@ class RecordingScheduler(Scheduler):
         end = {"lease": lease, "outcome": outcome, **told, "retry": retry, "generated": generated}
         return self._record("lease_ended", now, commands, **end)
 
+    def on_moving(self, lease: Lease, generated: int, now: float) -> list[Command]:
+        commands = super().on_moving(lease, generated, now)
+        return self._record("moving", now, commands, lease=lease, generated=generated)
+
     def on_busy(
         self, lease: Lease, retry_after_s: float | None, now: float, *, may_move: bool = True
     ) -> list[Command]:
@@ -277,6 +281,7 @@ _METHODS: Final[dict[str, tuple[str, dict[str, type[Any]]]]] = {
     "unsplit": ("on_unsplit", {"lease": Lease, "outcome": Outcome}),
     "lease_ended": ("on_lease_ended", {"lease": Lease, "outcome": Outcome}),
     "busy": ("on_busy", {"lease": Lease}),
+    "moving": ("on_moving", {"lease": Lease}),
     "waiting_elsewhere": ("on_waiting_elsewhere", {}),
     "scrape": ("on_scrape", {"sample": EngineSample}),
     "policy": ("set_policy", {}),

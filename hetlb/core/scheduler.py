@@ -415,6 +415,31 @@ class Scheduler:
             retries.forget(request_id)
         return self._backlog.push(rest, now, predicted, again=True)
 
+    def on_moving(self, lease: Lease, generated: int, now: float) -> list[Command]:
+        """The answer of a lease is to go on elsewhere while its engine lives, since its instance leaves.
+
+        The commands hold the dispatch of its rest, behind `generated` tokens, and the lease is over; or none,
+        and it goes on where it is.
+        """
+        retries, request_id = self._retries, lease.request.id
+        ready = self.fleet.ready.get(lease.request.model)
+        if ready is None or lease.decode is not None:
+            return []
+        known = request_id in retries.attempts
+        tried = retries.of(request_id).tried
+        tried.append(lease.instance)
+        predicted = max(1.0, lease.predicted_output - (generated - lease.request.generated))
+        placed = self.placement.place(lease.request.goes_on(generated), ready, now, predicted)
+        if placed is None:
+            self.placement.take_failed(request_id)
+            tried.pop()
+            if not known:
+                retries.forget(request_id)
+            return []
+        lease.outcome, lease.ended_at = Outcome.CLIENT_GONE, now
+        self._drop(lease, now)
+        return [placed, *self._backlog.flush(now)]
+
     def restore(self, live: Booked, now: float, *, own: bool = True, arrived: bool = False) -> Lease | None:
         """Book a lease that another scheduler granted; None where its instance is gone.
 

@@ -29,13 +29,10 @@ from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.request_record import RequestRecord
 from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.proxy.upstream import Upstream
+from hetlb.turns import turns
 
 #: So many ended requests are counted and logged at once; fewer at the next sweep.
 SETTLED_AT_ONCE: Final = 64
-#: Reads of streams that may go on elsewhere are kept as they come up to this number, 330 bytes each, in all
-#: streams; so many of those beyond are looked at in one sweep, 3 us each.
-MOST_KEPT: Final = 200_000
-_LOOKED_AT: Final = 10_000
 #: After a pause of the process this long, what came meanwhile is read before anything times out.
 GAP_S: Final = 1.0
 
@@ -71,6 +68,8 @@ class Driver(Carrier):
         #: Called in a sweep with its time: what clients have to do in time.
         self.on_swept: Callable[[float], None] | None = None
         self._next_id = first_id
+        #: Turns in which answers are taken elsewhere.
+        self.turns = turns(loop)
         self.pools = EnginePools(loop, table, access, self.stalls.since)
         self._idle_waiters: list[asyncio.Future[None]] = []
 
@@ -196,7 +195,7 @@ class Driver(Carrier):
             self.open_pool(instance.incarnation, instance.name, instance.spec.url)
             if decode is not None:
                 self.open_pool(decode.incarnation, decode.name, decode.spec.url)
-            exchange.dispatched(lease, instance.gives_ids)
+            exchange.dispatched(lease, instance.gives_ids, instance.capacity.max_model_len or 0)
         except Exception as error:
             self.guard.ended(exchange, error)
 
@@ -254,7 +253,6 @@ class Driver(Carrier):
                         self.guard.ended(exchange, error)
         run = self.guard.run
         run(lambda: self._move_all_away(now), "moving requests away")
-        run(self._keep_less, "looking at kept answers")
         run(lambda: self.pools.sweep(now), "sweeping connections")
         run(self.instances_changed, "closing unused connections")
         run(lambda: self.counted.keep({each.name for each in self.scheduling.targets()}), "counting")
@@ -284,18 +282,6 @@ class Driver(Carrier):
                 most -= exchange.move()
             except Exception as error:
                 self.guard.ended(exchange, error)
-
-    def _keep_less(self) -> None:
-        """Read some of what is kept of streams that may go on elsewhere, where that is much."""
-        rests = [each.rest for each in self.exchanges.values() if each.rest is not None]
-        found = [each.progress for each in rests if each.progress is not None]
-        left = min(sum([len(each.raw) for each in found]) - MOST_KEPT, _LOOKED_AT)
-        if left > 0:
-            for progress in sorted(found, key=lambda each: len(each.raw), reverse=True):
-                left -= len(progress.raw)
-                progress.read()
-                if left <= 0:
-                    return
 
     # --- the end ---
 

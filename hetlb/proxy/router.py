@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hetlb.core.block_index import PromptBlocks
     from hetlb.proxy.continuation import Continuation
     from hetlb.proxy.model_names import ModelNames
+    from hetlb.proxy.progress import Kept
     from hetlb.proxy.service_classes import ServiceClasses
     from hetlb.proxy.telemetry.tracing import Tracing
 
@@ -91,6 +92,8 @@ class Router:
         self.classes: ServiceClasses | None = None
         #: Ways of resuming answers by model and class; others as `proxy.resume` says.
         self.resume: Mapping[tuple[str, str], Resume] = {}
+        #: Bytes kept of streams that may go on elsewhere, None before the first.
+        self._kept: Kept | None = None
         #: Makes the ids of every request's spans, None without tracing.
         self.tracing: Tracing | None = None
         #: Engines take our request ids for their own, and another proxy may count from 1 too.
@@ -312,15 +315,18 @@ class Router:
         if how is False or call.prompts * call.n != 1 or not self._driver.resumes:
             return None
         from hetlb.proxy.continuation import Continuation
+        from hetlb.proxy.progress import Kept
 
-        asks_ids = (
-            call.stream
-            and not call.tools
-            and len(outgoing.body) <= MAX_INJECT_BYTES
-            and outgoing.body.find(b'"return_token_ids"') < 0
-        )
+        if self._kept is None:
+            self._kept = Kept()
+        asks_ids = len(outgoing.body) <= MAX_INJECT_BYTES and outgoing.body.find(b'"return_token_ids"') < 0
         return Continuation(
-            kind, outgoing, by_text=how is True, asks_ids=asks_ids, hides_usage=call.hold_usage
+            kind,
+            outgoing,
+            self._kept,
+            streamed=call.stream,
+            asks_ids=asks_ids,
+            hides_usage=call.hold_usage,
         )
 
     def _address_of(self, head: RequestHead, peer: str) -> str:

@@ -232,6 +232,9 @@ class SchedulerDriver(SchedulerSide):
         if commands or self._ticker is None:
             self.carry_out(commands)
 
+    def move(self, lease: Lease, generated: int, now: float) -> None:
+        self.carry_out(self.scheduler.on_moving(lease, generated, now))
+
     def busy(self, lease: Lease, retry_after_s: float, now: float) -> None:
         commands = self.scheduler.on_busy(lease, retry_after_s, now, may_move=self.moves_busy)
         if lease.ended:

@@ -130,6 +130,13 @@ class SchedulerSide(ABC):
         """
 
     @abstractmethod
+    def move(self, lease: Lease, generated: int, now: float) -> None:
+        """The answer of a lease is to go on elsewhere while its engine lives, `generated` tokens of it said.
+
+        A dispatch follows once there is a place; without one the lease goes on.
+        """
+
+    @abstractmethod
     def busy(self, lease: Lease, retry_after_s: float, now: float) -> None:
         """An engine has no room for a request and says when to come again: another instance may get it."""
 

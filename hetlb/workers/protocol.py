@@ -13,7 +13,7 @@ import msgspec
 from hetlb.core.types import RejectReason
 from hetlb.proxy.lease_wire import RequestFacts, WireBegun, WireBooked, WireEnded
 
-VERSION: Final = 4
+VERSION: Final = 5
 
 
 class RelayMessage(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -78,6 +78,14 @@ class Busy(RelayMessage, tag=5, frozen=True):
     retry_after_s: float
 
 
+class Moving(RelayMessage, tag=14, frozen=True):
+    """The answer of a lease is to go on elsewhere while its engine lives; a dispatch follows, or nothing."""
+
+    request: int
+    lease: int
+    generated: int
+
+
 class Cancelled(RelayMessage, tag=6, frozen=True):
     """The client of a request without a lease left."""
 
@@ -139,7 +147,8 @@ class DispatchMessage(RelayMessage, tag=33, frozen=True):
     """Send a request to an instance: a lease and what it booked. `expected_s` is foreseen until its end.
 
     `model` is that of a request that named none. `limit_lines` are header lines about the limits of its key,
-    None without limits. `gives_ids`: the engine takes and gives token ids.
+    None without limits. `gives_ids`: the engine takes and gives token ids, in requests of `max_model_len`
+    tokens (0: not known).
     """
 
     request: int
@@ -153,6 +162,7 @@ class DispatchMessage(RelayMessage, tag=33, frozen=True):
     mixed: bool = False
     limit_lines: bytes | None = None
     gives_ids: bool = False
+    max_model_len: int = 0
 
 
 class Rejected(RelayMessage, tag=34, frozen=True):
@@ -240,7 +250,7 @@ class Reload(RelayMessage, tag=41, frozen=True):
 
 
 FromRelay: TypeAlias = (
-    Arrival | Hello | LeaseChange | Busy | Cancelled | Made | Report | CameBack | ModelsRead | Used
+    Arrival | Hello | LeaseChange | Busy | Moving | Cancelled | Made | Report | CameBack | ModelsRead | Used
 )
 FromScheduler: TypeAlias = (
     DispatchMessage | Rejected | PassOnMessage | ViewMessage | Learnt | WaitingMessage | Ask | Reload

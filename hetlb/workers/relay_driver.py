@@ -37,6 +37,7 @@ from hetlb.workers.protocol import (
     LiveRequest,
     Made,
     ModelsRead,
+    Moving,
     PassOnMessage,
     Rejected,
     RelayMessage,
@@ -202,6 +203,9 @@ class RelayDriver(SchedulerSide):
         else:
             self.post(message)
 
+    def move(self, lease: Lease, generated: int, now: float) -> None:
+        self._send(Moving(lease.request.id, lease.id, generated))
+
     def busy(self, lease: Lease, retry_after_s: float, now: float) -> None:
         if self._channel is not None:  # else the client gets what the engine said
             request_id = lease.request.id
@@ -274,7 +278,7 @@ class RelayDriver(SchedulerSide):
         lease.forecast_end_s, lease.expected_first_s = command.expected_s, command.expected_first_s
         lease.beside = command.mixed
         try:
-            exchange.dispatched(lease, command.gives_ids)
+            exchange.dispatched(lease, command.gives_ids, command.max_model_len)
         except Exception as error:
             driver.guard.ended(exchange, error)
 

@@ -40,6 +40,7 @@ from hetlb.workers.protocol import (
     LeaseChange,
     Made,
     ModelsRead,
+    Moving,
     Report,
     Used,
 )
@@ -211,6 +212,10 @@ class RelayHost(Carrier):
                 found = self._open.get(message.request)
                 if found is not None and found.lease is not None and found.lease_number == message.lease:
                     self.scheduling.busy(found.lease, message.retry_after_s, now)
+            elif isinstance(message, Moving):
+                found = self._open.get(message.request)
+                if found is not None and found.lease is not None and found.lease_number == message.lease:
+                    self.scheduling.move(found.lease, message.generated, now)
             elif isinstance(message, Made):
                 self.scheduling.remember_response(message.response, message.instance, message.owner)
             elif isinstance(message, Report):
@@ -390,13 +395,13 @@ class RelayHost(Carrier):
 
     def dispatch(self, command: Dispatch, instance: Instance, decode: Instance | None) -> None:
         lease, found = command.lease, self._open[command.request_id]
-        found.lease, found.lease_number = lease, lease.id
+        found.lease, found.lease_number, found.request = lease, lease.id, lease.request
         found.link.send(
             protocol.DispatchMessage(
                 command.request_id, lease.id, lease.instance, lease.work_ns, lease.predicted_output,
                 lease.forecast_end_s, "" if found.named else found.request.model, lease.expected_first_s,
                 lease.beside, None if found.ticket is None else found.ticket.headers(lease.dispatched_at),
-                instance.gives_ids,
+                instance.gives_ids, instance.capacity.max_model_len or 0,
             )
         )  # fmt: skip
 
