@@ -113,10 +113,15 @@ class ReadyInstances:
         chosen = found.instances
         if not self.throttled or not any(instance.throttle.active(now) for instance in chosen):
             return found
-        doubt = not all(instance.health.probation.held(now) for instance in chosen)
+        doubt = not all(instance.account.held(now) for instance in chosen)
         found.availabilities = availabilities = [
             each.throttle.availability(each.sequences, each.max_num_seqs, now, doubt=doubt) for each in chosen
         ]
+        if doubt:
+            due = [each for each in chosen if each.account.restrained(now) and not each.account.held(now)]
+            if due and len(due) < len(chosen):
+                waits = f"{due[0].name} gets a trial"
+                return found.without({each.name: waits for each in chosen if each is not due[0]})
         if holds_back:
             return found
         best_availability = min(availability for availability, _ in availabilities)

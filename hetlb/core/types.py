@@ -308,7 +308,7 @@ class Lease:
     __slots__ = (
         "beside", "decode", "dispatched_at", "ended", "ended_at", "expected_first_s", "expected_s",
         "first_mark", "first_token_at", "forecast_end_s", "forecast_first_s", "forecast_step_s",
-        "hold", "id", "incarnation", "incoming", "instance", "key", "kv_prompt_tokens", "kv_tokens",
+        "hold", "id", "incarnation", "incoming", "instance", "judged", "key", "kv_prompt_tokens", "kv_tokens",
         "mark", "mixed", "outcome", "output_tokens", "own", "predicted_output", "promised_tokens",
         "prompt_tokens", "reported_cached_tokens", "request", "seen_s", "shared", "unread_tokens",
         "work_ns",
@@ -360,6 +360,8 @@ class Lease:
         self.output_tokens = 0
         self.reported_cached_tokens: int | None = None
         self.ended = False
+        #: True if its end counts for nothing more: its refusal was counted when it came.
+        self.judged = False
         #: True if its request is of this process.
         self.own = True
         self.outcome: Outcome | None = None
@@ -490,6 +492,8 @@ class EngineSample(PickleByFields):
     #: Prompt tokens fetched from other engines, and computed, since the engine started.
     fetched_tokens: int | None = None
     computed_tokens: int | None = None
+    #: Tokens that it has computed since it started: prompts that were read, and answers.
+    generated: int | None = None
 
 
 # --- commands ---
@@ -588,7 +592,7 @@ class Reject(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class PassOn(PickleByFields):
-    """Give the client the answer of a busy engine: no other instance can take the request."""
+    """Give the client the refusal of an engine: no other instance takes the request."""
 
     request_id: RequestId
     lease: Lease

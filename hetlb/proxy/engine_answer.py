@@ -7,7 +7,8 @@ from typing import Final
 from hetlb.proxy import ends
 from hetlb.proxy.ends import End
 from hetlb.proxy.http import error_responses
-from hetlb.proxy.http.http1 import ResponseHead, number
+from hetlb.proxy.http.http1 import ResponseHead
+from hetlb.proxy.http.retry_after import retry_after_s
 from hetlb.proxy.http.sse import TAIL_BYTES, usage_in_tail
 from hetlb.proxy.http.transfer_fields import TransferFilter, harmless
 from hetlb.proxy.streamed_answer import StreamedAnswer
@@ -57,9 +58,20 @@ class EngineAnswer:
         return head.fields.get(b"content-encoding", b"identity").lower() == b"identity"
 
     @property
+    def refuses(self) -> bool:
+        """True if the engine has refused the request and run nothing of it."""
+        status = self.head.status
+        return 400 <= status < 500 or status == 503
+
+    @property
+    def is_busy(self) -> bool:
+        """True if the engine says that it has no room now."""
+        return self.head.status in _BUSY
+
+    @property
     def busy_s(self) -> float | None:
         """Seconds after which to come again, None unless the engine has no room now and says so."""
-        return number(self.head.fields.get(b"retry-after")) if self.head.status in _BUSY else None
+        return retry_after_s(self.head.fields) if self.is_busy else None
 
     @property
     def tokens_so_far(self) -> int:
@@ -117,7 +129,7 @@ class EngineAnswer:
             return ends.REFUSED_IN_STREAM if stream.refused else ends.ERROR_EVENT
         if status < 400:
             return ends.ANSWERED
-        if status == 429 or (status == 503 and b"retry-after" in self.head.fields):
+        if status == 429 or (status == 503 and self.busy_s is not None):
             return ends.BUSY
         # A loop behind another proxy is no failure of that one.
         return ends.REFUSED if status < 500 or status == LOOP_STATUS else ends.SERVER_ERROR

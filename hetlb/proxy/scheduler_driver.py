@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hetlb.proxy")
 
-#: An instance from which something came within so many seconds is not failed by a probe.
-EMITS_S: Final = 2.0
+#: After a pause of this process, nothing is concluded from silence for this long, in seconds.
+_OWN_STALL_S: Final = 1.0
 DECISIONS_KEPT: Final = 1000
 #: A decision keeps figures of every instance: of a large fleet fewer are kept, so that they stay some 10 MB.
 CANDIDATES_KEPT: Final = 50_000
@@ -93,6 +93,8 @@ class SchedulerDriver(SchedulerSide):
         self._arrival_s: list[float] = []
         self._end_s: list[float] = []
         self._ticker: asyncio.TimerHandle | None = None
+        #: Names of the instances that have stalled, as last told.
+        self._stalled: set[str] = set()
         self._look_for_splits()
         scheduler.contain(policy_failed)
 
@@ -194,11 +196,18 @@ class SchedulerDriver(SchedulerSide):
     def move(self, lease: Lease, generated: int, now: float) -> None:
         self.carry_out(self.scheduler.on_moving(lease, generated, now))
 
-    def busy(self, lease: Lease, retry_after_s: float, now: float) -> None:
-        commands = self.scheduler.on_busy(lease, retry_after_s, now, may_move=self.moves_busy)
+    def refused(self, lease: Lease, busy: bool, retry_after_s: float | None, now: float) -> None:
+        commands = self.scheduler.on_refused(lease, busy, retry_after_s, now, may_move=self.moves_busy)
         if lease.ended:
             self.carrier.turned_away(lease)
         self.carry_out(commands)
+
+    def works(self, lease: Lease, now: float) -> bool:
+        return self.scheduler.ledger.leased[lease.id].account.works(now)
+
+    def stalled_s(self, lease: Lease, now: float) -> float:
+        since = self.scheduler.ledger.leased[lease.id].account.stalled_since
+        return 0.0 if since is None else now - since
 
     def cancelled(self, request_id: RequestId, now: float) -> None:
         self.carry_out(self.scheduler.on_cancelled(request_id, now))
@@ -283,6 +292,39 @@ class SchedulerDriver(SchedulerSide):
         finally:
             self.tick_later()
         self.carrier.ticked()
+
+    def sweep(self, now: float) -> None:
+        """Look which instances work, and send elsewhere what waits at those that do not."""
+        scheduler, carrier = self.scheduler, self.carrier
+        if carrier.stalls.since(now - _OWN_STALL_S):
+            return  # what came meanwhile is not read yet
+        if scheduler.in_flight or any(each.account.restrained(now) for each in scheduler.instances):
+            self.carry_out(scheduler.on_sweep(carrier.tokens_at(), now))
+        self._tell_stalls(now)
+        for lease in scheduler.stranded(now):
+            if carrier.may_turn_away(lease):
+                commands = scheduler.on_stranded(lease, now)
+                if lease.ended:
+                    carrier.turned_away(lease)
+                self.carry_out(commands)
+
+    def _tell_stalls(self, now: float) -> None:
+        """Log which instances have stalled, or do so no more."""
+        stalled = {each.name for each in self.scheduler.instances if each.account.stalled_since is not None}
+        for name in stalled - self._stalled:
+            why = self.scheduler.fleet.instances[name].account.why(now)
+            text = "%s has %s: it gets one request at a time"
+            tell(logger, Event.INSTANCE_STALLED, text, name, why, instance=name, reason=why)
+            self.carrier.counted.instance(name).stalls += 1
+        for name in self._stalled - stalled:
+            tell(
+                logger,
+                Event.INSTANCE_MOVES,
+                "%s goes on: tokens come again, or it is gone",
+                name,
+                instance=name,
+            )
+        self._stalled = stalled
 
     def count_calls(self) -> None:
         counted = self.carrier.counted

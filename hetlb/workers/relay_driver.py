@@ -203,8 +203,10 @@ class RelayDriver(SchedulerSide):
     def move(self, lease: Lease, generated: int, now: float) -> None:
         self._send(Moving(lease.request.id, lease.id, generated))
 
-    def busy(self, lease: Lease, retry_after_s: float, now: float) -> None:
-        if self._channel is not None:  # else the client gets what the engine said
+    def refused(self, lease: Lease, busy: bool, retry_after_s: float | None, now: float) -> None:
+        if (
+            busy and retry_after_s is not None and self._channel is not None
+        ):  # else the client gets what the engine said
             request_id = lease.request.id
             answer = self._driver.exchanges[request_id].answer
             assert answer is not None, "expected an engine that has answered"

@@ -202,7 +202,7 @@ def test_one_token_of_output_is_the_least() -> None:
 
 def busy(scheduler: Scheduler, name: str, until: float) -> None:
     each = next(each for each in scheduler.instances if each.name == name)
-    each.throttle.mark_busy(until, each.sequences, 0.0)
+    each.account.asked(until, 0.0)
 
 
 def test_the_most_available_are_left_where_the_policy_does_not_hold_back() -> None:
@@ -211,8 +211,8 @@ def test_the_most_available_are_left_where_the_policy_does_not_hold_back() -> No
     busy(scheduler, "a", 5.0)
     restrained = ready(scheduler, 1.0)
     assert (restrained.throttled, restrained.longest_tokens) == (True, -1.0)
-    why = "last: it said it is busy, for 4 s more"
-    assert choices(restrained, now=1.0) == ("abc", {}, [(1, why), (0, ""), (0, "")])
+    why = "it asked to come again in 2 s"
+    assert choices(restrained, now=1.0) == ("abc", {}, [(2, why), (0, ""), (0, "")])
     assert choices(restrained, now=1.0, holds_back=False) == (
         "bc",
         {"a": why},
@@ -228,16 +228,25 @@ def test_the_most_available_are_left_where_the_policy_does_not_hold_back() -> No
     assert choices(restrained, now=5.0) == ("abc", {}, None)
 
 
-def test_probation_is_heeded_unless_all_are_on_it() -> None:
+def in_doubt(scheduler: Scheduler, name: str) -> None:
+    """Have three answers of an instance fail, and none of the others."""
+    each = next(each for each in scheduler.instances if each.name == name)
+    for _ in range(3):
+        each.account.ended_badly(0, 0.0, 0, 0.0)
+    each.account.judge([other.account for other in scheduler.instances])
+
+
+def test_doubt_is_heeded_unless_all_are_in_doubt() -> None:
     scheduler, _ = fleet(spec("a"), spec("b"))
-    first, second = scheduler.instances
-    for _ in range(2):
-        first.health.probation.failed(None, 0.0)
-    why = "on probation: 2 answers failed in a row"
+    in_doubt(scheduler, "a")
+    why = "on trial: 3 of its last 3 answers failed, more than elsewhere"
     assert choices(ready(scheduler), now=0.5, holds_back=False) == ("b", {"a": why}, [(0, "")])
-    for _ in range(2):
-        second.health.probation.failed(None, 0.0)
-    assert choices(ready(scheduler), now=0.5, holds_back=False) == ("ab", {}, [(0, ""), (0, "")])
+    trial = {"b": "a gets a trial"}
+    assert choices(ready(scheduler), now=1.0, holds_back=False) == ("a", trial, [(0, "")])
+    scheduler.instances[1].account.doubted = True
+    scheduler.instances[1].account.trial = 1
+    scheduler.instances[0].account.trial = 2
+    assert choices(ready(scheduler), now=1.0, holds_back=False) == ("ab", {}, [(0, ""), (0, "")])
 
 
 # --- roles ---

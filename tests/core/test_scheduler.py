@@ -179,8 +179,8 @@ def test_what_is_not_the_engine_s_fault_never_ejects(outcome: Outcome) -> None:
     scheduler = make_scheduler([spec("a"), spec("b")], "single")
     for i in range(50):
         lease = dispatched(scheduler.on_arrival(request(i), 0.0))
-        assert lease.instance == "a"
         assert scheduler.on_lease_ended(lease, outcome, 0.0) == []
+        assert lease.instance == "a" or outcome is Outcome.UPSTREAM_REFUSED
 
 
 def test_requests_wait_while_everyone_is_down_and_go_first_in_first_out() -> None:
