@@ -177,7 +177,7 @@ def test_the_choice_is_the_least_score_and_candidates_stay_what_they_were(
         glanced, rated = Evaluation(ctx, instances, WEIGHTS, True), Evaluation(ctx, instances, WEIGHTS, True)
         found, everyone = glanced.best(), rated.ratings
         able = [each for each in everyone if each.state == ROOM]
-        best = min(able, key=lambda each: (each.last, each.score), default=None)
+        best = min(able, key=lambda each: each.score, default=None)
         assert (found and found.index) == (best and best.index)
         assert (found and found.score) == (best and best.score)
         scheduler.on_arrival(request(next(numbers), prompt=50), later)  # they tell of what was before

@@ -91,38 +91,20 @@ class Sight(Forecast):
     `used_tokens` of the KV cache are in use, its answer half-grown; `ending` mean answers will have ended
     when a prompt that is elsewhere still comes to decode. `prompts_per_s` mean prompts came to each engine
     lately. `done_s`: until the faster instances are done with all that waits, infinite while requests come.
-    `limit`: the score above which it is passed over. `last`: to be taken only if no other can. The forecast
+    `limit`: the score above which it is passed over. The forecast
     is there after `foresee`, terms and score once it is `rated`.
     """
 
     __slots__ = (
-        "adapter_s",
-        "coming_s",
-        "cost",
-        "credit",
-        "done_s",
-        "ending",
-        "finish_s",
-        "foreseen",
-        "index",
-        "instance",
-        "last",
-        "limit",
-        "loss_s",
-        "own_s",
-        "prompts_per_s",
-        "rated",
-        "score",
-        "shared_s",
-        "state",
-        "used_tokens",
+        "adapter_s", "coming_s", "cost", "credit", "done_s", "ending", "finish_s", "foreseen", "index",
+        "instance", "later_s", "limit", "loss_s", "own_s", "prompts_per_s", "rated", "score",
+        "shared_s", "state", "used_tokens",
     )  # fmt: skip
 
     index: int
     state: int
     rated: bool
     foreseen: bool
-    last: bool
     limit: float
     done_s: float
     credit: float
@@ -136,6 +118,7 @@ class Sight(Forecast):
     adapter_s: float
     coming_s: float
     finish_s: float
+    later_s: float
 
     def __init__(self, ctx: SchedulingContext, instance: Instance, cost: Costs) -> None:
         """See the room; `cost` is that of the mean request there."""
@@ -149,7 +132,7 @@ class Sight(Forecast):
         self.cost = cost
         self.credit = credit
         self.index, self.state = 0, ROOM
-        self.foreseen = self.rated = self.last = False
+        self.foreseen = self.rated = False
         self.limit = self.done_s = math.inf
         used = seen.expected_kv_tokens(ctx.now) + ctx.booked - ctx.prompts * cached
         self.ending = 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
+from hetlb.core.policies.answered import later_s
 from hetlb.core.policies.sight import SchedulingContext, Sight
 from hetlb.core.policies.targets import lost_by_others_s, probability_of_miss, stake_s
 
@@ -33,8 +34,9 @@ TERMS: Final = (
     Term("shared_s", UNSTATED, "less: of its prefill what others that share the beginning of its prompt pay"),
     Term("adapter_s", 21.0, "until its LoRA adapter has a slot"),
     Term("finish_s", 20.0, "by which all that waits is done later, once no more requests come"),
+    Term("later_s", UNSTATED, "by which an answer that ends well is later: tries are lost, tokens overdue"),
 )
-#: Index of the last one, for pairs.
+#: Index of `finish_s`, for pairs.
 FINISH: Final = 7
 #: Weight of a first token before the first dispatch, and times the ratio of means after it.
 _FIRST_WEIGHT: Final = 20.0
@@ -52,6 +54,7 @@ def rate(ctx: SchedulingContext, each: Sight, weights: tuple[float, ...]) -> Non
     each.shared_s = shared_s(ctx, each)
     each.adapter_s = adapter_s(ctx, each)
     each.finish_s = finish_s(ctx, each)
+    each.later_s = later_s(each)
     each.score = (
         weights[0] * each.first_token_s
         + weights[1] * each.own_s
@@ -61,6 +64,7 @@ def rate(ctx: SchedulingContext, each: Sight, weights: tuple[float, ...]) -> Non
         + weights[5] * each.shared_s
         + weights[6] * each.adapter_s
         + weights[7] * each.finish_s
+        + weights[8] * each.later_s
     )
     each.rated = True
 
@@ -83,7 +87,9 @@ def weights_of(ctx: SchedulingContext, stated: tuple[float, ...]) -> tuple[float
     coming = whole if stated[3] == UNSTATED else stated[3]
     # No more is taken off a prefill than it counts.
     shared = whole if stated[5] == UNSTATED or stated[5] > whole else stated[5]
-    return (first, stated[1], stated[2], coming, stated[4], shared, stated[6], stated[7])
+    least = _FIRST_WEIGHT + stated[1]  # also where targets take the place of the first token
+    later = stated[8] if stated[8] != UNSTATED else whole if whole > least else least
+    return (first, stated[1], stated[2], coming, stated[4], shared, stated[6], stated[7], later)
 
 
 def own_s(ctx: SchedulingContext, each: Sight) -> float:
