@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import yaml
 from helpers import free_port
 from test_docs import PAGES, reference
 
