@@ -20,6 +20,8 @@ MOST_S = 240.0
 _HELP = ("--help",)
 #: Arguments of each bench's short run; `OUT` is a file that is thrown away.
 RUNS: dict[str, tuple[str, ...]] = {
+    "batch_gaps.py": ("--smoke",),
+    "claims.py": ("--out", "OUT"),
     "compile_modules.py": _HELP,
     "cpu_server.py": _HELP,
     "fidelity.py": _HELP,
@@ -46,12 +48,12 @@ RUNS: dict[str, tuple[str, ...]] = {
     "head_to_head/run.py": _HELP,
     "mutation/run.py": _HELP,
     "paper/run.py": _HELP,
-    "place/run.py": _HELP,
+    "place/run.py": ("--smoke",),
     "proxies/instructions.py": _HELP,
     "proxies/limits.py": _HELP,
     "proxies/run.py": _HELP,
     "rent/claims.py": _HELP,
-    "rent/run.py": _HELP,
+    "rent/run.py": ("random", "--smoke"),
     "scale/costs.py": _HELP,
     "scale/decide.py": _HELP,
     "scale/demo.py": ("--smoke",),
@@ -68,7 +70,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "split/decisions.py": ("--requests", "20"),
     "split/per_request.py": ("--requests", "20", "--seeds", "1", "--out", "OUT"),
     "split/picture.py": _HELP,
-    "split/run.py": _HELP,
+    "split/run.py": ("four", "--smoke", "--out", "OUT"),
     "stages/run.py": _HELP,
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "bench"
 sys.path.insert(0, str(BENCH))
 
+import claims  # noqa: E402
 import smoke  # noqa: E402
 
 #: Scripts that others start, or that have no arguments and take long.
@@ -27,6 +28,24 @@ NOT_RUN = {
 def test_every_bench_has_a_short_run() -> None:
     scripts = {str(path.relative_to(BENCH)) for path in BENCH.rglob("*.py") if "__main__" in path.read_text()}
     assert scripts - NOT_RUN == smoke.RUNS.keys()
+
+
+def test_the_page_of_claims_is_as_its_results_are() -> None:
+    assert claims.PAGE.read_text() == claims.page(), "run `python bench/claims.py`"
+
+
+@pytest.mark.parametrize(
+    "claim", [each for _, of in claims.PAPERS for each in of], ids=lambda each: each.claim[:40]
+)
+def test_every_claim_names_a_command_that_is_there(claim: claims.Claim) -> None:
+    script, _, rest = claim.command.partition(" ")
+    if script == "-":
+        assert claim.here == "not run"
+        return
+    source = "".join(path.read_text() for path in (BENCH / script).parent.glob("*.py"))
+    parts = rest.split("--only ")[-1].split(" (")[0].split(",")
+    if "no longer there" not in rest:
+        assert all(part in source for part in parts)
 
 
 async def test_the_picture_of_top_can_be_taken(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import random
 import re
@@ -74,9 +75,8 @@ class Asked(NamedTuple):
     @property
     def tokens(self) -> int:
         """Tokens that an engine generates for it: as the emulated ones end."""
-        most: int = min(self.body["max_tokens"], self.body["vllm_xargs"]["output_tokens"])
-        least: int = min(self.body["max_tokens"], self.body.get("min_tokens", 0))
-        return max(most, least)
+        limit = self.body.get("max_tokens", math.inf)
+        return int(max(min(limit, self.body["vllm_xargs"]["output_tokens"]), self.body.get("min_tokens", 0)))
 
 
 def read(status: int, raw: bytes, *, stream: bool) -> Answer:
@@ -140,6 +140,9 @@ def request(rng: random.Random, model: str, *, real: bool) -> tuple[str, dict[st
         # An emulated engine says every token at once, and holds back nothing for longer ones.
         body["stop"] = rng.sample(["ea", "st", "ing", "oth ", " be"], 2) if real else ["x", "y"]
     if rng.random() < 0.5:
+        if rng.random() < 0.4:  # as most chats come: as long as the model has room
+            del body["max_tokens"]
+            body.pop("min_tokens", None)
         return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": words}]}
     prompt: Any = words if rng.random() < 0.6 else [rng.randrange(300, 1900) for _ in range(20)]
     return "/v1/completions", {**body, "prompt": prompt}

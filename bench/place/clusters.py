@@ -10,6 +10,7 @@ from hetlb.plan.placement.flow import PlacementFlows
 from hetlb.plan.placement.heuristics import chains, separate_pipelines, swarm
 from hetlb.plan.placement.place_cluster import (
     Holding,
+    LayeredModel,
     MachineKind,
     PlaceCluster,
     Placement,
@@ -64,6 +65,29 @@ def many(base: PlaceCluster, counts: dict[str, int]) -> PlaceCluster:
     return PlaceCluster(base.model, nodes, base.kinds, links)
 
 
+def made_up() -> PlaceCluster:
+    """Return six machines of two kinds that hold a model of eight layers together."""
+    limits = BatchLimits(4, 4096, 64, 100_000)
+    kinds = {
+        name: MachineKind(
+            name,
+            Curve((0.0, 1000.0), (0.0, seconds)),
+            Curve((0.0, 1.0, 64.0), (0.0, seconds / 50.0, seconds / 20.0)),
+            tuple(Holding(800.0 / seconds / held, 40_000 // held, limits) for held in range(1, most + 1)),
+        )
+        for name, seconds, most in (("fast", 0.05, 4), ("slow", 0.1, 3))
+    }
+    named = ["fast", "fast", "slow", "slow", "slow", "slow"]
+    nodes = tuple(
+        PlaceNode(f"n{i}", kind, "r0", len(kinds[kind].holdings), 1e9, 1e9) for i, kind in enumerate(named)
+    )
+    names = [node.name for node in nodes]
+    links = {(a, b): LinkSpec(1e9, 0.001) for a in names for b in names if a != b}
+    for name in names:
+        links[SOURCE, name] = links[name, SINK] = LinkSpec(1e9, 0.001)
+    return PlaceCluster(LayeredModel("made-up", 8, 8192, 2), nodes, kinds, links)
+
+
 #: Machines of Helix's cluster of 42 nodes (section 6.1).
 SEVEN_KINDS = {"A100": 4, "V100": 6, "L4": 8, "T4": 10, "2xL4": 4, "2xT4": 6, "4xT4": 4}
 #: Kinds that Helix's public tables lack: the kind they are scaled from, time of a prompt and of a decode over
@@ -87,10 +111,10 @@ def seven_kinds(base: PlaceCluster) -> PlaceCluster:
     for name, (like, prompt, decode, memory) in SCALED.items():
         kinds[name] = _scaled(name, base.kinds[like], prompt, decode, memory * _MEMORY[like])
     kinds = _with_rates(kinds, base.model.layers)
-    like = base.nodes[0]
+    pattern = base.nodes[0]
     named = [kind for kind, count in SEVEN_KINDS.items() for _ in range(count)]
     nodes = tuple(
-        replace(like, name=f"n{i}", kind=kind, region="r0", max_layers=len(kinds[kind].holdings))
+        replace(pattern, name=f"n{i}", kind=kind, region="r0", max_layers=len(kinds[kind].holdings))
         for i, kind in enumerate(named)
     )
     names = [node.name for node in nodes]

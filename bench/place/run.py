@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clusters import generated, many, regional
+from clusters import generated, made_up, many, regional, seven_kinds
 
 from hetlb.core.paths.path_scheduler import PathScheduler
 from hetlb.core.paths.stages import Edge
@@ -30,7 +30,7 @@ from hetlb.plan.highs import SolveLimits
 from hetlb.plan.placement.estimate import Estimator
 from hetlb.plan.placement.flow import PlacementFlows, max_flow
 from hetlb.plan.placement.flow_bounds import compute_bound, flow_bound
-from hetlb.plan.placement.heuristics import swarm
+from hetlb.plan.placement.heuristics import separate_pipelines, swarm
 from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
 from hetlb.plan.placement.place_files import load_cluster, load_lengths, load_placement
 from hetlb.plan.placement.place_plan import PlacementSimulator
@@ -239,6 +239,63 @@ def plans(data: Data, name: str, seed: int, seconds: float) -> dict[str, Any]:
     return row
 
 
+#: Path policy of each system with its own placement.
+SYSTEMS = (("helix", "iwrr"), ("swarm", "swarm"), ("separate-pipelines", "round-robin"))
+
+
+def placed(data: Data, cluster: PlaceCluster, name: str, system: str) -> Placement | None:
+    """Return the placement of a system, None where its rule cannot be followed."""
+    if system == "helix":
+        return data.placement(name, cluster, "helix")
+    return swarm(cluster) if system == "swarm" else separate_pipelines(cluster)
+
+
+def online(data: Data, name: str, load: str) -> dict[str, Any]:
+    """Mean latencies of each system at 75 % of its own offline throughput, or (`same`) of the least."""
+    cluster = data.cluster(name)
+    output = sum(length for _, length in data.lengths) / len(data.lengths)
+    runs = {}
+    for system, policy in SYSTEMS:
+        placement = placed(data, cluster, name, system)
+        if placement is None:
+            continue
+        links = PlacementFlows(cluster).balanced(placement).links
+        most = simulate(data, cluster, placement, links, policy).decode_tokens_per_s / output
+        runs[system] = placement, links, policy, most
+    least = min(most for *_, most in runs.values())
+    row: dict[str, Any] = {"cluster": name, "load": load}
+    for system, (placement, links, policy, most) in runs.items():
+        rate = 0.75 * (least if load == "same" else most)
+        result = simulate(data, cluster, placement, links, policy, load=rate)
+        row[system] = {
+            "request_rate": rate,
+            "prompt_s": result.prompts.mean,
+            "decode_s": result.decodes.mean,
+            "decode_tokens_per_s": result.decode_tokens_per_s,
+        }
+    return row
+
+
+def limits_of(data: Data, name: str, seconds: float, seed: int) -> dict[str, Any]:
+    """Our placement after so many CPU seconds over each simple rule (and Helix's), all under `hetlb`."""
+    cluster = seven_kinds(data.cluster("single24")) if name == "seven-kinds" else data.cluster(name)
+    best, cpu_s, _ = plan(data, cluster, seconds, "hetlb", seed)
+    links = best.flow.links
+    ours = simulate(data, cluster, best.placement, links, "hetlb", seed=5).decode_tokens_per_s
+    row: dict[str, Any] = {"cluster": name, "seconds": seconds, "seed": seed, "cpu_s": cpu_s, "ours": ours}
+    for system, policy in SYSTEMS:
+        if system == "helix" and name == "seven-kinds":
+            continue
+        placement = placed(data, cluster, name, system)
+        if placement is not None:
+            flow = PlacementFlows(cluster).balanced(placement).links
+            row[system] = {
+                each: simulate(data, cluster, placement, flow, each, seed=5).decode_tokens_per_s
+                for each in ("hetlb", policy)
+            }
+    return row
+
+
 #: Machines of each kind in one region, and machines, regions and seed of clusters in several; CPU seconds.
 LARGE: tuple[tuple[dict[str, int] | tuple[int, int, int], float], ...] = (
     ({"A100": 4, "L4": 12, "T4": 26}, 10.0),
@@ -325,6 +382,17 @@ def speed(data: Data, measured_s: float) -> dict[str, Any]:
     }
 
 
+def smoke() -> None:
+    """Plan a few made-up machines, and print what the plan serves in simulation."""
+    cluster = made_up()
+    simulator = PlacementSimulator(cluster, [(100, 30), (40, 10)])
+    limits = SolveLimits(deadline=time.process_time() + 1.0, clock=time.process_time)
+    search = PlacementSearch(cluster, Estimator(cluster, simulator.lengths), simulator.begin, longest_s=40.0)
+    best = search.run(limits).best
+    check_placement(cluster, best.placement, best.flow, flow_bound(cluster))
+    print(f"flow {best.flow.tokens_per_s:.1f} tokens/s, simulated {best.simulated} output tokens/s")
+
+
 #: Section -> the function of its rows, and the arguments of each.
 SECTIONS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "flows": (flows, [(name,) for name in CLUSTERS]),
@@ -344,6 +412,12 @@ SECTIONS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ],
     ),
     "held_out": (held_out, list(itertools.product(HELD_OUT, REQUEST_SEEDS))),
+    "online": (online, [(n, load) for n in ("single24", "dist24") for load in ("own", "same")]),
+    "limits": (
+        limits_of,
+        [("seven-kinds", seconds, 0) for seconds in (10.0, 60.0, 30.0, 180.0)]
+        + [(name, 60.0, 0) for name in ("single24", "dist24")],
+    ),
     "speed": (speed, [(MEASURED_S,), (7200.0 - WARM_UP_S,)]),
 }
 
@@ -353,11 +427,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, required=True, help="the folder with Helix's clusters")
+    parser.add_argument("--data", type=Path, help="the folder with Helix's clusters")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, comma-separated")
     parser.add_argument("--fresh", action="store_true", help="begin the sections anew")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "place.json")
+    parser.add_argument("--smoke", action="store_true", help="a plan of six made-up machines in a second")
     args = parser.parse_args()
+    if args.smoke:
+        smoke()
+        return
+    if args.data is None:
+        parser.error("--data: expected the folder with Helix's clusters")
     data = Data(args.data)
     for section in args.only.split(","):
         function, arguments = SECTIONS[section]

@@ -15,6 +15,7 @@ import sys
 import time
 from dataclasses import replace
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,19 @@ class Bench:
     """What all sub-commands share: the paper's tables, profiles and throughputs made once."""
 
     def __init__(self, shared: Path, work: Path) -> None:
-        self.cost = paper.load_cost(shared)
+        self._shared = shared
         self.work = work
         self.hw = shared / "data" / "hw"
         self._tables: dict[tuple[str, ...], Table] = {}
         self.measured = Measured(work / "throughput.jsonl")
         self.every = 1
+        #: Random markets that are compared with enumeration.
+        self.random = 200
+
+    @cached_property
+    def cost(self) -> dict[str, Any]:
+        """The paper's tables."""
+        return paper.load_cost(self._shared)
 
     def table(self, key: str, trace: str, budget: float, available: str) -> Table:
         """The table of one of the paper's cases."""
@@ -235,9 +243,9 @@ def enumerate_best(problem: Problem) -> float:
 
 
 def random_instances(bench: Bench) -> dict[str, Any]:
-    """200 small instances against enumeration."""
+    """Small instances against enumeration."""
     rng, worst, plans, without = random.Random(1), 0.0, 0, 0
-    for _ in range(200):
+    for _ in range(bench.random):
         problem = random_problem(rng)
         best = enumerate_best(problem)
         try:
@@ -250,8 +258,8 @@ def random_instances(bench: Bench) -> dict[str, Any]:
         plans += 1
         worst = max(worst, abs(plan.throughput / best - 1.0))
     print(
-        f"200 instances: {plans} plans, all checked, at most {worst:.1e} off enumeration (relative); "
-        f"{without} without a plan in both"
+        f"{bench.random} instances: {plans} plans, all checked, at most {worst:.1e} off enumeration "
+        f"(relative); {without} without a plan in both"
     )
     return {"plans": plans, "infeasible": without, "worst": worst}
 
@@ -548,10 +556,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="a few instances (random)")
     args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
+    if not args.smoke:
+        args.work.mkdir(parents=True, exist_ok=True)
     bench = Bench(args.shared, args.work)
     bench.every = args.every
+    if args.smoke:
+        bench.random = 5
     if args.what == "scale":
         found = scale(bench, args.models, args.gpus, args.seconds, args.seed)
     else:

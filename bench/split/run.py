@@ -149,6 +149,18 @@ def four(workload: str) -> Any:
     return row
 
 
+def distserve(workload: str) -> Any:
+    """Output tokens/s of `het1` and of 8 H100, both with plans that split: HexGen-2 against DistServe."""
+    row: dict[str, Any] = {"workload": workload}
+    for label, name in (("het1", "het1"), ("distserve", "homogeneous")):
+        of = clusters.setting(name, workload)
+        cost = ProfileCost(of)
+        found, _ = search(of, cost, 4.0, roles=SPLIT_ROLES)
+        served = simulate_plan(of, found.plans[0], cost)
+        row[label] = {"planned": best(found) * of.workload.output_tokens, "served": served.output_throughput}
+    return row
+
+
 #: Plans whose order is compared with that in simulation, out of all that a search comes across.
 RANKED = 5
 EVERY_PLAN: dict[str, Any] = {"kept": 100_000, "kept_share": 0.5}
@@ -250,6 +262,7 @@ PARTS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "scale": (scale, [(64, 20.0), (320, 60.0)]),
     "paper": (paper, [(w, name) for w in clusters.WORKLOADS for name in ("homogeneous", "het1", "het5")]),
     "latency": (latency, [(w,) for w in clusters.WORKLOADS]),
+    "distserve": (distserve, [(w,) for w in clusters.WORKLOADS]),
     "four": (four, [(w,) for w in clusters.WORKLOADS]),
     "simulated": (
         simulated,
@@ -274,14 +287,15 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=tuple(PARTS))
     parser.add_argument("--out", type=Path, default=Path("bench/results/split.json"))
     parser.add_argument("--fresh", action="store_true", help="begin the parts anew")
+    parser.add_argument("--smoke", action="store_true", help="the first row of each part")
     args = parser.parse_args()
     for name in args.parts:
         function, arguments = PARTS[name]
-        known = json.loads(args.out.read_text()) if args.out.is_file() else {}
+        known = json.loads(args.out.read_text() or "{}") if args.out.is_file() else {}
         rows = [] if args.fresh else known.get(name, [])
-        for each in arguments[len(rows) :]:
+        for each in arguments[len(rows) : 1 if args.smoke else None]:
             rows.append(function(*each))
-            known = json.loads(args.out.read_text()) if args.out.is_file() else {}
+            known = json.loads(args.out.read_text() or "{}") if args.out.is_file() else {}
             known[name] = rows
             args.out.write_text(json.dumps(known, indent=1) + "\n")
             print(name, json.dumps(rows[-1])[:600], flush=True)

@@ -26,6 +26,7 @@ from hetlb.config.fleet_tables import (
     PolicyTable,
     Resume,
 )
+from hetlb.config.gone import RESUME_BY_TEXT
 from hetlb.config.mistakes import Mistakes, did_you_mean, listed, one_of, short
 from hetlb.config.urls import Origin, bracketed, check_base, check_publisher, check_url, origin
 from hetlb.config.yaml_file import load_yaml, with_lines
@@ -214,6 +215,15 @@ def _class_mistakes(classes: dict[str, ClassTable], key: str) -> Iterator[str]:
             yield f"{key}.{name}.refuse_hopeless: expected a target beside it, got none"
 
 
+def _resume_mistakes(model: ModelTable, key: str) -> Iterator[str]:
+    """Yield a line for each `resume: true`, which went."""
+    stated = {f"{key}.resume": model.resume}
+    stated |= {f"{key}.classes.{name}.resume": each.resume for name, each in model.classes.items()}
+    for where, how in stated.items():
+        if how is True:
+            yield f"{where}: {RESUME_BY_TEXT}"
+
+
 def _check_secret(file: str | None, env: str | None, key: str) -> None:
     """Raise `ConfigError` where both `{key}_file` and `{key}_env` are stated."""
     if file is not None and env is not None:
@@ -363,6 +373,8 @@ def _mistakes_across(file: FleetFile, base: Path) -> Iterator[str]:
                 f"proxy.forward_headers[{h}]: expected one that neither frames, addresses nor authorises a "
                 f"message, got {short(header)}"
             )
+    if file.proxy.resume is True:
+        yield f"proxy.resume: {RESUME_BY_TEXT}"
     if not file.models and file.discovery is None:
         yield "models: expected at least one model, got none"
     for text, profile in file.profiles.items():
@@ -378,6 +390,7 @@ def _mistakes_across(file: FleetFile, base: Path) -> Iterator[str]:
         if not model.instances and file.discovery is None:
             yield f"{key}.instances: expected at least one instance, got none"
         yield from _role_mistakes(model, key)
+        yield from _resume_mistakes(model, key)
         yield from _class_mistakes(model.classes, f"{key}.classes")
         for alias in model.aliases:
             if alias in seen:

@@ -8,6 +8,7 @@ import msgspec
 
 from hetlb.config.discovery import DiscoveryTable
 from hetlb.config.yaml_file import NonNegative, Port, Positive, PositiveInt, Share
+from hetlb.core.objective import LEAST_TARGET_MS, MOST_TARGET_MS
 
 
 class TlsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -113,7 +114,7 @@ OWN_HEADERS = frozenset(
 )  # fmt: skip
 OriginText: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(\*|https?://[A-Za-z0-9._:\[\]-]{1,253})$")]
 HeaderName: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9-]{1,64}$")]
-#: Way in which an answer goes on elsewhere: by token ids, also by text (True), or not.
+#: Way in which an answer goes on elsewhere: by token ids, or not (False).
 Resume: TypeAlias = bool | Literal["ids"]
 
 
@@ -123,8 +124,8 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     `session_header` names a conversation, `tenant_header` whose share of a full fleet a request is of;
     `api_keys_file` lists the clients' keys; `passthrough_authorization` lets a client's own key through to
     the engines. `heartbeat_s` is how often a stream that waits gets a comment, 0 for never. `resume`: an
-    answer whose engine is lost goes on at another where its token ids are known ("ids"), also by its text
-    (True), or not; also a key of models and classes. `max_held_bytes` bounds all bodies together that are
+    answer whose engine is lost goes on at another where its token ids are known ("ids"), or not (False);
+    also a key of models and classes. `max_held_bytes` bounds all bodies together that are
     being read.
     `max_connections` of clients None is half of the process's file descriptors: the other half is for
     engines. `workers` processes share the port. `forward_headers` names headers of clients that reach the
@@ -255,6 +256,10 @@ class KvTransferTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     latency_s: NonNegative | None = None
 
 
+#: Targets within which scores, sums of their ratios, are numbers.
+_Target: TypeAlias = Annotated[float, msgspec.Meta(ge=LEAST_TARGET_MS, le=MOST_TARGET_MS)]
+
+
 class ClassTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Objective of one class of requests: targets in milliseconds that a share `attainment` is to meet.
 
@@ -263,12 +268,12 @@ class ClassTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     longer meet its targets gets 503.
     """
 
-    ttft_ms: Positive | None = None
-    tpot_ms: Positive | None = None
-    e2e_ms: Positive | None = None
+    ttft_ms: _Target | None = None
+    tpot_ms: _Target | None = None
+    e2e_ms: _Target | None = None
     attainment: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.95
     background: bool = False
-    first_token_weight: NonNegative | None = None
+    first_token_weight: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
     refuse_hopeless: bool = False
     resume: Resume | None = None
 

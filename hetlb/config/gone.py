@@ -31,6 +31,10 @@ GONE_FLAGS: Final[dict[tuple[str, str], str]] = {
 }
 
 
+#: About `resume: true`, at each of its keys.
+RESUME_BY_TEXT: Final = "true went; use `ids`: an answer goes on by its token ids alone"
+
+
 def gone_key(path: str) -> str | None:
     """Return the line about a key that went, None for other keys; `path` is as in `models[0].name`."""
     use = GONE_KEYS.get(_without_positions(path))

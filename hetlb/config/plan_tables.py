@@ -73,9 +73,15 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         """Return the bytes of all weights."""
         return self.parameters * self.bytes_per_parameter
 
-    def kv_bytes_at(self, tensor_parallel_size: int) -> float:
-        """Return the bytes of a token on all GPUs of a group: those with too few KV heads keep copies."""
-        return self.kv_bytes_per_token * self.known.replication(tensor_parallel_size)
+    def kv_bytes_at(self, tensor_parallel_size: int, tokens: float = 0.0) -> float:
+        """Return the bytes of a token on all GPUs of a group: those with too few KV heads keep copies.
+
+        With `tokens` it is the mean token of sequences of so many: windows end, and a state counts.
+        """
+        known = self.known
+        uneven = tokens > 0.0 and (known.kv_windows or known.state_bytes)
+        each = known.kv_bytes(tokens) / tokens if uneven else self.kv_bytes_per_token
+        return each * known.replication(tensor_parallel_size)
 
     @property
     def known(self) -> ModelFacts:

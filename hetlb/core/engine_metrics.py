@@ -180,6 +180,7 @@ def _sample_of(series: Series, known: EngineTable | None) -> EngineSample:
         "" if known is None else known.name,
         _from_source(series, "external_kv_transfer"),
         _from_source(series, "local_compute"),
+        generated=_sum(series, table, invalid),
     )
 
 
@@ -188,6 +189,13 @@ def _from_source(series: Series, source: str) -> int | None:
     wanted = f'source="{source}"'
     values = [value for labels, value in series.get(PROMPT_SOURCES[0], {}).items() if wanted in labels]
     return round(sum(values)) if values and all(0 <= value <= _MAX_COUNT for value in values) else None
+
+
+def _sum(series: Series, table: EngineTable, invalid: list[str]) -> int | None:
+    """Return the sum of the counters of tokens, None where none of them is told."""
+    counts = [_count(series, (name,), [], invalid, table.engine_label) for name in table.tokens]
+    known = [each for each in counts if each is not None]
+    return sum(known) if known else None
 
 
 def _asleep(series: Series) -> bool | None:

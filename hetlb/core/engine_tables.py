@@ -21,7 +21,8 @@ class EngineTable:
     `prefix` begins the names of all its metrics; `lacks` says what follows from what it does not tell. A name
     may be followed by the one label that its series must have: `name{kind="max"}`. `all_requests` are those
     that run and those that wait; `kv_tokens` are tokens, or blocks of `block_tokens` each. `engine_label`
-    tells the data-parallel engines of a server apart.
+    tells the data-parallel engines of a server apart; `tokens` are counters of what it computes, which are
+    summed.
     """
 
     name: str
@@ -31,6 +32,7 @@ class EngineTable:
     waiting: tuple[str, ...]
     kv_usage: tuple[str, ...] = ()
     kv_tokens: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
     engine_label: str = "engine"
     all_requests: tuple[str, ...] = ()
@@ -46,7 +48,7 @@ class EngineTable:
         """Names that are read."""
         return (
             *self.running, *self.waiting, *self.kv_usage, *self.kv_tokens, *self.all_requests,
-            *self.block_tokens,
+            *self.block_tokens, *self.tokens,
         )  # fmt: skip
 
 
@@ -63,6 +65,7 @@ VLLM: Final = EngineTable(
     ("vllm:num_requests_waiting",),
     # The second name is that of vLLM before 0.10 (V0); a router that reads only dead names balances blindly.
     ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+    tokens=("vllm:generation_tokens_total", "vllm:prompt_tokens_total"),
 )
 SGLANG: Final = EngineTable(
     "sglang",
@@ -72,6 +75,7 @@ SGLANG: Final = EngineTable(
     ("sglang:num_queue_reqs",),
     ("sglang:token_usage",),
     ("sglang:max_total_num_tokens",),
+    ("sglang:generation_tokens_total", "sglang:prompt_tokens_total"),
     ("figures only with --enable-metrics", _SLOTS, _NO_IDS),
     engine_label="dp_rank",
 )
@@ -83,6 +87,7 @@ LLAMA_CPP: Final = EngineTable(
     ("llamacpp:requests_deferred",),
     # Gone since the middle of 2025.
     ("llamacpp:kv_cache_usage_ratio",),
+    tokens=("llamacpp:tokens_predicted_total", "llamacpp:prompt_tokens_total"),
     lacks=("figures only with --metrics", f"{_SLOTS} (its --parallel)", _NO_KV, _NO_SIZE, _NO_IDS),
 )
 TENSORRT_LLM: Final = EngineTable(
@@ -122,7 +127,7 @@ TRITON: Final = EngineTable(
     (f'{_TRITON_REQUESTS}{{request_type="waiting"}}',),
     (f'{_TRITON_BLOCKS}{{kv_cache_block_type="fraction"}}',),
     (f'{_TRITON_BLOCKS}{{kv_cache_block_type="max"}}',),
-    (_SLOTS, _NO_IDS),
+    lacks=(_SLOTS, _NO_IDS),
     all_requests=(f'{_TRITON_REQUESTS}{{request_type="active"}}',),
     block_tokens=(f'{_TRITON_BLOCKS}{{kv_cache_block_type="tokens_per"}}',),
 )

@@ -162,6 +162,7 @@ def read_facts(raw: Mapping[str, Any], name: str) -> ModelFacts:
         layers = _layers(family, keys)
         rest = _embeddings(family, keys, raw)
         expert_type = keys.value("expert_dtype")
+        keys.expect("is_encoder_decoder", (False,), False)
         keys.refuse_unread()
     except (IndexError, TypeError, AttributeError) as error:
         raise ConfigError(f"model_type {model_type}: expected other values, {error}") from error

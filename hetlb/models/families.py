@@ -105,7 +105,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         sparse=True,
         feed_name="block_sparse_moe",
     ),
-    "qwen": Family(kinds=full_or_listed, qkv_bias=True, out_bias=False),
+    "qwen": Family(feed=special.half_feed, qkv_bias=True, out_bias=False),
     "qwen2": _QWEN2,
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": _QWEN2,
@@ -205,6 +205,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "seed_oss": Family(out_bias="attention_out_bias"),
     "exaone": Family(qkv_bias=False, out_bias=False),
     "exaone4": Family(
+        kinds=every(4, "sliding_window_pattern"), qk_norm="head", qkv_bias=False, out_bias=False
+    ),
+    "exaone4_5_text": Family(
         kinds=every(4, "sliding_window_pattern"), qk_norm="head", qkv_bias=False, out_bias=False
     ),
     "exaone_moe": Family(
@@ -481,6 +484,8 @@ ARCHITECTURES: Final[Mapping[str, str]] = {
     "Lfm2MoeForCausalLM": "lfm2_moe",
     "LlamaForCausalLM": "llama",
     "LLaMAForCausalLM": "llama",
+    "LlavaLlamaForCausalLM": "llama",
+    "LlavaMistralForCausalLM": "mistral",
     "Llama4ForCausalLM": "llama4_text",
     "LongcatFlashForCausalLM": "longcat_flash",
     "MambaForCausalLM": "mamba",
@@ -548,7 +553,8 @@ WRAPPERS: Final = frozenset(
     re.findall(
         r"\w+",
         """
-        AriaForConditionalGeneration AudioFlamingo3ForConditionalGeneration
+        AriaForConditionalGeneration Exaone4_5_ForConditionalGeneration Maira2ForConditionalGeneration
+         AudioFlamingo3ForConditionalGeneration
         AyaVisionForConditionalGeneration Cohere2VisionForConditionalGeneration DeepseekVLV2ForCausalLM
         DeepseekOCRForCausalLM DotsOCRForCausalLM Gemma3ForConditionalGeneration
         Gemma3nForConditionalGeneration Gemma4ForConditionalGeneration Glm4vForConditionalGeneration

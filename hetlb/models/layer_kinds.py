@@ -56,11 +56,16 @@ def with_states(kinds: Kinds) -> Kinds:
 
 
 def window_everywhere(_: Family, keys: ConfigKeys) -> Sequence[Scope]:
-    """Return windows for all layers where there is a `sliding_window`: what vLLM does without a list."""
-    count, found = keys.whole("num_hidden_layers"), listed(keys)
+    """Return windows for all layers where there is a `sliding_window`: what vLLM does without a list.
+
+    A window of all positions is none.
+    """
+    count, found, window = keys.whole("num_hidden_layers"), listed(keys), keys.count("sliding_window")
+    positions = keys.value("max_position_embeddings")
     if found is not None:
         return found
-    return [Scope.WINDOW if keys.count("sliding_window") else Scope.FULL] * count
+    none = not window or (isinstance(positions, int) and window >= positions)
+    return [Scope.FULL if none else Scope.WINDOW] * count
 
 
 def full_or_listed(family: Family, keys: ConfigKeys) -> Sequence[Scope]:

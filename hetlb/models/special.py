@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hetlb.errors import ConfigError
@@ -71,6 +72,11 @@ def four_times(family: Family, keys: ConfigKeys, layer: int) -> FeedForward:
         times = keys.value("expansion_ratio", 4)
         return dense(family, keys, size=int(times * keys.whole("hidden_size")))
     return dense(family, keys)
+
+
+def half_feed(family: Family, keys: ConfigKeys, layer: int) -> FeedForward:
+    """Return the feed-forward part of the first Qwen: its stated size is of both halves of the gate."""
+    return dense(family, keys, size=keys.whole("intermediate_size") // 2)
 
 
 def multi_query_mixer(family: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer:
@@ -248,7 +254,8 @@ def gemma4_feed(family: Family, keys: ConfigKeys, layer: int) -> FeedForward:
     enabled = keys.flag("enable_moe_block", bool(experts_of(keys)))
     if not (enabled and experts_of(keys)):
         return FeedForward(part.weights + more, part.sizes)
-    sparse = mixture(family, keys, layer, more=plain("norms", 4 * hidden + experts_of(keys)))
+    apart = replace(family, feed_name="moe")
+    sparse = mixture(apart, keys, layer, more=plain("norms", 4 * hidden + experts_of(keys)))
     return FeedForward(
         part.weights + sparse.weights + more, part.sizes, sparse.expert_size, sparse.experts, sparse.chosen
     )

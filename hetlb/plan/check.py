@@ -57,7 +57,8 @@ def _check_option(cluster: Cluster, machine: Machine, option: Option) -> None:
     longest = cluster.limits.max_input_tokens + cluster.limits.max_output_tokens
     copies = Fraction(repr(model.known.replication(degree)))
     need = Fraction(repr(model.known.kv_bytes(longest))) * copies
-    tokens = max(0, room // (model.kv_bytes_per_token * copies))
+    each = max(Fraction(model.kv_bytes_per_token), Fraction(repr(model.known.kv_bytes(longest))) / longest)
+    tokens = max(0, room // (each * copies))
     if option.memory.kv_cache_tokens != tokens:
         raise PlanError(f"{where}: expected {tokens} KV tokens, got {option.memory.kv_cache_tokens}")
     profiled = degree in machine.profiles
@@ -285,7 +286,8 @@ def _check_group(
         usable = Fraction(repr(machine.gpu_memory_utilization)) * machine.memory_bytes
         memory = stage.gpus * (usable - machine.reserved_bytes_per_gpu)
         weights = Fraction(repr(cluster.model.weight_bytes)) * share
-        room.append((memory - weights) / (Fraction(repr(cluster.model.kv_bytes_at(stage.gpus))) * share))
+        each = cluster.model.kv_bytes_at(stage.gpus, cluster.workload.context_tokens)
+        room.append((memory - weights) / (Fraction(repr(each)) * share))
     if group.kv_cache_tokens > min(room) * (1 + Fraction(1, 10**9)):
         raise PlanError(
             f"plan: {where}: expected room for at most {float(min(room)):.0f} KV tokens, "

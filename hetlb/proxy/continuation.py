@@ -1,13 +1,13 @@
 """Continuation of an answer at another instance: what came of it, and the request for the rest.
 
-With token ids the engine is given those of the prompt and of the answer so far, as a completion: greedy, it
-says what the first one would have said. By text it is given the words, which another tokenization may part
-otherwise. What of an answer is not known to go on the same way is not resumed (docs/resume.md).
+The engine is given the token ids of the prompt and of the answer so far, as a completion: greedy, it says
+what the first one would have said. Whether an answer may go on is decided when its request is sent, from one
+reading of its body (`resume_fields.py`); what is not known to go on the same way ends (docs/resume.md).
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -17,81 +17,143 @@ from hetlb.proxy.client_response import NOTHING
 from hetlb.proxy.ends import End
 from hetlb.proxy.engine_answer import EngineAnswer
 from hetlb.proxy.engine_request import EngineRequest
-from hetlb.proxy.exchange_states import RESUMED
+from hetlb.proxy.exchange_states import RESUMED, Phase
 from hetlb.proxy.http.endpoints import Kind
+from hetlb.proxy.http.http1 import ResponseHead
 from hetlb.proxy.http.openai_body import with_field
-from hetlb.proxy.progress import Progress
+from hetlb.proxy.progress import Kept, Progress
+from hetlb.proxy.resume_fields import CHAT_ONLY, NOT_READ, Asked, read_answer, read_asked, read_ids
 from hetlb.proxy.streamed_answer import LAST_EVENT, StreamedAnswer
+from hetlb.proxy.upstream import SideCall
 
 if TYPE_CHECKING:
+    from hetlb.core.types import Lease
     from hetlb.proxy.exchange import Exchange
 
 #: Maximum number of second leases: an answer may be what engines fail of.
 MOST_RESUMED: Final = 5
+#: Maximum number of engines that die in an answer which goes on after it: the request may be what kills them.
+MOST_DEATHS: Final = 1
+#: Prompt tokens that a template may add to one for each byte of the body.
+_TEMPLATE_TOKENS: Final = 1024
 _TOKEN_IDS: Final = b"return_token_ids"
-#: Fields of a body with which no continuation is known to be the same, unless null, false or 0.
-_NOT_RESUMED: Final = (
-    "best_of", "echo", "use_beam_search", "top_logprobs", "prompt_logprobs", "presence_penalty",
-    "frequency_penalty", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "guided_decoding_backend", "structured_outputs", "prompt_embeds", "suffix", "truncate_prompt_tokens",
-    "kv_transfer_params", "thinking_token_budget", "logits_processors", "grammar", "json_schema", "regex",
-)  # fmt: skip
-#: Fields of a chat that are part of its prompt by the time there are token ids, or mean nothing without it.
-_CHAT_ONLY: Final = (
-    "messages", "max_completion_tokens", "chat_template", "chat_template_kwargs", "add_generation_prompt",
-    "continue_final_message", "documents", "reasoning_effort", "include_reasoning", "parallel_tool_calls",
-    "mm_processor_kwargs", "tools", "tool_choice", "functions", "function_call", "response_format",
-    "logprobs", "add_special_tokens", "return_prompt_text",
-)  # fmt: skip
-_PIECE = re.compile(rb'((?:[^"\\]|\\.)*)"')
-_LIST = re.compile(rb"\[([0-9,]*)\]")
+_DONE: Final = Phase.DONE
+#: Ends of a connection after which its engine may be dead.
+_BY_CONNECTION: Final = (ends.BROKEN, ends.DROPPED)
+
+
+class Draft:
+    """Request for the rest of an answer: its body, and what of the progress is in its prompt.
+
+    `generated` tokens of the answer are in its prompt, `texts` and `ids` their events; the client has
+    `ahead` behind them. With `only_end` nothing but usage and the reason of the end is missing.
+    """
+
+    __slots__ = (
+        "_finish", "_size", "ahead", "as_completion", "body", "generated", "ids", "only_end", "texts",
+    )  # fmt: skip
+
+    def __init__(self, progress: Progress) -> None:
+        self._size, self._finish = len(progress.texts), progress.finish
+        self.body = b""
+        self.generated = 0
+        self.as_completion = self.only_end = False
+        self.texts: list[str] = []
+        self.ids: list[list[int]] = []
+        self.ahead = ""
+
+    def is_of(self, progress: Progress) -> bool:
+        """True if nothing has come since it was made."""
+        return self._size == len(progress.texts) and self._finish == progress.finish
 
 
 class Continuation:
     """Second leases of one request, none at first, and what they need of the one before.
 
-    `by_text`: an answer may go on by its text alone; `asks_ids`: hetlb asks for token ids where the engine
-    has some; `hides_usage`: it asks for usage, which the client did not. `second` is the body of a second
-    lease's request, None in the first lease; `generated` tokens of the answer are in its prompt, and with
-    `only_end` nothing but usage and the reason of the end is missing.
+    `asks_ids`: hetlb asks for token ids where the engine has some; `hides_usage`: it asks for usage, which
+    the client did not. `second` is the body of a second lease's request, None in the first lease; `generated`
+    tokens of the answer are in its prompt, and with `only_end` nothing but usage and the reason of the end is
+    missing. `why` says why the answer is not resumed, "" where it may be.
     """
 
     __slots__ = (
-        "_asks_ids", "_by_ids", "_by_text", "_gives_ids", "_hides_usage", "_kind", "_outgoing",
-        "_wants_ids", "_wants_usage", "generated", "only_end", "progress", "second",
+        "_as_completion", "_asked", "_asks_ids", "_check", "_deaths", "_draft", "_hides_usage", "_kept",
+        "_kind", "_longest", "_outgoing", "_waiting", "generated", "only_end", "pending_since", "progress",
+        "second", "streamed", "why",
     )  # fmt: skip
 
     def __init__(
-        self, kind: Kind, outgoing: EngineRequest, *, by_text: bool, asks_ids: bool, hides_usage: bool
+        self,
+        kind: Kind,
+        outgoing: EngineRequest,
+        kept: Kept,
+        *,
+        streamed: bool,
+        asks_ids: bool,
+        hides_usage: bool,
     ) -> None:
         self._kind = kind
         self._outgoing = outgoing
-        self._by_text = by_text
+        self._kept = kept
+        self.streamed = streamed
         self._asks_ids = asks_ids
         self._hides_usage = hides_usage
-        #: True if the engine of this lease takes and gives token ids.
-        self._gives_ids = False
+        #: Facts of the body, None where they were not read, or keep its answer from going on.
+        self._asked: Asked | None = None
+        self.why = "" if streamed else "no stream"
+        #: Longest request of the first engine in tokens, 0 where it is not known.
+        self._longest = 0
         #: Progress of a stream, None before it begins.
         self.progress: Progress | None = None
         self.second: bytes | None = None
-        #: True if the prompt of the second lease is token ids, with those of the answer so far.
-        self._by_ids = False
+        self._draft: Draft | None = None
+        #: True if the engine answers as a completion what the client may know as a chat.
+        self._as_completion = False
         self.generated = 0
         self.only_end = False
-        #: True if the client asked for usage, and for token ids; read for a second lease.
-        self._wants_usage = self._wants_ids = False
+        #: Time since which it is on its way to another lease, None while it is not.
+        self.pending_since: float | None = None
+        #: Engines that died in this answer, and the question whether the last one lives.
+        self._deaths = 0
+        self._check: SideCall | None = None
+        self._waiting: Callable[[], None] | None = None
 
     # --- the request of a lease ---
 
-    def dispatched(self, gives_ids: bool) -> bool:
+    def dispatched(self, gives_ids: bool, max_model_len: int) -> bool:
         """Another lease begins; False if its instance cannot go on with the answer."""
-        self._gives_ids = gives_ids
-        return self.second is None or not self._by_ids or gives_ids or self.plan()
+        if self.second is not None:
+            return gives_ids
+        self._longest = max_model_len
+        self._asked = None
+        if self.streamed:
+            self.why = "its engine gives no token ids"
+            if gives_ids:
+                asked = read_asked(self._outgoing.body, chat=self._kind is Kind.CHAT)
+                if isinstance(asked, str):
+                    self.why = asked
+                elif not (self._asks_ids or asked.wants_ids):
+                    self.why = "too long to ask for token ids"
+                elif asked.most_tokens is None and not max_model_len:
+                    self.why = "max_model_len of its engine is not known"
+                else:
+                    self._asked, self.why = asked, ""
+        return True
 
     @property
     def _as_chat(self) -> bool:
         """True if the engine answers as a completion and the client knows a chat."""
-        return self._by_ids and self._kind is Kind.CHAT
+        return self._as_completion and self._kind is Kind.CHAT
+
+    @property
+    def _hides_ids(self) -> bool:
+        """True if hetlb asks for token ids that the client does not get."""
+        return self._asked is not None and not self._asked.wants_ids
+
+    @property
+    def _wants_usage(self) -> bool:
+        """True if the client asked for usage."""
+        return not self._hides_usage and self._asked is not None and self._asked.wants_usage
 
     def head_lines(self, lines: bytes, path: str) -> bytes:
         """Header lines of the request, of which `path` is the client's."""
@@ -100,133 +162,143 @@ class Continuation:
     @property
     def body(self) -> bytes | None:
         """The body of this lease's request, None for that of the client."""
-        if self.second is None and self._asks_ids and self._gives_ids:
+        if self.second is None and self._hides_ids:
             return with_field(self._outgoing.body, _TOKEN_IDS, b"true")
         return self.second
 
-    def plan(self) -> bool:
-        """Make the request of the next lease; False where none would be right."""
-        progress = self.progress
-        if progress is None:
-            return True
-        if not progress.usable:
-            return False
-        fields: dict[str, Any] = msgspec.json.decode(self._outgoing.body)
-        self._wants_usage = not self._hides_usage and _asks_usage(fields)
-        self._wants_ids = bool(fields.get("return_token_ids"))
-        texts = [msgspec.json.decode(b'"%b"' % piece) for piece in _PIECE.findall(progress.texts)]
-        ids = [[int(each) for each in piece.split(b",") if each] for piece in _LIST.findall(progress.ids)]
+    def draft(self) -> Draft | None:
+        """Make the request of the next lease from what has come; None where none is right: `why` says so."""
+        progress, asked = self.progress, self._asked
+        if progress is None or asked is None:
+            return None
+        progress.read()
+        if progress.why:
+            return self._no_draft(progress.why)
+        if (made := self._draft) is not None and made.is_of(progress):
+            return made
+        prompt = asked.prompt or (read_ids(progress.prompt_ids) if progress.prompt_ids else None)
+        if prompt is not None and len(prompt) > len(self._outgoing.body) + _TEMPLATE_TOKENS:
+            return self._no_draft("more token ids than its prompt can have")
+        fields = msgspec.json.decode(self._outgoing.body, type=dict[str, msgspec.Raw])
+        draft = Draft(progress)
+        read = read_answer(bytes(progress.texts), bytes(progress.ids))
+        if read is None:
+            return self._no_draft("token ids that are none")
+        texts, ids = read
         said = "".join(texts) + progress.ahead
-        if not said and progress.plain_text and progress.finish is None:
-            progress.forget()
-            if self._gives_ids and not fields.get("tools"):
-                fields.setdefault("return_token_ids", True)
-            self._ask(fields, progress, 0, by_ids=False)
-            return True
-        if progress.in_block or not _resumable(fields):
-            return False
-        prompt = (
-            _prompt_ids(fields, self._kind, progress) if self._gives_ids and len(ids) == len(texts) else None
-        )
-        can_say = self._by_text and progress.plain_text and _prompt_text(fields, self._kind) is not None
-        if prompt is not None:
-            first = _settled(texts, said, _held_back(fields), progress.settled)
-            settled = len("".join(first))
-            ahead = said[settled:]
-            if ahead and can_say and fields.get("temperature") != 0:
-                prompt = None  # what is said again may differ
-        if prompt is None:
-            if can_say:
-                self._ask_by_text(fields, progress, texts, said)
-            return can_say
-        kept = [each for piece in ids[: len(first)] for each in piece]
-        progress.cut(first, ids[: len(first)], ahead)
+        if not said and not progress.thought and progress.finish is None:
+            if self._hides_ids:
+                fields["return_token_ids"] = msgspec.Raw(b"true")
+            self._ask(draft, fields, asked, prompt)
+            self._draft = draft
+            return draft
+        if progress.in_block or (progress.thought and not said):
+            return self._no_draft("reasoning that has not ended")
+        if prompt is None or len(ids) != len(texts):
+            return self._no_draft("events without token ids")
+        draft.as_completion = True
+        draft.texts = _settled(texts, said, asked.held_back, progress.settled)
+        draft.ids = ids[: len(draft.texts)]
+        sent = sum(map(len, draft.texts))
+        draft.ahead = said[sent:]
+        if draft.ahead and not asked.greedy:
+            return self._no_draft("text that another draw would say otherwise")
+        answer = [each for piece in draft.ids for each in piece]
+        draft.generated = len(answer)
         if self._kind is Kind.CHAT:
-            fields["max_tokens"] = _most_tokens(fields)
-            for name in _CHAT_ONLY:
+            for name in CHAT_ONLY:
                 fields.pop(name, None)
-        fields["prompt"], fields["return_token_ids"] = prompt + kept, True
-        self._ask(fields, progress, len(kept), by_ids=True)
-        return True
+        fields["prompt"] = msgspec.Raw(msgspec.json.encode(prompt + answer))
+        fields["return_token_ids"] = msgspec.Raw(b"true")
+        self._ask(draft, fields, asked, prompt)
+        self._draft = draft
+        return draft
 
-    def _ask_by_text(self, fields: dict[str, Any], progress: Progress, texts: list[str], said: str) -> None:
-        """Ask with the words so far: behind the prompt, or as the assistant's unfinished message."""
-        if progress.ahead:
-            texts.append(progress.ahead)
-        words = said
-        if self._kind is Kind.CHAT:
-            # Templates strip white space at the end, each in its own way: it is said again.
-            words = said.rstrip()
-            messages = list(fields["messages"])
-            before = ""
-            if fields.get("continue_final_message") and isinstance(messages[-1].get("content"), str):
-                before = messages.pop()["content"]
-            fields["messages"] = [*messages, {"role": "assistant", "content": before + words}]
-            fields["continue_final_message"], fields["add_generation_prompt"] = True, False
-        else:
-            fields["prompt"] = f"{_prompt_text(fields, self._kind)}{said}"
-        first = _first(texts, len(words))
-        progress.cut(first, None, said[len(words) :])
-        self._ask(fields, progress, len(first), by_ids=False)
+    def _no_draft(self, why: str) -> Draft | None:
+        self.why = why
+        return None
 
-    def _ask(self, fields: dict[str, Any], progress: Progress, generated: int, *, by_ids: bool) -> None:
-        """Finish the body of the request: its limits are less by what was generated."""
-        self._by_ids, self.generated = by_ids, generated
-        self.only_end = progress.finish is not None
-        for name in ("max_tokens", "max_completion_tokens"):
-            if isinstance(most := fields.get(name), int) and not isinstance(most, bool) and most:
-                fields[name] = most - generated
-                self.only_end = self.only_end or fields[name] <= 0
-        least = fields.get("min_tokens")
-        if isinstance(least, int) and least:
-            fields["min_tokens"] = 0 if self.only_end else max(0, least - generated)
-        if self.only_end:
-            fields["max_tokens"] = 1
-            fields.pop("max_completion_tokens", None)
-            progress.ahead = ""
-        options = fields.get("stream_options")
-        fields["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
-        self.second = msgspec.json.encode(fields)
+    def _most_tokens(self, asked: Asked, prompt_tokens: int | None) -> int | None:
+        """Return the limit of the first engine for the answer in tokens, None where it is not known."""
+        stated, longest = asked.most_tokens, self._longest
+        if not longest or prompt_tokens is None:
+            return stated
+        room = longest - prompt_tokens  # vLLM 0.32, `get_max_tokens`
+        return room if stated is None else min(stated, room)
+
+    def _ask(
+        self, draft: Draft, fields: dict[str, msgspec.Raw], asked: Asked, prompt: list[int] | None
+    ) -> None:
+        """Finish the body of a draft: its limits are stated, and less by what was generated."""
+        progress = self.progress
+        assert progress is not None, "expected an answer that has begun"
+        draft.only_end = progress.finish is not None
+        most = self._most_tokens(asked, None if prompt is None else len(prompt))
+        if most is not None:
+            draft.only_end = draft.only_end or most <= draft.generated
+            left = 1 if draft.only_end else most - draft.generated
+            fields["max_tokens"] = msgspec.Raw(b"%d" % left)
+            if "max_completion_tokens" in fields:
+                fields["max_completion_tokens"] = fields["max_tokens"]
+        if asked.least_tokens:
+            least = 0 if draft.only_end else max(0, asked.least_tokens - draft.generated)
+            fields["min_tokens"] = msgspec.Raw(b"%d" % least)
+        if draft.only_end:
+            draft.ahead = ""
+        options = msgspec.json.decode(fields.get("stream_options", b"null")) or {}
+        fields["stream_options"] = msgspec.Raw(msgspec.json.encode({**options, "include_usage": True}))
+        draft.body = msgspec.json.encode(fields)
+
+    def _take(self, draft: Draft) -> None:
+        """Go by a draft from now on."""
+        progress = self.progress
+        assert progress is not None, "expected an answer that has begun"
+        progress.cut(draft.texts, draft.ids, draft.ahead)
+        self.second, self.generated, self.only_end = draft.body, draft.generated, draft.only_end
+        self._as_completion = draft.as_completion
+        self._draft = None
 
     # --- its answer ---
 
     def stream(self, silent: bool) -> StreamedAnswer:
+        asked = self._asked
         if self.second is not None:
             return StreamedAnswer(not self._wants_usage, silent, self.progress, self)
-        if self._gives_ids or self._by_text:
-            self.progress = Progress()
-        asked_ids = self._asks_ids and self._gives_ids
-        return StreamedAnswer(self._hides_usage, silent, self.progress, None, asked_ids)
+        if asked is not None:
+            self.progress = Progress(self._kept)
+            self.progress.most_tokens = self._most_tokens(asked, None) or self._longest
+        return StreamedAnswer(self._hides_usage, silent, self.progress, None, self._hides_ids)
 
     def translate(self, event: bytes, progress: Progress) -> bytes | None:
         """An event of the second lease for the client, b"" for none; None where it does not go on."""
         try:
             fields: dict[str, Any] = msgspec.json.decode(event[6:])
             choices = fields["choices"]
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
+            if not progress.id:
+                progress.named(fields.get("id"), fields.get("created"), fields.get("model"))
+            fields["id"], fields["created"], fields["model"] = progress.id, progress.created, progress.model
+            if self._as_chat:
+                fields["object"] = "chat.completion.chunk"
+            if isinstance(usage := fields.get("usage"), dict):
+                self._add_up(usage)
+                progress.usage_sent = not choices
+            if choices:
+                choice = choices[0]
+                delta = choice.get("delta") or {}
+                if delta.get("role") is not None and progress.role_sent and not delta.get("content"):
+                    return b""
+                if not self.only_end:
+                    progress.take(event, has_prompt=not self.generated)
+                    progress.bound()
+                    if progress.why:
+                        return None  # another shape: what is said again could not be told from what is new
+                if not self._adapt(choice, delta, fields, progress):
+                    return None
+                if self.only_end and not choice.get("finish_reason"):
+                    return b""
+            return b"data: " + msgspec.json.encode(fields)
+        except (*NOT_READ, LookupError, TypeError, AttributeError):
             return None
-        if not progress.id:
-            progress.named(fields.get("id"), fields.get("created"), fields.get("model"))
-        fields["id"], fields["created"], fields["model"] = progress.id, progress.created, progress.model
-        if self._as_chat:
-            fields["object"] = "chat.completion.chunk"
-        if isinstance(usage := fields.get("usage"), dict):
-            self._add_up(usage)
-            progress.usage_sent = not choices
-        if choices:
-            choice = choices[0]
-            delta = choice.get("delta") or {}
-            if delta.get("role") is not None and progress.role_sent and not delta.get("content"):
-                return b""
-            if not self.only_end:
-                progress.take(event, has_prompt=not self.generated)
-                if not progress.usable:
-                    return None  # another shape: what is said again could not be told from what is new
-            if not self._adapt(choice, delta, fields, progress):
-                return None
-            if self.only_end and not choice.get("finish_reason"):
-                return b""
-        return b"data: " + msgspec.json.encode(fields)
 
     def _adapt(
         self, choice: dict[str, Any], delta: dict[str, Any], fields: dict[str, Any], progress: Progress
@@ -247,7 +319,7 @@ class Continuation:
         for of in (choice, fields):
             if of.get("prompt_token_ids"):
                 of["prompt_token_ids"] = None
-        if not self._wants_ids:
+        if self._asked is None or not self._asked.wants_ids:
             ids = None
             if "token_ids" in choice:
                 choice["token_ids"] = None
@@ -276,39 +348,156 @@ class Continuation:
 
     # --- its end ---
 
-    def go_on(self, exchange: Exchange, end: End) -> bool:
-        """Take another lease for the rest of the answer; False where it cannot go on."""
-        response, answer, lease = exchange.response, exchange.answer, exchange.lease
-        if lease is None or exchange.transfer is not None or exchange.resumed >= MOST_RESUMED:
+    def go_on(self, exchange: Exchange, end: End, otherwise: Callable[[], None]) -> bool:
+        """Begin to take another lease for the rest of an answer whose engine is lost; False if it cannot.
+
+        Where that shows later, `otherwise` ends the exchange. Answers of one engine are read in turns.
+        """
+        answer, lease = exchange.answer, exchange.lease
+        if lease is None or exchange.transfer is not None or self.pending_since is not None:
             return False
-        if not self._knows_the_rest(answer, unsent=response.state is NOTHING):
+        if exchange.resumed >= MOST_RESUMED or not self._may(answer, exchange.response.state is NOTHING):
             return False
+        exchange.since = self.pending_since = exchange.now()
+
+        exchange.driver.guard.later(exchange, lambda: self._go(exchange, lease, end, otherwise))
+        return True
+
+    def _may(self, answer: EngineAnswer | None, unsent: bool) -> bool:
+        """True unless it is known already that an answer cannot go on; `unsent`: the client has nothing."""
+        stream = None if answer is None else answer.stream
+        if self.progress is None:  # of a plain answer that is not whole nothing was sent
+            plain = unsent and answer is not None and answer.whole_only
+            return plain or (stream is not None and stream.done and not stream.failed)
+        return not (stream is not None and stream.part_is_out) and (
+            not self.progress.why or self._last_event(answer) is not None
+        )
+
+    def _go(self, exchange: Exchange, lease: Lease, end: End, otherwise: Callable[[], None]) -> None:
+        """End the answer where nothing of it is missing; else see whether it may go on."""
+        answer, progress = exchange.answer, self.progress
+        if self.pending_since is None:
+            return
+        if progress is not None:
+            progress.read()
         if (last := self._last_event(answer)) is not None:
-            response.write(response.last(last))
+            self.pending_since = None
+            exchange.response.write(exchange.response.last(last))
             if answer is not None:
                 exchange.take_usage(answer)
             exchange.finish(ends.LAST_MISSING)
-            return True
-        unsaid = not self.generated and end is not ends.NOTICE
-        if exchange.dropped and unsaid:
-            return False  # run twice, and not a token: the request itself may be what kills engines
+            return
+        draft = self.draft()
+        generated = 0 if draft is None else draft.generated
+        # Run twice, and not a token: the request itself may be what kills engines.
+        if (draft is None and progress is not None) or (exchange.dropped and not generated):
+            self._stop(otherwise)
+        elif end in _BY_CONNECTION:
+
+            def go_on() -> None:
+                self._leave(exchange, lease, end, draft)
+
+            waits = self._deaths >= MOST_DEATHS
+            self._ask_whether_it_lives(exchange, lease, go_on if waits else None, otherwise)
+            if not waits:
+                go_on()
+        else:
+            self._leave(exchange, lease, end, draft)
+
+    def _stop(self, otherwise: Callable[[], None]) -> None:
+        self.pending_since = None
+        otherwise()
+
+    def _ask_whether_it_lives(
+        self,
+        exchange: Exchange,
+        lease: Lease,
+        go_on: Callable[[], None] | None,
+        otherwise: Callable[[], None],
+    ) -> None:
+        """Ask the engine of a lost lease for its health; `go_on`, if any, waits for the answer."""
+        if self._check is not None:  # the one before has not answered yet
+            self._check.abort()
+            self._deaths += 1
+
+        def told(dead: bool) -> None:
+            self._check = self._waiting = None
+            self._deaths += dead
+            if go_on is None or self.pending_since is None or exchange.phase is _DONE:
+                return
+            if self._deaths > MOST_DEATHS:
+                self._stop(otherwise)
+            else:
+                go_on()
+
+        def done(head: ResponseHead, body: bytes) -> None:
+            told(False)
+
+        def failed(end: End, detail: str) -> None:
+            told(True)
+
+        pool = exchange.driver.pools.find(lease)
+        if pool is None:
+            told(False)
+            return
+        self._check = SideCall(pool, pool.head(b"GET /health"), b"", done, failed, on_fault=exchange.fault)
+        self._waiting = go_on and (lambda: told(False))
+        pool.send(self._check, fresh=True)
+
+    def sweep(self, exchange: Exchange, now: float, patience_s: float) -> None:
+        """Wait no longer for an engine to say that it lives: it hangs, and is no death."""
+        waiting, check = self._waiting, self._check
+        if self.pending_since is None or waiting is None or now - self.pending_since <= patience_s:
+            return
+        if check is not None:
+            check.abort()
+        waiting()
+
+    def _leave(self, exchange: Exchange, lease: Lease, end: End, draft: Draft | None) -> None:
+        """Give the lease back and wait for another one."""
+        self.pending_since = None
+        response, answer = exchange.response, exchange.answer
+        if draft is not None:
+            self._take(draft)
         lease.output_tokens = 0 if answer is None else answer.tokens_so_far
-        exchange.dropped = unsaid
+        exchange.dropped = not self.generated and end is not ends.NOTICE
         exchange.resumed += 1
         exchange.back_to_queue(RESUMED)
         exchange.resumed_tokens = self.generated
         exchange.request = exchange.request.goes_on(self.generated)
         exchange.driver.goes_on(exchange.request, lease, ends.HELD_UP if response.held_up else end)
+
+    def may_move(self, exchange: Exchange) -> bool:
+        """True if an answer can go on elsewhere while its engine lives: then there is a `draft`."""
+        answer = exchange.answer
+        if self.pending_since is not None or self.progress is None or exchange.resumed >= MOST_RESUMED:
+            return False
+        if not self._may(answer, False) or self._last_event(answer) is not None:
+            return False
+        draft = self.draft()
+        return draft is not None and not draft.only_end
+
+    def moved(self, exchange: Exchange, lease: Lease) -> bool:
+        """The rest has a place: leave the live engine of `lease`. False where it cannot go on after all."""
+        answer, draft = exchange.answer, self.draft()
+        if draft is None:
+            return False
+        self._take(draft)
+        lease.output_tokens = 0 if answer is None else answer.tokens_so_far
+        exchange.resumed += 1
+        exchange.back_to_queue(RESUMED)
+        exchange.resumed_tokens = self.generated
+        exchange.request = exchange.request.goes_on(self.generated)
         return True
 
-    def _knows_the_rest(self, answer: EngineAnswer | None, *, unsent: bool) -> bool:
-        """True if the rest of an answer is known; `unsent`: the client has nothing of it."""
-        if self.progress is None:  # of a plain answer that is not whole nothing was sent
-            return unsent and answer is not None and answer.whole_only
-        if answer is not None and answer.stream is not None and answer.stream.part_is_out:
-            return False
-        self.progress.read()
-        return self._last_event(answer) is not None or self.plan()
+    def close(self) -> None:
+        """The exchange has ended: keep nothing more."""
+        if self._check is not None:
+            self._check.abort()
+            self._check = self._waiting = None
+        if self.progress is not None:
+            self.why = self.why or self.progress.why
+            self.progress.release()
 
     def _last_event(self, answer: EngineAnswer | None) -> bytes | None:
         """Last event, b"" if it was passed on; None where more of the answer is missing."""
@@ -316,50 +505,11 @@ class Continuation:
         if stream is not None and stream.done and not stream.failed:
             return b""
         progress = self.progress
-        if progress is None or not progress.usable or progress.finish is None:
+        if progress is None or progress.why or progress.finish is None:
             return None
         if self._hides_usage or progress.usage_sent:
             return LAST_EVENT
-        return None if _asks_usage(msgspec.json.decode(self._outgoing.body)) else LAST_EVENT
-
-
-def _first(texts: list[str], size: int) -> list[str]:
-    """The first texts, of so many characters together; the last of them may be a part of one."""
-    first: list[str] = []
-    for text in texts:
-        if size <= 0:
-            break
-        first.append(text[:size])
-        size -= len(text)
-    return first
-
-
-def _asks_usage(fields: dict[str, Any]) -> bool:
-    options = fields.get("stream_options")
-    return isinstance(options, dict) and bool(options.get("include_usage"))
-
-
-def _most_tokens(fields: dict[str, Any]) -> Any:
-    most = fields.get("max_completion_tokens")
-    return fields.get("max_tokens") if most is None else most
-
-
-def _resumable(fields: dict[str, Any]) -> bool:
-    """True if nothing in a body keeps its answer from going on elsewhere."""
-    logprobs = fields.get("logprobs")  # 0 asks for those of the tokens that were chosen
-    if any(fields.get(name) for name in _NOT_RESUMED) or not (logprobs is None or logprobs is False):
-        return False
-    if fields.get("include_stop_str_in_output") and fields.get("stop"):
-        return False  # a stop string could lie across the seam
-    form = fields.get("response_format")
-    return form is None or (isinstance(form, dict) and form.get("type") == "text")
-
-
-def _held_back(fields: dict[str, Any]) -> int:
-    """Characters that the engine holds back, since a stop string may begin with them."""
-    stop = fields.get("stop")
-    stops = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
-    return max([len(each) for each in stops if isinstance(each, str)], default=1) - 1
+        return None if self._wants_usage else LAST_EVENT
 
 
 def _settled(texts: list[str], said: str, held_back: int, settled: int) -> list[str]:
@@ -378,33 +528,3 @@ def _settled(texts: list[str], said: str, held_back: int, settled: int) -> list[
     if count > settled:
         first[-1] += said[size : size + held_back]
     return first
-
-
-def _prompt_text(fields: dict[str, Any], kind: Kind) -> str | None:
-    """The text of a prompt, None where it is none; of a chat ""."""
-    if kind is Kind.CHAT:
-        return "" if isinstance(fields.get("messages"), list) and fields["messages"] else None
-    prompt = fields.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1:
-        prompt = prompt[0]
-    return prompt if isinstance(prompt, str) else None
-
-
-def _prompt_ids(fields: dict[str, Any], kind: Kind, progress: Progress) -> list[int] | None:
-    """The token ids of a prompt, None where they are not all of it."""
-    if kind is Kind.CHAT:
-        if fields.get("tools") or fields.get("functions"):
-            return None  # the parser of calls is the chat's
-        for message in fields.get("messages") or ():
-            parts = message.get("content") if isinstance(message, dict) else None
-            if isinstance(parts, list) and any(
-                not isinstance(part, dict) or part.get("type") != "text" for part in parts
-            ):
-                return None  # ids stand in for an image
-    prompt = fields.get("prompt")
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
-        prompt = prompt[0]
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-        return prompt
-    found: list[int] | None = msgspec.json.decode(progress.prompt_ids) if progress.prompt_ids else None
-    return found

@@ -15,6 +15,7 @@ from hetlb.config.fleet_tables import ProxyTable
 from hetlb.core.instance import NOTICE_MARGIN_S, Instance
 from hetlb.core.types import Dispatch, Lease, Outcome, Reject, Request, RequestId
 from hetlb.proxy.access import EngineAccess
+from hetlb.proxy.client_response import STARTED
 from hetlb.proxy.ends import End
 from hetlb.proxy.engine_pools import EnginePools
 from hetlb.proxy.exchange import Exchange
@@ -23,19 +24,15 @@ from hetlb.proxy.guard import Guard
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.forward_headers import ForwardRules
 from hetlb.proxy.http.openai_body import Call
-from hetlb.proxy.scheduler_driver import EMITS_S
 from hetlb.proxy.scheduler_side import SWEEP_S, Carrier, SchedulerSide
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.request_record import RequestRecord
 from hetlb.proxy.token_estimator import TokenEstimator
 from hetlb.proxy.upstream import Upstream
+from hetlb.turns import turns
 
 #: So many ended requests are counted and logged at once; fewer at the next sweep.
 SETTLED_AT_ONCE: Final = 64
-#: Reads of streams that may go on elsewhere are kept as they come up to this number, 330 bytes each, in all
-#: streams; so many of those beyond are looked at in one sweep, 3 us each.
-MOST_KEPT: Final = 200_000
-_LOOKED_AT: Final = 10_000
 #: After a pause of the process this long, what came meanwhile is read before anything times out.
 GAP_S: Final = 1.0
 
@@ -71,6 +68,8 @@ class Driver(Carrier):
         #: Called in a sweep with its time: what clients have to do in time.
         self.on_swept: Callable[[float], None] | None = None
         self._next_id = first_id
+        #: Turns in which answers are taken elsewhere.
+        self.turns = turns(loop)
         self.pools = EnginePools(loop, table, access, self.stalls.since)
         self._idle_waiters: list[asyncio.Future[None]] = []
 
@@ -173,12 +172,15 @@ class Driver(Carrier):
         if not call.media:  # what one counts each process learns by itself
             self.scheduling.learn_prompt(model, call.text_bytes, tokens)
 
-    def streaming(self, since: float) -> set[str]:
-        return {
-            exchange.lease.instance
-            for exchange in self.exchanges.values()
-            if exchange.lease is not None and exchange.phase is Phase.STREAMING and exchange.since >= since
-        }
+    def tokens_at(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for exchange in self.exchanges.values():
+            lease = exchange.lease
+            if lease is not None and exchange.phase is Phase.STREAMING:
+                name = lease.instance
+                if exchange.since > found.get(name, -math.inf):
+                    found[name] = exchange.since
+        return found
 
     def tokens_so_far(self, lease: Lease) -> int:
         exchange = None if lease.ended else self.exchanges.get(lease.request.id)
@@ -196,7 +198,7 @@ class Driver(Carrier):
             self.open_pool(instance.incarnation, instance.name, instance.spec.url)
             if decode is not None:
                 self.open_pool(decode.incarnation, decode.name, decode.spec.url)
-            exchange.dispatched(lease, instance.gives_ids)
+            exchange.dispatched(lease, instance.gives_ids, instance.capacity.max_model_len or 0)
         except Exception as error:
             self.guard.ended(exchange, error)
 
@@ -207,12 +209,19 @@ class Driver(Carrier):
         except Exception as error:
             self.guard.ended(exchange, error)
 
+    def may_turn_away(self, lease: Lease) -> bool:
+        exchange = self.exchanges.get(lease.request.id)
+        return (
+            exchange is not None
+            and exchange.lease is lease
+            and exchange.phase in TURNED_AWAY.before
+            and exchange.transfer is None
+            and exchange.response.state is not STARTED
+        )
+
     def turned_away(self, lease: Lease) -> None:
         self.counted.tried_again(lease.instance, Outcome.UPSTREAM_BUSY)
         self.exchanges[lease.request.id].back_to_queue(TURNED_AWAY)
-
-    def emits(self, name: str) -> bool:
-        return name in self.streaming(self.now() - EMITS_S)
 
     # --- connections to engines ---
 
@@ -254,7 +263,6 @@ class Driver(Carrier):
                         self.guard.ended(exchange, error)
         run = self.guard.run
         run(lambda: self._move_all_away(now), "moving requests away")
-        run(self._keep_less, "looking at kept answers")
         run(lambda: self.pools.sweep(now), "sweeping connections")
         run(self.instances_changed, "closing unused connections")
         run(lambda: self.counted.keep({each.name for each in self.scheduling.targets()}), "counting")
@@ -284,18 +292,6 @@ class Driver(Carrier):
                 most -= exchange.move()
             except Exception as error:
                 self.guard.ended(exchange, error)
-
-    def _keep_less(self) -> None:
-        """Read some of what is kept of streams that may go on elsewhere, where that is much."""
-        rests = [each.rest for each in self.exchanges.values() if each.rest is not None]
-        found = [each.progress for each in rests if each.progress is not None]
-        left = min(sum([len(each.raw) for each in found]) - MOST_KEPT, _LOOKED_AT)
-        if left > 0:
-            for progress in sorted(found, key=lambda each: len(each.raw), reverse=True):
-                left -= len(progress.raw)
-                progress.read()
-                if left <= 0:
-                    return
 
     # --- the end ---
 

@@ -266,6 +266,10 @@ class EnginePools:
         """The connections to the incarnation a lease is tied to."""
         return self._pools[lease.incarnation]
 
+    def find(self, lease: Lease) -> EnginePool | None:
+        """The same, None where they are gone."""
+        return self._pools.get(lease.incarnation)
+
     def all(self) -> list[EnginePool]:
         return list(self._pools.values())
 

@@ -6,16 +6,19 @@ or one whose engine was lost in the middle of its answer (`continuation.py`).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from hetlb.core.account import LEAST_SILENCE_S
 from hetlb.core.transition import Transition
 from hetlb.core.types import Lease, Outcome, RejectReason, Request
 from hetlb.proxy import ends
 from hetlb.proxy import exchange_states as states
 from hetlb.proxy.client_response import HEARTBEATS, NOTHING, STARTED, ClientResponse, ClientSide
 from hetlb.proxy.ends import End
-from hetlb.proxy.engine_answer import LOOP_STATUS, EngineAnswer, response_id
+from hetlb.proxy.engine_answer import LOOP_STATUS, EngineAnswer
 from hetlb.proxy.engine_request import EngineRequest
 from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http import error_responses
@@ -37,13 +40,14 @@ if TYPE_CHECKING:
 
 #: Bytes of a busy engine's answer that are kept; more than that waits in its connection.
 _KEPT_BYTES: Final = 64 << 10
+#: A stream whose engine is known to stand still for this long ends, in seconds.
+_HUNG_S: Final = 20.0
 #: Kinds of which a stream is server-sent events, and may hold comments.
 _SSE_KINDS = frozenset({Kind.CHAT, Kind.COMPLETION, Kind.RESPONSES, Kind.MESSAGES})
 #: Kinds of which a stream ends with `[DONE]`.
 _WITH_END: Final = (Kind.CHAT, Kind.COMPLETION)
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
 _CHAT: Final = Kind.CHAT
-_RESPONSES: Final = Kind.RESPONSES
 _QUEUED: Final = Phase.QUEUED
 _PREFILLING: Final = Phase.PREFILLING
 _CONNECTING: Final = Phase.CONNECTING
@@ -98,8 +102,15 @@ class Exchange(RequestRecord):
 
     # --- from the scheduler ---
 
-    def dispatched(self, lease: Lease, gives_ids: bool) -> None:
-        """The scheduler chose an instance: go there. `gives_ids`: its engine takes and gives token ids."""
+    def dispatched(self, lease: Lease, gives_ids: bool, max_model_len: int) -> None:
+        """The scheduler chose an instance: go there.
+
+        `gives_ids`: its engine takes and gives token ids, in requests of `max_model_len` tokens (0: unknown).
+        """
+        if self.lease is not None and self.transfer is None and not self._moved(self.lease):
+            self.lease = lease
+            self._break(ends.OTHERWISE, "no other instance can go on with it")
+            return
         self.lease = lease
         now, transfer = lease.dispatched_at, self.transfer
         if transfer is not None:
@@ -120,7 +131,7 @@ class Exchange(RequestRecord):
             self.mixed = lease.beside
             self.dispatched_at = now
         self.enter(states.DISPATCHED, now)
-        if self.rest is not None and not self.rest.dispatched(gives_ids):
+        if self.rest is not None and not self.rest.dispatched(gives_ids, max_model_len):
             self._break(ends.OTHERWISE, "no other instance can go on with it")
             return
         self.send(lease)
@@ -192,11 +203,11 @@ class Exchange(RequestRecord):
         if self.transfer is not None:
             answer.wait()
             rest = None
-        if (busy_s := answer.busy_s) is not None:
+        if answer.refuses:
             # While both legs are on their way, what this says of the engine waits for the other one's answer.
             if self.phase is not _PREFILLING:
                 assert lease is not None
-                self.driver.scheduling.busy(lease, busy_s, self.now())
+                self.driver.scheduling.refused(lease, answer.is_busy, answer.busy_s, self.now())
         elif answer.is_stream:
             answer.length = None  # what is taken out of it makes it shorter
             # The first event of a chat only says who speaks: it is no text.
@@ -247,8 +258,6 @@ class Exchange(RequestRecord):
         assert lease is not None
         if self.status < 400:
             self.driver.scheduling.first_token(lease, now)
-            if self.kind is _RESPONSES and (made := response_id(payload)) is not None:
-                self.driver.scheduling.remember_response(made, lease.instance, self.tenant)
         if stream is not None:
             self.response.stream_follows()
             if self.request.sequences == 1:
@@ -366,9 +375,25 @@ class Exchange(RequestRecord):
         may_go_on = end is not ends.LOCAL if begun else end is ends.DROPPED and response.state is STARTED
         if self.transfer is not None and not begun and end is not ends.LOCAL:
             self.transfer.decode_failed(end)
-        elif may_go_on and self.rest is not None and self.rest.go_on(self, ends.BROKEN if begun else end):
             return
-        elif end in ends.NOTHING_SENT:
+
+        def otherwise() -> None:
+            self._failed(end, detail, begun)
+
+        if may_go_on:
+            self._go_on(ends.BROKEN if begun else end, otherwise)
+        else:
+            otherwise()
+
+    def _go_on(self, end: End, otherwise: Callable[[], None]) -> None:
+        """Go on at another instance, or end it `otherwise`: now, or once it shows that it cannot."""
+        if self.rest is None or not self.rest.go_on(self, end, otherwise):
+            otherwise()
+
+    def _failed(self, end: End, detail: str, begun: bool) -> None:
+        """The engine failed, `begun` in the middle of its answer, which does not go on."""
+        response, answer = self.response, self.answer
+        if end in ends.NOTHING_SENT:
             self.try_again(end)
         elif response.state is STARTED or (response.state is HEARTBEATS and response.held_up):
             self._break(ends.BROKEN, detail)
@@ -419,21 +444,47 @@ class Exchange(RequestRecord):
         if self.session is not None:
             self.session.sweep(now, idle_s)
             return
+        if self.rest is not None and self.rest.pending_since is not None:
+            self.rest.sweep(self, now, self.driver.table.connect_timeout_s)
+            return
         silent_s = now - self.since
         if self.transfer is not None and self.transfer.sweep(now, silent_s, first_byte_s):
             return
         quiet = phase is not _STREAMING and now - response.beat_at >= heartbeat_s
         if heartbeat_s and quiet and response.may_beat:
             response.beat(now)  # the first time this commits the answer
-        if phase is Phase.SENT and silent_s > first_byte_s:
+        if silent_s < min(LEAST_SILENCE_S, first_byte_s, idle_s) or self.lease is None:
+            return
+        hung_s = self.driver.scheduling.stalled_s(self.lease, now)
+        if phase is Phase.SENT and silent_s > first_byte_s and not self._waits_on(hung_s, now):
             self.stop_engine()
-            if response.state is STARTED and self.rest is not None and self.rest.go_on(self, ends.STALLED):
-                return
-            answer = error_responses.FIRST_BYTE_TIMEOUT
-            self.refuse(answer, "The instance did not begin to answer in time.", end=ends.SILENT)
-        elif phase is _STREAMING and silent_s > idle_s:
+            if response.state is STARTED:
+                self._go_on(ends.STALLED, self._silent)
+            else:
+                self._silent()
+        elif phase is _STREAMING and (
+            (hung_s > 0.0 and (self.rest is not None or hung_s > _HUNG_S))
+            or (silent_s > idle_s and not self._waits_on(hung_s, now))
+        ):
             self.stop_engine()
             self._lost(ends.STALLED, "the instance stopped in the middle of its answer")
+
+    def _silent(self) -> None:
+        answer = error_responses.FIRST_BYTE_TIMEOUT
+        self.refuse(answer, "The instance did not begin to answer in time.", end=ends.SILENT)
+
+    def _waits_on(self, hung_s: float, now: float) -> bool:
+        """Return True while no clock ends it: its engine works, or the client's stated time lasts.
+
+        `hung_s`: how long its engine has been known to stand still.
+        """
+        lease, response = self.lease, self.response
+        if hung_s > 0.0 or lease is None:
+            return False
+        if self.driver.scheduling.works(lease, now):
+            return True
+        given_up_at = response.given_up_at(self.since, self.arrived_at)
+        return now < given_up_at < math.inf
 
     def shut_down(self) -> None:
         self.stop_engine()
@@ -458,14 +509,36 @@ class Exchange(RequestRecord):
         self.driver.guard.ended(self, error)
 
     def move(self) -> bool:
-        """Go on at another instance, since this one is about to leave; False where that cannot be."""
-        if self.transfer is not None or self.request.pinned is not None:
+        """Ask for a place elsewhere, since this instance is about to leave; False where that cannot be.
+
+        The engine is left once there is a place: `dispatched` comes with it, at once or later.
+        """
+        lease = self.lease
+        if lease is None or self.transfer is not None:
             return False
-        if self.phase is _STREAMING:
-            self._release()
-            return self.rest is not None and self.rest.go_on(self, ends.NOTICE)
-        self.driver.goes_on(self.request, self.back_to_queue(states.RETRIED), ends.NOTICE)
+        if self.phase is not _STREAMING:
+            self.driver.scheduling.move(lease, self.request.generated, self.now())
+        elif self.rest is None or not self.rest.may_move(self):
+            return False
+        else:
+            self.driver.guard.later(self, lambda: self._move(lease))
         return True
+
+    def _move(self, lease: Lease) -> None:
+        """Take the rest of a running answer elsewhere, in a turn of its own."""
+        if self.lease is not lease or self.phase is not _STREAMING or self.rest is None:
+            return
+        self._release()
+        if self.rest.may_move(self) and (draft := self.rest.draft()) is not None:
+            self.driver.scheduling.move(lease, draft.generated, self.now())
+
+    def _moved(self, lease: Lease) -> bool:
+        """There is a place elsewhere: leave the live engine of `lease`. False where the answer cannot."""
+        self.driver.counted.resumed(self.request.model, ends.NOTICE.name, ends.NOTICE.told, lease)
+        if self.phase is not _STREAMING:
+            self.back_to_queue(states.RETRIED)
+            return True
+        return self.rest is not None and self.rest.moved(self, lease)
 
     # --- on the way ---
 
@@ -545,9 +618,18 @@ class Exchange(RequestRecord):
         self._release()
         if event == b"":
             self._break(ends.OTHERWISE, "another instance goes on with something else")
-        elif self.rest is not None and self.rest.go_on(self, end):
-            pass
-        elif event is None:
+            return
+
+        def otherwise() -> None:
+            self._end_lost(end, detail, event)
+
+        self._go_on(end, otherwise)
+
+    def _end_lost(self, end: End, detail: str, event: bytes | None) -> None:
+        """End an answer that broke off, with the engine's own error event if there is one."""
+        answer = self.answer
+        assert answer is not None
+        if event is None:
             self._break(end, detail)
         else:
             response = self.response
@@ -622,6 +704,10 @@ class Exchange(RequestRecord):
         self.outgoing.body = b""
         if answer is not None:
             answer.tail = b""
+        if rest is not None:
+            rest.close()
+            if self.outcome is not Outcome.OK:
+                self.not_resumed = rest.why
         self.rest = None
         self.driver.finished(self.request.id)
         if client_gone:

@@ -50,6 +50,18 @@ class Guard:
         self._try(lambda: exchange.response.client.forsake(exchange))
         self._try(lambda: driver.scheduling.abandon(request_id, driver.now()))
 
+    def later(self, exchange: Exchange, step: Callable[[], None]) -> None:
+        """Do a step of an exchange in a turn of its own, unless it has ended by then."""
+
+        def take_turn() -> None:
+            if exchange.phase is not Phase.DONE:
+                try:
+                    step()
+                except Exception as error:
+                    self.ended(exchange, error)
+
+        self._driver.turns.later(take_turn)
+
     def run(self, work: Callable[[], None], what: str) -> None:
         """Do work of no request. An error is logged, the same place once a minute."""
         try:

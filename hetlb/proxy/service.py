@@ -461,6 +461,7 @@ def require_urls(fleet: Fleet) -> Access:
     for key, module, extra, wanted in (
         ("tracing", "opentelemetry.exporter.otlp.proto.http", "otel", fleet.file.tracing is not None),
         ("discovery.dns", "dns.resolver", "discovery", discovery is not None and discovery.dns),
+        ("discovery.kubernetes", "lightkube", "discovery", discovery is not None and discovery.clusters),
         ("shared", "redis", "pick", _over_redis(fleet)),
     ):
         if wanted:

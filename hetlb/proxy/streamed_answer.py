@@ -26,7 +26,7 @@ class StreamedAnswer(SseWatcher):
     """The stream of one answer. What passes for every token allocates nothing but what it counts."""
 
     __slots__ = (
-        "_begins", "_fine", "_gaps", "_hides_ids", "_raw", "_read_last", "_shape", "_silent", "_text_at",
+        "_begins", "_fine", "_gaps", "_hides_ids", "_kept", "_read_last", "_shape", "_silent", "_text_at",
         "lost", "progress", "rest",
     )  # fmt: skip
 
@@ -48,8 +48,8 @@ class StreamedAnswer(SseWatcher):
         self.rest = rest
         #: The event by which the engine said that it has failed; it was not passed on.
         self.lost: bytes | None = None
-        #: Reads that are kept as they come; in a second lease each event is looked at.
-        self._raw = progress.raw if progress is not None and rest is None else None
+        #: Progress that keeps reads as they come; in a second lease each event is looked at.
+        self._kept = progress if rest is None else None
         self._each = rest is not None or asked_ids
         self._hides_ids = asked_ids
         if asked_ids:
@@ -76,9 +76,9 @@ class StreamedAnswer(SseWatcher):
         events, passed = pass_events(chunks, shape)
         if events:
             self.events += events
-            raw = self._raw
-            if raw is not None:
-                raw.append(chunks)
+            kept = self._kept
+            if kept is not None:
+                kept.add_chunks(chunks)
         return passed
 
     def text_came(self, now: float) -> None:
@@ -94,10 +94,10 @@ class StreamedAnswer(SseWatcher):
         self._text_at = now
 
     def _take(self, data: bytes) -> bytes:
-        progress = self.progress
-        if self._raw is None or progress is None:
+        kept = self._kept
+        if kept is None:
             return super()._take(data)
-        progress.add(data)
+        kept.add(data)
         each, self._each = self._each, self._each or data.find(_ABORT) >= 0
         out = super()._take(data)
         if not each:
@@ -137,7 +137,7 @@ class StreamedAnswer(SseWatcher):
         if rest is not None:
             translated = rest.translate(b"data: " + data, progress)
             if translated is None:
-                progress.spoil()
+                progress.spoil("another instance says something else")
                 self.lost = b""
                 return b""
             aborted = _aborted(data) and not rest.only_end
@@ -154,8 +154,8 @@ class StreamedAnswer(SseWatcher):
 
     def _passed_in_parts(self) -> None:
         if self.progress is not None:
-            self.progress.spoil()
-            self._raw = None
+            self.progress.spoil("an event too long to be read")
+            self._kept = None
 
 
 def _aborted(data: bytes) -> bool:

@@ -13,7 +13,7 @@ import msgspec
 from hetlb.core.types import RejectReason
 from hetlb.proxy.lease_wire import RequestFacts, WireBegun, WireBooked, WireEnded
 
-VERSION: Final = 4
+VERSION: Final = 5
 
 
 class RelayMessage(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -33,15 +33,12 @@ class LiveRequest(msgspec.Struct, array_like=True, gc=False, frozen=True):
 class Arrival(RelayMessage, tag=1, frozen=True):
     """A request to be dispatched; answered by `DispatchMessage` or `Rejected`.
 
-    `response` is the id of an earlier answer that the request asks for (`strict`) or continues; the scheduler
-    process pins the request to the instance that keeps it. `owner` is the tenant whose key came with it. Its
-    `blocks` are the digests of a prompt of token ids, in blocks of `View.block_tokens`.
+    `owner` is the tenant whose key came with it. Its `blocks` are the digests of a prompt of token ids, in
+    blocks of `View.block_tokens`.
     """
 
     request: RequestFacts
-    response: str | None = None
     owner: str | None = None
-    strict: bool = False
 
 
 class Hello(RelayMessage, tag=2, frozen=True):
@@ -78,18 +75,18 @@ class Busy(RelayMessage, tag=5, frozen=True):
     retry_after_s: float
 
 
+class Moving(RelayMessage, tag=14, frozen=True):
+    """The answer of a lease is to go on elsewhere while its engine lives; a dispatch follows, or nothing."""
+
+    request: int
+    lease: int
+    generated: int
+
+
 class Cancelled(RelayMessage, tag=6, frozen=True):
     """The client of a request without a lease left."""
 
     request: int
-
-
-class Made(RelayMessage, tag=7, frozen=True):
-    """An answer was created that clients may retrieve later."""
-
-    response: str
-    instance: str
-    owner: str | None
 
 
 class Report(RelayMessage, tag=8, frozen=True):
@@ -139,7 +136,8 @@ class DispatchMessage(RelayMessage, tag=33, frozen=True):
     """Send a request to an instance: a lease and what it booked. `expected_s` is foreseen until its end.
 
     `model` is that of a request that named none. `limit_lines` are header lines about the limits of its key,
-    None without limits. `gives_ids`: the engine takes and gives token ids.
+    None without limits. `gives_ids`: the engine takes and gives token ids, in requests of `max_model_len`
+    tokens (0: not known).
     """
 
     request: int
@@ -153,6 +151,7 @@ class DispatchMessage(RelayMessage, tag=33, frozen=True):
     mixed: bool = False
     limit_lines: bytes | None = None
     gives_ids: bool = False
+    max_model_len: int = 0
 
 
 class Rejected(RelayMessage, tag=34, frozen=True):
@@ -240,7 +239,7 @@ class Reload(RelayMessage, tag=41, frozen=True):
 
 
 FromRelay: TypeAlias = (
-    Arrival | Hello | LeaseChange | Busy | Cancelled | Made | Report | CameBack | ModelsRead | Used
+    Arrival | Hello | LeaseChange | Busy | Moving | Cancelled | Report | CameBack | ModelsRead | Used
 )
 FromScheduler: TypeAlias = (
     DispatchMessage | Rejected | PassOnMessage | ViewMessage | Learnt | WaitingMessage | Ask | Reload

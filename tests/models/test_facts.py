@@ -154,6 +154,8 @@ def test_a_window_without_a_list_is_that_of_all_layers_as_in_vllm() -> None:
     mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     assert facts(mistral, sliding_window=4096).kv_windows == ((4096, 131_072.0),)
     assert facts(mistral, sliding_window=None).kv_bytes_per_token == 131_072
+    whole = facts(mistral, sliding_window=262_144, max_position_embeddings=131_072)
+    assert (whole.kv_bytes_per_token, whole.kv_windows) == (131_072, ())
     qwen = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     unused = facts(qwen, sliding_window=4096, use_sliding_window=False, max_window_layers=28)
     assert (unused.kv_bytes_per_token, unused.kv_windows) == (131_072, ())

@@ -169,7 +169,7 @@ async def waits(scene: Scene) -> None:
 
 async def leaves(scene: Scene) -> None:
     """Its client leaves in the middle."""
-    reader, writer = await scene.ask(LABEL, n_begun=1)
+    reader, writer = await scene.ask(LABEL, user="begun")
     await scene.at_engine(LABEL, Phase.STREAMING)
     writer.transport.abort()
     await turns_until(lambda: scene.ended(LABEL))
@@ -192,7 +192,7 @@ async def leaves_the_queue(scene: Scene) -> None:
 
 async def shuts_down(scene: Scene) -> None:
     """The process ends while it is at its engine."""
-    reader, _ = await scene.ask(LABEL, n_begun=1)
+    reader, _ = await scene.ask(LABEL, user="begun")
     await scene.at_engine(LABEL, Phase.STREAMING)
     if (found := scene.found(LABEL)) is not None:
         others = {each.request.id: each for each in scene.proxy.driver.exchanges.values()}
@@ -205,7 +205,7 @@ async def shuts_down(scene: Scene) -> None:
 
 async def moves(scene: Scene) -> None:
     """Its instance is given notice while the answer runs."""
-    reader, _ = await scene.ask(LABEL, n_begun=1)
+    reader, _ = await scene.ask(LABEL, user="begun")
     await scene.at_engine(LABEL, Phase.STREAMING)
     found = scene.found(LABEL)
     if found is not None and found.lease is not None:
@@ -236,7 +236,7 @@ def engine_script(broken: tuple[bytes, ...]) -> Callable[[Visit], Awaitable[None
             await visit.until_left()
         elif b"x-request-id: poison" not in visit.head:
             visit.send(STREAM)
-        elif b'"n_begun"' in visit.body and b'"prompt": "hi"' in visit.body:
+        elif b'"begun"' in visit.body and b'"prompt": "hi"' in visit.body:
             visit.send(SSE_HEAD + chunk(FIRST) + chunk(EVENT))
             await visit.until_left()
             visit.writer.close()
@@ -418,4 +418,5 @@ async def test_a_split_request_that_raises_ends_alone(connector: str, tmp_path: 
             double.raising = None
             assert await split(at, "served") == 200
         at.service.driver.swept(0.0)
-        await at.idle()
+        await turns_until(lambda: not [each for each in at.busy() if "verdict" not in each])
+        at.service.scheduler.check_integrity()

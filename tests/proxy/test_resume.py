@@ -286,20 +286,10 @@ async def test_a_prompt_of_token_ids_goes_on(start: Start, engine: EmulatedEngin
 
 
 @pytest.mark.parametrize("kind", ["completions", "chat"])
-async def test_without_token_ids_an_answer_goes_on_by_its_text_if_it_may(
+async def test_without_token_ids_an_answer_is_not_resumed(
     start: Start, engine: EmulatedEngine, kind: str
 ) -> None:
     asked = body(kind, True)
-    whole = await ask(engine.url, kind, asked)
-    got, bodies, _ = await resumed(start, engine, kind, asked, [Cut(3000, "rst")], vllm=False, resume=True)
-    same(got, whole)
-    second = json.loads(bodies[1].partition(b"\r\n\r\n")[2])
-    if kind == "chat":
-        assert second["messages"][-1]["role"] == "assistant"
-        assert whole.text.startswith(second["messages"][-1]["content"])
-        assert (second["continue_final_message"], second["add_generation_prompt"]) == (True, False)
-    else:
-        assert second["prompt"].startswith("Tell me something t0 t1")
     for table in ({"vllm": False}, {"vllm": False, "resume": False}, {"resume": False}):
         got, bodies, proxy = await resumed(start, engine, kind, asked, [Cut(3000, "rst")], **table)
         assert (got.failed, got.done, len(bodies)) == (True, False, 1)
@@ -320,18 +310,17 @@ async def test_without_token_ids_an_answer_goes_on_by_its_text_if_it_may(
 async def test_what_would_not_be_right_is_not_resumed(
     start: Start, engine: EmulatedEngine, more: dict[str, Any]
 ) -> None:
-    for table in ({}, {"resume": True}):
-        got, bodies, proxy = await resumed(
-            start, engine, "completions", body("completions", True, **more), [Cut(3000, "fin")], **table
-        )
-        assert (got.failed, got.done, len(bodies)) == (True, False, 1)
-        assert [each[0] for each in proxy.ended] == ["broken_stream"]
+    got, bodies, proxy = await resumed(
+        start, engine, "completions", body("completions", True, **more), [Cut(3000, "fin")]
+    )
+    assert (got.failed, got.done, len(bodies)) == (True, False, 1)
+    assert [each[0] for each in proxy.ended] == ["broken_stream"]
 
 
 async def test_a_call_of_which_a_part_was_sent_is_not_resumed(start: Start, engine: EmulatedEngine) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     asked = body("chat", True, tools=[tool], tool_choice="required")
-    got, bodies, _ = await resumed(start, engine, "chat", asked, [Cut(900, "fin")], resume=True)
+    got, bodies, _ = await resumed(start, engine, "chat", asked, [Cut(900, "fin")])
     assert (got.failed, got.done, len(bodies)) == (True, False, 1)
 
 

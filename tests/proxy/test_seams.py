@@ -12,7 +12,7 @@ from hetlb.proxy.continuation import Continuation
 from hetlb.proxy.engine_request import EngineRequest
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.http.http1 import ChunkedDecoder, RequestHead
-from hetlb.proxy.progress import Progress
+from hetlb.proxy.progress import Kept, Progress
 from hetlb.proxy.streamed_answer import StreamedAnswer
 
 PROMPT = [3, 1, 4]
@@ -52,7 +52,7 @@ def passed(stream: StreamedAnswer, event: bytes) -> bytes:
     if text := stream.pass_text(chunk(event)):
         return ChunkedDecoder().feed(text)
     out = stream.read(event, 0.0)
-    stream.learn_shape(out)
+    stream.learn_shape()
     return out
 
 
@@ -73,18 +73,21 @@ def test_wherever_it_is_cut_the_answer_is_the_same(
     if not hides:
         asked["return_token_ids"] = True
     outgoing = EngineRequest(RequestHead(), json.dumps(asked).encode(), "label")
-    rest = Continuation(Kind.COMPLETION, outgoing, by_text=False, asks_ids=hides, hides_usage=True)
-    assert rest.dispatched(gives_ids=True)
+    rest = Continuation(Kind.COMPLETION, outgoing, Kept(), streamed=True, asks_ids=hides, hides_usage=True)
+    assert rest.dispatched(gives_ids=True, max_model_len=0)
     stream = rest.stream(False)
     assert rest.progress is not None
     body, got, name = asked, [], "first"
     for cut in [*cuts, 1000]:
         events = engine(tokens, body, name)
         got += [passed(stream, event) for event in events[:cut]]
+        got.append(stream.release())
         rest.progress.read()
         if rest.progress.finish is not None:
             break
-        assert rest.plan()
+        draft = rest.draft()
+        assert draft is not None, rest.why
+        rest._take(draft)
         assert rest.second is not None
         body, name = json.loads(rest.second), "next"
         stream = rest.stream(False)
@@ -101,7 +104,7 @@ def test_wherever_it_is_cut_the_answer_is_the_same(
 
 
 def test_an_engine_that_was_asked_for_ids_and_gives_none_is_passed_on_unchanged() -> None:
-    stream = StreamedAnswer(True, 0, Progress(), None, True)
+    stream = StreamedAnswer(True, 0, Progress(Kept()), None, True)
     choice = {"index": 0, "text": "a", "logprobs": None, "finish_reason": None}
     event = b"data: " + json.dumps({"id": "x", "choices": [choice]}, separators=(",", ":")).encode() + b"\n\n"
     assert [passed(stream, event) for _ in range(5)] == [event] * 5

@@ -37,7 +37,7 @@ from hetlb.core.policies.sight import (
 )
 from hetlb.core.policies.targets import leaves_room, shares_of_targets
 from hetlb.core.policies.terms import TERMS, long_answer_s, rate, weights_of
-from hetlb.core.throttle import BLOCKED, DEPRIORITISED, NORMAL
+from hetlb.core.throttle import BLOCKED, NORMAL
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import Candidate
 
@@ -84,19 +84,12 @@ class Evaluation:
         return self._sights
 
     def best(self, among: Sequence[int] | None = None) -> Sight | None:
-        """Return the instance with room and the lowest score, the first of several; None if none has room.
-
-        Those that are to be taken only if no other can come last.
-        """
+        """Return the instance with room and the lowest score, the first of several; None if none has room."""
         found: Sight | None = None
         for each in self._sights:
             if each.state != ROOM or (among is not None and each.index not in among):
                 continue
-            if (
-                found is None
-                or each.last < found.last
-                or (each.last == found.last and each.score < found.score)
-            ):
+            if found is None or each.score < found.score:
                 found = each
         return found
 
@@ -112,11 +105,9 @@ class Evaluation:
         each.index = index
         if not each.seen.empty:
             each.state = self._room(each)
-        if ctx.availabilities is not None:
-            availability = ctx.availabilities[index][0]
-            each.last = availability == DEPRIORITISED
-            if availability == BLOCKED and each.state == ROOM:
-                each.state = RESTRAINED
+        availabilities = ctx.availabilities
+        if availabilities is not None and availabilities[index][0] == BLOCKED and each.state == ROOM:
+            each.state = RESTRAINED
         return each
 
     def _room(self, each: Sight) -> int:

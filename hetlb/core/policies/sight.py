@@ -88,19 +88,19 @@ class Sight(Forecast):
     `used_tokens` of the KV cache are in use, its answer half-grown; `ending` mean answers will have ended
     when a prompt that is elsewhere still comes to decode. `prompts_per_s` mean prompts came to each engine
     lately. `done_s`: until the faster instances are done with all that waits, infinite while requests come.
-    `limit`: the score above which it is passed over. `last`: to be taken only if no other can. The forecast
+    `limit`: the score above which it is passed over. The forecast
     is there after `foresee`, terms and score once it is `rated`.
     """
 
     __slots__ = (
-        "adapter_s", "cost", "credit", "done_s", "ending", "finish_s", "index", "instance", "last", "limit",
-        "loss_s", "own_s", "prompts_per_s", "rated", "score", "shared_s", "state", "used_tokens",
+        "adapter_s", "cost", "credit", "done_s", "ending", "finish_s", "index", "instance",
+        "later_s", "limit", "loss_s", "own_s", "prompts_per_s", "rated", "score", "shared_s",
+        "state", "used_tokens",
     )  # fmt: skip
 
     index: int
     state: int
     rated: bool
-    last: bool
     limit: float
     done_s: float
     credit: float
@@ -113,6 +113,7 @@ class Sight(Forecast):
     shared_s: float
     adapter_s: float
     finish_s: float
+    later_s: float
 
     def __init__(self, ctx: SchedulingContext, instance: Instance, cost: Costs) -> None:
         """See the room; `cost` is that of the mean request there."""
@@ -125,7 +126,7 @@ class Sight(Forecast):
         self.instance = instance
         self.cost = cost
         self.credit = credit
-        self.index, self.state, self.rated, self.last = 0, ROOM, False, False
+        self.index, self.state, self.rated = 0, ROOM, False
         self.limit = self.done_s = math.inf
         used = seen.expected_kv_tokens(ctx.now) + ctx.booked - ctx.prompts * cached
         self.ending = 0.0

@@ -10,6 +10,7 @@ import math
 from typing import Final, NamedTuple
 
 from hetlb.core.demand import size_of
+from hetlb.core.policies.answered import later_s
 from hetlb.core.policies.sight import SchedulingContext, Sight
 from hetlb.core.policies.targets import lost_by_others_s, probability_of_miss, stake_s
 
@@ -32,6 +33,7 @@ TERMS: Final = (
     Term("shared_s", 21.0, "less: of its prefill what others that share the beginning of its prompt pay"),
     Term("adapter_s", 21.0, "until its LoRA adapter has a slot"),
     Term("finish_s", 60.0, "by which all that waits is done later, once no more requests come"),
+    Term("later_s", 21.0, "by which an answer that ends well is later: tries are lost, tokens overdue"),
 )
 
 
@@ -43,6 +45,7 @@ def rate(ctx: SchedulingContext, each: Sight, weights: tuple[float, ...]) -> Non
     each.shared_s = shared_s(ctx, each)
     each.adapter_s = adapter_s(ctx, each)
     each.finish_s = finish_s(ctx, each)
+    each.later_s = later_s(each)
     each.score = (
         weights[0] * each.first_token_s
         + weights[1] * each.own_s
@@ -51,6 +54,7 @@ def rate(ctx: SchedulingContext, each: Sight, weights: tuple[float, ...]) -> Non
         + weights[4] * each.shared_s
         + weights[5] * each.adapter_s
         + weights[6] * each.finish_s
+        + weights[7] * each.later_s
     )
     each.rated = True
 

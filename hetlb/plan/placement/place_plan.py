@@ -99,7 +99,7 @@ class PlacementRun:
         self._simulator = simulator
         self._limits = SolveLimits()
         self._simulation = simulator.simulation(placement, flow, lambda: self._limits.over)
-        #: What the last whole window gave.
+        #: Figures of the last whole window.
         self.result: PipelineResult | None = None
 
     def advance(self, window_s: float, limits: SolveLimits) -> float | None:

@@ -13,11 +13,11 @@ from typing import Final
 
 from hetlb.config.discovery import KubernetesTable
 from hetlb.errors import ConfigError
-from hetlb.proxy.discovery.kubernetes import ApiServer, Item, ServersOf, Watch, servers_of
+from hetlb.proxy.discovery.kubernetes import PODS, ApiServer, Item, ServersOf, Watch, kind_of, servers_of
 from hetlb.proxy.discovery.source import Publish
 
-_POOLS: Final = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
-_OBJECTIVES: Final = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferenceobjectives"
+_POOLS: Final = kind_of("inference.networking.k8s.io", "v1", "InferencePool")
+_OBJECTIVES: Final = kind_of("inference.networking.x-k8s.io", "v1alpha2", "InferenceObjective")
 
 
 def pool_of(table: KubernetesTable) -> str:
@@ -51,10 +51,9 @@ class InferencePoolSource:
                 wanted = found
                 changes.set()
 
-        path = _POOLS.format(self._api.namespace)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(Watch(self._api, path, "", changed, self._pool).run())
+                tasks.create_task(Watch(self._api, _POOLS, "", changed, self._pool).run())
                 while True:
                     await changes.wait()
                     changes.clear()
@@ -69,9 +68,8 @@ class InferencePoolSource:
 
     async def _watch_pods(self, labels: dict[str, str], ports: list[int], publish: Publish) -> None:
         selector = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
-        path = f"/api/v1/namespaces/{self._api.namespace}/pods"
         servers = ServersOf(lambda pod: servers_of(pod, ports, self._table))
-        await Watch(self._api, path, selector, lambda pods: publish(servers(pods))).run()
+        await Watch(self._api, PODS, selector, lambda pods: publish(servers(pods))).run()
 
 
 class ObjectiveSource:
@@ -86,8 +84,7 @@ class ObjectiveSource:
 
     async def run(self, publish: Publish) -> None:
         publish([])  # nothing waits for it: many clusters do not have the kind
-        path = _OBJECTIVES.format(self._api.namespace)
-        await Watch(self._api, path, "", lambda items: self._take(self._priorities(items))).run()
+        await Watch(self._api, _OBJECTIVES, "", lambda items: self._take(self._priorities(items))).run()
 
     def _priorities(self, items: Mapping[str, Item]) -> dict[str, int]:
         return {

@@ -1,7 +1,7 @@
 """Instances in Kubernetes: pods by label, or the EndpointSlices of a service, listed once and then watched.
 
-See "Efficient detection of changes" in Kubernetes' API concepts: a connection that ends is resumed from the
-last version or bookmark, an expired version (410) begins with a list again.
+The client is lightkube, with its generic objects: a connection that ends is resumed from the last version. An
+expired version (410) begins with a list again.
 """
 
 from __future__ import annotations
@@ -10,13 +10,19 @@ import asyncio
 import contextlib
 import os
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
-from urllib.parse import urlencode
+from typing import Any, Final
 
-import aiohttp
+import httpx2
 import msgspec
+from lightkube import ApiError, AsyncClient
+from lightkube.config.kubeconfig import SingleConfig
+from lightkube.config.models import Cluster, Context, User
+from lightkube.core.exceptions import ConfigError as KubernetesConfigError
+from lightkube.generic_resource import GenericNamespacedResource, create_namespaced_resource
+from lightkube.operators import Operator
+from lightkube.types import OnErrorAction, OnErrorResult
 
 from hetlb.config.discovery import GPU_LABELS, ClusterTable, KubernetesTable
 from hetlb.config.urls import bracketed
@@ -29,14 +35,14 @@ ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 WATCH_S: Final = 60
 _CONNECT_S: Final = 5.0
 _LIST_S: Final = 30.0
-#: A connection that ended is made again after so long.
+#: Seconds between two connections of a watch.
 _AGAIN_S: Final = 0.2
 #: Objects of one page of a list.
 _PAGE: Final = 500
-#: A longer line is no object.
-_MOST_BYTES: Final = 16 << 20
-#: A page of a list has no more bytes than this.
-_MOST_PAGE_BYTES: Final = 64 << 20
+#: Connections of a watch that break one after the other before the source has failed.
+_MOST_BROKEN: Final = 5
+#: Status of a version that the server does not know any more.
+_EXPIRED: Final = 410
 
 
 class Metadata(msgspec.Struct, rename="camel"):
@@ -128,27 +134,31 @@ class SlicePort(msgspec.Struct):
     port: int | None = None
 
 
-class ItemList(msgspec.Struct):
-    metadata: Metadata
-    items: list[Item] | None = None
+class _Selector(Operator[str]):
+    """A selector as the file states it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("stated", "", text)
+
+    def encode(self, key: str) -> str:
+        """Return the selector; `key` is empty."""
+        return self.value
 
 
-class WatchEvent(msgspec.Struct):
-    type: str
-    object: msgspec.Raw
+class _Transport(httpx2.AsyncHTTPTransport):
+    """Connections whose silence is noticed: the server ends a watch before it may be silent for so long."""
 
-
-class ResponseStatus(msgspec.Struct):
-    code: int = 0
-    message: str = ""
-
-
-class ExpiredError(Exception):
-    """The server does not know the version any more (410)."""
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        """Send a request; a watch is made again no sooner than `_AGAIN_S` after the one before."""
+        limits = request.extensions["timeout"]
+        if limits["read"] is None:
+            limits["read"] = WATCH_S + 15.0
+            await asyncio.sleep(_AGAIN_S)
+        return await super().handle_async_request(request)
 
 
 class ApiServer:
-    """Address and credentials of the API server. The token is read anew for every request: it is rotated."""
+    """Address and credentials of the API server. The token is rotated: one that is refused is read again."""
 
     def __init__(self, table: ClusterTable, base: Path) -> None:
         """Raises `ConfigError` where the address is not known."""
@@ -174,156 +184,124 @@ class ApiServer:
             return (ACCOUNT / "namespace").read_text().strip() or "default"
         return "default"
 
-    def tls(self) -> ssl.SSLContext | bool:
-        """The authorities that may have signed its certificate. Raises `SourceFailedError`."""
-        if self._ca is None:
-            return True
+    def client(self) -> AsyncClient:
+        """Return a client of the server. Raises `SourceFailedError` for files that cannot be read."""
+        for path, expected in ((self._token, "a token"), (self._ca, "PEM certificates")):
+            try:
+                if path is not None:
+                    path.read_bytes()
+            except OSError as error:
+                raise SourceFailedError(f"{path}: expected {expected}: {error.strerror}") from error
         try:
-            return ssl.create_default_context(cafile=self._ca)
+            tls = ssl.create_default_context(cafile=self._ca)
         except OSError as error:
             raise SourceFailedError(f"{self._ca}: expected PEM certificates: {error.strerror}") from error
+        config = SingleConfig(
+            context_name="hetlb",
+            context=Context(cluster="hetlb", namespace=self.namespace),
+            cluster=Cluster(server=self.url),
+            user=User(token_file=None if self._token is None else str(self._token)),
+        )
+        limits = httpx2.Timeout(_LIST_S, connect=_CONNECT_S)
+        return AsyncClient(config=config, timeout=limits, transport=_Transport(verify=tls), trust_env=False)
 
-    def headers(self) -> dict[str, str]:
-        """The token as a header. Raises `SourceFailedError`."""
-        if self._token is None:
-            return {}
-        try:
-            return {"authorization": f"Bearer {self._token.read_text().strip()}"}
-        except OSError as error:
-            raise SourceFailedError(f"{self._token}: expected a token: {error.strerror}") from error
+
+def kind_of(group: str, version: str, kind: str) -> type[GenericNamespacedResource]:
+    """Return the kind of objects that a list and a watch are of."""
+    return create_namespaced_resource(group, version, kind, f"{kind.lower()}s")
+
+
+PODS: Final = kind_of("", "v1", "Pod")
+_SLICES: Final = kind_of("discovery.k8s.io", "v1", "EndpointSlice")
 
 
 class Watch:
-    """Keeps the objects at a path, or the one of a `name`; `changed` gets all by name after each change."""
+    """Keeps the objects of a kind, or the one of a `name`; `changed` gets all by name after each change."""
 
     def __init__(
         self,
         api: ApiServer,
-        path: str,
+        kind: type[GenericNamespacedResource],
         selector: str,
         changed: Callable[[Mapping[str, Item]], None],
         name: str = "",
     ) -> None:
         self._api = api
-        self._path = path
-        self._query = {"labelSelector": selector} if selector else {}
+        self._kind = kind
+        self._only: dict[str, Any] = {"labels": [("", _Selector(selector))]} if selector else {}
         if name:
-            self._query["fieldSelector"] = f"metadata.name={name}"
+            self._only["fields"] = {"metadata.name": name}
         self._changed = changed
         self._items: dict[str, Item] = {}
-        self._version = ""
+        self._due: asyncio.Handle | None = None
 
     async def run(self) -> None:
-        """Watch until cancelled. Raises `SourceFailedError` where a list fails."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=WATCH_S + 15)
-        connector = aiohttp.TCPConnector(ssl=self._api.tls())
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        """Watch until cancelled. Raises `SourceFailedError` where the server does not answer as expected."""
+        client = self._api.client()
+        try:
             while True:
                 try:
-                    async with asyncio.timeout(_LIST_S):
-                        await self._list(session)
-                except aiohttp.ClientError as error:
-                    raise SourceFailedError(f"{self._api.url}: {error}") from error
-                self._changed(self._items)
-                with contextlib.suppress(ExpiredError):
-                    while True:
-                        await self._resume(session)
+                    version = await self._list(client)
+                    self._publish()
+                    await self._follow(client, version)
+                except httpx2.HTTPStatusError as error:
+                    if _answer(error)[0] != _EXPIRED:
+                        raise
+        except httpx2.HTTPStatusError as error:
+            status, reason = _answer(error)
+            plural = self._kind._api_info.plural
+            raise SourceFailedError(f"{plural} answers {status}: {reason}") from error
+        except (httpx2.HTTPError, httpx2.StreamError, TimeoutError, KubernetesConfigError) as error:
+            raise SourceFailedError(f"{self._api.url}: {error or type(error).__name__}") from error
+        except (msgspec.MsgspecError, TypeError) as error:
+            raise SourceFailedError(f"{self._kind._api_info.plural}: expected objects: {error}") from error
+        finally:
+            if self._due is not None:
+                self._due.cancel()
+            await client.close()
 
-    async def _resume(self, session: aiohttp.ClientSession) -> None:
-        """One connection of the watch, until it ends. Raises `ExpiredError`."""
-        try:
-            async for lines in self._lines(session):
-                try:
-                    for line in lines:
-                        self._take(msgspec.json.decode(line, type=WatchEvent))
-                finally:
-                    self._changed(self._items)
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
-            pass  # whatever broke: what was seen until then is known, and the version with it
-        await asyncio.sleep(_AGAIN_S)
+    async def _list(self, client: AsyncClient) -> str:
+        """Take all objects; return the version that they are of."""
+        items = {}
+        async with asyncio.timeout(_LIST_S):
+            listed = client.list(self._kind, chunk_size=_PAGE, **self._only)
+            async for each in listed:
+                item = msgspec.convert(dict(each), Item)
+                items[item.metadata.name] = item
+        self._items = items
+        return listed.resourceVersion
 
-    async def _list(self, session: aiohttp.ClientSession) -> None:
-        items: dict[str, Item] = {}
-        page = ""
-        while True:
-            query = {**self._query, "limit": str(_PAGE), **({"continue": page} if page else {})}
-            async with session.get(self._url(query), headers=self._api.headers()) as reply:
-                body = await self._body(reply)
-                if reply.status == 410 and page:  # the pages are too old: from the beginning
-                    items, page = {}, ""
-                    continue
-                if reply.status != 200:
-                    raise SourceFailedError(f"{self._path} answers {reply.status}: {_message(body)}")
-            try:
-                part = msgspec.json.decode(body, type=ItemList)
-            except msgspec.DecodeError as error:
-                raise SourceFailedError(f"{self._path}: expected a list of objects: {error}") from error
-            items.update((each.metadata.name, each) for each in part.items or ())
-            page = part.metadata.continue_
-            if not page:
-                self._items, self._version = items, part.metadata.resource_version
-                return
+    async def _follow(self, client: AsyncClient, version: str) -> None:
+        """Take changes from a version on, over as many connections as it takes."""
+        changes = client.watch(
+            self._kind, server_timeout=WATCH_S, resource_version=version, on_error=_after, **self._only
+        )
+        async for what, each in changes:
+            item = msgspec.convert(dict(each), Item)
+            if what == "DELETED":
+                self._items.pop(item.metadata.name, None)
+            elif what != "BOOKMARK":
+                self._items[item.metadata.name] = item
+            if self._due is None:  # those of one read together
+                self._due = asyncio.get_running_loop().call_soon(self._publish)
 
-    async def _lines(self, session: aiohttp.ClientSession) -> AsyncIterator[list[bytes]]:
-        """The lines of one connection, those that came together at a time."""
-        query = {
-            **self._query,
-            "watch": "1",
-            "allowWatchBookmarks": "true",
-            "resourceVersion": self._version,
-            "timeoutSeconds": str(WATCH_S),
-        }
-        async with session.get(self._url(query), headers=self._api.headers()) as reply:
-            if reply.status == 410:
-                raise ExpiredError
-            if reply.status != 200:
-                raise SourceFailedError(
-                    f"{self._path} answers {reply.status}: {_message(await self._body(reply))}"
-                )
-            rest = bytearray()
-            async for piece in reply.content.iter_any():
-                ended, newline, begun = piece.rpartition(b"\n")
-                lines = bytes(rest + ended).split(b"\n") if newline else []
-                if newline:
-                    rest.clear()
-                rest += begun
-                if len(rest) > _MOST_BYTES:
-                    raise SourceFailedError(f"{self._path}: a line has more than {_MOST_BYTES} bytes")
-                if whole := [line for line in lines if line.strip()]:
-                    yield whole
-
-    async def _body(self, reply: aiohttp.ClientResponse) -> bytes:
-        """A whole answer. Raises `SourceFailedError` where it is too long."""
-        body = bytearray()
-        async for piece in reply.content.iter_any():
-            body += piece
-            if len(body) > _MOST_PAGE_BYTES:
-                raise SourceFailedError(f"{self._path}: an answer has more than {_MOST_PAGE_BYTES} bytes")
-        return bytes(body)
-
-    def _take(self, event: WatchEvent) -> None:
-        if event.type == "ERROR":
-            status = msgspec.json.decode(event.object, type=ResponseStatus)
-            if status.code == 410:
-                raise ExpiredError
-            raise SourceFailedError(f"{self._path}: {status.message or status.code}")
-        item = msgspec.json.decode(event.object, type=Item)
-        self._version = item.metadata.resource_version or self._version
-        if event.type == "BOOKMARK":
-            return
-        if event.type == "DELETED":
-            self._items.pop(item.metadata.name, None)
-        else:
-            self._items[item.metadata.name] = item
-
-    def _url(self, query: Mapping[str, str]) -> str:
-        return f"{self._api.url}{self._path}?{urlencode(query)}"
+    def _publish(self) -> None:
+        self._due = None
+        self._changed(self._items)
 
 
-def _message(body: bytes) -> str:
-    with contextlib.suppress(msgspec.DecodeError):
-        return msgspec.json.decode(body, type=ResponseStatus).message[:200]
-    return "no reason given"
+def _answer(error: httpx2.HTTPStatusError) -> tuple[int, str]:
+    """Return status and reason of a refusal, which may be no `Status` of Kubernetes."""
+    if isinstance(error, ApiError):
+        return error.status.code or 0, error.status.message or ""
+    return error.response.status_code, error.response.reason_phrase
+
+
+def _after(error: Exception, count: int) -> OnErrorResult:
+    """Return what follows a broken watch: another connection, unless the server refuses or is gone."""
+    if isinstance(error, httpx2.HTTPStatusError) or count > _MOST_BROKEN:
+        return OnErrorResult(OnErrorAction.RAISE)
+    return OnErrorResult(OnErrorAction.RETRY)
 
 
 class ServersOf:
@@ -352,18 +330,15 @@ class KubernetesSource:
         namespace = self._api.namespace
         self.name = f"kubernetes {table.resource} {table.service or table.selector} in {namespace}"
         selector = table.selector
-        if table.resource == "pods":
-            self._path = f"/api/v1/namespaces/{namespace}/pods"
-        else:
-            self._path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
-            if table.service:
-                named = f"kubernetes.io/service-name={table.service}"
-                selector = f"{selector},{named}" if selector else named
+        self._kind = PODS if table.resource == "pods" else _SLICES
+        if table.resource != "pods" and table.service:
+            named = f"kubernetes.io/service-name={table.service}"
+            selector = f"{selector},{named}" if selector else named
         self._selector = selector
 
     async def run(self, publish: Publish) -> None:
         servers = ServersOf(self._of_pod if self._table.resource == "pods" else self._of_slice)
-        await Watch(self._api, self._path, self._selector, lambda items: publish(servers(items))).run()
+        await Watch(self._api, self._kind, self._selector, lambda items: publish(servers(items))).run()
 
     def _of_pod(self, item: Item) -> list[Found]:
         port, containers = self._table.port, (item.spec or Spec()).containers

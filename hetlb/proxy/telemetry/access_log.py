@@ -70,8 +70,9 @@ def _level(outcome: str) -> str:
     return "warning" if cause == "engine" or cause == "hetlb" else "info"
 
 
-def _resumed(times: int) -> str:
-    return f" resumed={times}" if times else ""
+def _resumed(record: RequestRecord) -> str:
+    why = f" not_resumed={escape(record.not_resumed)}" if record.not_resumed else ""
+    return f" resumed={record.resumed}{why}" if record.resumed else why
 
 
 def keyvalue_line(record: RequestRecord, epoch_s: float = 0.0) -> str:
@@ -96,7 +97,7 @@ def keyvalue_line(record: RequestRecord, epoch_s: float = 0.0) -> str:
         f"prompt_tokens={record.prompt_tokens_total} cached_tokens={cached_tokens} "
         f"output_tokens={record.output_tokens} predicted_output={predicted} "
         f"queue_s={_seconds(record.queue_s)} ttft_s={ttft} total_s={_seconds(record.e2e_s)} "
-        f"retries={record.retries}{_resumed(record.resumed)}\n"
+        f"retries={record.retries}{_resumed(record)}\n"
     )
 
 
@@ -128,6 +129,8 @@ def json_line(record: RequestRecord, epoch_s: float) -> str:
     }
     if record.resumed:
         line["resumed"] = record.resumed
+    if record.not_resumed:
+        line["not_resumed"] = _whole(record.not_resumed)
     return msgspec.json.encode(line).decode() + "\n"
 
 

@@ -236,6 +236,7 @@ FAMILIES: Final[Families] = (
                 "Prompt tokens that were believed to be in the prefix cache when the request was sent.",
             ),
             ("hetlb_instance_ejections_total", "ejections", "Times it was taken out as dead."),
+            ("hetlb_instance_stalls_total", "stalls", "Times it gave no token though it should."),
             ("hetlb_instance_predicted_seconds_total", "expected_s", "Predicted time of completed answers."),
             ("hetlb_instance_served_seconds_total", "served_s", "Their actual time, from dispatch on."),
         ),

@@ -33,8 +33,8 @@ class RequestRecord:
         "address", "arrived_at", "cached_tokens", "dispatched_at", "ended_at", "ended_in",
         "estimated_prompt_tokens",
         "expected_first_s", "expected_s", "first_byte_at", "kind", "label", "lease", "method", "mixed",
-        "outcome", "path", "prefill_instance", "prompts", "request", "resumed", "resumed_tokens",
-        "retries", "status", "streamed", "tenant", "ticket", "trace", "usage_prompt_tokens",
+        "not_resumed", "outcome", "path", "prefill_instance", "prompts", "request", "resumed",
+        "resumed_tokens", "retries", "status", "streamed", "tenant", "ticket", "trace", "usage_prompt_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -72,6 +72,8 @@ class RequestRecord:
         self.status = self.retries = 0
         #: Times that its answer went on at another instance, and its tokens from before the last one.
         self.resumed = self.resumed_tokens = 0
+        #: Reason for which a lost answer could not go on elsewhere, "" where it could, or was not lost.
+        self.not_resumed = ""
         #: True if the answer was a stream of server-sent events; set at the end.
         self.streamed = False
         self.prompts = prompts

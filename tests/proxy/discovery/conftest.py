@@ -119,7 +119,7 @@ class ApiServer:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.tokens.append(request.headers.get("authorization"))
-        if request.query.get("watch") == "1":
+        if request.query.get("watch") in ("1", "true"):
             return await self._watch(request)
         self.lists += 1
         first = int(request.query.get("continue", 0))
@@ -133,7 +133,6 @@ class ApiServer:
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         since = int(request.query["resourceVersion"])
-        assert request.query["allowWatchBookmarks"] == "true"
         self.watches.append(request.query["resourceVersion"])
         if since < self.oldest:
             return web.json_response({"kind": "Status", "code": 410, "message": "expired"}, status=410)

@@ -1,0 +1,355 @@
+"""What a continuation may take, keep and decide: limits, hostile engines, notices, fields of a body."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from emulator.conftest import make_profile
+from helpers import turns_are_short, turns_until
+from proxy.cutter import Cut, Cutter
+from proxy.test_proxying import Start
+from proxy.test_resume import ask, body, proxied, resumed, same
+from proxy.upstreams import DONE, LAST, SSE_HEAD, Upstream, Visit, chunk
+
+from hetlb.config.fleet import load_fleet
+from hetlb.core.types import AdminState, AdminStateSet, Capacity, CapacityLearned
+from hetlb.emulator import EmulatedEngine
+from hetlb.errors import ConfigError
+from hetlb.proxy.continuation import Continuation
+from hetlb.proxy.engine_request import EngineRequest
+from hetlb.proxy.http.endpoints import Kind
+from hetlb.proxy.http.http1 import RequestHead
+from hetlb.proxy.progress import Kept, Progress
+from hetlb.proxy.resume_fields import read_asked
+
+MODEL_LEN = 512
+MIB = 1 << 20
+
+
+def event(text: str, ids: list[int] | str, finish: str | None = None, **more: Any) -> bytes:
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish, "token_ids": ids} | more
+    raw = json.dumps({"id": "c", "created": 1, "model": "m", "choices": [choice]}, separators=(",", ":"))
+    return b"data: " + raw.encode() + b"\n\n"
+
+
+def thought(text: str, ids: list[int]) -> bytes:
+    choice = {"index": 0, "delta": {"reasoning": text}, "finish_reason": None, "token_ids": ids}
+    return b"data: " + json.dumps({"id": "c", "created": 1, "choices": [choice]}).encode() + b"\n\n"
+
+
+def said(text: str, ids: list[int]) -> bytes:
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": None, "token_ids": ids}
+    return b"data: " + json.dumps({"id": "c", "created": 1, "choices": [choice]}).encode() + b"\n\n"
+
+
+def continuation(asked: dict[str, Any], *, longest: int = MODEL_LEN, chat: bool = False) -> Continuation:
+    outgoing = EngineRequest(RequestHead(), json.dumps(asked).encode(), "label")
+    made = Continuation(
+        Kind.CHAT if chat else Kind.COMPLETION,
+        outgoing,
+        Kept(),
+        streamed=True,
+        asks_ids=True,
+        hides_usage=True,
+    )
+    assert made.dispatched(gives_ids=True, max_model_len=longest)
+    return made
+
+
+def fed(rest: Continuation, *events: bytes) -> Progress:
+    rest.stream(False)
+    assert rest.progress is not None, rest.why
+    for each in events:
+        rest.progress.add(each)
+    return rest.progress
+
+
+# --- the limit ---
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+@pytest.mark.parametrize("limit", ["none", "null"])
+async def test_without_a_limit_an_answer_is_as_long_as_from_one_engine(
+    start: Start, kind: str, limit: str
+) -> None:
+    async with EmulatedEngine(
+        make_profile(), time_scale=0.01, served_model_names=("m",), max_model_len=MODEL_LEN
+    ) as engine:
+        asked = body(kind, True, vllm_xargs={"output_tokens": 30})
+        if limit == "null":
+            asked["max_tokens"] = None
+        else:
+            del asked["max_tokens"]
+        whole = await ask(engine.url, kind, asked)
+        assert whole.finish
+        size = len(whole.raw)
+        for after in range(300, size + 300, size // 30):  # every token
+            cuts = [Cut(after, "rst")]
+            async with Cutter(int(engine.url.rpartition(":")[2]), cuts) as wire:
+                proxy = await proxied(start, wire.url, wire.url)
+                for each in proxy.scheduler.instances:
+                    proxy.scheduling.change(CapacityLearned(each.name, Capacity(max_model_len=MODEL_LEN)))
+                got = await ask(f"http://127.0.0.1:{proxy.port}", kind, asked)
+                await proxy.settled()
+            same(got, whole)
+            for second in wire.bodies[1:]:
+                fields = json.loads(second.partition(b"\r\n\r\n")[2])
+                if "prompt" in fields and isinstance(fields["prompt"], list):
+                    assert isinstance(fields["max_tokens"], int)
+
+
+def test_the_limit_is_what_the_first_engine_would_have_taken() -> None:
+    first = event("a", [7], prompt_token_ids=[1, 2, 3])
+    for stated, most in ((None, 16), (20, 20), (10_000, MODEL_LEN - 3)):
+        rest = continuation({"prompt": "abc", "max_tokens": stated, "temperature": 0})
+        fed(rest, first, event("b", [8]))
+        draft = rest.draft()
+        assert draft is not None
+        assert json.loads(draft.body)["max_tokens"] == most - 2
+    rest = continuation({"prompt": "abc", "temperature": 0}, longest=0)
+    fed(rest, first)
+    draft = rest.draft()
+    assert draft is not None
+    assert json.loads(draft.body)["max_tokens"] == 15  # vLLM's own limit of a completion
+
+
+def test_a_chat_without_a_limit_needs_the_engine_s() -> None:
+    rest = continuation({"messages": [{"role": "user", "content": "x"}]}, longest=0, chat=True)
+    rest.stream(False)
+    assert rest.progress is None
+    assert "max_model_len" in rest.why
+
+
+# --- fields ---
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ('"max_tokens": "100"', "max_tokens"), ('"max_tokens": 100.5', "max_tokens"), ('"x": 1', "`x`"),
+        ('"temperature": 1e999', "temperature"), ('"seed": 1', "seed"), ('"bad_words": ["a"]', "bad_words"),
+        ('"logit_bias": {"5": "1"}', "logit_bias"), ('"stop_token_ids": [-1]', "stop_token_ids"),
+        ('"prompt_logprobs": 0', "prompt_logprobs"), ('"watermarking": true', "watermarking"),
+        ('"stream_options": {"x": 1}', "stream_options"), ('"min_tokens": -1', "min_tokens"),
+    ],
+)  # fmt: skip
+def test_a_field_that_is_unknown_or_odd_is_said_and_not_resumed(more: str, why: str) -> None:
+    for head in ('"prompt": "x"', '"messages": [{"role": "user", "content": "x"}]'):
+        found = read_asked(f"{{{head}, {more}}}".encode(), chat="messages" in head)
+        assert isinstance(found, str)
+        assert why in found
+
+
+async def test_why_an_answer_was_not_resumed_is_in_the_record(start: Start) -> None:
+    async with EmulatedEngine(make_profile(), time_scale=0.01, served_model_names=("m",)) as engine:
+        asked = body("completions", True, unheard_of=1)
+        _, _, proxy = await resumed(start, engine, "completions", asked, [Cut(3000, "fin")])
+    assert "unheard_of" in proxy.exchanges[-1].not_resumed
+
+
+def test_resume_by_text_is_refused_with_what_to_use(tmp_path: Any) -> None:
+    path = tmp_path / "fleet.yaml"
+    text = "version: 1\nproxy: {resume: true}\nmodels:\n  - name: m\n    resume: true\n"
+    text += "    classes: {a: {resume: true}}\n    instances: [{name: i, url: 'http://127.0.0.1:1'}]\n"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_fleet(path)
+    lines = str(caught.value).splitlines()
+    for key in ("proxy.resume", "models[0].resume", "models[0].classes.a.resume"):
+        assert any(f"{key}: true went; use `ids`" in line for line in lines)
+
+
+# --- reasoning ---
+
+
+def test_reasoning_is_not_said_again() -> None:
+    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 100, "temperature": 0}
+    first = b'"prompt_token_ids":[1,2],"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]'
+    role = b'data: {"id":"c","created":1,%b}\n\n' % first
+    end = said("", [9])  # `</think>`
+    for events in ((thought("a", [5]),), (thought("a", [5]), end), (thought("a", [5]), end, said("", [10]))):
+        rest = continuation(asked, chat=True)
+        fed(rest, role, *events)
+        assert rest.draft() is None
+        assert "reasoning" in rest.why
+    rest = continuation(asked, chat=True)
+    fed(rest, role, thought("a", [5]), end, said("x", [10]))
+    draft = rest.draft()
+    assert draft is not None
+    assert json.loads(draft.body)["prompt"] == [1, 2, 5, 9, 10]
+
+
+# --- hostile engines ---
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        (event("a", [7], prompt_token_ids=list(range(60_000))),),
+        (event("a", [7], prompt_token_ids=[1]), event("b", list(range(60_000)))),
+        (event("a", [7], prompt_token_ids=[1]), event("b", [-1])),
+        (event("a", [7], prompt_token_ids=[1]), event("b", [1 << 40])),
+        (event("a", [7], prompt_token_ids=[1]), event("b", [8]).replace(b"[8]", b"[" + b"9" * 5000 + b"]")),
+        (event("a", [7], prompt_token_ids=[1]), event("b", [8]).replace(b'"b"', b"1e999")),
+        (event("a", [7]),),
+    ],
+    ids=["prompt", "answer", "negative", "large", "digits", "number", "none"],
+)
+def test_an_engine_does_not_choose_the_prompt_of_the_next(events: tuple[bytes, ...]) -> None:
+    rest = continuation({"prompt": "abc", "max_tokens": 21, "temperature": 0})
+    fed(rest, *events)
+    assert rest.draft() is None
+    assert rest.why
+
+
+def test_what_is_kept_is_counted_and_bounded() -> None:
+    kept = Kept()
+    progresses = [Progress(kept) for _ in range(4)]
+    most = 0
+    large = event("x" * 15_000, [1])
+    for number in range(3000):  # 45 MB of each, and an event without an end
+        for each in progresses:
+            each.add(large if number < 2500 else b"y" * 15_000)
+        most = max(most, kept.bytes)
+        held = sum(
+            sum(map(len, each.raw)) + len(each.texts) + len(each.ids) + len(each._rest) for each in progresses
+        )
+        assert held <= kept.bytes + 4 * MIB
+    assert most < 16 * MIB
+    assert all(each.why for each in progresses)
+    assert kept.bytes == 0
+
+
+async def test_many_answers_of_one_engine_go_on_in_turns(start: Start) -> None:
+    streams, events = 60, 700
+    answer = chunk(event("tok", [5], prompt_token_ids=[1, 2])) + chunk(event("tok", [5])) * events
+    cut = asyncio.Event()
+
+    async def dying(visit: Visit) -> None:
+        if b'"prompt":[1,2,' in visit.body:
+            visit.send(SSE_HEAD + chunk(event("end", [6], "stop")) + chunk(DONE) + LAST)
+            return
+        visit.send(SSE_HEAD + answer)
+        await cut.wait()
+        visit.reset()
+
+    async with Upstream(dying) as one, Upstream(dying) as two:
+        proxy = await proxied(start, one.url, two.url)
+        for each in proxy.scheduler.instances:
+            proxy.scheduling.change(CapacityLearned(each.name, Capacity(max_model_len=MODEL_LEN * 100)))
+        asked = body("completions", True, max_tokens=5000)
+        got = [
+            asyncio.create_task(ask(f"http://127.0.0.1:{proxy.port}", "completions", asked))
+            for _ in range(streams)
+        ]
+        await turns_until(
+            lambda: (
+                len(proxy.driver.exchanges) == streams
+                and all(
+                    each.answer is not None and each.answer.tokens_so_far > events
+                    for each in proxy.driver.exchanges.values()
+                )
+            )
+        )
+        async with turns_are_short():
+            cut.set()
+            await turns_until(lambda: not proxy.driver.exchanges)
+        for each in await asyncio.gather(*got):
+            assert (each.done, each.text[-3:]) == (True, "end")
+
+
+async def test_a_request_that_kills_engines_ends_two_of_them(start: Start) -> None:
+    servers: list[Upstream] = []
+
+    async def kill(visit: Visit) -> None:
+        if visit.head.startswith(b"GET"):
+            return
+        visit.send(SSE_HEAD)
+        prompt = json.loads(visit.body)["prompt"]
+        number = len(prompt) if isinstance(prompt, list) else 2
+        more = {"prompt_token_ids": [1, 2]} if number == 2 else {}
+        for _ in range(20):
+            visit.send(chunk(event("tok", [5], **more)))
+            more = {}
+        await visit.writer.drain()
+        server = next(each for each in servers if visit in each.visits)
+        assert server._server is not None
+        server._server.close()  # nothing listens there any more
+        visit.reset()
+
+    async with Upstream(kill) as one, Upstream(kill) as two, Upstream(kill) as three, Upstream(kill) as four:
+        servers += [one, two, three, four]
+        proxy = await proxied(start, *[each.url for each in servers])
+        got = await ask(
+            f"http://127.0.0.1:{proxy.port}", "completions", body("completions", True, max_tokens=500)
+        )
+        assert got.failed
+        assert sum(any(v.head.startswith(b"POST") for v in each.visits) for each in servers) == 2
+
+
+# --- notices ---
+
+
+class Slow:
+    """Engines that begin answers and end them once `ended` is set; the rest of one they end at once."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def __call__(self, visit: Visit) -> None:
+        if b'"prompt":[1,2,' not in visit.body:
+            visit.send(SSE_HEAD + chunk(event("a", [5], prompt_token_ids=[1, 2])) + chunk(event("b", [6])))
+            await self.ended.wait()
+        visit.send(chunk(event("c", [7], "stop")) + chunk(DONE) + LAST)
+
+    async def rest(self, visit: Visit) -> None:
+        if b'"prompt":[1,2,' in visit.body:
+            visit.send(SSE_HEAD)
+        await self(visit)
+
+
+async def begun(start: Start, slow: Slow, streams: int, *urls: str) -> Any:
+    """A proxy and streams of which the first two tokens have come."""
+    proxy = await proxied(start, *urls)
+    asked = body("completions", True)
+    got = [
+        asyncio.create_task(ask(f"http://127.0.0.1:{proxy.port}", "completions", asked))
+        for _ in range(streams)
+    ]
+    opened = proxy.driver.exchanges
+    await turns_until(
+        lambda: len(opened) == streams and all(each.first_byte_at is not None for each in opened.values())
+    )
+    return proxy, got
+
+
+async def test_a_notice_for_all_instances_leaves_answers_where_they_are(start: Start) -> None:
+    slow = Slow()
+    async with Upstream(slow.rest) as one, Upstream(slow.rest) as two:
+        proxy, got = await begun(start, slow, 30, one.url, two.url)
+        for each in proxy.scheduler.instances:
+            proxy.scheduling.change(AdminStateSet(each.name, AdminState.READY, deadline_s=0.1))
+        for _ in range(20):
+            proxy.driver.swept(0.0)
+            await asyncio.sleep(0)
+        slow.ended.set()
+        for each in await asyncio.gather(*got):
+            assert (each.text, each.done, each.failed) == ("abc", True, False)
+        assert not proxy.driver.totals.resumptions
+        assert len(one.visits) + len(two.visits) == 30
+
+
+async def test_a_notice_takes_answers_to_where_there_is_a_place(start: Start) -> None:
+    slow = Slow()
+    async with Upstream(slow.rest) as one, Upstream(slow.rest) as two:
+        proxy, got = await begun(start, slow, 6, one.url, two.url)
+        proxy.scheduling.change(AdminStateSet("i0", AdminState.READY, deadline_s=0.1))
+        proxy.driver.swept(0.0)
+        await turns_until(lambda: len(two.visits) == 6)
+        slow.ended.set()
+        for each in await asyncio.gather(*got):
+            assert (each.text, each.done, each.failed, len(each.names)) == ("abc", True, False, 1)
+        assert dict(proxy.driver.totals.resumptions) == {("m", "notice"): 3}
