@@ -247,16 +247,19 @@ class Protected:
 class Demand:
     """Demand for one model: the mean request, and whether requests keep arriving."""
 
-    __slots__ = ("_ticks", "mix", "protected")
+    __slots__ = ("_ticks", "arrivals", "mix", "protected")
 
     def __init__(self) -> None:
         #: Times of the newest ticks with arrivals since the fleet was idle, seconds.
         self._ticks: list[float] = []
+        #: Requests that came so far.
+        self.arrivals = 0
         self.mix = Mix()
         self.protected = Protected()
 
     def arrived(self, now: float, idle: bool) -> None:
         """Record an arrival. `idle`: no instance had a request, so those before are no part of a stream."""
+        self.arrivals += 1
         tick_s, ticks = int(now / _TICK_S) * _TICK_S, self._ticks
         if not ticks or tick_s > ticks[-1]:
             if idle:
