@@ -142,16 +142,14 @@ class ReadyInstances:
         by_ids = request.generated > 0 and any(
             not _why_not(each) and each.gives_ids for each in self.instances
         )
-        anywhere = tried is None and request.pinned is None and request.subset is None and not by_ids
+        anywhere = tried is None and request.subset is None and not by_ids
         if anywhere and all(tokens <= _longest(instance) for instance in self.able):
             return Choices(self.able, self.excluded)
         excluded: dict[str, str] = {}
         able: list[Instance] = []
         kept: list[Instance] = []
         for instance in self.instances:
-            if request.pinned is not None and instance.name != request.pinned:
-                reason = "the request belongs to another instance"
-            elif request.subset is not None and instance.name not in request.subset:
+            if request.subset is not None and instance.name not in request.subset:
                 reason = "not in the subset of the gateway"
             else:
                 reason = _why_not(instance)
@@ -159,7 +157,7 @@ class ReadyInstances:
                     reason = "tried before"
                 if not reason and by_ids and not instance.gives_ids:
                     reason = "it takes no token ids"
-                if not reason and self.roles and request.pinned is None:
+                if not reason and self.roles:
                     reason = self.roles.get(instance.name, "")
                     if reason:
                         kept.append(instance)

@@ -435,7 +435,7 @@ class Scheduler:
                     and not lease.incoming
                     and lease.decode is None
                     and lease.hold is None
-                    and request.pinned is None
+                    and request.subset is None
                     and not request.generated
                     and (ejected or now - lease.dispatched_at >= max(LEAST_SILENCE_S, lease.forecast_first_s))
                 ):

@@ -180,7 +180,7 @@ class Request(PickleByFields):
     `prompt_tokens` is the mean length of its prompts; `sequences` are prompts times `n`, of which `samples`
     have the same prompt; `max_tokens` is the client's cap on each output. `generates` is False for
     embeddings, scores and the like. `prompt_exact`: the length was counted, not estimated from bytes.
-    `pinned` names the one instance that can answer, `subset` those that a gateway allows (None: all).
+    `subset` names the instances that a gateway allows (None: all).
     `prefix_keys` name what each of its prompts begins with, shortest first, each with its tokens: None for
     all that a conversation has had so far. `priority` is vLLM's: the lower value goes first. `blocks` are
     digests of a prompt of known token ids, for engines that publish KV events. `splittable`: prefill and
@@ -198,7 +198,6 @@ class Request(PickleByFields):
     generates: Final[bool]
     body_bytes: Final[int]
     prompt_exact: Final[bool]
-    pinned: Final[str | None]
     prefix_keys: Final[tuple[PrefixKey, ...]]
     priority: Final[int]
     tenant: Final[str | None]
@@ -223,7 +222,6 @@ class Request(PickleByFields):
         generates: bool = True,
         body_bytes: int = 0,
         prompt_exact: bool = False,
-        pinned: str | None = None,
         prefix_keys: tuple[PrefixKey, ...] = (),
         priority: int = 0,
         tenant: str | None = None,
@@ -246,7 +244,6 @@ class Request(PickleByFields):
         self.generates = generates
         self.body_bytes = body_bytes
         self.prompt_exact = prompt_exact
-        self.pinned = pinned
         self.prefix_keys = prefix_keys
         self.priority = priority
         self.tenant = tenant
@@ -276,7 +273,7 @@ class Request(PickleByFields):
     def restriction(self) -> str | None:
         """Name of the instances that the request is restricted to, None for any that serves its model."""
         subset = self.subset
-        return self.pinned if self.pinned is not None or subset is None else ",".join(subset)
+        return None if subset is None else ",".join(subset)
 
 
 @dataclass(slots=True, eq=False)

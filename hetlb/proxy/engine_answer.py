@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Final
 
 from hetlb.proxy import ends
@@ -18,7 +17,6 @@ from hetlb.proxy.streamed_answer import StreamedAnswer
 LOOP_STATUS: Final = 508
 #: Statuses of an engine that has no room now, if it says when to come again.
 _BUSY: Final = (429, 503)
-_RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[A-Za-z0-9_-]{1,100})"')
 _EVENTS: Final = b"text/event-stream"
 #: Content types of answers with fields that are looked at.
 _WITH_FIELDS: Final = (b"application/json", b"text/event-stream")
@@ -152,9 +150,3 @@ class EngineAnswer:
         if self.head.status >= 500:
             return ends.ERROR_EVENT
         return ends.REFUSED_IN_STREAM if self.head.status >= 400 else ends.OTHERWISE
-
-
-def response_id(payload: bytes) -> str | None:
-    """Id of a response that can be asked for again, None where it does not stand here."""
-    found = _RESPONSE_ID.search(payload)
-    return None if found is None else found[1].decode("ascii")

@@ -18,7 +18,7 @@ from hetlb.proxy import ends
 from hetlb.proxy import exchange_states as states
 from hetlb.proxy.client_response import HEARTBEATS, NOTHING, STARTED, ClientResponse, ClientSide
 from hetlb.proxy.ends import End
-from hetlb.proxy.engine_answer import LOOP_STATUS, EngineAnswer, response_id
+from hetlb.proxy.engine_answer import LOOP_STATUS, EngineAnswer
 from hetlb.proxy.engine_request import EngineRequest
 from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http import error_responses
@@ -48,7 +48,6 @@ _SSE_KINDS = frozenset({Kind.CHAT, Kind.COMPLETION, Kind.RESPONSES, Kind.MESSAGE
 _WITH_END: Final = (Kind.CHAT, Kind.COMPLETION)
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
 _CHAT: Final = Kind.CHAT
-_RESPONSES: Final = Kind.RESPONSES
 _QUEUED: Final = Phase.QUEUED
 _PREFILLING: Final = Phase.PREFILLING
 _CONNECTING: Final = Phase.CONNECTING
@@ -259,8 +258,6 @@ class Exchange(RequestRecord):
         assert lease is not None
         if self.status < 400:
             self.driver.scheduling.first_token(lease, now)
-            if self.kind is _RESPONSES and (made := response_id(payload)) is not None:
-                self.driver.scheduling.remember_response(made, lease.instance, self.tenant)
         if stream is not None:
             self.response.stream_follows()
             if self.request.sequences == 1:
@@ -517,7 +514,7 @@ class Exchange(RequestRecord):
         The engine is left once there is a place: `dispatched` comes with it, at once or later.
         """
         lease = self.lease
-        if lease is None or self.transfer is not None or self.request.pinned is not None:
+        if lease is None or self.transfer is not None:
             return False
         if self.phase is not _STREAMING:
             self.driver.scheduling.move(lease, self.request.generated, self.now())

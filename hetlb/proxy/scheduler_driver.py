@@ -57,7 +57,6 @@ _OWN_STALL_S: Final = 1.0
 DECISIONS_KEPT: Final = 1000
 #: A decision keeps figures of every instance: of a large fleet fewer are kept, so that they stay some 10 MB.
 CANDIDATES_KEPT: Final = 50_000
-RESPONSES_KEPT: Final = 10_000
 _HEALTH: Final = {
     Health.UP: Event.INSTANCE_UP,
     Health.SUSPECT: Event.INSTANCE_SUSPECT,
@@ -68,45 +67,6 @@ _HEALTH: Final = {
 def newest(decisions: Iterable[Dispatch], instances: int) -> deque[Dispatch]:
     """The last dispatches, the oldest first: as many as suit a fleet of this size."""
     return deque(decisions, min(DECISIONS_KEPT, CANDIDATES_KEPT // max(1, instances)))
-
-
-class Responses:
-    """Instance and owner of the last `RESPONSES_KEPT` answers that can be asked for again."""
-
-    __slots__ = ("_made_at", "_made_for")
-
-    def __init__(self) -> None:
-        self._made_at: dict[str, tuple[str, str | None]] = {}
-        #: The ids by their owners, the oldest first.
-        self._made_for: dict[str | None, deque[str]] = {}
-
-    def __len__(self) -> int:
-        return len(self._made_at)
-
-    def __contains__(self, response_id: str) -> bool:
-        return response_id in self._made_at
-
-    def add(self, response_id: str, instance: str, tenant: str | None) -> None:
-        """An answer was made. Its id is its first owner's; a full table forgets of the one with most."""
-        if response_id in self._made_at:
-            return
-        self._made_at[response_id] = instance, tenant
-        self._made_for.setdefault(tenant, deque()).append(response_id)
-        if len(self._made_at) > RESPONSES_KEPT:
-            most = max(self._made_for.values(), key=len)
-            del self._made_at[most.popleft()]
-
-    def find(self, response_id: str, tenant: str | None, scheduler: Scheduler, *, strict: bool) -> str | None:
-        """The instance that keeps an answer. Raises `GateError` (404).
-
-        Unless `strict`, None where it is not known and may have been made before: the engine decides.
-        """
-        known = self._made_at.get(response_id)
-        if known is None and tenant is None and not strict:
-            return None
-        if known is None or known[1] != tenant or all(i.name != known[0] for i in scheduler.instances):
-            raise GateError(404, f"Response with id '{response_id[:128]}' not found.")
-        return known[0]
 
 
 class SchedulerDriver(SchedulerSide):
@@ -123,7 +83,6 @@ class SchedulerDriver(SchedulerSide):
         self._limiters: Limiters | None = None
         #: The last dispatches, the oldest first; fewer of a large fleet.
         self.decisions = newest((), len(scheduler.instances))
-        self.responses = Responses()
         #: Seconds that a probe may take.
         self.probe_timeout_s = 0.0
         #: True if a request may leave a busy engine for another one.
@@ -260,22 +219,6 @@ class SchedulerDriver(SchedulerSide):
         text = "%s is this proxy itself, or leads back to it: taken out (state maint)"
         tell(logger, Event.INSTANCE_LOOP, text, instance, instance=instance)
         self.take_out(AdminStateSet(instance, AdminState.MAINT))
-
-    def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None:
-        self.responses.add(response_id, instance, tenant)
-
-    def pin(
-        self, model: str, response_id: str, tenant: str | None, *, strict: bool
-    ) -> tuple[str, str | None]:
-        pinned = self.responses.find(response_id, tenant, self.scheduler, strict=strict)
-        if pinned is None:
-            return model or self.only_model or several_models(), None
-        instance = self.scheduler.fleet.instances[pinned]
-        served = instance.served or (instance.spec.model,)
-        if strict or not model:
-            return served[0], pinned
-        # Of another model: it is not there, and the engine says so.
-        return model, pinned if model in served else None
 
     # --- facts about instances ---
 

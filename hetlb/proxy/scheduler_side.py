@@ -165,20 +165,6 @@ class SchedulerSide(ABC):
     def came_back(self, instance: str) -> None:
         """A request to an instance came back to this proxy: nothing goes there any more."""
 
-    @abstractmethod
-    def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None:
-        """An answer that can be asked for again was made at `instance`, for `tenant`."""
-
-    @abstractmethod
-    def pin(
-        self, model: str, response_id: str, tenant: str | None, *, strict: bool
-    ) -> tuple[str, str | None]:
-        """The model and the instance of a request that continues an earlier answer or asks for it (`strict`).
-
-        No instance where it may go to any: the engine decides. Raises `GateError`: 404 where the answer is
-        not known or not `tenant`'s, 400 where no model is named and several are served.
-        """
-
     def learn_prompt(self, model: str, text_bytes: int, tokens: int) -> None:
         """An engine counted `tokens` in prompts of text alone: other processes may learn of it."""
 

@@ -38,7 +38,6 @@ from hetlb.workers.protocol import (
     Hello,
     Learnt,
     LeaseChange,
-    Made,
     ModelsRead,
     Moving,
     Report,
@@ -216,8 +215,6 @@ class RelayHost(Carrier):
                 found = self._open.get(message.request)
                 if found is not None and found.lease is not None and found.lease_number == message.lease:
                     self.scheduling.move(found.lease, message.generated, now)
-            elif isinstance(message, Made):
-                self.scheduling.remember_response(message.response, message.instance, message.owner)
             elif isinstance(message, Report):
                 self._reported(link, message, now)
             elif isinstance(message, CameBack):
@@ -274,12 +271,8 @@ class RelayHost(Carrier):
         facts = arrival.request
         if facts.id >> ID_BITS != link.life or facts.id in self._open:
             raise protocol.RelayProtocolError(f"expected a new id of relay {link.life}, got {facts.id}")
-        scheduling, response, pinned = self.scheduling, arrival.response, None
-        model = facts.model
+        scheduling, request = self.scheduling, facts.request()
         try:
-            if response is not None:
-                model, pinned = scheduling.pin(model, response, arrival.owner, strict=arrival.strict)
-            request = facts.request(model, pinned)
             ticket = scheduling.admit(request, arrival.owner, _prompt_tokens(request), now)
         except GateError as error:
             again_s, lines = (error.retry_after_s, error.lines) if isinstance(error, Refusal) else (None, b"")

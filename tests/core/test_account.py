@@ -102,7 +102,7 @@ def test_a_full_queue_is_a_limit_and_no_fault() -> None:
 def known(scheduler: Scheduler) -> None:
     """Let every instance show its speed."""
     for i, each in enumerate(scheduler.instances):
-        lease = dispatched(scheduler.on_arrival(request(1000 + i, pinned=each.name, streamed=True), 0.0))
+        lease = dispatched(scheduler.on_arrival(request(1000 + i, subset=(each.name,), streamed=True), 0.0))
         scheduler.on_first_token(lease, 0.1)
         lease.output_tokens = 50
         scheduler.on_lease_ended(lease, Outcome.OK, 0.6)
@@ -112,7 +112,7 @@ def known(scheduler: Scheduler) -> None:
 def test_what_says_nothing_stalls_and_its_requests_go_elsewhere(policy: str) -> None:
     scheduler = make_scheduler([spec("a"), spec("b")], policy)
     known(scheduler)
-    lease = dispatched(scheduler.on_arrival(request(1, pinned=None, streamed=True), 1.0))
+    lease = dispatched(scheduler.on_arrival(request(1, subset=None, streamed=True), 1.0))
     hung, now = lease.instance, 1.0
     while account(scheduler, hung).stalled_since is None:
         now += 0.5

@@ -199,7 +199,7 @@ def test_most_requests_go_to_all_without_a_look() -> None:
     assert able(request(1, prompt=951)) == "b"
     assert able(request(1, prompt=100, longest=951)) == "b"
     assert able(request(1, prompt=1000, max_tokens=None)) == "b", "one token of output is the least"
-    assert able(request(1, pinned="a")) == "a"
+    assert able(request(1, subset=("a",))) == "a"
     assert able(request(1, subset=("b",))) == "b"
     scheduler._retries.of(1).tried.append("a")
     assert able(request(1)) == "b"
@@ -309,6 +309,6 @@ def test_what_waits_is_part_of_an_explanation() -> None:
     sole(scheduler, request(1))
     for size, later in ((0, True), (10**6, False)):
         if size:
-            scheduler.queue.push(request(9, pinned="a"), 0.0, size=size)
+            scheduler.queue.push(request(9, subset=("a",)), 0.0, size=size)
         candidates, chosen = scheduler.placement.explain(request(2), 50.0, 5.0)
         assert ((candidates[1].terms or {})["finish_s"] > 0.0, chosen) == (later, "a")

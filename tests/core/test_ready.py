@@ -79,9 +79,9 @@ def test_of_each_that_takes_nothing_the_reason_is_told() -> None:
         "d": "asleep",
     }
     assert choices(some) == ("e", some.excluded, None)
-    assert choices(some, pinned="a") == ("", {
+    assert choices(some, subset=("a",)) == ("", {
         "a": "draining",
-        **dict.fromkeys("bcde", "the request belongs to another instance"),
+        **dict.fromkeys("bcde", "not in the subset of the gateway"),
     }, None)  # fmt: skip
 
 
@@ -125,8 +125,8 @@ def test_a_subset_and_those_that_had_it_are_heeded() -> None:
         },
         None,
     )
-    assert choices(filtered, pinned="b", tried=["b"])[0] == ""
-    assert choices(filtered, pinned="b")[0] == "b"
+    assert choices(filtered, subset=("b",), tried=["b"])[0] == ""
+    assert choices(filtered, subset=("b",))[0] == "b"
 
 
 # --- lengths ---
@@ -219,10 +219,10 @@ def test_the_most_available_are_left_where_the_policy_does_not_hold_back() -> No
         [(0, ""), (0, "")],
     )
     assert restrained.excluded == {}, "what is shared is not changed"
-    assert choices(restrained, now=1.0, pinned="a", holds_back=False)[0] == "a"
-    assert choices(restrained, now=1.0, pinned="b") == (
+    assert choices(restrained, now=1.0, subset=("a",), holds_back=False)[0] == "a"
+    assert choices(restrained, now=1.0, subset=("b",)) == (
         "b",
-        dict.fromkeys("ac", "the request belongs to another instance"),
+        dict.fromkeys("ac", "not in the subset of the gateway"),
         None,
     )
     assert choices(restrained, now=5.0) == ("abc", {}, None)
@@ -292,7 +292,7 @@ def test_without_a_link_none_is_split() -> None:
 def test_a_role_counts_for_nothing_where_no_other_is_left() -> None:
     _, filtered = fleet(linked("p", Role.PREFILL), linked("d", Role.DECODE))
     assert choices(filtered, tried=["d"]) == ("p", {"d": "tried before"}, None)
-    assert choices(filtered, pinned="p") == ("p", {"d": "the request belongs to another instance"}, None)
+    assert choices(filtered, subset=("p",)) == ("p", {"d": "not in the subset of the gateway"}, None)
     assert choices(filtered, tried=[]) == ("d", {"p": "its role is prefill"}, None)
     assert choices(filtered, subset=("p",)) == ("p", {"d": "not in the subset of the gateway"}, None)
 

@@ -64,7 +64,7 @@ def split(scheduler: Scheduler, number: int = 1) -> tuple[Lease, Lease]:
 def fill(scheduler: Scheduler, name: str) -> None:
     """Requests for an instance, from the tenth on, until one waits for it."""
     for number in range(10, 100):
-        if not scheduler.on_arrival(request(number, pinned=name), 0.0):
+        if not scheduler.on_arrival(request(number, subset=(name,)), 0.0):
             break
     assert number in scheduler.queue
 
@@ -113,9 +113,9 @@ def test_a_request_that_was_turned_away_and_then_dropped_is_given_up() -> None:
 
 def test_a_busy_time_that_ends_now_is_over() -> None:
     scheduler = fleet("ab")
-    other = arrived(scheduler, 1, pinned="b")
+    other = arrived(scheduler, 1, subset=("b",))
     assert scheduler.on_refused(other, True, 5.0, 1.0) == [PassOn(1, other)]
-    lease = arrived(scheduler, 2, 2.0, pinned=None)
+    lease = arrived(scheduler, 2, 2.0, subset=None)
     assert lease.instance == "a"
     assert scheduler.on_refused(lease, True, 1.0, 3.9) == [PassOn(2, lease)]
     assert dispatched(scheduler.on_refused(lease, True, 1.0, 4.0)).instance == "b"
@@ -175,7 +175,7 @@ def test_what_waits_is_looked_at_when_a_request_moves() -> None:
     """One that belongs to another instance waits on."""
     scheduler = fleet("abc")
     scheduler.on_instance(AdminStateSet("c", AdminState.DRAIN), 0.0)
-    assert scheduler.on_arrival(request(9, pinned="c"), 0.0) == []
+    assert scheduler.on_arrival(request(9, subset=("c",)), 0.0) == []
     assert dispatched(scheduler.on_refused(arrived(scheduler, 1), True, 1.0, 0.1)).instance == "b"
     assert 9 in scheduler.queue
     scheduler.check_integrity()
@@ -199,7 +199,7 @@ def test_dropped_by_one_and_refused_by_the_other_it_may_have_run() -> None:
 
 def test_refused_by_the_one_that_it_belongs_to_it_is_given_up_while_another_is_up() -> None:
     scheduler = fleet("ab")
-    assert rejected(refuses(scheduler, arrived(scheduler, 1, pinned="a"))) is RejectReason.CONNECT_FAILED
+    assert rejected(refuses(scheduler, arrived(scheduler, 1, subset=("a",)))) is RejectReason.CONNECT_FAILED
     assert not len(scheduler.queue)
 
 
@@ -215,7 +215,7 @@ def test_dropped_by_the_last_one_while_it_drains_it_is_given_up() -> None:
 def test_a_retry_needs_no_place_in_the_queue(ends: Any) -> None:
     scheduler = fleet("abc", limits=QueueLimits(max_requests=1))
     scheduler.on_instance(AdminStateSet("c", AdminState.DRAIN), 0.0)
-    assert scheduler.on_arrival(request(9, pinned="c"), 0.0) == []
+    assert scheduler.on_arrival(request(9, subset=("c",)), 0.0) == []
     assert dispatched(ends(scheduler, arrived(scheduler, 1))).instance == "b"
     assert 9 in scheduler.queue
     scheduler.check_integrity()
@@ -397,7 +397,7 @@ def test_an_answer_that_blames_the_request_counts_among_those_that_end_well() ->
     scheduler = fleet("ab")
     ejected = []
     for number in range(39):
-        lease = arrived(scheduler, number, number / 10.0, pinned="a")
+        lease = arrived(scheduler, number, number / 10.0, subset=("a",))
         commands = scheduler.on_lease_ended(
             lease, Outcome.UPSTREAM_REFUSED if number % 3 else Outcome.UPSTREAM_ERROR, number / 10.0
         )

@@ -101,7 +101,7 @@ def test_without_another_that_has_room_the_answer_is_passed_on() -> None:
     scheduler = make_scheduler([roomy("a"), roomy("b", places=2)], "hetlb")
     held = []
     while len(scheduler.queue) == 0 and instance(scheduler, "b").in_flight < 2:
-        held += leases(scheduler.on_arrival(request(len(held), pinned="b"), 0.0))
+        held += leases(scheduler.on_arrival(request(len(held), subset=("b",)), 0.0))
     lease = dispatched(scheduler.on_arrival(request(100, prompt=4000), 0.0))
     assert lease.instance == "a"
     busy_b = next(each for each in held if each.instance == "b")
@@ -349,7 +349,7 @@ def break_each(scheduler: Scheduler, *names: str) -> list[str]:
     out: list[str] = []
     for number, name in enumerate(names):
         for i in range(8):
-            for lease in leases(scheduler.on_arrival(request(100 * number + i, pinned=name), 0.0)):
+            for lease in leases(scheduler.on_arrival(request(100 * number + i, subset=(name,)), 0.0)):
                 out += ejected(scheduler.on_lease_ended(lease, Outcome.BROKEN_STREAM, 0.0))
     return out
 
@@ -389,11 +389,11 @@ def test_the_only_one_is_not_ejected_for_probes_that_time_out() -> None:
 def test_green_probes_alone_do_not_give_the_trust_back() -> None:
     scheduler = make_scheduler([roomy("a"), roomy("b")], "single")
     for i in range(5):
-        lease = dispatched(scheduler.on_arrival(request(i, pinned="a"), 0.0))
+        lease = dispatched(scheduler.on_arrival(request(i, subset=("a",)), 0.0))
         scheduler.on_lease_ended(lease, Outcome.BROKEN_STREAM, 0.0)
     for _ in range(2):
         scheduler.on_instance(Probed("a", ProbeResult.OK), 10.0)
-    lease = dispatched(scheduler.on_arrival(request(10, pinned="a"), 30.0))
+    lease = dispatched(scheduler.on_arrival(request(10, subset=("a",)), 30.0))
     assert ejected(scheduler.on_lease_ended(lease, Outcome.BROKEN_STREAM, 30.0)) == ["a"], "one is enough now"
 
 
@@ -431,7 +431,7 @@ def test_of_those_that_wait_at_an_engine_that_dies_none_is_lost(policy: str) -> 
 def test_a_refused_request_waits_where_the_others_are_full() -> None:
     scheduler = make_scheduler([roomy("a"), roomy("b", places=2)], "hetlb")
     for i in range(2):
-        dispatched(scheduler.on_arrival(request(i, pinned="b"), 0.0))
+        dispatched(scheduler.on_arrival(request(i, subset=("b",)), 0.0))
     lease = dispatched(scheduler.on_arrival(request(10), 0.0))
     assert lease.instance == "a"
     other = next(iter(instance(scheduler, "b").leases.values()))
