@@ -12,7 +12,6 @@ import contextlib
 import gc
 import logging
 import os
-import secrets
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetlb.build import version_line
 from hetlb.config.fleet import Fleet
-from hetlb.config.fleet_tables import KvEventsTable, SharedTable
+from hetlb.config.fleet_tables import KvEventsTable
 from hetlb.config.urls import bracketed
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
@@ -314,9 +313,7 @@ class Service(FleetService):
         super().__init__(fleet, event_log)
         self._stop = asyncio.Event()
         self._hurry = False
-        shared = fleet.file.shared
         self.driver.pools.on_reconnect = self.watch.reconnected
-        self.sharing = None if shared is None else _share(shared, f"{fleet.where}shared", self.scheduling)
         self.server: Listener = self._make_server()
         self._front = Front(self.driver, self.server, fleet, self.access)
         #: True if another process accepts in place of this one.
@@ -494,13 +491,3 @@ def announce(line: str, style: str) -> None:
 def _url(address: tuple[str, int], tls: object | None) -> str:
     host, port = address
     return f"{'http' if tls is None else 'https'}://{bracketed(host)}:{port}"
-
-
-def _share(table: SharedTable, key: str, scheduling: SchedulerDriver) -> Sharing:
-    """Let a driver share its view. Raises `ConfigError`."""
-    from hetlb.proxy.sharing import Sharing, shared_url
-
-    url = shared_url(table, key)
-    sharing = Sharing(table, url, scheduling.scheduler, scheduling.carry_out, secrets.token_hex(6))
-    scheduling.view = sharing.view
-    return sharing
