@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import email.utils
 import re
+import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,6 +49,10 @@ class EngineFacts:
     skew_s: float = 0.0
     proxy: str = ""
     stages: dict[str, bool] = field(default_factory=dict)
+    #: Address at which it answers by the other scheme (http, https), "" if it does not.
+    other_url: str = ""
+    #: Name of another program that answers there.
+    foreign: str = ""
 
     @property
     def coordinates(self) -> bool:
@@ -73,27 +79,45 @@ class _Page(NamedTuple):
     trouble: str = ""
 
 
-async def ask_engines(urls: Mapping[str, Mapping[str, str]]) -> dict[str, EngineFacts]:
-    """Read the facts of the servers at these URLs, each with its own request headers."""
+async def ask_engines(
+    urls: Mapping[str, Mapping[str, str]], tls: Mapping[str, ssl.SSLContext | None] = {}
+) -> dict[str, EngineFacts]:
+    """Read the facts of the servers at these URLs, each with its own request headers and TLS context."""
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()) as session:
-        found = await asyncio.gather(*(_ask(session, url, headers) for url, headers in urls.items()))
+        asked = (_ask(session, url, headers, tls.get(url)) for url, headers in urls.items())
+        found = await asyncio.gather(*asked)
     return {facts.url: facts for facts in found}
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> EngineFacts:
+async def _ask(
+    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str], tls: ssl.SSLContext | None
+) -> EngineFacts:
     facts = EngineFacts(url)
 
     async def page(path: str) -> _Page:
+        trust = True if tls is None else tls
         try:
-            async with session.get(url + path, headers=dict(headers), allow_redirects=False) as reply:
+            async with session.get(
+                url + path, headers=dict(headers), allow_redirects=False, ssl=trust
+            ) as reply:
                 return _Page(reply.status, await reply.content.read(_MOST_BYTES), reply.headers)
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
-            return _Page(trouble=reason_of(error).lower().splitlines()[0])
+            return _Page(trouble=_trouble(error))
 
     health = await page("/health")
     facts.health, facts.trouble = health.status, health.trouble
-    if facts.trouble:
+    if facts.trouble or (health.status == 400 and b"HTTPS" in health.body):
+        # Without a key, which is for this address alone.
+        other = (
+            url.replace("http:", "https:", 1)
+            if url.startswith("http:")
+            else url.replace("https:", "http:", 1)
+        )
+        facts.trouble = facts.trouble or "it speaks TLS"
+        with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError, ValueError):
+            async with session.get(f"{other}/health", allow_redirects=False, ssl=False) as reply:
+                facts.other_url = "" if reply.status == 400 else other
         return facts
     _read_head(facts, health.headers)
     for _ in range(2):
@@ -113,7 +137,40 @@ async def _ask(session: aiohttp.ClientSession, url: str, headers: Mapping[str, s
     facts.models_status = models.status
     facts.entries = read_model_list(models.body) if models.status == 200 else []
     facts.version = read_version((await page("/version")).body)
+    if not facts.entries and facts.table is None and models.status not in (401, 403):
+        facts.foreign = await _foreign(page)
     return facts
+
+
+#: Programs by a page that they alone have: its path, and what it holds.
+_PROGRAMS = (
+    ("hetlb's admin listener", "/v1/fleet", '"policy"'),
+    ("Ollama", "/", "Ollama is running"),
+    ("Ollama", "/api/version", '"version"'),
+    ("Triton", "/v2", '"name":"triton'),
+    ("LiteLLM", "/health/liveliness", "alive"),
+    ("Prometheus", "/-/healthy", "Prometheus"),
+    ("Grafana", "/api/health", '"database"'),
+)
+
+
+async def _foreign(page: Callable[[str], Awaitable[_Page]]) -> str:
+    """Return the name of a program that is no engine, by its pages or its `Server` header; "" if unknown."""
+    for name, path, mark in _PROGRAMS:
+        found = await page(path)
+        if found.status == 200 and mark in re.sub(r"(?<=[:,{])\s", "", found.body.decode("utf-8", "replace")):
+            return name
+    server = (await page("/")).headers.get("Server", "")
+    return "" if server.lower().startswith(("uvicorn", "hetlb")) else server
+
+
+def _trouble(error: BaseException) -> str:
+    """Return why there was no answer, in words of the network."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return f"its certificate is not trusted: {reason_of(error.certificate_error)}".splitlines()[0]
+    if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ssl.SSLError):
+        return "it does not speak TLS"
+    return reason_of(error).lower().splitlines()[0]
 
 
 def _read_head(facts: EngineFacts, headers: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ import msgspec
 
 from hetlb.config.discovery import DiscoveryTable
 from hetlb.config.yaml_file import NonNegative, Port, Positive, PositiveInt, Share
+from hetlb.core.objective import LEAST_TARGET_MS, MOST_TARGET_MS
 
 
 class TlsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -255,6 +256,10 @@ class KvTransferTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     latency_s: NonNegative | None = None
 
 
+#: Targets within which scores, sums of their ratios, are numbers.
+_Target: TypeAlias = Annotated[float, msgspec.Meta(ge=LEAST_TARGET_MS, le=MOST_TARGET_MS)]
+
+
 class ClassTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Objective of one class of requests: targets in milliseconds that a share `attainment` is to meet.
 
@@ -263,12 +268,12 @@ class ClassTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     longer meet its targets gets 503.
     """
 
-    ttft_ms: Positive | None = None
-    tpot_ms: Positive | None = None
-    e2e_ms: Positive | None = None
+    ttft_ms: _Target | None = None
+    tpot_ms: _Target | None = None
+    e2e_ms: _Target | None = None
     attainment: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.95
     background: bool = False
-    first_token_weight: NonNegative | None = None
+    first_token_weight: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
     refuse_hopeless: bool = False
     resume: Resume | None = None
 

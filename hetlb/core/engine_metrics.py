@@ -79,7 +79,14 @@ def parse(text: str) -> EngineSample:
     known = table_of(text)
     table = VLLM if known is None else known
     figures = (table.running, table.waiting, table.kv_usage, table.kv_tokens)
-    series = _series(text, (*filter(None, figures), *(_VLLM_ALONE if table is VLLM else ())))
+    series = _series(
+        text,
+        (
+            *filter(None, figures),
+            *[(name,) for name in table.tokens],
+            *(_VLLM_ALONE if table is VLLM else ()),
+        ),
+    )
     missing: list[str] = []
     invalid: list[str] = []
     running = _count(series, table.running, missing, invalid)
@@ -124,6 +131,7 @@ def parse(text: str) -> EngineSample:
         "" if known is None else known.name,
         _from_source(series, "external_kv_transfer"),
         _from_source(series, "local_compute"),
+        generated=_sum(series, table.tokens, invalid),
     )
 
 
@@ -132,6 +140,13 @@ def _from_source(series: dict[str, dict[str, float]], source: str) -> int | None
     wanted = f'source="{source}"'
     values = [value for labels, value in series.get(PROMPT_SOURCES[0], {}).items() if wanted in labels]
     return round(sum(values)) if values and all(0 <= value <= _MAX_COUNT for value in values) else None
+
+
+def _sum(series: dict[str, dict[str, float]], names: tuple[str, ...], invalid: list[str]) -> int | None:
+    """Return the sum of several counters, None where none of them is told."""
+    counts = [_count(series, (name,), [], invalid) for name in names]
+    known = [each for each in counts if each is not None]
+    return sum(known) if known else None
 
 
 def _asleep(series: dict[str, dict[str, float]]) -> bool | None:

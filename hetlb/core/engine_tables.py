@@ -17,7 +17,8 @@ OTHER_PAGE: Final = "/prometheus/metrics"
 class EngineTable:
     """Names of one engine's figures, the present one first; () for what it does not tell.
 
-    `prefix` begins the names of all its metrics; `lacks` says what follows from what it does not tell.
+    `prefix` begins the names of all its metrics; `tokens` are counters of what it computes, which are
+    summed; `lacks` says what follows from what it does not tell.
     """
 
     name: str
@@ -27,6 +28,7 @@ class EngineTable:
     waiting: tuple[str, ...]
     kv_usage: tuple[str, ...] = ()
     kv_tokens: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
 
 
@@ -43,6 +45,7 @@ VLLM: Final = EngineTable(
     ("vllm:num_requests_waiting",),
     # The second name is that of vLLM before 0.10 (V0); a router that reads only dead names balances blindly.
     ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+    tokens=("vllm:generation_tokens_total", "vllm:prompt_tokens_total"),
 )
 SGLANG: Final = EngineTable(
     "sglang",
@@ -52,6 +55,7 @@ SGLANG: Final = EngineTable(
     ("sglang:num_queue_reqs",),
     ("sglang:token_usage",),
     ("sglang:max_total_num_tokens",),
+    ("sglang:generation_tokens_total", "sglang:prompt_tokens_total"),
     ("figures only with --enable-metrics", _SLOTS, _NO_IDS),
 )
 LLAMA_CPP: Final = EngineTable(
@@ -60,6 +64,7 @@ LLAMA_CPP: Final = EngineTable(
     "llamacpp:",
     ("llamacpp:requests_processing",),
     ("llamacpp:requests_deferred",),
+    tokens=("llamacpp:tokens_predicted_total", "llamacpp:prompt_tokens_total"),
     lacks=("figures only with --metrics", f"{_SLOTS} (its --parallel)", _NO_KV, _NO_SIZE, _NO_IDS),
 )
 TENSORRT_LLM: Final = EngineTable(

@@ -53,7 +53,7 @@ from hetlb.core.types import (
     Role,
 )
 
-FORMAT_VERSION: Final = 4
+FORMAT_VERSION: Final = 5
 
 
 class RecordingScheduler(Scheduler):
@@ -103,12 +103,18 @@ class RecordingScheduler(Scheduler):
         commands = super().on_moving(lease, generated, now)
         return self._record("moving", now, commands, lease=lease, generated=generated)
 
-    def on_busy(
-        self, lease: Lease, retry_after_s: float | None, now: float, *, may_move: bool = True
+    def on_refused(
+        self, lease: Lease, busy: bool, retry_after_s: float | None, now: float, *, may_move: bool = True
     ) -> list[Command]:
-        commands = super().on_busy(lease, retry_after_s, now, may_move=may_move)
-        fact = {"lease": lease, "retry_after_s": retry_after_s, "may_move": may_move}
-        return self._record("busy", now, commands, **fact)
+        commands = super().on_refused(lease, busy, retry_after_s, now, may_move=may_move)
+        fact = {"lease": lease, "busy": busy, "retry_after_s": retry_after_s, "may_move": may_move}
+        return self._record("refused", now, commands, **fact)
+
+    def on_sweep(self, tokens_at: Mapping[str, float], now: float) -> list[Command]:
+        return self._record("sweep", now, super().on_sweep(tokens_at, now), tokens_at=dict(tokens_at))
+
+    def on_stranded(self, lease: Lease, now: float) -> list[Command]:
+        return self._record("stranded", now, super().on_stranded(lease, now), lease=lease)
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
         return self._record("cancelled", now, super().on_cancelled(request_id, now), request=request_id)
@@ -280,7 +286,9 @@ _METHODS: Final[dict[str, tuple[str, dict[str, type[Any]]]]] = {
     "prefilled": ("on_prefilled", {"lease": Lease}),
     "unsplit": ("on_unsplit", {"lease": Lease, "outcome": Outcome}),
     "lease_ended": ("on_lease_ended", {"lease": Lease, "outcome": Outcome}),
-    "busy": ("on_busy", {"lease": Lease}),
+    "refused": ("on_refused", {"lease": Lease}),
+    "sweep": ("on_sweep", {}),
+    "stranded": ("on_stranded", {"lease": Lease}),
     "moving": ("on_moving", {"lease": Lease}),
     "waiting_elsewhere": ("on_waiting_elsewhere", {}),
     "scrape": ("on_scrape", {"sample": EngineSample}),

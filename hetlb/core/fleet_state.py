@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from hetlb.core.health import HealthTracker
@@ -100,6 +100,7 @@ class FleetState:
         instance.tree = Tree(self.prefixes, self._next_cache)
         self._next_cache -= 1
         instance.health.gone = False
+        instance.account.forget()
         if instance.health.state is Health.UP:
             instance.throttle.begin_slow_start(self._params.slow_start_s, now)
         else:
@@ -181,6 +182,34 @@ class FleetState:
         if instance.removed:  # its name may be another's by now
             return []
         return [HealthChanged(instance.name, instance.health.state, instance.health.reason)]
+
+    # --- accounts ---
+
+    def judge(self, instance: Instance, now: float) -> None:
+        """Compare the account of an instance, and those in doubt, with the others of their models."""
+        changed = False
+        for pool in self._pools(instance):
+            accounts = [each.account for each in pool]
+            for account in accounts:
+                if account is instance.account or account.doubted:
+                    changed = account.judge(accounts) or changed
+        if changed:
+            self.reindex(now)
+
+    def watch(self, tokens_at: Mapping[str, float], now: float) -> bool:
+        """Look at every instance: does it work, is it in doubt? True if an answer to that changed."""
+        changed = False
+        for instance in self.instances.values():
+            account = instance.account
+            account.age(now)
+            changed = instance.watch(tokens_at.get(instance.name), now) or changed
+            if account.doubted or account.excess > 0.0:
+                before = account.doubted
+                self.judge(instance, now)
+                changed = changed or account.doubted is not before
+        if changed:
+            self.reindex(now)
+        return changed
 
     # --- ejection ---
 

@@ -13,7 +13,6 @@ from enum import StrEnum
 from typing import Final
 
 from hetlb.core.pickle_by_fields import PickleByFields
-from hetlb.core.throttle import PROBATION_AFTER, Probation
 from hetlb.core.transition import Transition
 from hetlb.core.types import Health, Outcome, ProbeResult
 
@@ -25,10 +24,6 @@ EJECTION_CAP_S: Final = 60.0
 EJECTION_JITTER: Final = 0.2
 #: A success this long after the last ejection forgives one step of the growth.
 FORGIVE_AFTER_S: Final = 30.0
-#: Of the answers within so many seconds of a first failed one, so many at least, this share has failed.
-WINDOW_S: Final = 30.0
-LEAST_ANSWERS: Final = 20
-FAILED_SHARE: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +39,15 @@ class Verdict(StrEnum):
     WELL = "as a success"
     ABSENT = "as a refused connection"
     FAILED = "as a failed answer"
-    ERROR = "as a server error"
+    LOST = "as a lost answer"
     NOTHING = "against no instance"
 
 
 _VERDICTS: dict[Outcome, Verdict] = {
     Outcome.OK: Verdict.WELL,
-    Outcome.UPSTREAM_BUSY: Verdict.WELL,
-    Outcome.UPSTREAM_REFUSED: Verdict.WELL,
-    Outcome.UPSTREAM_ERROR: Verdict.ERROR,
+    Outcome.UPSTREAM_BUSY: Verdict.LOST,
+    Outcome.UPSTREAM_REFUSED: Verdict.LOST,
+    Outcome.UPSTREAM_ERROR: Verdict.LOST,
     Outcome.CONNECT_FAILED: Verdict.ABSENT,
     Outcome.NO_RESPONSE: Verdict.FAILED,
     Outcome.BROKEN_STREAM: Verdict.FAILED,
@@ -76,12 +71,6 @@ PROBES_FAIL_ALONE: Final = Transition(
 FAILS_IN_A_ROW: Final = Transition(
     f"{PASSIVE_FALL} answers fail in a row, and it may be ejected", _IN_USE, Health.EJECTED
 )
-FAILS_OFTEN: Final = Transition(
-    f"{FAILED_SHARE:.0%} of at least {LEAST_ANSWERS} answers fail within {WINDOW_S:.0f} s, and it may be"
-    " ejected",
-    _IN_USE,
-    Health.EJECTED,
-)
 FAILS_HALF_OPEN: Final = Transition(
     "half-open (ejected for its answers before), it fails before an answer ends well", _IN_USE, Health.EJECTED
 )
@@ -89,7 +78,7 @@ RECOVERS: Final = Transition(
     f"the ejection time is over and {RISE} probes in a row are answered", (Health.EJECTED,), Health.UP
 )
 TRANSITIONS: Final = (
-    REFUSED, ANSWERS, PROBES_FAIL, PROBES_FAIL_ALONE, FAILS_IN_A_ROW, FAILS_OFTEN, FAILS_HALF_OPEN, RECOVERS,
+    REFUSED, ANSWERS, PROBES_FAIL, PROBES_FAIL_ALONE, FAILS_IN_A_ROW, FAILS_HALF_OPEN, RECOVERS,
 )  # fmt: skip
 
 
@@ -116,10 +105,6 @@ class HealthTracker:
         self._probe_successes = 0
         self._passive_failures = 0
         self._half_open = False
-        # The window of the share of failed answers, None while none failed.
-        self._window_since: float | None = None
-        self._failed = self._well = 0
-        self.probation = Probation()
         #: True if no process listened at its address since its process was seen last.
         self.gone = False
         self._been_up = state is Health.UP
@@ -155,8 +140,6 @@ class HealthTracker:
         self.gone = self._been_up
         # What returns is another process: nothing is held against it.
         self._half_open = False
-        self._window_since = None
-        self.probation.forget()
         if self.state is Health.EJECTED:
             self.reason = detail or self.reason
             return False
@@ -175,55 +158,34 @@ class HealthTracker:
         if self.clean:
             return False
         self._passive_failures = self._probe_failures = 0
-        self.probation.forget()
         self._half_open = False
-        if self._window_since is not None:
-            if now - self._window_since >= WINDOW_S:
-                self._window_since = None
-            else:
-                self._well += 1
         if self._ejections and now - self._forgiven_at >= FORGIVE_AFTER_S:
             self._ejections -= 1
             self._forgiven_at = now
         if self.state is Health.SUSPECT:
             return self._enter(ANSWERS, "answered a request")
-        self.clean = self.state is Health.UP and self._window_since is None and not self._ejections
+        self.clean = self.state is Health.UP and not self._ejections
         return False
 
     def on_failure(self, now: float, *, may_eject: bool) -> bool:
         """An answer failed in the engine's own way: dropped, broken off. True if the state changed."""
         self._passive_failures += 1
-        in_a_row = self._passive_failures
-        skip = 1
-        if in_a_row > PROBATION_AFTER:
-            skip = 2 << min(16, max(0, in_a_row - PASSIVE_FALL + 1))
-        self.probation.failed(skip, now)
-        reason = f"{in_a_row} answers failed in a row"
-        return self._failed_once(FAILS_IN_A_ROW if in_a_row >= PASSIVE_FALL else None, reason, now, may_eject)
-
-    def on_server_error(self, now: float, *, may_eject: bool) -> bool:
-        """A whole answer that says 5xx: the request's fault or the engine's. True if the state changed."""
-        self.probation.failed(None, now)
-        return self._failed_once(None, "", now, may_eject)
-
-    def _failed_once(
-        self, found: Transition[Health] | None, reason: str, now: float, may_eject: bool
-    ) -> bool:
         self.clean = False
-        if self._window_since is None or now - self._window_since >= WINDOW_S:
-            self._window_since, self._failed, self._well = now, 0, 0
-        self._failed += 1
-        answers = self._failed + self._well
-        if found is None and self._half_open:
+        found: Transition[Health] | None = None
+        reason = f"{self._passive_failures} answers failed in a row"
+        if self._half_open:
             found, reason = FAILS_HALF_OPEN, "failed again after it came back"
-        if found is None and answers >= LEAST_ANSWERS and self._failed >= FAILED_SHARE * answers:
-            seconds = now - self._window_since
-            found, reason = FAILS_OFTEN, f"{self._failed} of {answers} answers failed within {seconds:.0f} s"
-        if found is not None and may_eject and self.state is not Health.EJECTED:
-            self._half_open = True
-            self._window_since = None
-            return self._eject(found, reason, now)
-        return False
+        elif self._passive_failures >= PASSIVE_FALL:
+            found = FAILS_IN_A_ROW
+        if found is None or not may_eject or self.state is Health.EJECTED:
+            return False
+        self._half_open = True
+        return self._eject(found, reason, now)
+
+    @property
+    def failures(self) -> int:
+        """Answers that failed in a row, until it changes its state."""
+        return self._passive_failures
 
     @property
     def ejected_for_failures(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from hetlb.core.account import LEAST_SILENCE_S, UNKNOWN_SILENCE_S, Account
 from hetlb.core.adapters import DEFAULT_SLOTS, AdapterSlots
 from hetlb.core.forecast_errors import ForecastErrors
 from hetlb.core.health import HealthTracker
@@ -47,6 +48,11 @@ _LOADS_KEPT: Final = 1024
 #: keeps the pace of the slowest instance.
 _UNEXPLORED_SEQUENCES: Final = 2
 _UNEXPLORED_S: Final = 10.0
+#: A first token later than this many times its forecast and a second more shows that others wait, too.
+_LATE: Final = 2.0
+#: While requests take every slot that was learnt, this long after it was learnt one more is tried, then two
+#: more, four more, ..., until the engine lets requests wait again.
+_SLOTS_AGE_S: Final = 5.0
 #: Iterations full of prompts after which what still waits lacks a slot.
 _ITERATIONS: Final = 2.0
 #: Shorter answers say nothing about speed.
@@ -79,14 +85,14 @@ class Instance:
 
     __slots__ = (
         "_assumed_ns", "_assumed_tokens", "_first_tokens", "_loads", "_occupancy", "_waiting_seen",
-        "adapters", "admin", "asleep", "began", "blocks", "capacity", "changes", "engine",
+        "account", "adapters", "admin", "asleep", "began", "blocks", "capacity", "changes", "engine",
         "engines", "errors", "explored", "finished_kv_tokens", "finished_sequences", "groups",
         "health", "held_tokens", "in_flight", "incarnation", "incoming", "kv_cache_tokens",
         "kv_excess_tokens", "kv_prompt_tokens", "kv_tokens", "latency", "leases", "leaves_at",
         "longest_request_tokens", "max_num_seqs", "name", "nominal", "parameters",
         "parameters_version", "peak_ewma", "pending_prompt_tokens", "profiled", "promised_tokens",
         "prompt_tokens", "removed", "sample", "sample_at", "sequences", "served", "slots_learnt_at",
-        "spec", "speed", "stated_sequences", "throttle", "token_budget", "tree", "work_ns",
+        "slots_step", "spec", "speed", "stated_sequences", "throttle", "token_budget", "tree", "work_ns",
     )  # fmt: skip
 
     def __init__(
@@ -109,7 +115,8 @@ class Instance:
         self.blocks: BlockIndex | None = None
         #: Its LoRA adapters, None where it lists none.
         self.adapters: AdapterSlots | None = None
-        self.throttle = Throttle(health.probation)
+        self.account = Account(now)
+        self.throttle = Throttle(self.account)
         self.admin = AdminState.READY
         #: Time at which it is gone, None without a notice.
         self.leaves_at: float | None = None
@@ -182,6 +189,8 @@ class Instance:
         self._waiting_seen = 0
         #: Time at which its metrics showed how many sequences it runs at once.
         self.slots_learnt_at: float | None = None
+        #: Slots by which those that were learnt grow next.
+        self.slots_step = 1
 
     # --- limits ---
 
@@ -398,6 +407,7 @@ class Instance:
             del self.incoming[lease.id]
             lease.incoming = False
         lease.ended = True
+        self.account.ended(lease.id)
         self._occupancy = None
         self.work_ns -= lease.work_ns
         self.kv_tokens -= lease.kv_tokens
@@ -485,6 +495,7 @@ class Instance:
         self._occupancy = None
         self.sample = sample
         self.sample_at = now
+        self.account.read(sample.generated, now)
         self.learn_capacity(sample.capacity)
         self.engine = sample.engine or self.engine
         if self.adapters is not None and sample.adapters is not None:
@@ -502,14 +513,67 @@ class Instance:
             self._take_finished(min(arrived, self.sequences - sample.running - sample.waiting))
         if self.capacity.max_num_seqs is not None:
             return
+        self._learn_slots(sample, now)
+
+    def _learn_slots(self, sample: EngineSample, now: float) -> None:
+        """Learn how many sequences it runs at once, unless it stands still."""
+        if self.account.silent_since is not None:
+            self._waiting_seen = 0
+            return
         running = sample.running or 0
         fullest = sample.kv_usage if sample.kv_usage_max is None else sample.kv_usage_max
         room = fullest is not None and fullest < KV_ROOM
         full = running if sample.waiting and room and self._waits_for_slot(running, now) else 0
         if running > self.max_num_seqs or (full and full == self._waiting_seen):
-            self.max_num_seqs, self.slots_learnt_at = running, now
+            self.max_num_seqs, self.slots_learnt_at, self.slots_step = running, now, 1
             self._update_parameters()
         self._waiting_seen = full
+
+    def _age_slots(self, now: float) -> None:
+        """Try more slots than were learnt, some time after that, while all of them are taken."""
+        learnt_at = self.slots_learnt_at
+        if learnt_at is None or now - learnt_at < _SLOTS_AGE_S or self.capacity.max_num_seqs is not None:
+            return
+        default = DEFAULT_MAX_NUM_SEQS * self.engines
+        if self.max_num_seqs < default and self.unfinished_sequences >= self.max_num_seqs:
+            self.max_num_seqs = min(default, self.max_num_seqs + self.slots_step)
+            self.slots_learnt_at, self.slots_step = now, 2 * self.slots_step
+            self._update_parameters()
+
+    def watch(self, token_at: float | None, now: float) -> bool:
+        """Look whether it works, by its newest token. True if it has stalled now, or stalls no more.
+
+        Called about twice a second.
+        """
+        account = self.account
+        changed = token_at is not None and token_at > account.token_at and account.token(token_at)
+        counts = account.counts(now)
+        since, need_s, late_s = math.inf, 0.0, 0.0
+        for lease in self.leases.values():
+            if lease.incoming or not lease.own:
+                continue
+            if lease.first_token_at is None:
+                if since == math.inf:
+                    # Of a whole answer nothing is heard before its end, but by the engine's own counters.
+                    shown = counts or lease.request.streamed
+                    since = lease.dispatched_at
+                    need_s = lease.forecast_first_s if shown else lease.forecast_end_s
+                    late_s = max(0.0, now - since - _LATE * need_s - 1.0)
+            elif lease.request.streamed:
+                since, need_s = min(since, lease.first_token_at), self.occupancy.now_s
+                break
+        least_s = LEAST_SILENCE_S if self.profiled or self.speed.seen else UNKNOWN_SILENCE_S
+        changed = account.watch(since, need_s, late_s, least_s, now) or changed
+        if account.silent_since is not None:
+            self._elapsed(now)
+            self.speed.stood(account.silent_since, now)
+        else:
+            self.speed.age(now)
+            self._age_slots(now)
+        if self.speed.changed:
+            self.speed.changed = False
+            self.take_speed()
+        return changed
 
     def _waits_for_slot(self, running: int, now: float) -> bool:
         """True if what waits first behind the `running` oldest sequences lacks a slot.
@@ -554,7 +618,12 @@ class Instance:
 
     def learn_prefill(self, lease: Lease, now: float) -> bool:
         """Correct the speed by the first token of an answer. True if that changed the latency model."""
-        changed = self.speed.observe_prefill(lease.expected_first_s, now - lease.dispatched_at, now)
+        seconds = now - lease.dispatched_at
+        if self.speed.stood_at >= lease.dispatched_at:
+            if lease.mark is None:
+                return False
+            seconds -= self.speed.stood_s - lease.mark.stood_s
+        changed = self.speed.observe_prefill(lease.expected_first_s, seconds, now)
         if changed:
             self.take_speed()
         return changed
@@ -572,7 +641,8 @@ class Instance:
             mark, began_at = lease.mark, lease.dispatched_at
         elif now - first_at < _DECODING * took_s:
             return False
-        speed, seen_s = self.speed, now - began_at
+        speed = self.speed
+        seen_s = now - began_at - (speed.stood_s - mark.stood_s)
         changed = speed.answered(self.nominal, mark, seen_s, steps, now, self.token_budget)
         lease.expected_s, lease.seen_s, lease.mixed = speed.last_expected_s, seen_s, speed.last_mixed
         if changed:

@@ -207,7 +207,7 @@ class Placement:
         _check(found.index, found.work_s, len(able))
         instance = able[found.index]
         leaves_at = instance.leaves_at
-        if leaves_at is not None and request.pinned is None and not stays:
+        if leaves_at is not None and not stays:
             late = now + found.forecast.end_s > leaves_at - NOTICE_MARGIN_S
             if late:
                 return self._choose(request, ready, now, predicted, own_size, long, ceiling, waited_s, True)
@@ -226,7 +226,6 @@ class Placement:
         prompt = request.longest_prompt_tokens or request.prompt_tokens
         if (
             prompt + (request.max_tokens or 1) <= ready.longest_tokens
-            and request.pinned is None
             and request.subset is None
             and not request.generated
             and (not known or request.id not in known)
@@ -243,7 +242,7 @@ class Placement:
     ) -> list[Instance]:
         """The instances that may get a part of a request, [] where it is not to be split."""
         attempts = self.retries.attempts.get(request.id)
-        if request.pinned is not None or (attempts is not None and attempts.whole):
+        if attempts is not None and attempts.whole:
             return []
         parts = ready.parts_for(request, None if attempts is None else attempts.tried, now, ceiling)
         return [each for each in parts if each.leaves_at is None]
@@ -306,14 +305,15 @@ class Placement:
             if loads is not None:
                 self.adapter_load.expected[lease.id] = lease.forecast_first_s, loads
         if ctx.availabilities is not None:
-            instance.health.probation.dispatched(now)
+            instance.account.dispatched(lease.id, now)
             for other in found.ready.able:
-                if other is not instance and other.health.probation.held(now):
-                    other.health.probation.passed_over()
+                if other is not instance and other.account.held(now):
+                    other.account.passed_over()
         shared = lease.shared
         used = lease.kv_prompt_tokens if shared is None else lease.kv_prompt_tokens + shared.new_tokens
         sequences = request.sequences
         ctx.demand.mix.add_booking(used / sequences, lease.unread_tokens / sequences)
+        ctx.demand.dispatched(lease.forecast_first_s, lease.forecast_end_s, ctx.waited_s)
         try:
             self.policy.committed(ctx, instance, found.choices.instances)
         except Exception as error:  # the request has its instance all the same

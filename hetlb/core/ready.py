@@ -113,10 +113,15 @@ class ReadyInstances:
         chosen = found.instances
         if not self.throttled or not any(instance.throttle.active(now) for instance in chosen):
             return found
-        doubt = not all(instance.health.probation.held(now) for instance in chosen)
+        doubt = not all(instance.account.held(now) for instance in chosen)
         found.availabilities = availabilities = [
             each.throttle.availability(each.sequences, each.max_num_seqs, now, doubt=doubt) for each in chosen
         ]
+        if doubt:
+            due = [each for each in chosen if each.account.restrained(now) and not each.account.held(now)]
+            if due and len(due) < len(chosen):
+                waits = f"{due[0].name} gets a trial"
+                return found.without({each.name: waits for each in chosen if each is not due[0]})
         if holds_back:
             return found
         best_availability = min(availability for availability, _ in availabilities)
@@ -137,16 +142,14 @@ class ReadyInstances:
         by_ids = request.generated > 0 and any(
             not _why_not(each) and each.gives_ids for each in self.instances
         )
-        anywhere = tried is None and request.pinned is None and request.subset is None and not by_ids
+        anywhere = tried is None and request.subset is None and not by_ids
         if anywhere and all(tokens <= _longest(instance) for instance in self.able):
             return Choices(self.able, self.excluded)
         excluded: dict[str, str] = {}
         able: list[Instance] = []
         kept: list[Instance] = []
         for instance in self.instances:
-            if request.pinned is not None and instance.name != request.pinned:
-                reason = "the request belongs to another instance"
-            elif request.subset is not None and instance.name not in request.subset:
+            if request.subset is not None and instance.name not in request.subset:
                 reason = "not in the subset of the gateway"
             else:
                 reason = _why_not(instance)
@@ -154,7 +157,7 @@ class ReadyInstances:
                     reason = "tried before"
                 if not reason and by_ids and not instance.gives_ids:
                     reason = "it takes no token ids"
-                if not reason and self.roles and request.pinned is None:
+                if not reason and self.roles:
                     reason = self.roles.get(instance.name, "")
                     if reason:
                         kept.append(instance)

@@ -13,16 +13,17 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from hetlb.core import rejections
+from hetlb.core.account import LEAST_SILENCE_S
 from hetlb.core.backlog import Backlog
 from hetlb.core.fleet_state import FleetState
-from hetlb.core.health import Verdict, verdict
+from hetlb.core.health import PASSIVE_FALL, Verdict, verdict
 from hetlb.core.instance import Instance
 from hetlb.core.journal import Booked, Journal
 from hetlb.core.placement import Placement
 from hetlb.core.policies.registry import make_policy
 from hetlb.core.predictor import Predictor
 from hetlb.core.queue import Queue
-from hetlb.core.ready import least_tokens
+from hetlb.core.ready import ReadyInstances, least_tokens
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.types import (
     HAND_OVER,
@@ -51,6 +52,11 @@ if TYPE_CHECKING:
 
 #: Time between ticks while something waits for time to pass (queue limits, ejections).
 TICK_S: Final = 0.25
+#: Times that a request of which nothing came is sent elsewhere.
+MOST_MOVES: Final = 2
+#: A client was not heard that left after this many times the forecast, and after these seconds.
+_UNHEARD: Final = 3.0
+_UNHEARD_S: Final = 2.0
 #: A member of an enum costs as much as a call.
 _OK: Final = Outcome.OK
 
@@ -198,7 +204,7 @@ class Scheduler:
             self._end_prefill(lease, None, now)
         else:
             instance = self._drop(lease, now)
-            commands = self._ended_badly(instance, outcome, now)
+            commands = self._ended_badly(instance, lease, outcome, now)
         attempts = self._retries.of(request.id)
         attempts.whole = True
         if outcome in (Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE):
@@ -249,6 +255,10 @@ class Scheduler:
         elif lease.hold is not None and not lease.hold.ended:
             self.holds.fetched(lease.hold, lease, instance, now)
         instance.first_token(lease, now)
+        account = instance.account
+        account.ended(lease.id)
+        if account.token(now):
+            self.fleet.reindex(now)
         taught = not instance.explored and lease.request.streamed and lease.decode is None
         if taught and instance.learn_prefill(lease, now):
             self.fleet.share_speed(instance.spec.model, instance.profiled)
@@ -303,8 +313,10 @@ class Scheduler:
                     self._backlog.predict_again()
             if health.on_success(now):
                 commands = self.fleet.health_changed(instance, now)
+            if instance.account.ended_well(lease.id, now):
+                self.fleet.judge(instance, now)
         else:
-            commands = self._ended_badly(instance, outcome, now)
+            commands = self._ended_badly(instance, lease, outcome, now)
             if generated is not None:
                 commands += self._go_on(lease, lease.request.goes_on(generated), now)
                 return commands + self._backlog.flush(now)
@@ -315,57 +327,83 @@ class Scheduler:
             retries.forget(request.id)
         return commands + self._backlog.flush(now) if self.queue.held else commands
 
-    def _ended_badly(self, instance: Instance, outcome: Outcome, now: float) -> list[Command]:
-        """Effect of the end of a lease on the health of its instance."""
+    def _ended_badly(self, instance: Instance, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
+        """Effect of the end of a lease on the health and the account of its instance."""
         health, fleet, says = instance.health, self.fleet, verdict(outcome)
-        capacity = self.placement.capacity
+        changed = False
         if says is Verdict.ABSENT:
             changed = health.on_refused(now)
+            instance.account.forget()
         elif says is Verdict.FAILED:
-            changed = health.on_failure(now, may_eject=fleet.may_eject(instance, capacity))
-        elif says is Verdict.ERROR:
-            changed = health.on_server_error(now, may_eject=fleet.may_eject(instance, capacity))
-        elif says is Verdict.WELL:
-            return fleet.health_changed(instance, now) if health.on_success(now) else []
-        else:
-            return []
-        if changed:
-            return fleet.health_changed(instance, now)
-        if health.probation.active(now):
-            fleet.reindex(now)
-        return []
+            changed = health.on_failure(now, may_eject=fleet.may_eject(instance, self.placement.capacity))
+        elif says is Verdict.LOST:
+            changed = health.on_answering(now)
+        if says in (Verdict.FAILED, Verdict.LOST) or _left_unheard(lease, outcome, now):
+            skip = 1 if says is Verdict.FAILED and 0 < health.failures < PASSIVE_FALL else 0
+            self._lost(instance, lease, skip, now)
+        return fleet.health_changed(instance, now) if changed else []
 
-    def on_busy(
-        self, lease: Lease, retry_after_s: float | None, now: float, *, may_move: bool = True
+    def _lost(self, instance: Instance, lease: Lease, skip: int, now: float) -> None:
+        """Count a lost answer in the account of its instance, unless it was counted before."""
+        if lease.judged:
+            return
+        lease.judged = True
+        instance.account.ended_badly(lease.id, now - lease.dispatched_at, skip, now)
+        self.fleet.judge(instance, now)
+
+    def on_refused(
+        self, lease: Lease, busy: bool, retry_after_s: float | None, now: float, *, may_move: bool = True
     ) -> list[Command]:
-        """An engine answered 429 or 503: it has no room, which is no failure.
+        """An engine refused a request with 4xx or 503, having run nothing of it; `busy`: with 429 or 503.
 
-        If it said when to come again (`retry_after_s`), it is ranked last until then, and another instance
-        that has room gets the request, within the budget of retries: then the commands hold the new dispatch.
-        Otherwise, and without `may_move`, they hold a `PassOn`, and the lease goes on.
+        If it is busy beside what it answers, that is a limit of it. Otherwise it counts in its account.
+        Another instance gets the request, within the budget of retries, if the engine said when to come again
+        (`retry_after_s`), has reached its limit, or is in doubt while the others answer: then the commands
+        hold the new dispatch. Otherwise, and without `may_move`, they hold a `PassOn`, and the lease goes on.
         """
         request, retries = lease.request, self._retries
+        if retry_after_s is not None and retry_after_s <= 0.0:
+            retry_after_s = None
         instance = self.ledger.leased[lease.id]
+        account, others = instance.account, instance.sequences - request.sequences
         passed_on: list[Command] = [PassOn(request.id, lease)]
-        if retry_after_s is None or retry_after_s <= 0.0:
-            return passed_on
-        instance.throttle.mark_busy(retry_after_s, instance.sequences - request.sequences, now)
-        self.fleet.reindex(now)
+        doubted, limited = account.doubted, busy and others > 0 and not account.doubted
+        if limited:
+            lease.judged = True
+            instance.throttle.refused(others, retry_after_s, now)
+            self.fleet.reindex(now)
+        else:
+            if busy and retry_after_s is not None:
+                account.asked(retry_after_s, now)
+            self._lost(instance, lease, 0, now)
+            self.fleet.reindex(now)
         known = retries.attempts.get(request.id)
         ready = self.fleet.ready.get(request.model)
         may_move = may_move and (known is None or not known.runs)
+        may_move = may_move and ((busy and retry_after_s is not None) or limited or doubted)
         if not may_move or ready is None or not retries.allowed(self.in_flight):
             return passed_on
+        return self._move(lease, ready, now, ran=False) or passed_on
+
+    def _move(self, lease: Lease, ready: ReadyInstances, now: float, *, ran: bool) -> list[Command]:
+        """Send a request elsewhere of whose answer nothing came; no commands where no other one is better."""
+        request, retries = lease.request, self._retries
+        known = retries.attempts.get(request.id)
         attempts = retries.of(request.id)
         attempts.tried.append(lease.instance)
         found = self.placement.choose(request, ready, now, lease.predicted_output)
-        self.placement.take_failed(request.id)  # the busy engine's answer is the client's
-        if found is None or found.instance.throttle.busy_until > now:
+        if (
+            found is None
+            or found.instance.account.restrained(now)
+            or found.instance.sequences >= found.instance.throttle.limit(now)
+        ):
+            self.placement.take_failed(request.id)  # the lease goes on as it is
+            attempts.tried.pop()
             if known is None:
                 retries.forget(request.id)
-            return passed_on
+            return []
         attempts.runs += 1
-        attempts.turned_away += 1
+        attempts.turned_away += not ran
         attempts.whole = attempts.whole or lease.hold is not None
         self._drop(lease, now)
         if lease.decode is not None:
@@ -373,6 +411,50 @@ class Scheduler:
         placed = self.placement.book(found)
         retries.leases.add(placed.lease.id)
         return [placed, *self._backlog.flush(now)]
+
+    # --- instances that say nothing ---
+
+    def on_sweep(self, tokens_at: Mapping[str, float], now: float) -> list[Command]:
+        """Time passed, about half a second; `tokens_at` has the time of each instance's newest token."""
+        if self.fleet.watch(tokens_at, now):
+            return self._backlog.flush(now)
+        return []
+
+    def stranded(self, now: float) -> list[Lease]:
+        """Return leases of which nothing came, of instances that are ejected or have stalled."""
+        found: list[Lease] = []
+        for instance in self.fleet.instances.values():
+            ejected = instance.health.state is Health.EJECTED
+            if not instance.leases or not (ejected or instance.account.stalled_since is not None):
+                continue
+            for lease in instance.leases.values():
+                request = lease.request
+                if (
+                    lease.first_token_at is None
+                    and lease.own
+                    and not lease.incoming
+                    and lease.decode is None
+                    and lease.hold is None
+                    and request.subset is None
+                    and not request.generated
+                    and (ejected or now - lease.dispatched_at >= max(LEAST_SILENCE_S, lease.forecast_first_s))
+                ):
+                    found.append(lease)
+        return found
+
+    def on_stranded(self, lease: Lease, now: float) -> list[Command]:
+        """Send a lease of `stranded` elsewhere, within the budget of retries; no commands: it stays."""
+        retries, ready = self._retries, self.fleet.ready.get(lease.request.model)
+        known = retries.attempts.get(lease.request.id)
+        if ready is None or (known is not None and known.runs >= MOST_MOVES):
+            return []
+        instance = self.ledger.leased[lease.id]
+        if instance.health.state is not Health.EJECTED and not retries.allowed(self.in_flight):
+            return []
+        commands = self._move(lease, ready, now, ran=True)
+        if commands:
+            self._lost(instance, lease, 0, now)
+        return commands
 
     def _retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
         """Retry or reject a request that an engine did not answer."""
@@ -593,3 +675,11 @@ class Scheduler:
         assert not leased & waiting, f"requests {leased & waiting} wait and are leased"
         queue.check_integrity()
         self._retries.check_integrity(ledger.leased.keys(), leased | waiting)
+
+
+def _left_unheard(lease: Lease, outcome: Outcome, now: float) -> bool:
+    """True if a client left after a long wait without a byte."""
+    if outcome is not Outcome.CLIENT_GONE or lease.first_token_at is not None or lease.incoming:
+        return False
+    first_s = lease.forecast_first_s if lease.request.streamed else lease.forecast_end_s
+    return now - lease.dispatched_at >= max(_UNHEARD_S, _UNHEARD * first_s)

@@ -28,6 +28,8 @@ TRUST: Final = 1.2
 MOST_PROFILED: Final = 4.0
 #: The default model, used without a profile, is corrected by so much at most.
 MOST_UNPROFILED: Final = 64.0
+#: Seconds over which the factor is averaged that a speed returns to while no answer comes.
+_GOOD_S: Final = 60.0
 #: A factor is put in force when it differs from the one in force by more than this share.
 _CHANGE: Final = 0.05
 #: Steps count as mixed where prefilling beside them is more than this share of their time.
@@ -37,18 +39,25 @@ _MIXED_SHARE: Final = 0.1
 @mypyc_attr(acyclic=True)
 @dataclass(slots=True, init=False)
 class Mark:
-    """Work of an instance so far: sequence-seconds, token-seconds in the KV cache, prefilled prompts."""
+    """Work of an instance so far: sequence-seconds, token-seconds in the KV cache, prefilled prompts.
+
+    `stood_s`: seconds in which it stood still, which are no part of the others.
+    """
 
     sequence_s: float
     token_s: float
     prompt_tokens: int
     prompts: int
+    stood_s: float
 
-    def __init__(self, sequence_s: float, token_s: float, prompt_tokens: int, prompts: int) -> None:
+    def __init__(
+        self, sequence_s: float, token_s: float, prompt_tokens: int, prompts: int, stood_s: float = 0.0
+    ) -> None:
         self.sequence_s = sequence_s
         self.token_s = token_s
         self.prompt_tokens = prompt_tokens
         self.prompts = prompts
+        self.stood_s = stood_s
 
 
 @mypyc_attr(acyclic=True)
@@ -95,6 +104,17 @@ class SpeedTracker:
         self.engines = 1
         #: True if some answer has shown a speed.
         self.seen = False
+        #: Seconds in which it stood still so far, and the last time that it did.
+        self.stood_s = 0.0
+        self.stood_at = -math.inf
+        #: Running sequences and their tokens since the last `elapsed`.
+        self._running = self._tokens = 0.0
+        #: Factor that it showed over about `_GOOD_S` seconds, the mean of the first answers before that.
+        self._good = 1.0
+        self._answers = 0
+        self._aged_at = now
+        #: True if `age` changed the factor.
+        self.changed = False
 
     @property
     def seen_at(self) -> float:
@@ -113,6 +133,29 @@ class SpeedTracker:
             self._sequence_s += since * running
             self._token_s += since * tokens
             self.last = now
+            self._running, self._tokens = running, tokens
+
+    def stood(self, since: float, now: float) -> None:
+        """Take the seconds since `since` or the last call out of the evidence: it stood still.
+
+        Call it right after `elapsed`.
+        """
+        seconds = now - max(since, self.stood_at)
+        if seconds > 0.0:
+            self.stood_s += seconds
+            self._sequence_s -= seconds * self._running
+            self._token_s -= seconds * self._tokens
+        self.stood_at = now
+
+    def age(self, now: float) -> None:
+        """Let a factor that is worse than before return to that while no answer confirms it."""
+        begin = max(self._at + MEMORY_S, self._aged_at)
+        if not self.seen or now <= begin or self.factor <= self._good * (1.0 + _CHANGE):
+            return
+        keep = math.exp(-(now - begin) / MEMORY_S)
+        self._aged_at, self.changed = now, True
+        self.factor = self._good + (self.factor - self._good) * keep
+        self._observed_s = self._expected_s * self.factor
 
     def prefilled(self, prompts: int, tokens: int, now: float) -> None:
         """Prompts of so many tokens together have been prefilled."""
@@ -122,7 +165,7 @@ class SpeedTracker:
 
     def mark(self) -> Mark:
         """The work up to the last `elapsed`."""
-        return Mark(self._sequence_s, self._token_s, self._prompt_tokens, self._prompts)
+        return Mark(self._sequence_s, self._token_s, self._prompt_tokens, self._prompts, self.stood_s)
 
     def answered(
         self, model: LatencyModel, since: Mark, seconds: float, steps: float, now: float, budget: float
@@ -163,7 +206,8 @@ class SpeedTracker:
 
     def _observe(self, expected_s: float, seconds: float, now: float) -> bool:
         """Take one comparison over. True if the factor changed."""
-        keep = math.exp(-(now - self._at) / MEMORY_S)
+        since = now - self._at
+        keep = math.exp(-since / MEMORY_S)
         self._at, self.seen = now, True
         self._observed_s = self._observed_s * keep + seconds
         self._expected_s = self._expected_s * keep + expected_s
@@ -171,18 +215,22 @@ class SpeedTracker:
             return False
         ratio, most = self._observed_s / self._expected_s, self._most
         if self._profiled and 1.0 / TRUST <= ratio <= TRUST:
-            if self.factor == 1.0:
-                return False
             ratio = 1.0
         elif ratio > most:
             ratio = most
         elif ratio < 1.0 / most:
             ratio = 1.0 / most
-        if abs(ratio / self.factor - 1.0) <= _CHANGE and ratio != 1.0:
+        self._remember(ratio, since)
+        if ratio == self.factor or (abs(ratio / self.factor - 1.0) <= _CHANGE and ratio != 1.0):
             return False
-        changed = ratio != self.factor
         self.factor = ratio
-        return changed
+        return True
+
+    def _remember(self, factor: float, since: float) -> None:
+        """Let the factor over a long time follow one that was shown `since` seconds after the last."""
+        self._answers += 1
+        gain = max(1.0 / self._answers, 1.0 - math.exp(-min(since, 1.0) / _GOOD_S))
+        self._good *= (factor / self._good) ** gain
 
 
 class PeakEwma:

@@ -180,7 +180,7 @@ class Request(PickleByFields):
     `prompt_tokens` is the mean length of its prompts; `sequences` are prompts times `n`, of which `samples`
     have the same prompt; `max_tokens` is the client's cap on each output. `generates` is False for
     embeddings, scores and the like. `prompt_exact`: the length was counted, not estimated from bytes.
-    `pinned` names the one instance that can answer, `subset` those that a gateway allows (None: all).
+    `subset` names the instances that a gateway allows (None: all).
     `prefix_keys` name what each of its prompts begins with, shortest first, each with its tokens: None for
     all that a conversation has had so far. `priority` is vLLM's: the lower value goes first. `blocks` are
     digests of a prompt of known token ids, for engines that publish KV events. `splittable`: prefill and
@@ -198,7 +198,6 @@ class Request(PickleByFields):
     generates: Final[bool]
     body_bytes: Final[int]
     prompt_exact: Final[bool]
-    pinned: Final[str | None]
     prefix_keys: Final[tuple[PrefixKey, ...]]
     priority: Final[int]
     tenant: Final[str | None]
@@ -223,7 +222,6 @@ class Request(PickleByFields):
         generates: bool = True,
         body_bytes: int = 0,
         prompt_exact: bool = False,
-        pinned: str | None = None,
         prefix_keys: tuple[PrefixKey, ...] = (),
         priority: int = 0,
         tenant: str | None = None,
@@ -246,7 +244,6 @@ class Request(PickleByFields):
         self.generates = generates
         self.body_bytes = body_bytes
         self.prompt_exact = prompt_exact
-        self.pinned = pinned
         self.prefix_keys = prefix_keys
         self.priority = priority
         self.tenant = tenant
@@ -276,7 +273,7 @@ class Request(PickleByFields):
     def restriction(self) -> str | None:
         """Name of the instances that the request is restricted to, None for any that serves its model."""
         subset = self.subset
-        return self.pinned if self.pinned is not None or subset is None else ",".join(subset)
+        return None if subset is None else ",".join(subset)
 
 
 @dataclass(slots=True, eq=False)
@@ -311,7 +308,7 @@ class Lease:
     __slots__ = (
         "beside", "decode", "dispatched_at", "ended", "ended_at", "expected_first_s", "expected_s",
         "first_mark", "first_token_at", "forecast_end_s", "forecast_first_s", "forecast_step_s",
-        "hold", "id", "incarnation", "incoming", "instance", "key", "kv_prompt_tokens", "kv_tokens",
+        "hold", "id", "incarnation", "incoming", "instance", "judged", "key", "kv_prompt_tokens", "kv_tokens",
         "mark", "mixed", "outcome", "output_tokens", "own", "predicted_output", "promised_tokens",
         "prompt_tokens", "reported_cached_tokens", "request", "seen_s", "shared", "unread_tokens",
         "work_ns",
@@ -363,6 +360,8 @@ class Lease:
         self.output_tokens = 0
         self.reported_cached_tokens: int | None = None
         self.ended = False
+        #: True if its end counts for nothing more: its refusal was counted when it came.
+        self.judged = False
         #: True if its request is of this process.
         self.own = True
         self.outcome: Outcome | None = None
@@ -493,6 +492,8 @@ class EngineSample(PickleByFields):
     #: Prompt tokens fetched from other engines, and computed, since the engine started.
     fetched_tokens: int | None = None
     computed_tokens: int | None = None
+    #: Tokens that it has computed since it started: prompts that were read, and answers.
+    generated: int | None = None
 
 
 # --- commands ---
@@ -591,7 +592,7 @@ class Reject(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class PassOn(PickleByFields):
-    """Give the client the answer of a busy engine: no other instance can take the request."""
+    """Give the client the refusal of an engine: no other instance takes the request."""
 
     request_id: RequestId
     lease: Lease

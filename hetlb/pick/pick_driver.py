@@ -58,6 +58,9 @@ class PickScheduler(SchedulerDriver):
         super().sample(name, sample)
         self.carry_out(self.foreign.look(name, sample, self.carrier.now()))
 
+    def sweep(self, now: float) -> None:
+        """Conclude nothing from silence: Envoy may show nothing of an answer."""
+
     def change(self, change: InstanceChange) -> None:
         super().change(change)
         now = self.carrier.now()

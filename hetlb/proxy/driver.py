@@ -15,6 +15,7 @@ from hetlb.config.fleet_tables import ProxyTable
 from hetlb.core.instance import NOTICE_MARGIN_S, Instance
 from hetlb.core.types import Dispatch, Lease, Outcome, Reject, Request, RequestId
 from hetlb.proxy.access import EngineAccess
+from hetlb.proxy.client_response import STARTED
 from hetlb.proxy.ends import End
 from hetlb.proxy.engine_pools import EnginePools
 from hetlb.proxy.exchange import Exchange
@@ -23,7 +24,6 @@ from hetlb.proxy.guard import Guard
 from hetlb.proxy.http import error_responses
 from hetlb.proxy.http.forward_headers import ForwardRules
 from hetlb.proxy.http.openai_body import Call
-from hetlb.proxy.scheduler_driver import EMITS_S
 from hetlb.proxy.scheduler_side import SWEEP_S, Carrier, SchedulerSide
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.request_record import RequestRecord
@@ -172,12 +172,15 @@ class Driver(Carrier):
         if not call.media:  # what one counts each process learns by itself
             self.scheduling.learn_prompt(model, call.text_bytes, tokens)
 
-    def streaming(self, since: float) -> set[str]:
-        return {
-            exchange.lease.instance
-            for exchange in self.exchanges.values()
-            if exchange.lease is not None and exchange.phase is Phase.STREAMING and exchange.since >= since
-        }
+    def tokens_at(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for exchange in self.exchanges.values():
+            lease = exchange.lease
+            if lease is not None and exchange.phase is Phase.STREAMING:
+                name = lease.instance
+                if exchange.since > found.get(name, -math.inf):
+                    found[name] = exchange.since
+        return found
 
     def tokens_so_far(self, lease: Lease) -> int:
         exchange = None if lease.ended else self.exchanges.get(lease.request.id)
@@ -206,12 +209,19 @@ class Driver(Carrier):
         except Exception as error:
             self.guard.ended(exchange, error)
 
+    def may_turn_away(self, lease: Lease) -> bool:
+        exchange = self.exchanges.get(lease.request.id)
+        return (
+            exchange is not None
+            and exchange.lease is lease
+            and exchange.phase in TURNED_AWAY.before
+            and exchange.transfer is None
+            and exchange.response.state is not STARTED
+        )
+
     def turned_away(self, lease: Lease) -> None:
         self.counted.tried_again(lease.instance, Outcome.UPSTREAM_BUSY)
         self.exchanges[lease.request.id].back_to_queue(TURNED_AWAY)
-
-    def emits(self, name: str) -> bool:
-        return name in self.streaming(self.now() - EMITS_S)
 
     # --- connections to engines ---
 

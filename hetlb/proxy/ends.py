@@ -36,7 +36,7 @@ class End:
 
 ANSWERED: Final = End("answered", "the whole answer, below 400", Outcome.OK)
 UNSEEN: Final = End(
-    "unseen", "a gateway showed no body of an answer (`hetlb pick`)", Outcome.OK, Outcome.UPSTREAM_REFUSED
+    "unseen", "a gateway showed no body of an answer (`hetlb pick`)", Outcome.OK, Outcome.CLIENT_GONE
 )
 REFUSED: Final = End("refused", "the whole answer, 4xx", Outcome.UPSTREAM_REFUSED)
 BUSY: Final = End("busy", "429, or 503 with `Retry-After`, no room elsewhere", Outcome.UPSTREAM_BUSY)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Final
 
 from hetlb.proxy import ends
 from hetlb.proxy.ends import End
 from hetlb.proxy.http import error_responses
-from hetlb.proxy.http.http1 import ResponseHead, number
+from hetlb.proxy.http.http1 import ResponseHead
+from hetlb.proxy.http.retry_after import retry_after_s
 from hetlb.proxy.http.sse import TAIL_BYTES, usage_in_tail
 from hetlb.proxy.http.transfer_fields import TransferFilter, harmless
 from hetlb.proxy.streamed_answer import StreamedAnswer
@@ -17,7 +17,6 @@ from hetlb.proxy.streamed_answer import StreamedAnswer
 LOOP_STATUS: Final = 508
 #: Statuses of an engine that has no room now, if it says when to come again.
 _BUSY: Final = (429, 503)
-_RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[A-Za-z0-9_-]{1,100})"')
 _EVENTS: Final = b"text/event-stream"
 #: Content types of answers with fields that are looked at.
 _WITH_FIELDS: Final = (b"application/json", b"text/event-stream")
@@ -59,9 +58,20 @@ class EngineAnswer:
         return head.fields.get(b"content-encoding", b"identity").lower() == b"identity"
 
     @property
+    def refuses(self) -> bool:
+        """True if the engine has refused the request and run nothing of it."""
+        status = self.head.status
+        return 400 <= status < 500 or status == 503
+
+    @property
+    def is_busy(self) -> bool:
+        """True if the engine says that it has no room now."""
+        return self.head.status in _BUSY
+
+    @property
     def busy_s(self) -> float | None:
         """Seconds after which to come again, None unless the engine has no room now and says so."""
-        return number(self.head.fields.get(b"retry-after")) if self.head.status in _BUSY else None
+        return retry_after_s(self.head.fields) if self.is_busy else None
 
     @property
     def tokens_so_far(self) -> int:
@@ -119,7 +129,7 @@ class EngineAnswer:
             return ends.REFUSED_IN_STREAM if stream.refused else ends.ERROR_EVENT
         if status < 400:
             return ends.ANSWERED
-        if status == 429 or (status == 503 and b"retry-after" in self.head.fields):
+        if status == 429 or (status == 503 and self.busy_s is not None):
             return ends.BUSY
         # A loop behind another proxy is no failure of that one.
         return ends.REFUSED if status < 500 or status == LOOP_STATUS else ends.SERVER_ERROR
@@ -140,9 +150,3 @@ class EngineAnswer:
         if self.head.status >= 500:
             return ends.ERROR_EVENT
         return ends.REFUSED_IN_STREAM if self.head.status >= 400 else ends.OTHERWISE
-
-
-def response_id(payload: bytes) -> str | None:
-    """Id of a response that can be asked for again, None where it does not stand here."""
-    found = _RESPONSE_ID.search(payload)
-    return None if found is None else found[1].decode("ascii")

@@ -6,17 +6,19 @@ or one whose engine was lost in the middle of its answer (`continuation.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from hetlb.core.account import LEAST_SILENCE_S
 from hetlb.core.transition import Transition
 from hetlb.core.types import Lease, Outcome, RejectReason, Request
 from hetlb.proxy import ends
 from hetlb.proxy import exchange_states as states
 from hetlb.proxy.client_response import HEARTBEATS, NOTHING, STARTED, ClientResponse, ClientSide
 from hetlb.proxy.ends import End
-from hetlb.proxy.engine_answer import LOOP_STATUS, EngineAnswer, response_id
+from hetlb.proxy.engine_answer import LOOP_STATUS, EngineAnswer
 from hetlb.proxy.engine_request import EngineRequest
 from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http import error_responses
@@ -38,13 +40,14 @@ if TYPE_CHECKING:
 
 #: Bytes of a busy engine's answer that are kept; more than that waits in its connection.
 _KEPT_BYTES: Final = 64 << 10
+#: A stream whose engine is known to stand still for this long ends, in seconds.
+_HUNG_S: Final = 20.0
 #: Kinds of which a stream is server-sent events, and may hold comments.
 _SSE_KINDS = frozenset({Kind.CHAT, Kind.COMPLETION, Kind.RESPONSES, Kind.MESSAGES})
 #: Kinds of which a stream ends with `[DONE]`.
 _WITH_END: Final = (Kind.CHAT, Kind.COMPLETION)
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
 _CHAT: Final = Kind.CHAT
-_RESPONSES: Final = Kind.RESPONSES
 _QUEUED: Final = Phase.QUEUED
 _PREFILLING: Final = Phase.PREFILLING
 _CONNECTING: Final = Phase.CONNECTING
@@ -200,11 +203,11 @@ class Exchange(RequestRecord):
         if self.transfer is not None:
             answer.wait()
             rest = None
-        if (busy_s := answer.busy_s) is not None:
+        if answer.refuses:
             # While both legs are on their way, what this says of the engine waits for the other one's answer.
             if self.phase is not _PREFILLING:
                 assert lease is not None
-                self.driver.scheduling.busy(lease, busy_s, self.now())
+                self.driver.scheduling.refused(lease, answer.is_busy, answer.busy_s, self.now())
         elif answer.is_stream:
             answer.length = None  # what is taken out of it makes it shorter
             # The first event of a chat only says who speaks: it is no text.
@@ -255,8 +258,6 @@ class Exchange(RequestRecord):
         assert lease is not None
         if self.status < 400:
             self.driver.scheduling.first_token(lease, now)
-            if self.kind is _RESPONSES and (made := response_id(payload)) is not None:
-                self.driver.scheduling.remember_response(made, lease.instance, self.tenant)
         if stream is not None:
             self.response.stream_follows()
             if self.request.sequences == 1:
@@ -452,19 +453,38 @@ class Exchange(RequestRecord):
         quiet = phase is not _STREAMING and now - response.beat_at >= heartbeat_s
         if heartbeat_s and quiet and response.may_beat:
             response.beat(now)  # the first time this commits the answer
-        if phase is Phase.SENT and silent_s > first_byte_s:
+        if silent_s < min(LEAST_SILENCE_S, first_byte_s, idle_s) or self.lease is None:
+            return
+        hung_s = self.driver.scheduling.stalled_s(self.lease, now)
+        if phase is Phase.SENT and silent_s > first_byte_s and not self._waits_on(hung_s, now):
             self.stop_engine()
             if response.state is STARTED:
                 self._go_on(ends.STALLED, self._silent)
             else:
                 self._silent()
-        elif phase is _STREAMING and silent_s > idle_s:
+        elif phase is _STREAMING and (
+            (hung_s > 0.0 and (self.rest is not None or hung_s > _HUNG_S))
+            or (silent_s > idle_s and not self._waits_on(hung_s, now))
+        ):
             self.stop_engine()
             self._lost(ends.STALLED, "the instance stopped in the middle of its answer")
 
     def _silent(self) -> None:
         answer = error_responses.FIRST_BYTE_TIMEOUT
         self.refuse(answer, "The instance did not begin to answer in time.", end=ends.SILENT)
+
+    def _waits_on(self, hung_s: float, now: float) -> bool:
+        """Return True while no clock ends it: its engine works, or the client's stated time lasts.
+
+        `hung_s`: how long its engine has been known to stand still.
+        """
+        lease, response = self.lease, self.response
+        if hung_s > 0.0 or lease is None:
+            return False
+        if self.driver.scheduling.works(lease, now):
+            return True
+        given_up_at = response.given_up_at(self.since, self.arrived_at)
+        return now < given_up_at < math.inf
 
     def shut_down(self) -> None:
         self.stop_engine()
@@ -494,7 +514,7 @@ class Exchange(RequestRecord):
         The engine is left once there is a place: `dispatched` comes with it, at once or later.
         """
         lease = self.lease
-        if lease is None or self.transfer is not None or self.request.pinned is not None:
+        if lease is None or self.transfer is not None:
             return False
         if self.phase is not _STREAMING:
             self.driver.scheduling.move(lease, self.request.generated, self.now())

@@ -37,7 +37,11 @@ PREFILL_DISPATCHED: Final = Transition("a pair is chosen: one prefills", (Phase.
 PREFILLED: Final = Transition("the prompt is prefilled", (Phase.PREFILLING,), Phase.QUEUED)
 PREFILL_REFUSED: Final = Transition("the first of a pair refuses it", (Phase.PREFILLING,), Phase.SENT)
 DECODE_UNDER_WAY: Final = Transition("both of a pair have it already", (Phase.QUEUED,), Phase.SENT)
-TURNED_AWAY: Final = Transition("429 or 503 with `Retry-After`, room elsewhere", (Phase.SENT,), Phase.QUEUED)
+TURNED_AWAY: Final = Transition(
+    "refused, or nothing comes of its instance: another one gets it",
+    (Phase.CONNECTING, Phase.SENT),
+    Phase.QUEUED,
+)
 FIRST_BYTE: Final = Transition("the first byte of the answer's body", (Phase.SENT,), Phase.STREAMING)
 RESUMED: Final = Transition(
     "the engine is lost: the answer goes on elsewhere", (Phase.SENT, Phase.STREAMING), Phase.QUEUED

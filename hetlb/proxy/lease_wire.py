@@ -66,12 +66,12 @@ class RequestFacts(msgspec.Struct, array_like=True, gc=False, frozen=True):
             request.blocks if blocks else None, request.generated, service.parts if service.name else None,
         )  # fmt: skip
 
-    def request(self, model: str | None = None, pinned: str | None = None) -> Request:
-        """The request, with the model and the instance that were found for it."""
+    def request(self, model: str | None = None) -> Request:
+        """The request, with the model that was found for it."""
         return Request(
             self.id, self.model if model is None else model, self.prompt_tokens, self.max_tokens,
             self.sequences, self.longest_prompt_tokens, self.generates, self.body_bytes, self.prompt_exact,
-            pinned, self.prefix_keys, self.priority, self.tenant, self.samples, self.blocks,
+            self.prefix_keys, self.priority, self.tenant, self.samples, self.blocks,
             generated=self.generated,
             service=UNSTATED if self.service is None else ServiceClass(*self.service),
         )  # fmt: skip

@@ -27,7 +27,7 @@ from hetlb.proxy.driver import Driver
 from hetlb.proxy.engine_request import EngineRequest
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.http import error_responses
-from hetlb.proxy.http.endpoints import ENDPOINTS, REALTIME_PATH, Kind, kept_response
+from hetlb.proxy.http.endpoints import ENDPOINTS, KEPT_PATHS, NOT_KEPT, REALTIME_PATH, Kind
 from hetlb.proxy.http.error_responses import Answer, Refusal
 from hetlb.proxy.http.http1 import GateError, RequestHead
 from hetlb.proxy.http.openai_body import MAX_INJECT_BYTES, Call, read_json
@@ -53,7 +53,6 @@ _RESUMED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 _OPEN_PATHS = frozenset({"/health", "/ping"})
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
 _AUDIO: Final = Kind.AUDIO
-_PINNED: Final = Kind.PINNED
 _PLAIN: Final = Kind.PLAIN
 _REALTIME: Final = Kind.REALTIME
 _MULTIPART: Final = b"multipart/"
@@ -134,7 +133,7 @@ class Router:
 
     def knows(self, path: str) -> bool:
         """True if something that takes a body is at a path."""
-        return path in ENDPOINTS or path in self._extra_paths or kept_response(path) is not None
+        return path in ENDPOINTS or path in self._extra_paths
 
     def handle(
         self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
@@ -156,15 +155,9 @@ class Router:
         if kind is None:
             if path == REALTIME_PATH:
                 return self._session(client, head, body, tenant)
-            kept = kept_response(path)
-            if kept is None:
-                return self._own(head, tenant)
-            allowed = (b"POST",) if kept[1] else (b"GET", b"DELETE")
-            if head.method not in allowed:
-                raise _method_not_allowed(allowed)
-            call = Call(body)
-            call.continues = kept[0]
-            return self._exchange(client, head, _PINNED, call, tenant)
+            if path.startswith(KEPT_PATHS):
+                raise GateError(404, NOT_KEPT)
+            return self._own(head, tenant)
         if head.method != b"POST" and kind is not _PLAIN:
             raise _method_not_allowed((b"POST",))
         is_form = head.content_type.startswith(_MULTIPART)
@@ -217,17 +210,13 @@ class Router:
     ) -> Exchange:
         driver, scheduling = self._driver, self._driver.scheduling
         owner = None if tenant is None else tenant.name
-        pinned: str | None = None
-        if call.continues is not None:
-            model, pinned = scheduling.pin(call.model or "", call.continues, owner, strict=kind is _PINNED)
-        else:
-            model = call.model or scheduling.only_model or several_models()
-        if tenant is not None and kind is not _PINNED and not call.renamed and not tenant.may_use(model):
+        model = call.model or scheduling.only_model or several_models()
+        if tenant is not None and not call.renamed and not tenant.may_use(model):
             raise GateError(403, f"This API key is not for the model `{model}`.")
         service = UNSTATED
         if self.classes is not None:
             service = self.classes.of(model, head, None if tenant is None else tenant.classes)
-        request = self._request(head, kind, call, model, pinned, service, owner)
+        request = self._request(head, kind, call, model, service, owner)
         text = label_of(head)
         if text is None:
             text = engine_text = self._label_prefix + hex(request.id)[2:]
@@ -236,7 +225,7 @@ class Router:
         outgoing = EngineRequest(head, call.body, engine_text)
         exchange = Exchange(driver, client, outgoing, kind, call, request, text, driver.now(), owner)
         exchange.address = self._address_of(head, client.address) if self._trusted else client.address
-        if request.generates and pinned is None and head.path in _RESUMED_PATHS:
+        if request.generates and head.path in _RESUMED_PATHS:
             how = self.resume.get((model, service.name), driver.table.resume)
             exchange.rest = self._rest(kind, call, outgoing, how)
         call.body = call.text = call.tools = call.ids = b""  # no prompt is in memory twice, or for longer
@@ -250,7 +239,6 @@ class Router:
         kind: Kind,
         call: Call,
         model: str,
-        pinned: str | None,
         service: ServiceClass,
         owner: str | None,
     ) -> Request:
@@ -270,7 +258,7 @@ class Router:
         blocks: PromptBlocks | None = None
         if generates:
             prefix_keys, blocks = self._prefix(head, call, model, owner)
-        transfers = scheduling.transfers if sequences == 1 and pinned is None else None
+        transfers = scheduling.transfers if sequences == 1 else None
         return Request(
             id=driver.next_id(),
             model=model,
@@ -282,7 +270,6 @@ class Router:
             generates=generates,
             body_bytes=len(call.body),
             prompt_exact=exact,
-            pinned=pinned,
             prefix_keys=prefix_keys,
             blocks=blocks,
             priority=call.priority,

@@ -52,12 +52,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hetlb.proxy")
 
-#: An instance from which something came within so many seconds is not failed by a probe.
-EMITS_S: Final = 2.0
+#: After a pause of this process, nothing is concluded from silence for this long, in seconds.
+_OWN_STALL_S: Final = 1.0
 DECISIONS_KEPT: Final = 1000
 #: A decision keeps figures of every instance: of a large fleet fewer are kept, so that they stay some 10 MB.
 CANDIDATES_KEPT: Final = 50_000
-RESPONSES_KEPT: Final = 10_000
 _HEALTH: Final = {
     Health.UP: Event.INSTANCE_UP,
     Health.SUSPECT: Event.INSTANCE_SUSPECT,
@@ -68,45 +67,6 @@ _HEALTH: Final = {
 def newest(decisions: Iterable[Dispatch], instances: int) -> deque[Dispatch]:
     """The last dispatches, the oldest first: as many as suit a fleet of this size."""
     return deque(decisions, min(DECISIONS_KEPT, CANDIDATES_KEPT // max(1, instances)))
-
-
-class Responses:
-    """Instance and owner of the last `RESPONSES_KEPT` answers that can be asked for again."""
-
-    __slots__ = ("_made_at", "_made_for")
-
-    def __init__(self) -> None:
-        self._made_at: dict[str, tuple[str, str | None]] = {}
-        #: The ids by their owners, the oldest first.
-        self._made_for: dict[str | None, deque[str]] = {}
-
-    def __len__(self) -> int:
-        return len(self._made_at)
-
-    def __contains__(self, response_id: str) -> bool:
-        return response_id in self._made_at
-
-    def add(self, response_id: str, instance: str, tenant: str | None) -> None:
-        """An answer was made. Its id is its first owner's; a full table forgets of the one with most."""
-        if response_id in self._made_at:
-            return
-        self._made_at[response_id] = instance, tenant
-        self._made_for.setdefault(tenant, deque()).append(response_id)
-        if len(self._made_at) > RESPONSES_KEPT:
-            most = max(self._made_for.values(), key=len)
-            del self._made_at[most.popleft()]
-
-    def find(self, response_id: str, tenant: str | None, scheduler: Scheduler, *, strict: bool) -> str | None:
-        """The instance that keeps an answer. Raises `GateError` (404).
-
-        Unless `strict`, None where it is not known and may have been made before: the engine decides.
-        """
-        known = self._made_at.get(response_id)
-        if known is None and tenant is None and not strict:
-            return None
-        if known is None or known[1] != tenant or all(i.name != known[0] for i in scheduler.instances):
-            raise GateError(404, f"Response with id '{response_id[:128]}' not found.")
-        return known[0]
 
 
 class SchedulerDriver(SchedulerSide):
@@ -123,7 +83,6 @@ class SchedulerDriver(SchedulerSide):
         self._limiters: Limiters | None = None
         #: The last dispatches, the oldest first; fewer of a large fleet.
         self.decisions = newest((), len(scheduler.instances))
-        self.responses = Responses()
         #: Seconds that a probe may take.
         self.probe_timeout_s = 0.0
         #: True if a request may leave a busy engine for another one.
@@ -134,6 +93,8 @@ class SchedulerDriver(SchedulerSide):
         self._arrival_s: list[float] = []
         self._end_s: list[float] = []
         self._ticker: asyncio.TimerHandle | None = None
+        #: Names of the instances that have stalled, as last told.
+        self._stalled: set[str] = set()
         self._look_for_splits()
         scheduler.contain(policy_failed)
 
@@ -235,11 +196,18 @@ class SchedulerDriver(SchedulerSide):
     def move(self, lease: Lease, generated: int, now: float) -> None:
         self.carry_out(self.scheduler.on_moving(lease, generated, now))
 
-    def busy(self, lease: Lease, retry_after_s: float, now: float) -> None:
-        commands = self.scheduler.on_busy(lease, retry_after_s, now, may_move=self.moves_busy)
+    def refused(self, lease: Lease, busy: bool, retry_after_s: float | None, now: float) -> None:
+        commands = self.scheduler.on_refused(lease, busy, retry_after_s, now, may_move=self.moves_busy)
         if lease.ended:
             self.carrier.turned_away(lease)
         self.carry_out(commands)
+
+    def works(self, lease: Lease, now: float) -> bool:
+        return self.scheduler.ledger.leased[lease.id].account.works(now)
+
+    def stalled_s(self, lease: Lease, now: float) -> float:
+        since = self.scheduler.ledger.leased[lease.id].account.stalled_since
+        return 0.0 if since is None else now - since
 
     def cancelled(self, request_id: RequestId, now: float) -> None:
         self.carry_out(self.scheduler.on_cancelled(request_id, now))
@@ -251,22 +219,6 @@ class SchedulerDriver(SchedulerSide):
         text = "%s is this proxy itself, or leads back to it: taken out (state maint)"
         tell(logger, Event.INSTANCE_LOOP, text, instance, instance=instance)
         self.take_out(AdminStateSet(instance, AdminState.MAINT))
-
-    def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None:
-        self.responses.add(response_id, instance, tenant)
-
-    def pin(
-        self, model: str, response_id: str, tenant: str | None, *, strict: bool
-    ) -> tuple[str, str | None]:
-        pinned = self.responses.find(response_id, tenant, self.scheduler, strict=strict)
-        if pinned is None:
-            return model or self.only_model or several_models(), None
-        instance = self.scheduler.fleet.instances[pinned]
-        served = instance.served or (instance.spec.model,)
-        if strict or not model:
-            return served[0], pinned
-        # Of another model: it is not there, and the engine says so.
-        return model, pinned if model in served else None
 
     # --- facts about instances ---
 
@@ -340,6 +292,39 @@ class SchedulerDriver(SchedulerSide):
         finally:
             self.tick_later()
         self.carrier.ticked()
+
+    def sweep(self, now: float) -> None:
+        """Look which instances work, and send elsewhere what waits at those that do not."""
+        scheduler, carrier = self.scheduler, self.carrier
+        if carrier.stalls.since(now - _OWN_STALL_S):
+            return  # what came meanwhile is not read yet
+        if scheduler.in_flight or any(each.account.restrained(now) for each in scheduler.instances):
+            self.carry_out(scheduler.on_sweep(carrier.tokens_at(), now))
+        self._tell_stalls(now)
+        for lease in scheduler.stranded(now):
+            if carrier.may_turn_away(lease):
+                commands = scheduler.on_stranded(lease, now)
+                if lease.ended:
+                    carrier.turned_away(lease)
+                self.carry_out(commands)
+
+    def _tell_stalls(self, now: float) -> None:
+        """Log which instances have stalled, or do so no more."""
+        stalled = {each.name for each in self.scheduler.instances if each.account.stalled_since is not None}
+        for name in stalled - self._stalled:
+            why = self.scheduler.fleet.instances[name].account.why(now)
+            text = "%s has %s: it gets one request at a time"
+            tell(logger, Event.INSTANCE_STALLED, text, name, why, instance=name, reason=why)
+            self.carrier.counted.instance(name).stalls += 1
+        for name in self._stalled - stalled:
+            tell(
+                logger,
+                Event.INSTANCE_MOVES,
+                "%s goes on: tokens come again, or it is gone",
+                name,
+                instance=name,
+            )
+        self._stalled = stalled
 
     def count_calls(self) -> None:
         counted = self.carrier.counted

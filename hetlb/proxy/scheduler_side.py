@@ -29,6 +29,8 @@ SWEEP_S: Final = 0.5
 #: A timer that is so late says that this process stood still; it is due this often.
 STALL_S: Final = 0.25
 BEAT_S: Final = 0.1
+#: An instance from which something came within so many seconds is not failed by a probe.
+EMITS_S: Final = 2.0
 #: Seconds over which ended requests are counted, in slices of one.
 WINDOW_S: Final = 10
 #: Longest `Retry-After` in seconds, and the part of each by which it is spread: not all come back together.
@@ -137,8 +139,19 @@ class SchedulerSide(ABC):
         """
 
     @abstractmethod
-    def busy(self, lease: Lease, retry_after_s: float, now: float) -> None:
-        """An engine has no room for a request and says when to come again: another instance may get it."""
+    def refused(self, lease: Lease, busy: bool, retry_after_s: float | None, now: float) -> None:
+        """An engine refused a request and ran nothing of it; `busy`: it has no room.
+
+        Another instance may get it. `retry_after_s`: when to come again, None where the engine did not say.
+        """
+
+    def works(self, lease: Lease, now: float) -> bool:
+        """True if the own counters of the instance of a lease moved lately, as far as this process knows."""
+        return False
+
+    def stalled_s(self, lease: Lease, now: float) -> float:
+        """Return the seconds for which the instance of a lease has been stalled, 0.0 if it is not."""
+        return 0.0
 
     @abstractmethod
     def cancelled(self, request_id: RequestId, now: float) -> None:
@@ -151,20 +164,6 @@ class SchedulerSide(ABC):
     @abstractmethod
     def came_back(self, instance: str) -> None:
         """A request to an instance came back to this proxy: nothing goes there any more."""
-
-    @abstractmethod
-    def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None:
-        """An answer that can be asked for again was made at `instance`, for `tenant`."""
-
-    @abstractmethod
-    def pin(
-        self, model: str, response_id: str, tenant: str | None, *, strict: bool
-    ) -> tuple[str, str | None]:
-        """The model and the instance of a request that continues an earlier answer or asks for it (`strict`).
-
-        No instance where it may go to any: the engine decides. Raises `GateError`: 404 where the answer is
-        not known or not `tenant`'s, 400 where no model is named and several are served.
-        """
 
     def learn_prompt(self, model: str, text_bytes: int, tokens: int) -> None:
         """An engine counted `tokens` in prompts of text alone: other processes may learn of it."""
@@ -232,16 +231,24 @@ class Carrier(ABC):
     def pass_on(self, request_id: RequestId) -> None:
         """A busy engine's answer is the client's; it goes on by itself unless something holds it."""
 
+    def may_turn_away(self, lease: Lease) -> bool:
+        """True if a lease of which nothing came can be taken from its engine."""
+        return False
+
     def turned_away(self, lease: Lease) -> None:
-        """A busy engine has lost a lease: its request waits for another one."""
+        """A lease was taken from an engine that refused it, or says nothing: its request gets another one."""
 
     @abstractmethod
     def tokens_so_far(self, lease: Lease) -> int:
         """Output tokens of a lease: all of them, or those that came until now."""
 
     @abstractmethod
+    def tokens_at(self) -> dict[str, float]:
+        """Return the time of the newest part of a stream by instance, of those with streams."""
+
     def emits(self, name: str) -> bool:
         """True if part of an answer came from an instance lately."""
+        return self.now() - self.tokens_at().get(name, -math.inf) < EMITS_S
 
     @abstractmethod
     def instances_changed(self) -> None:

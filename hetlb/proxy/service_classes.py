@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from hetlb.core.objective import UNSTATED, ServiceClass
+from hetlb.core.objective import LEAST_TARGET_MS, MOST_TARGET_MS, UNSTATED, ServiceClass
 from hetlb.proxy.http.http1 import GateError, RequestHead
 
 _CLASS = b"x-hetlb-class"
@@ -64,8 +64,9 @@ def _changed(service: ServiceClass, header: str, attribute: str, stated: bytes) 
         seconds = float(stated) / 1e3
     except ValueError:
         seconds = math.nan
-    if not 0.0 < seconds < math.inf:
-        raise GateError(400, f"{header}: expected milliseconds above 0.")
+    if not LEAST_TARGET_MS <= seconds * 1e3 <= MOST_TARGET_MS:
+        bounds = f"{LEAST_TARGET_MS:g} to {MOST_TARGET_MS:g}"
+        raise GateError(400, f"{header}: expected milliseconds, {bounds}.")
     if limit_s == math.inf:
         raise GateError(400, f"{header}: the class `{service.name}` has no such target.")
     if seconds < limit_s:

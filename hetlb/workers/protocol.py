@@ -33,15 +33,12 @@ class LiveRequest(msgspec.Struct, array_like=True, gc=False, frozen=True):
 class Arrival(RelayMessage, tag=1, frozen=True):
     """A request to be dispatched; answered by `DispatchMessage` or `Rejected`.
 
-    `response` is the id of an earlier answer that the request asks for (`strict`) or continues; the scheduler
-    process pins the request to the instance that keeps it. `owner` is the tenant whose key came with it. Its
-    `blocks` are the digests of a prompt of token ids, in blocks of `View.block_tokens`.
+    `owner` is the tenant whose key came with it. Its `blocks` are the digests of a prompt of token ids, in
+    blocks of `View.block_tokens`.
     """
 
     request: RequestFacts
-    response: str | None = None
     owner: str | None = None
-    strict: bool = False
 
 
 class Hello(RelayMessage, tag=2, frozen=True):
@@ -90,14 +87,6 @@ class Cancelled(RelayMessage, tag=6, frozen=True):
     """The client of a request without a lease left."""
 
     request: int
-
-
-class Made(RelayMessage, tag=7, frozen=True):
-    """An answer was created that clients may retrieve later."""
-
-    response: str
-    instance: str
-    owner: str | None
 
 
 class Report(RelayMessage, tag=8, frozen=True):
@@ -250,7 +239,7 @@ class Reload(RelayMessage, tag=41, frozen=True):
 
 
 FromRelay: TypeAlias = (
-    Arrival | Hello | LeaseChange | Busy | Moving | Cancelled | Made | Report | CameBack | ModelsRead | Used
+    Arrival | Hello | LeaseChange | Busy | Moving | Cancelled | Report | CameBack | ModelsRead | Used
 )
 FromScheduler: TypeAlias = (
     DispatchMessage | Rejected | PassOnMessage | ViewMessage | Learnt | WaitingMessage | Ask | Reload

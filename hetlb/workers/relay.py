@@ -26,7 +26,6 @@ from hetlb.proxy.access import EngineAccess
 from hetlb.proxy.driver import Driver
 from hetlb.proxy.front import Front
 from hetlb.proxy.message_channel import MessageChannel
-from hetlb.proxy.scheduler_driver import EMITS_S
 from hetlb.proxy.server import ProxyServer
 from hetlb.proxy.service import require_urls, tune_gc
 from hetlb.proxy.telemetry.events import Event, tell
@@ -243,7 +242,7 @@ class Relay:
                 pickle.dumps(totals, pickle.HIGHEST_PROTOCOL),
                 self._front.lost_lines,
                 [(each.id, driver.tokens_so_far(each)) for each in scheduling.recent if not each.ended],
-                sorted(driver.streaming(driver.now() - EMITS_S)),
+                sorted([name for name in driver.tokens_at() if driver.emits(name)]),
                 [(model, *counts) for model, counts in learnt.items()],
                 pickle.dumps(recent, pickle.HIGHEST_PROTOCOL),
             )

@@ -19,7 +19,6 @@ from hetlb.proxy.engine_pools import Target
 from hetlb.proxy.exchange import Exchange
 from hetlb.proxy.exchange_states import Phase
 from hetlb.proxy.http import error_responses
-from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.lease_wire import RequestFacts, WireBegun, WireBooked, WireEnded
 from hetlb.proxy.limits import Ticket
 from hetlb.proxy.message_channel import MessageChannel
@@ -35,7 +34,6 @@ from hetlb.workers.protocol import (
     InstanceAddress,
     LeaseChange,
     LiveRequest,
-    Made,
     ModelsRead,
     Moving,
     PassOnMessage,
@@ -49,7 +47,6 @@ from hetlb.workers.protocol import (
 ID_BITS: Final = 32
 #: Leases of which the tokens so far are reported: what the dashboard lists.
 _RECENT: Final = 25
-_PINNED: Final = Kind.PINNED
 
 
 class RelayDriver(SchedulerSide):
@@ -206,8 +203,10 @@ class RelayDriver(SchedulerSide):
     def move(self, lease: Lease, generated: int, now: float) -> None:
         self._send(Moving(lease.request.id, lease.id, generated))
 
-    def busy(self, lease: Lease, retry_after_s: float, now: float) -> None:
-        if self._channel is not None:  # else the client gets what the engine said
+    def refused(self, lease: Lease, busy: bool, retry_after_s: float | None, now: float) -> None:
+        if (
+            busy and retry_after_s is not None and self._channel is not None
+        ):  # else the client gets what the engine said
             request_id = lease.request.id
             answer = self._driver.exchanges[request_id].answer
             assert answer is not None, "expected an engine that has answered"
@@ -222,15 +221,6 @@ class RelayDriver(SchedulerSide):
 
     def came_back(self, instance: str) -> None:
         self._send(CameBack(instance))
-
-    def remember_response(self, response_id: str, instance: str, tenant: str | None) -> None:
-        self._send(Made(response_id, instance, tenant))
-
-    def pin(
-        self, model: str, response_id: str, tenant: str | None, *, strict: bool
-    ) -> tuple[str, str | None]:
-        """The id stands for the instance: the scheduler process knows where the answer is."""
-        return model or self.only_model, response_id
 
     def learn_prompt(self, model: str, text_bytes: int, tokens: int) -> None:
         known_bytes, known_tokens = self.learnt.get(model, (0, 0))
@@ -342,10 +332,10 @@ class _RelayTicket(Ticket):
         return self._lines
 
 
-def arrival_of(request: Request, owner: str | None, *, strict: bool) -> Arrival:
-    """Make the message of a request. In a relay `pinned` is the id of an earlier answer, not an instance."""
-    return Arrival(RequestFacts.of(request), request.pinned, owner, strict)
+def arrival_of(request: Request, owner: str | None) -> Arrival:
+    """Make the message of a request."""
+    return Arrival(RequestFacts.of(request), owner)
 
 
 def _arrival(exchange: Exchange) -> Arrival:
-    return arrival_of(exchange.request, exchange.tenant, strict=exchange.kind is _PINNED)
+    return arrival_of(exchange.request, exchange.tenant)

@@ -21,7 +21,7 @@ from hetlb.proxy.http.http1 import GateError
 from hetlb.proxy.lease_wire import WireBegun
 from hetlb.proxy.limits import Ticket
 from hetlb.proxy.message_channel import MessageChannel
-from hetlb.proxy.scheduler_driver import EMITS_S, SchedulerDriver
+from hetlb.proxy.scheduler_driver import SchedulerDriver
 from hetlb.proxy.scheduler_side import Carrier
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event, tell
@@ -38,7 +38,6 @@ from hetlb.workers.protocol import (
     Hello,
     Learnt,
     LeaseChange,
-    Made,
     ModelsRead,
     Moving,
     Report,
@@ -211,13 +210,11 @@ class RelayHost(Carrier):
             elif isinstance(message, Busy):
                 found = self._open.get(message.request)
                 if found is not None and found.lease is not None and found.lease_number == message.lease:
-                    self.scheduling.busy(found.lease, message.retry_after_s, now)
+                    self.scheduling.refused(found.lease, True, message.retry_after_s, now)
             elif isinstance(message, Moving):
                 found = self._open.get(message.request)
                 if found is not None and found.lease is not None and found.lease_number == message.lease:
                     self.scheduling.move(found.lease, message.generated, now)
-            elif isinstance(message, Made):
-                self.scheduling.remember_response(message.response, message.instance, message.owner)
             elif isinstance(message, Report):
                 self._reported(link, message, now)
             elif isinstance(message, CameBack):
@@ -274,12 +271,8 @@ class RelayHost(Carrier):
         facts = arrival.request
         if facts.id >> ID_BITS != link.life or facts.id in self._open:
             raise protocol.RelayProtocolError(f"expected a new id of relay {link.life}, got {facts.id}")
-        scheduling, response, pinned = self.scheduling, arrival.response, None
-        model = facts.model
+        scheduling, request = self.scheduling, facts.request()
         try:
-            if response is not None:
-                model, pinned = scheduling.pin(model, response, arrival.owner, strict=arrival.strict)
-            request = facts.request(model, pinned)
             ticket = scheduling.admit(request, arrival.owner, _prompt_tokens(request), now)
         except GateError as error:
             again_s, lines = (error.retry_after_s, error.lines) if isinstance(error, Refusal) else (None, b"")
@@ -373,9 +366,8 @@ class RelayHost(Carrier):
 
     # --- facts about instances ---
 
-    def emits(self, name: str) -> bool:
-        since = self._streaming_at.get(name)
-        return since is not None and self.now() - since < EMITS_S
+    def tokens_at(self) -> dict[str, float]:
+        return dict(self._streaming_at)
 
     def instances_changed(self) -> None:
         self._on_view(True)
@@ -409,6 +401,7 @@ class RelayHost(Carrier):
 
     def swept(self, lag_s: float) -> None:
         self.scheduling.count_calls()
+        self.scheduling.sweep(self.now())
         names = {each.name for each in self.scheduler.instances}
         self.counted.keep(names)
         self._gone.keep(names)

@@ -81,7 +81,7 @@ def test_a_retry_that_leaves_a_full_queue_is_forgotten() -> None:
         moved = sent(scheduler.on_lease_ended(lease, Outcome.NO_RESPONSE, 0.1))
         assert moved == ([(lease.request.id, "b")] if lease.request.id < 3 else [])
     scheduler.on_instance(AdminStateSet("a", AdminState.DRAIN), 0.2)
-    commands = scheduler.on_arrival(request(9, tenant="y", pinned="a"), 0.2)
+    commands = scheduler.on_arrival(request(9, tenant="y", subset=("a",)), 0.2)
     assert [each[0] for each in told(commands)] == [4]
     assert scheduler._retries.attempts.keys() == {0, 1, 2, 3}
     scheduler.check_integrity()
@@ -131,7 +131,7 @@ def test_without_a_limit_a_request_waits_for_as_long_as_an_instance_is_up() -> N
         [spec("a"), spec("b")], "single", limits=QueueLimits(timeout_s=None, no_instance_timeout_s=30.0)
     )
     scheduler.on_instance(AdminStateSet("a", AdminState.DRAIN), 0.0)
-    assert scheduler.on_arrival(request(1, pinned="a"), 0.0) == []
+    assert scheduler.on_arrival(request(1, subset=("a",)), 0.0) == []
     assert scheduler.on_tick(1e6) == []
     scheduler.on_instance(AdminStateSet("b", AdminState.DRAIN), 1e6)
     assert scheduler.on_arrival(request(2), 1e6 + 10.0) == []
@@ -146,7 +146,7 @@ def test_without_a_limit_a_request_waits_for_as_long_as_an_instance_is_up() -> N
 
 def test_those_that_wait_go_in_order_when_an_instance_is_back() -> None:
     scheduler = drained(names="ab")
-    for number, more in ((1, {}), (2, {"pinned": "b"}), (3, {"priority": -1}), (4, {})):
+    for number, more in ((1, {}), (2, {"subset": ("b",)}), (3, {"priority": -1}), (4, {})):
         assert scheduler.on_arrival(request(number, **more), 0.0) == []  # type: ignore[arg-type]
     assert sent(back(scheduler)) == [(3, "a"), (1, "a"), (4, "a")]
     assert sent(back(scheduler, "b")) == [(2, "b")]

@@ -11,15 +11,12 @@ from hetlb.core.health import (
     EJECTION_JITTER,
     FALL,
     FORGIVE_AFTER_S,
-    LEAST_ANSWERS,
     PASSIVE_FALL,
     RISE,
-    WINDOW_S,
     HealthTracker,
     Verdict,
     verdict,
 )
-from hetlb.core.throttle import PROBATION_AFTER, PROBATION_CAP_S, PROBATION_HALF_S
 from hetlb.core.types import Health, Outcome, ProbeResult
 
 OK, FAILED, REFUSED = ProbeResult.OK, ProbeResult.FAILED, ProbeResult.REFUSED
@@ -113,59 +110,6 @@ def test_a_probe_says_how_it_failed() -> None:
     assert health.reason == "no address"
 
 
-# --- the share of failed answers ---
-
-
-def window(failed: int, well: int, *, last_at: float, began: float = 100.0) -> HealthTracker:
-    """So many answers, the first a failure at `began`, the last one a failure at `last_at`."""
-    health = tracker()
-    health.on_server_error(began, may_eject=True)
-    for _ in range(well):
-        health.on_success(began)
-    for _ in range(failed - 2):
-        health.on_server_error(began, may_eject=True)
-    health.on_server_error(last_at, may_eject=True)
-    return health
-
-
-def test_half_of_twenty_is_too_much() -> None:
-    health = window(LEAST_ANSWERS // 2, LEAST_ANSWERS // 2, last_at=107.0)
-    assert (health.state, health.reason) == (Health.EJECTED, "10 of 20 answers failed within 7 s")
-    assert health.ejected_for_failures
-
-
-@pytest.mark.parametrize(("failed", "well"), [(9, 11), (9, 10), (10, 9), (12, 13)])
-def test_less_than_half_or_less_than_twenty_is_not(failed: int, well: int) -> None:
-    assert window(failed, well, last_at=107.0).state is Health.UP
-
-
-def test_the_window_is_over_after_its_seconds() -> None:
-    just = WINDOW_S - 0.001
-    assert window(10, 10, last_at=100.0 + just).state is Health.EJECTED
-    assert window(10, 10, last_at=100.0 + WINDOW_S).state is Health.UP
-
-
-def test_a_new_window_counts_from_nothing() -> None:
-    health = window(19, 0, last_at=100.0)
-    assert health.state is Health.UP
-    for _ in range(LEAST_ANSWERS - 1):
-        health.on_server_error(100.0 + WINDOW_S, may_eject=True)
-    assert health.state is Health.UP
-    health.on_server_error(100.0 + WINDOW_S, may_eject=True)
-    assert health.state is Health.EJECTED
-
-
-def test_a_success_after_the_window_is_not_of_it() -> None:
-    """The window that a success has closed begins anew with the next failure."""
-    health = tracker()
-    for _ in range(15):
-        health.on_server_error(0.0, may_eject=True)
-    health.on_success(WINDOW_S)
-    for number in range(1, LEAST_ANSWERS + 1):
-        ejected = health.on_server_error(WINDOW_S, may_eject=True)
-        assert ejected is (number == LEAST_ANSWERS)
-
-
 # --- ejection ---
 
 
@@ -228,7 +172,7 @@ def test_what_was_counted_before_it_came_back_is_forgotten() -> None:
 
 
 def test_a_refused_connection_means_another_process() -> None:
-    """Neither half-open nor on probation, no window of failures: one failed answer does not eject it."""
+    """Not half-open: one failed answer does not eject it."""
     health = tracker()
     failing(health, PASSIVE_FALL)
     assert health.ejected_for_failures
@@ -237,18 +181,7 @@ def test_a_refused_connection_means_another_process() -> None:
     for _ in range(RISE):
         health.on_probe(OK, health.ejected_until)
     assert health.state is Health.UP
-    assert not health.probation.active(health.ejected_until)
     assert not health.on_failure(health.ejected_until, may_eject=True)
-    assert not health.probation.active(health.ejected_until)
-
-    health = tracker()
-    for _ in range(LEAST_ANSWERS - 1):
-        health.on_server_error(0.0, may_eject=True)
-    assert health.on_refused(0.0)
-    for _ in range(RISE):
-        health.on_probe(OK, 0.0)
-    assert not health.on_server_error(0.0, may_eject=True)
-    assert health.state is Health.UP
 
 
 def test_half_open_until_an_answer_ends_well() -> None:
@@ -276,17 +209,15 @@ def test_probes_from_before_it_was_ejected_are_not_of_the_way_back() -> None:
 
 
 def test_an_instance_is_clean_when_no_success_could_make_it_better() -> None:
-    """Up, no failure within the window, every ejection forgiven; anything else ends it."""
+    """Up, every ejection forgiven; anything else ends it."""
     health = tracker()
-    health.on_server_error(0.0, may_eject=True)
+    health.on_failure(0.0, may_eject=True)
     assert health.clean is False
-    health.on_success(WINDOW_S - 0.001)
-    assert health.clean is False
-    health.on_success(WINDOW_S)
+    health.on_success(0.0)
     assert health.clean is True
-    health.on_probe(FAILED, WINDOW_S)
+    health.on_probe(FAILED, 1.0)
     assert health.clean is False
-    health.on_success(WINDOW_S)
+    health.on_success(1.0)
     assert health.clean is True
     failing(health, PASSIVE_FALL, 100.0)
     assert health.clean is False
@@ -319,9 +250,9 @@ def test_the_end_of_a_lease_is_evidence_of_one_kind() -> None:
     says = {outcome: verdict(outcome) for outcome in Outcome}
     assert says == dict.fromkeys(Outcome, Verdict.NOTHING) | {
         Outcome.OK: Verdict.WELL,
-        Outcome.UPSTREAM_REFUSED: Verdict.WELL,
-        Outcome.UPSTREAM_BUSY: Verdict.WELL,
-        Outcome.UPSTREAM_ERROR: Verdict.ERROR,
+        Outcome.UPSTREAM_REFUSED: Verdict.LOST,
+        Outcome.UPSTREAM_BUSY: Verdict.LOST,
+        Outcome.UPSTREAM_ERROR: Verdict.LOST,
         Outcome.CONNECT_FAILED: Verdict.ABSENT,
         Outcome.NO_RESPONSE: Verdict.FAILED,
         Outcome.BROKEN_STREAM: Verdict.FAILED,
@@ -362,94 +293,3 @@ def test_a_success_is_heeded_after_every_kind_of_trouble() -> None:
     failing(health, PASSIVE_FALL - 1)
     assert not health.on_success(0.0)
     assert failing(health, PASSIVE_FALL) == [False] * (PASSIVE_FALL - 1) + [True]
-
-
-# --- doubt ---
-
-
-def test_the_pauses_double_up_to_their_cap() -> None:
-    health = tracker()
-    for failures in range(1, 30):
-        health.on_failure(0.0, may_eject=False)
-        pause_s = (
-            0.0 if failures < PROBATION_AFTER else min(PROBATION_CAP_S, 2.0 ** (failures - PROBATION_AFTER))
-        )
-        assert health.probation.active(0.0) is (failures >= PROBATION_AFTER)
-        if pause_s:
-            assert health.probation.held(pause_s - 0.001)
-        assert not health.probation.held(pause_s)
-        assert health.probation.reason == f"{failures} answers failed in a row"
-
-
-def test_a_dispatch_begins_the_pause_anew_and_only_in_doubt() -> None:
-    health = tracker()
-    health.on_failure(100.0, may_eject=False)
-    health.probation.dispatched(100.0)
-    assert not health.probation.held(100.0)
-    for _ in range(2):
-        health.on_failure(100.0, may_eject=False)
-    assert not health.probation.held(102.0)
-    health.probation.dispatched(105.0)
-    assert health.probation.held(106.999)
-    assert not health.probation.held(107.0)
-
-
-@pytest.mark.parametrize(
-    ("failures", "requests"),
-    [(2, 1), (3, 2), (4, 2), (5, 4), (6, 8), (7, 16), (19, 1 << 16), (20, 1 << 17), (21, 1 << 17)],
-)
-def test_a_pause_ends_when_so_many_requests_went_elsewhere(failures: int, requests: int) -> None:
-    """After each dispatch as many again."""
-    health = tracker()
-    for _ in range(failures):
-        health.on_failure(0.0, may_eject=False)
-    for _ in range(2):
-        for _ in range(requests):
-            assert health.probation.held(0.5)
-            health.probation.passed_over()
-        assert not health.probation.held(0.5)
-        assert health.probation.active(0.5)
-        health.probation.dispatched(0.4)
-
-
-def test_of_server_errors_time_alone_ends_the_pause() -> None:
-    health = tracker()
-    for _ in range(PROBATION_AFTER):
-        health.on_server_error(0.0, may_eject=False)
-    for _ in range(100):
-        health.probation.passed_over()
-    assert health.probation.held(0.999)
-    assert not health.probation.held(1.0)
-
-
-def test_half_of_the_failures_is_forgotten_at_a_time() -> None:
-    health = tracker()
-    for _ in range(8):
-        health.on_failure(100.0, may_eject=False)
-    for halves, pause_s in ((0, 30.0), (1, 4.0), (2, 1.0), (3, 0.0)):
-        at = 100.0 + halves * PROBATION_HALF_S
-        assert health.probation.active(at) is (halves < 3)
-        health.probation.dispatched(at)
-        if pause_s:
-            assert health.probation.held(at + min(pause_s, PROBATION_HALF_S) - 0.001)
-        assert not health.probation.held(at + pause_s)
-    assert health.probation.active(100.0 + 3 * PROBATION_HALF_S - 0.001)
-    health.on_failure(100.0 + 2 * PROBATION_HALF_S, may_eject=False)
-    assert health.probation.reason == "3 answers failed in a row"
-
-
-def test_a_clock_that_stands_before_the_failure_forgets_nothing() -> None:
-    health = tracker()
-    failing(health, PROBATION_AFTER, 100.0)
-    assert health.probation.active(10.0)
-
-
-def test_an_answer_that_ends_well_ends_the_doubt_and_what_it_was_counted_by() -> None:
-    health = tracker()
-    for _ in range(PROBATION_AFTER):
-        health.on_failure(0.0, may_eject=False)
-    assert health.probation.active(0.0)
-    assert not health.on_success(0.0)
-    assert not health.probation.active(0.0)
-    health.on_failure(0.0, may_eject=False)
-    assert not health.probation.active(0.0)

@@ -170,7 +170,7 @@ def test_instances_that_are_kept_for_others_are_not_chosen() -> None:
 def test_availabilities_go_with_the_instances_that_are_left() -> None:
     scheduler = make_scheduler([spec("a", kv=1000), spec("b", kv=5000), spec("c", kv=1000)], "hetlb")
     c = scheduler.instances[2]
-    c.throttle.mark_busy(10.0, c.sequences, 0.0)
+    c.account.asked(10.0, 0.0)
     scheduler.fleet.reindex(0.0)
     ready = scheduler.fleet.ready["m"]
     found = scheduler.placement.choose(request(1), ready, 1.0, 50.0, ceiling=1)
@@ -181,7 +181,7 @@ def test_availabilities_go_with_the_instances_that_are_left() -> None:
         for each, (said, _) in zip(found.choices.instances, found.ctx.availabilities, strict=True)
     ] == [
         ("a", 0),
-        ("c", 1),
+        ("c", 2),
     ]
 
 
@@ -199,7 +199,7 @@ def test_most_requests_go_to_all_without_a_look() -> None:
     assert able(request(1, prompt=951)) == "b"
     assert able(request(1, prompt=100, longest=951)) == "b"
     assert able(request(1, prompt=1000, max_tokens=None)) == "b", "one token of output is the least"
-    assert able(request(1, pinned="a")) == "a"
+    assert able(request(1, subset=("a",))) == "a"
     assert able(request(1, subset=("b",))) == "b"
     scheduler._retries.of(1).tried.append("a")
     assert able(request(1)) == "b"
@@ -208,7 +208,7 @@ def test_most_requests_go_to_all_without_a_look() -> None:
 
 def test_a_restraint_that_is_over_is_forgotten_at_the_next_request() -> None:
     scheduler = fleet()
-    scheduler.instances[0].throttle.mark_busy(10.0, 0, 0.0)
+    scheduler.instances[0].account.asked(10.0, 0.0)
     scheduler.fleet.reindex(0.0)
     assert sole(scheduler, request(1), 1.0).lease.instance == "b"
     assert scheduler.fleet.ready["m"].throttled
@@ -246,23 +246,19 @@ def test_what_a_request_took_of_a_cache_is_part_of_the_mean_request() -> None:
     assert (mix.booked, mix.prefill) == ((250 + 300) / 2, (250 + 300) / 2)
 
 
-def test_on_probation_a_request_begins_the_pause_anew_and_those_elsewhere_are_counted() -> None:
+def test_in_doubt_a_request_begins_the_pause_anew_and_those_elsewhere_are_counted() -> None:
     scheduler = fleet(policy="rr")
     a, b = scheduler.instances
     for _ in range(3):
-        a.health.on_failure(0.0, may_eject=False)
+        a.account.ended_badly(0, 0.0, 2, 0.0)
+    a.account.judge([a.account, b.account])
     scheduler.fleet.reindex(0.0)
-    assert a.health.probation.held(0.5)
     for number in range(2):
         assert sole(scheduler, request(number), 0.5).lease.instance == "b"
-    assert not a.health.probation.held(0.5), "two went elsewhere"
-    while sole(scheduler, request(number), 0.5).lease.instance == "b":
-        number += 1
-        assert number < 10
-    assert a.health.probation.held(0.5)
-    assert a.health.probation.held(2.499)
-    assert not a.health.probation.held(2.5)
-    assert not b.health.probation.active(0.5)
+    assert not a.account.held(0.5), "two went elsewhere"
+    assert sole(scheduler, request(2), 0.5).lease.instance == "a"
+    assert a.account.held(0.5)
+    assert a.account.held(100.0), "until that one is answered"
 
 
 def test_a_policy_that_remembers_is_told_of_what_was_booked_alone() -> None:
@@ -313,6 +309,6 @@ def test_what_waits_is_part_of_an_explanation() -> None:
     sole(scheduler, request(1))
     for size, later in ((0, True), (10**6, False)):
         if size:
-            scheduler.queue.push(request(9, pinned="a"), 0.0, size=size)
+            scheduler.queue.push(request(9, subset=("a",)), 0.0, size=size)
         candidates, chosen = scheduler.placement.explain(request(2), 50.0, 5.0)
         assert ((candidates[1].terms or {})["finish_s"] > 0.0, chosen) == (later, "a")

@@ -163,7 +163,7 @@ def test_a_large_request_alone_crowds_no_other_out() -> None:
 def test_lines_are_by_model_instance_and_whether_it_is_tried_again() -> None:
     queue = Queue(QueueLimits())
     queue.push(asked(1), 0.0, size=1)
-    queue.push(asked(2, pinned="a"), 0.0, size=2)
+    queue.push(asked(2, subset=("a",)), 0.0, size=2)
     queue.push(asked(3, model="other"), 0.0, size=4)
     assert queue.keys == [LINE, ("m", "a", False), ("other", None, False)]
     queue.push(asked(4), 0.0, size=8, retry=True)
@@ -203,14 +203,14 @@ def test_what_waits_ahead_is_of_the_same_line_and_no_worse_priority() -> None:
     queue = filled(
         QueueLimits(),
         asked(1, priority=3),
-        asked(2, pinned="a", priority=-9),
+        asked(2, subset=("a",), priority=-9),
         asked(3, model="o", priority=-9),
     )
     queue.push(asked(4, priority=-9), 0.0, retry=True)
     assert queue.ahead(asked(9, priority=4))
     assert queue.ahead(asked(9, priority=3))
     assert not queue.ahead(asked(9, priority=2))
-    assert queue.ahead(asked(9, priority=-5, pinned="a"))
+    assert queue.ahead(asked(9, priority=-5, subset=("a",)))
     assert not queue.ahead(asked(9, priority=9, model="none"))
     background = ServiceClass("night", background=True)
     assert not queue.ahead(asked(9, priority=2, service=background))

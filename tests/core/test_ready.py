@@ -79,9 +79,9 @@ def test_of_each_that_takes_nothing_the_reason_is_told() -> None:
         "d": "asleep",
     }
     assert choices(some) == ("e", some.excluded, None)
-    assert choices(some, pinned="a") == ("", {
+    assert choices(some, subset=("a",)) == ("", {
         "a": "draining",
-        **dict.fromkeys("bcde", "the request belongs to another instance"),
+        **dict.fromkeys("bcde", "not in the subset of the gateway"),
     }, None)  # fmt: skip
 
 
@@ -125,8 +125,8 @@ def test_a_subset_and_those_that_had_it_are_heeded() -> None:
         },
         None,
     )
-    assert choices(filtered, pinned="b", tried=["b"])[0] == ""
-    assert choices(filtered, pinned="b")[0] == "b"
+    assert choices(filtered, subset=("b",), tried=["b"])[0] == ""
+    assert choices(filtered, subset=("b",))[0] == "b"
 
 
 # --- lengths ---
@@ -202,7 +202,7 @@ def test_one_token_of_output_is_the_least() -> None:
 
 def busy(scheduler: Scheduler, name: str, until: float) -> None:
     each = next(each for each in scheduler.instances if each.name == name)
-    each.throttle.mark_busy(until, each.sequences, 0.0)
+    each.account.asked(until, 0.0)
 
 
 def test_the_most_available_are_left_where_the_policy_does_not_hold_back() -> None:
@@ -211,33 +211,42 @@ def test_the_most_available_are_left_where_the_policy_does_not_hold_back() -> No
     busy(scheduler, "a", 5.0)
     restrained = ready(scheduler, 1.0)
     assert (restrained.throttled, restrained.longest_tokens) == (True, -1.0)
-    why = "last: it said it is busy, for 4 s more"
-    assert choices(restrained, now=1.0) == ("abc", {}, [(1, why), (0, ""), (0, "")])
+    why = "it asked to come again in 2 s"
+    assert choices(restrained, now=1.0) == ("abc", {}, [(2, why), (0, ""), (0, "")])
     assert choices(restrained, now=1.0, holds_back=False) == (
         "bc",
         {"a": why},
         [(0, ""), (0, "")],
     )
     assert restrained.excluded == {}, "what is shared is not changed"
-    assert choices(restrained, now=1.0, pinned="a", holds_back=False)[0] == "a"
-    assert choices(restrained, now=1.0, pinned="b") == (
+    assert choices(restrained, now=1.0, subset=("a",), holds_back=False)[0] == "a"
+    assert choices(restrained, now=1.0, subset=("b",)) == (
         "b",
-        dict.fromkeys("ac", "the request belongs to another instance"),
+        dict.fromkeys("ac", "not in the subset of the gateway"),
         None,
     )
     assert choices(restrained, now=5.0) == ("abc", {}, None)
 
 
-def test_probation_is_heeded_unless_all_are_on_it() -> None:
+def in_doubt(scheduler: Scheduler, name: str) -> None:
+    """Have three answers of an instance fail, and none of the others."""
+    each = next(each for each in scheduler.instances if each.name == name)
+    for _ in range(3):
+        each.account.ended_badly(0, 0.0, 0, 0.0)
+    each.account.judge([other.account for other in scheduler.instances])
+
+
+def test_doubt_is_heeded_unless_all_are_in_doubt() -> None:
     scheduler, _ = fleet(spec("a"), spec("b"))
-    first, second = scheduler.instances
-    for _ in range(2):
-        first.health.probation.failed(None, 0.0)
-    why = "on probation: 2 answers failed in a row"
+    in_doubt(scheduler, "a")
+    why = "on trial: 3 of its last 3 answers failed, more than elsewhere"
     assert choices(ready(scheduler), now=0.5, holds_back=False) == ("b", {"a": why}, [(0, "")])
-    for _ in range(2):
-        second.health.probation.failed(None, 0.0)
-    assert choices(ready(scheduler), now=0.5, holds_back=False) == ("ab", {}, [(0, ""), (0, "")])
+    trial = {"b": "a gets a trial"}
+    assert choices(ready(scheduler), now=1.0, holds_back=False) == ("a", trial, [(0, "")])
+    scheduler.instances[1].account.doubted = True
+    scheduler.instances[1].account.trial = 1
+    scheduler.instances[0].account.trial = 2
+    assert choices(ready(scheduler), now=1.0, holds_back=False) == ("ab", {}, [(0, ""), (0, "")])
 
 
 # --- roles ---
@@ -283,7 +292,7 @@ def test_without_a_link_none_is_split() -> None:
 def test_a_role_counts_for_nothing_where_no_other_is_left() -> None:
     _, filtered = fleet(linked("p", Role.PREFILL), linked("d", Role.DECODE))
     assert choices(filtered, tried=["d"]) == ("p", {"d": "tried before"}, None)
-    assert choices(filtered, pinned="p") == ("p", {"d": "the request belongs to another instance"}, None)
+    assert choices(filtered, subset=("p",)) == ("p", {"d": "not in the subset of the gateway"}, None)
     assert choices(filtered, tried=[]) == ("d", {"p": "its role is prefill"}, None)
     assert choices(filtered, subset=("p",)) == ("p", {"d": "not in the subset of the gateway"}, None)
 

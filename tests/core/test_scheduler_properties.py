@@ -174,7 +174,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), retry_after_s=st.one_of(st.none(), st.floats(-1, 0), st.floats(1, 100)))
     def busy(self, data: st.DataObject, retry_after_s: float | None) -> None:
         lease = self.leases[data.draw(st.sampled_from(sorted(self.leases)))]
-        commands = self.scheduler.on_busy(lease, retry_after_s, self.now)
+        commands = self.scheduler.on_refused(lease, True, retry_after_s, self.now)
         if commands == [PassOn(lease.request.id, lease)]:
             assert not lease.ended
             return

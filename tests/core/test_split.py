@@ -256,11 +256,11 @@ def test_prompts_go_from_faster_readers_to_slower_ones_unless_roles_say_otherwis
         part("b", roles[1], latency=replace(FAST, k1=slower * FAST.k1, k4=slower * FAST.k4)),
     ]
     scheduler = make_scheduler(specs, "hetlb")
-    placed(scheduler.on_arrival(request(0, prompt=30_000, pinned="a"), 0.0))
+    placed(scheduler.on_arrival(request(0, prompt=30_000, subset=("a",)), 0.0))
     asked, instances = split_request(1), scheduler.instances
     ctx = scheduler.placement.context(asked, 100.0, 0, 0.0, None, None)
     mixed = roles == (Role.BOTH, Role.BOTH)
-    evaluation = Evaluation(ctx, instances, tuple(term.weight for term in TERMS), hold=False)
+    evaluation = Evaluation(ctx, instances, (20.0, *[term.weight for term in TERMS[1:]]), hold=False)
     found = _Pairs(ctx, evaluation, scheduler.holds.transfers, mixed).best_pair(math.inf)
     assert (found and (instances[found.source].name, instances[found.target].name)) == expected
 
@@ -271,7 +271,7 @@ def test_a_prompt_is_not_handed_to_an_instance_that_reads_a_long_one() -> None:
     for long, expected in ((0, "decoder"), (6000, None)):
         scheduler = make_scheduler(specs, "hetlb")
         if long:
-            placed(scheduler.on_arrival(request(1, prompt=long, max_tokens=8, pinned="decoder"), 0.0))
+            placed(scheduler.on_arrival(request(1, prompt=long, max_tokens=8, subset=("decoder",)), 0.0))
         lease = placed(scheduler.on_arrival(split_request(2), 0.0))
         assert lease.instance == "reader"
         assert (None if lease.decode is None else lease.decode.instance) == expected
@@ -282,7 +282,7 @@ def test_a_token_of_a_fetched_prompt_waits_for_the_prompts_that_are_read() -> No
     d = named(scheduler, "d")
     idle_s = d.join_s(1000.0)
     assert idle_s == pytest.approx(1.5 * DECODER.step_s(1.0, 1000.0))
-    placed(scheduler.on_arrival(request(1, prompt=3000, pinned="d"), 0.0))
+    placed(scheduler.on_arrival(request(1, prompt=3000, subset=("d",)), 0.0))
     assert d.join_s(1000.0) > DECODER.prefill_s(3000.0) > 100 * idle_s
 
 
@@ -305,7 +305,7 @@ def test_an_answer_pays_for_the_prompts_to_come_where_it_decodes() -> None:
 
     def cost_s(now: float) -> float:
         ctx = scheduler.placement.context(split_request(1000), 100.0, 0, now, None, None)
-        evaluation = Evaluation(ctx, [d], tuple(term.weight for term in TERMS), hold=False)
+        evaluation = Evaluation(ctx, [d], (20.0, *[term.weight for term in TERMS[1:]]), hold=False)
         pairs = _Pairs(ctx, evaluation, scheduler.holds.transfers, mixed=False)
         return pairs._delay_to_come_s(evaluation.ratings[0], 1.0)
 

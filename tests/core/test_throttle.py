@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from hetlb.core.throttle import BLOCKED, BUSY_CAP_S, DEPRIORITISED, NORMAL, Probation, Throttle
+from hetlb.core.account import Account
+from hetlb.core.throttle import BLOCKED, BUSY_CAP_S, FORGOTTEN_S, LIMIT_S, NORMAL, Throttle
 
 
-def throttle(failures: int = 0) -> Throttle:
-    """That of an instance whose last so many answers failed at 0 s."""
-    probation = Probation()
-    for _ in range(failures):
-        probation.failed(None, 0.0)
-    return Throttle(probation)
+def throttle(lost: int = 0) -> Throttle:
+    """Return that of an instance that lost `lost` answers at 0 s, beside one that is well."""
+    account, other = Account(0.0), Account(0.0)
+    for _ in range(lost):
+        account.ended_badly(0, 0.0, 0, 0.0)
+    account.judge([account, other])
+    return Throttle(account)
 
 
 def test_at_first_nothing_restrains_it() -> None:
-    fresh = Throttle(Probation())
+    fresh = Throttle(Account(0.0))
     assert not fresh.restarted
     assert not fresh.active(-1e9)
     assert fresh.availability(1000, 8, -1e9) == (NORMAL, "")
@@ -60,57 +62,50 @@ def test_a_slow_start_ends_when_it_is_told_to() -> None:
     assert slow.reason(8, 0.0) == ""
 
 
-# --- busy ---
+# --- a limit that was learnt ---
 
 
-def test_a_busy_instance_is_last_up_to_what_it_ran_and_full_beyond() -> None:
-    busy = throttle()
-    busy.mark_busy(5.0, 3, 100.0)
-    left = "it said it is busy, for 1.25 s more"
-    assert busy.availability(0, 8, 103.75) == (DEPRIORITISED, f"last: {left}")
-    assert busy.availability(2, 8, 103.75) == (DEPRIORITISED, f"last: {left}")
-    assert busy.availability(3, 8, 103.75) == (BLOCKED, f"full: {left}")
-    assert busy.active(104.999)
-    assert not busy.active(105.0)
-    assert busy.availability(3, 8, 105.0) == (NORMAL, "")
+def test_what_it_refused_beside_others_is_its_limit() -> None:
+    full = throttle()
+    full.refused(3, 5.0, 100.0)
+    reason = "full: it refused more than 3 requests"
+    assert full.availability(2, 8, 104.9) == (NORMAL, "")
+    assert full.availability(3, 8, 104.9) == (BLOCKED, reason)
+    assert full.reason(8, 101.0) == "it refused more than 3 requests"
+    assert full.reason(3, 101.0) == ""
+    assert full.active(105.0 + FORGOTTEN_S - 0.001)
+    assert not full.active(105.0 + FORGOTTEN_S)
+
+
+def test_after_the_time_one_more_is_tried_and_then_more() -> None:
+    full = throttle()
+    full.refused(3, None, 0.0)
+    for after, limit in ((0.0, 4), (0.9, 4), (1.0, 5), (3.0, 7)):
+        assert full.limit(LIMIT_S + after) == limit
+    full.refused(4, None, LIMIT_S + 0.5)
+    assert full.limit(LIMIT_S + 0.6) == 4
 
 
 @pytest.mark.parametrize("ran", [0, -1, 1])
-def test_a_busy_instance_may_run_one(ran: int) -> None:
-    busy = throttle()
-    busy.mark_busy(5.0, ran, 0.0)
-    assert busy.availability(0, 8, 1.0)[0] == DEPRIORITISED
-    assert busy.availability(1, 8, 1.0)[0] == BLOCKED
+def test_a_limit_is_one_at_least(ran: int) -> None:
+    full = throttle()
+    full.refused(ran, 5.0, 0.0)
+    assert [full.availability(running, 8, 1.0)[0] for running in (0, 1)] == [NORMAL, BLOCKED]
 
 
-def test_of_two_times_to_come_again_the_later_holds_up_to_a_cap() -> None:
-    busy = throttle()
-    busy.mark_busy(20.0, 5, 100.0)
-    busy.mark_busy(1.0, 4, 101.0)
-    assert busy.busy_until == 120.0
-    assert busy.availability(4, 8, 102.0)[0] == BLOCKED
-    busy.mark_busy(1e9, 4, 102.0)
-    assert busy.busy_until == 102.0 + BUSY_CAP_S
-
-
-# --- probation ---
-
-
-def test_probation_blocks_unless_it_is_not_heeded() -> None:
-    doubtful = throttle(failures=2)
-    reason = "on probation: 2 answers failed in a row"
-    assert doubtful.availability(0, 8, 0.5) == (BLOCKED, reason)
-    assert doubtful.availability(0, 8, 0.5, doubt=False) == (NORMAL, "")
-    assert doubtful.availability(0, 8, 1.0) == (NORMAL, "")
-    assert doubtful.active(1.0), "it gets one at a time"
-    assert not throttle(failures=1).active(0.0)
+def test_of_two_times_the_later_holds_up_to_a_cap() -> None:
+    full = throttle()
+    full.refused(5, 20.0, 100.0)
+    full.refused(4, 1.0, 101.0)
+    assert (full.limit(119.9), full.limit(120.0)) == (4, 5)
+    full.refused(4, 1e9, 102.0)
+    assert (full.limit(102.0 + BUSY_CAP_S - 0.1), full.limit(102.0 + BUSY_CAP_S)) == (4, 5)
 
 
 def test_of_several_restraints_the_strictest_is_told() -> None:
-    all_three = throttle(failures=2)
+    all_three = throttle(lost=3)
     all_three.begin_slow_start(8.0, 0.0)
-    all_three.mark_busy(4.0, 3, 0.0)
-    assert all_three.availability(1, 8, 0.5)[1].startswith("on probation")
-    assert all_three.availability(1, 8, 1.0) == (BLOCKED, "slow start: 1 of 8 slots")
-    assert all_three.availability(1, 8, 2.0)[0] == DEPRIORITISED
+    all_three.refused(3, 4.0, 0.0)
+    assert all_three.availability(1, 8, 0.5)[1].startswith("on trial")
+    assert all_three.availability(1, 8, 0.5, doubt=False) == (BLOCKED, "slow start: 1 of 8 slots")
     assert all_three.availability(3, 64, 2.0)[1].startswith("full")

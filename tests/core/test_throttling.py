@@ -7,10 +7,11 @@ from helpers import dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetlb.core.account import MOST_PAUSE_S
 from hetlb.core.health import HealthParams
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
-from hetlb.core.throttle import BUSY_CAP_S, PROBATION_CAP_S
+from hetlb.core.throttle import BUSY_CAP_S
 from hetlb.core.types import (
     AdminState,
     AdminStateSet,
@@ -54,12 +55,12 @@ def leases(commands: list[Command]) -> list[Lease]:
 def test_a_busy_engine_s_request_goes_to_another_once_and_counts_for_nothing() -> None:
     scheduler = make_scheduler([spec("a"), spec("b"), spec("c")], "single")
     first = dispatched(scheduler.on_arrival(request(1), 0.0))
-    second = dispatched(scheduler.on_busy(first, 7.0, 0.1))
+    second = dispatched(scheduler.on_refused(first, True, 7.0, 0.1))
     assert (first.instance, second.instance, second.request.id) == ("a", "b", 1)
     assert first.ended
     assert all(each.health.state is Health.UP for each in scheduler.instances)
     # Two runs in all: the second engine's answer is the client's.
-    assert scheduler.on_busy(second, 7.0, 0.2) == [PassOn(1, second)]
+    assert scheduler.on_refused(second, True, 7.0, 0.2) == [PassOn(1, second)]
     assert not second.ended
     assert scheduler.on_lease_ended(second, Outcome.UPSTREAM_ERROR, 0.3) == []
     scheduler.check_integrity()
@@ -72,7 +73,7 @@ def test_without_a_time_to_come_again_the_answer_is_passed_on_and_nothing_rememb
 ) -> None:
     scheduler = make_scheduler([spec("a"), spec("b")], "single")
     lease = dispatched(scheduler.on_arrival(request(1), 0.0))
-    assert scheduler.on_busy(lease, said, 0.1) == [PassOn(1, lease)]
+    assert scheduler.on_refused(lease, True, said, 0.1) == [PassOn(1, lease)]
     scheduler.on_lease_ended(lease, Outcome.UPSTREAM_ERROR, 0.2)
     assert dispatched(scheduler.on_arrival(request(2), 0.3)).instance == "a"
 
@@ -85,7 +86,7 @@ def test_a_busy_instance_is_last_but_not_out_and_not_for_ever(policy: str) -> No
         lease = dispatched(scheduler.on_arrival(request(i), 0.0))
         if i == 0:
             name = lease.instance
-            dispatched(scheduler.on_busy(lease, 1e9, 0.0))
+            dispatched(scheduler.on_refused(lease, True, 1e9, 0.0))
         else:
             assert lease.instance != name
     other = "b" if name == "a" else "a"
@@ -100,20 +101,21 @@ def test_without_another_that_has_room_the_answer_is_passed_on() -> None:
     scheduler = make_scheduler([roomy("a"), roomy("b", places=2)], "hetlb")
     held = []
     while len(scheduler.queue) == 0 and instance(scheduler, "b").in_flight < 2:
-        held += leases(scheduler.on_arrival(request(len(held), pinned="b"), 0.0))
+        held += leases(scheduler.on_arrival(request(len(held), subset=("b",)), 0.0))
     lease = dispatched(scheduler.on_arrival(request(100, prompt=4000), 0.0))
     assert lease.instance == "a"
     busy_b = next(each for each in held if each.instance == "b")
-    assert scheduler.on_busy(busy_b, 5.0, 0.1) == [PassOn(busy_b.request.id, busy_b)]
-    assert scheduler.on_busy(lease, 5.0, 0.1) == [PassOn(100, lease)]
-    assert scheduler.on_busy(lease, 5.0, 0.1) == [PassOn(100, lease)], "said again it changes nothing"
+    assert scheduler.on_refused(busy_b, True, 5.0, 0.1) == [PassOn(busy_b.request.id, busy_b)]
+    assert scheduler.on_refused(lease, True, 5.0, 0.1) == [PassOn(100, lease)]
+    again = scheduler.on_refused(lease, True, 5.0, 0.1)
+    assert again == [PassOn(100, lease)], "said again it changes nothing"
     scheduler.check_integrity()
 
 
 def test_a_busy_engine_that_is_alone_is_not_given_more_than_it_had() -> None:
     scheduler = make_scheduler([roomy("a")], "hetlb")
     held = [dispatched(scheduler.on_arrival(request(i), 0.0)) for i in range(10)]
-    assert scheduler.on_busy(held[-1], 5.0, 0.1) == [PassOn(9, held[-1])]
+    assert scheduler.on_refused(held[-1], True, 5.0, 0.1) == [PassOn(9, held[-1])]
     scheduler.on_lease_ended(held.pop(), Outcome.UPSTREAM_ERROR, 0.1)
     assert scheduler.on_arrival(request(10), 0.2) == [], "it waits for one of the nine"
     commands = scheduler.on_lease_ended(held.pop(), Outcome.OK, 0.3)
@@ -125,7 +127,7 @@ def test_a_busy_engine_that_is_alone_is_not_given_more_than_it_had() -> None:
 def test_busy_answers_are_tried_elsewhere_within_the_budget_of_retries() -> None:
     scheduler = make_scheduler([spec("a"), spec("b")], "single")
     asked = [dispatched(scheduler.on_arrival(request(i), 0.0)) for i in range(8)]
-    outcomes = [scheduler.on_busy(lease, 3.0, 0.1) for lease in asked]
+    outcomes = [scheduler.on_refused(lease, True, 3.0, 0.1) for lease in asked]
     assert sum(len(leases(commands)) for commands in outcomes) == 3
     assert sum(isinstance(c, PassOn) for commands in outcomes for c in commands) == 5
 
@@ -292,7 +294,8 @@ def test_an_instance_that_fails_at_once_is_no_magnet(how: str, policy: str) -> N
             fail(scheduler, lease, how, now + 0.001)
         else:
             running.append((now + 1.0, lease))
-    assert 2 <= errors <= 5
+    # Two until it is in doubt, and a trial every few seconds: so it is back soon once it is well.
+    assert 2 <= errors <= 7
     scheduler.check_integrity()
 
 
@@ -308,7 +311,7 @@ def test_an_answer_that_ends_well_ends_the_doubt() -> None:
     assert dispatched(scheduler.on_arrival(request(5), 1.7)).instance == "a"
 
 
-def test_where_all_are_on_probation_none_is() -> None:
+def test_where_all_are_in_doubt_none_is() -> None:
     scheduler = make_scheduler([roomy("a"), roomy("b")], "rr")
     for i in range(40):
         fail(scheduler, dispatched(scheduler.on_arrival(request(i), 0.0)), "500", 0.0)
@@ -328,7 +331,7 @@ def test_doubt_decays(gaps: list[float]) -> None:
     for waited in range(0, 400, 5):
         number += 1
         if dispatched(scheduler.on_arrival(request(number), now + waited)).instance == "a":
-            assert waited <= PROBATION_CAP_S + 65.0
+            assert waited <= MOST_PAUSE_S + 65.0
             break
     else:
         raise AssertionError("it never gets another chance")
@@ -346,7 +349,7 @@ def break_each(scheduler: Scheduler, *names: str) -> list[str]:
     out: list[str] = []
     for number, name in enumerate(names):
         for i in range(8):
-            for lease in leases(scheduler.on_arrival(request(100 * number + i, pinned=name), 0.0)):
+            for lease in leases(scheduler.on_arrival(request(100 * number + i, subset=(name,)), 0.0)):
                 out += ejected(scheduler.on_lease_ended(lease, Outcome.BROKEN_STREAM, 0.0))
     return out
 
@@ -383,29 +386,14 @@ def test_the_only_one_is_not_ejected_for_probes_that_time_out() -> None:
     assert dispatched(scheduler.on_arrival(request(1), 0.0)).instance == "a"
 
 
-def test_a_share_of_failed_answers_ejects_too() -> None:
-    scheduler = make_scheduler([roomy("a"), roomy("b")], "rr")
-    out: list[int] = []
-    for i in range(40):
-        lease = dispatched(scheduler.on_arrival(request(i, pinned="a"), i / 10))
-        if i % 2:
-            commands = scheduler.on_lease_ended(lease, Outcome.OK, i / 10)
-        else:
-            commands = fail(scheduler, lease, "500", i / 10)
-        if ejected(commands):
-            out.append(i)
-            break
-    assert out == [20], "half of 21 answers"
-
-
 def test_green_probes_alone_do_not_give_the_trust_back() -> None:
     scheduler = make_scheduler([roomy("a"), roomy("b")], "single")
     for i in range(5):
-        lease = dispatched(scheduler.on_arrival(request(i, pinned="a"), 0.0))
+        lease = dispatched(scheduler.on_arrival(request(i, subset=("a",)), 0.0))
         scheduler.on_lease_ended(lease, Outcome.BROKEN_STREAM, 0.0)
     for _ in range(2):
         scheduler.on_instance(Probed("a", ProbeResult.OK), 10.0)
-    lease = dispatched(scheduler.on_arrival(request(10, pinned="a"), 30.0))
+    lease = dispatched(scheduler.on_arrival(request(10, subset=("a",)), 30.0))
     assert ejected(scheduler.on_lease_ended(lease, Outcome.BROKEN_STREAM, 30.0)) == ["a"], "one is enough now"
 
 
@@ -443,7 +431,7 @@ def test_of_those_that_wait_at_an_engine_that_dies_none_is_lost(policy: str) -> 
 def test_a_refused_request_waits_where_the_others_are_full() -> None:
     scheduler = make_scheduler([roomy("a"), roomy("b", places=2)], "hetlb")
     for i in range(2):
-        dispatched(scheduler.on_arrival(request(i, pinned="b"), 0.0))
+        dispatched(scheduler.on_arrival(request(i, subset=("b",)), 0.0))
     lease = dispatched(scheduler.on_arrival(request(10), 0.0))
     assert lease.instance == "a"
     other = next(iter(instance(scheduler, "b").leases.values()))

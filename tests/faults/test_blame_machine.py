@@ -188,7 +188,7 @@ class BlameMachine(RuleBasedStateMachine):
         for instance in self.proxy.scheduler.instances:
             health = instance.health
             assert health.state is Health.UP, f"{instance.name}: {health.reason}"
-            assert not health.probation.active(now), f"{instance.name}: {health.probation.reason}"
+            assert not instance.account.doubted, f"{instance.name}: {instance.account.why(now)}"
             assert health.clean, f"{instance.name} is held to have failed"
         self.clients = [each for each in self.clients if not each.closed]
 

@@ -117,7 +117,7 @@ class Kept:
         # Nothing of one input is to be held against the next.
         instance = self.proxy.scheduler.instances[0]
         instance.health = HealthTracker(random.Random(0), Health.UP)
-        instance.throttle = Throttle(instance.health.probation)
+        instance.throttle = Throttle(instance.account)
 
 
 KEPT = Kept()

@@ -82,7 +82,7 @@ class Door:
         # Nothing of one input is to be held against the next.
         instance = self.scheduler.instances[0]
         instance.health = HealthTracker(random.Random(0), Health.UP)
-        instance.throttle = Throttle(instance.health.probation)
+        instance.throttle = Throttle(instance.account)
 
 
 def messages_of(data: bytes) -> list[bytes]:

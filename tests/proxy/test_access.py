@@ -494,67 +494,6 @@ async def test_a_form_is_for_the_models_of_the_key(tmp_path: Path) -> None:
         assert len(engine.asked) == 1
 
 
-async def test_an_answer_is_continued_where_it_was_made_by_whom_it_was_made_for(tmp_path: Path) -> None:
-    made = plain(b'{"id":"resp_abc","object":"response"}')
-    eve = {"name": "eve", "sha256": sha256("sk-eve")}
-    go_on = b'{"model":"m","input":"y","previous_response_id":"%b"}'
-    async with Engine(made) as one, Engine(made) as two:
-        fleet = document(one, two)
-        async with serving(tmp_path, fleet) as running, Client(running) as client:
-            client.send(post(b'{"model":"m","input":"x"}', path="/v1/responses"))
-            maker = (await client.answer()).headers["x-hetlb-instance"]
-            for _ in range(3):
-                client.send(post(go_on % b"resp_abc", path="/v1/responses"))
-                assert (await client.answer()).headers["x-hetlb-instance"] == maker
-            # Of one that was made before hetlb started, the engine knows more.
-            client.send(post(go_on % b"resp_old", path="/v1/responses"))
-            assert (await client.answer()).status == 200
-        keys = write(tmp_path, "keys.yaml", yaml.safe_dump([ANN, eve]))
-        async with serving(tmp_path, document(one, proxy={"api_keys_file": keys})) as running:
-            async with Client(running) as client:
-                owner, stranger = f"X-Api-Key: {CLIENT_KEY}", "X-Api-Key: sk-eve"
-                client.send(post(b'{"model":"m","input":"x"}', owner, path="/v1/responses"))
-                assert (await client.answer()).status == 200
-                for key, made_before, status in (
-                    (owner, b"resp_abc", 200),
-                    (stranger, b"resp_abc", 404),
-                    (owner, b"resp_old", 404),
-                ):
-                    client.send(post(go_on % made_before, key, path="/v1/responses"))
-                    assert (await client.answer()).status == status
-
-
-async def test_an_answer_of_an_instance_that_is_gone_is_not_found(tmp_path: Path) -> None:
-    made = plain(b'{"id":"resp_abc","object":"response"}')
-    async with Engine(made) as one, Engine() as two, serving(tmp_path, document(one)) as running:
-        async with Client(running) as client:
-            client.send(post(b'{"model":"m","input":"x"}', path="/v1/responses"))
-            assert (await client.answer()).status == 200
-            fleet = document(two)
-            fleet["models"][0]["instances"][0]["name"] = "other"
-            running.rewrite(fleet)
-            assert (await running.admin("POST", "/v1/reload")).status == 200
-            client.send(b"GET /v1/responses/resp_abc HTTP/1.1\r\nHost: p\r\n\r\n")
-            assert (await client.answer()).status == 404
-            body = b'{"model":"m","input":"y","previous_response_id":"resp_abc"}'
-            client.send(post(body, path="/v1/responses"))
-            assert (await client.answer()).status == 404
-
-
-async def test_an_answer_kept_for_one_client_is_not_found_by_another(tmp_path: Path) -> None:
-    made = plain(b'{"id":"resp_abc","object":"response"}')
-    eve = {"name": "eve", "sha256": sha256("sk-eve")}
-    ann = {**ANN, "models": ["m"]}
-    async with Engine(made) as engine, serving(tmp_path, with_keys(engine, tmp_path, ann, eve)) as running:
-        async with Client(running) as client:
-            owner, stranger = f"Authorization: Bearer {CLIENT_KEY}", "Authorization: Bearer sk-eve"
-            client.send(post(b'{"model":"m","input":"x"}', owner, path="/v1/responses"))
-            assert (await client.answer()).status == 200
-            for key, status in ((stranger, 404), (owner, 200)):
-                client.send(f"GET /v1/responses/resp_abc HTTP/1.1\r\nHost: p\r\n{key}\r\n\r\n".encode())
-                assert (await client.answer()).status == status
-
-
 async def test_the_log_names_the_owner_of_the_key(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async with Engine() as engine:
         async with serving(tmp_path, with_keys(engine, tmp_path, ANN)) as running:

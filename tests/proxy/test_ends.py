@@ -13,12 +13,12 @@ from hetlb.proxy.exchange_states import Phase, Response
 
 #: What a row says, said once more: a change of blame is a change here.
 COUNTS = {
-    "answered": Verdict.WELL, "unseen": Verdict.WELL, "refused": Verdict.WELL, "busy": Verdict.WELL,
-    "server-error": Verdict.ERROR,
+    "answered": Verdict.WELL, "unseen": Verdict.NOTHING, "refused": Verdict.LOST, "busy": Verdict.LOST,
+    "server-error": Verdict.LOST,
     "not-accepted": Verdict.ABSENT, "loop": Verdict.ABSENT, "moved": Verdict.ABSENT,
     "dropped": Verdict.FAILED, "junk": Verdict.FAILED, "silent": Verdict.FAILED, "broken": Verdict.FAILED,
     "stalled": Verdict.FAILED, "error-event": Verdict.FAILED,
-    "refused-in-stream": Verdict.WELL,
+    "refused-in-stream": Verdict.LOST,
     "not-handed-over": Verdict.NOTHING,
     "unread": Verdict.NOTHING, "held-up": Verdict.NOTHING, "idle": Verdict.NOTHING,
     "left": Verdict.NOTHING, "local": Verdict.NOTHING, "fault": Verdict.NOTHING,
@@ -45,17 +45,14 @@ def test_an_end_counts_as_its_row_says(end: End) -> None:
             scheduler.on_lease_ended(lease, ends.LEFT.told, float(number), retry=False)
             break
         scheduler.on_lease_ended(lease, end.told, float(number), retry=False)
-        if end.counts_as is Verdict.FAILED and one.health.probation.active(float(number)):
-            break
     health = one.health
-    now = float(number)
     if end.counts_as is Verdict.ABSENT:
         assert health.state is Health.EJECTED
-    elif end.counts_as in (Verdict.FAILED, Verdict.ERROR):
-        assert health.probation.active(now)
+    elif end.counts_as in (Verdict.FAILED, Verdict.LOST):
+        assert one.account.doubted
     else:
         assert health.state is Health.UP
-        assert not health.probation.active(now)
+        assert not one.account.doubted
         assert health.clean
 
 

@@ -58,9 +58,8 @@ def make() -> Iterator[Callable[..., Proxy]]:
 
 
 def healthy(proxy: Proxy) -> bool:
-    now = proxy.loop.time()
     return all(
-        each.health.state is Health.UP and not each.health.probation.active(now) and each.health.clean
+        each.health.state is Health.UP and not each.account.doubted and each.health.clean
         for each in proxy.scheduler.instances
     )
 

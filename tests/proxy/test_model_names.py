@@ -16,8 +16,11 @@ from hypothesis import strategies as st
 from proxy.services import Engine, Running, serving
 
 from hetlb.config.fleet import load_fleet
+from hetlb.core.objective import ServiceClass
 from hetlb.errors import ConfigError
+from hetlb.proxy.http.http1 import GateError, RequestHead
 from hetlb.proxy.model_names import rename_in_form, rename_in_json
+from hetlb.proxy.service_classes import ServiceClasses
 
 
 def fleet(large: Engine, small: Engine, **more: Any) -> dict[str, Any]:
@@ -139,3 +142,13 @@ def test_names_that_cannot_be(tmp_path: Path, model: dict[str, Any], message: st
     (tmp_path / "fleet.yaml").write_text(yaml.safe_dump({"version": 1, "models": [table]}))
     with pytest.raises(ConfigError, match=message):
         load_fleet(tmp_path / "fleet.yaml")
+
+
+@pytest.mark.parametrize("stated", [b"1.7e308", b"1e-300", b"nan", b"-1", b"inf", b"x"])
+def test_a_target_within_which_scores_are_numbers(stated: bytes) -> None:
+    head = RequestHead()
+    head.fields = {b"x-hetlb-slo-e2e-ms": stated}
+    classes = ServiceClasses({"m": {"a": ServiceClass("a", e2e_s=1.0)}})
+    with pytest.raises(GateError) as caught:
+        classes.of("m", head, None)
+    assert caught.value.message == "x-hetlb-slo-e2e-ms: expected milliseconds, 0.001 to 1e+09."

@@ -270,17 +270,20 @@ async def test_large_bodies_pass(start: Start) -> None:
     assert answer.body == b"y" * 8_000_000
 
 
-async def test_an_answer_made_at_one_instance_is_asked_for_there(start: Start) -> None:
-    made = plain(b'{"id":"resp_abc","object":"response"}')
-    async with Upstream(made) as one, Upstream(made) as two:
-        proxy = await start(one.url, two.url)
-        first = await ask(proxy, post(b'{"model":"m","input":"x"}', path="/v1/responses"))
-        home = {"i0": one, "i1": two}[first.headers["x-hetlb-instance"]]
-        for _ in range(3):
-            await ask(proxy, b"GET /v1/responses/resp_abc HTTP/1.1\r\nHost: p\r\n\r\n")
-        assert len(home.visits) == 4
-        lost = await ask(proxy, b"GET /v1/responses/resp_no HTTP/1.1\r\nHost: p\r\n\r\n")
-        assert (lost.status, lost.error["type"]) == (404, "NotFoundError")
+async def test_answers_are_not_kept_and_that_is_said(start: Start) -> None:
+    async with Upstream() as engine:
+        proxy = await start(engine.url)
+        body = b'{"model":"m","input":"y","previous_response_id":"resp_1"}'
+        asked = (
+            (400, post(body, path="/v1/responses")),
+            (404, b"GET /v1/responses/resp_1 HTTP/1.1\r\nHost: p\r\n\r\n"),
+            (404, post(b"", path="/v1/responses/resp_1/cancel")),
+        )
+        for status, data in asked:
+            answer = await ask(proxy, data)
+            assert answer.status == status
+            assert "send the whole conversation in `input`" in answer.error["message"]
+        assert not engine.visits
 
 
 # --- turned away ---

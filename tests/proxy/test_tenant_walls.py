@@ -12,7 +12,6 @@ from proxy.test_hostile import Engines
 from hetlb.config.api_keys import Tenant
 from hetlb.proxy.http.openai_body import Call
 from hetlb.proxy.prefix_keys import session_key, text_keys
-from hetlb.proxy.scheduler_driver import RESPONSES_KEPT
 
 KEYS = {name: f"key-of-{name}" for name in ("ann", "bob")}
 
@@ -52,14 +51,6 @@ def answer(engines: Engines, number: int, response_id: str) -> None:
     engines.ends[number].send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
 
 
-def test_an_answer_belongs_to_the_first_it_was_made_for(proxy: Proxy) -> None:
-    driver = proxy.scheduling
-    driver.remember_response("resp_1", "i1", "ann")
-    driver.remember_response("resp_1", "i2", "bob")
-    assert driver.pin("", "resp_1", "ann", strict=True) == ("m", "i1")
-    assert ask(proxy, "bob", "/v1/responses/resp_1", b"", method="GET").got.startswith(b"HTTP/1.1 404")
-
-
 def test_a_client_cannot_name_its_answer(proxy: Proxy, engines: Engines) -> None:
     body = b'{"model":"m","input":"x","request_id":"resp_of_ann"}'
     client = ask(proxy, "bob", body=body)
@@ -67,16 +58,6 @@ def test_a_client_cannot_name_its_answer(proxy: Proxy, engines: Engines) -> None
     assert b"request_id" in client.got
     assert not engines.ends
     assert ask(proxy, "bob", body=b'{"model":"m","input":"x","request_id":null}').got == b""
-
-
-def test_many_answers_of_one_tenant_make_another_forget_none(proxy: Proxy) -> None:
-    driver = proxy.scheduling
-    driver.remember_response("resp_ann", "i1", "ann")
-    for number in range(RESPONSES_KEPT + 50):
-        driver.remember_response(f"resp_{number}", "i1", "bob")
-    assert driver.pin("", "resp_ann", "ann", strict=True) == ("m", "i1")
-    assert "resp_0" not in driver.responses
-    assert len(driver.responses) == RESPONSES_KEPT
 
 
 def test_no_tenant_can_take_the_id_that_anothers_request_has_at_the_engine(

@@ -20,7 +20,7 @@ from pathlib import Path
 from hetlb.core import engine_metrics
 from hetlb.core.engine_tables import VLLM
 from hetlb.plan.common import servers
-from hetlb.proxy.http.endpoints import ENDPOINTS, REALTIME_PATH, kept_response
+from hetlb.proxy.http.endpoints import ENDPOINTS, KEPT_PATHS, REALTIME_PATH
 
 KNOWN_FIELDS = Path(__file__).parent / "data" / "known-fields.json"
 #: Answered by hetlb itself.
@@ -112,7 +112,7 @@ def flags(root: Path) -> set[str]:
 def is_known(path: str) -> bool:
     plain = path.replace("{response_id}", "resp_1")
     own = path in OWN or path in REFUSED or path.startswith("/v1/models/")
-    return own or path in ENDPOINTS or path == REALTIME_PATH or kept_response(plain) is not None
+    return own or path in ENDPOINTS or path == REALTIME_PATH or plain.startswith(KEPT_PATHS)
 
 
 def unknown(root: Path) -> list[str]:

@@ -31,11 +31,11 @@ from hetlb.workers.protocol import (
 from hetlb.workers.relay_driver import arrival_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "messages.md"
-REQUEST = Request(7 << 32, "m", 12, 5, 2, 30, True, 400, True, None, (("k", 64), ("s", None)), -1, "t", 2)
+REQUEST = Request(7 << 32, "m", 12, 5, 2, 30, True, 400, True, (("k", 64), ("s", None)), -1, "t", 2)
 
 
 def test_a_request_comes_as_it_went() -> None:
-    arrival = arrival_of(REQUEST, None, strict=False)
+    arrival = arrival_of(REQUEST, None)
     [read] = FROM_RELAY.decode(msgspec.msgpack.encode([arrival]))
     assert isinstance(read, Arrival)
     assert read.request.request() == REQUEST

@@ -103,7 +103,7 @@ class Relay:
         self.up += [self.arrival(number) for number, lease in self.open.items() if lease is None]
 
     def arrival(self, number: int) -> protocol.Arrival:
-        return arrival_of(request(number, prompt=900), None, strict=False)
+        return arrival_of(request(number, prompt=900), None)
 
     def arrive(self) -> None:
         number, self.next = self.next, self.next + 1

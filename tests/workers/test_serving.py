@@ -138,22 +138,6 @@ async def test_engines_are_probed_once_not_by_every_worker(serve: Serve) -> None
         assert len({visit.writer.get_extra_info("peername") for visit in one.visits[:2]}) == 1
 
 
-async def test_an_answer_is_found_in_every_worker(serve: Serve) -> None:
-    engines = [
-        Engine(plain(msgspec.json.encode({"id": f"resp_{n}", "object": "response"}))) for n in range(3)
-    ]
-    async with engines[0], engines[1], engines[2]:
-        proxy = await serve(document(*engines), workers=2)
-        made = [await proxy.ask("/v1/responses", model="m", input="hello") for _ in range(6)]
-        assert len({worker_of(reply) for reply in made + await proxy.both_serve()}) == 2
-        for reply in made:
-            for _ in range(4):
-                found = await proxy.ask(f"/v1/responses/{reply.json['id']}", "GET")
-                assert found.status == 200
-                assert found.headers["x-hetlb-instance"] == reply.headers["x-hetlb-instance"]
-        assert (await proxy.ask("/v1/responses/resp_9", "GET")).status == 404
-
-
 # --- the queue ---
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from enum import Enum
 
 
@@ -15,15 +14,14 @@ class Kind(Enum):
     MESSAGES = "messages"
     NO_OUTPUT = "no_output"
     AUDIO = "audio"
-    PINNED = "pinned"
     PLAIN = "plain"
     REALTIME = "realtime"
 
     def __init__(self, name: str) -> None:
         #: True if the engine decodes for it.
-        self.generates = name not in ("no_output", "pinned", "plain", "realtime")
-        #: True if it is a prompt that may be long, and not a form, a session or a question about an answer.
-        self.prompted = name not in ("pinned", "plain", "realtime")
+        self.generates = name not in ("no_output", "plain", "realtime")
+        #: True if it is a prompt that may be long, and not a form or a session.
+        self.prompted = name not in ("plain", "realtime")
 
 
 #: Paths that go to an engine, as vLLM 0.33 serves them (`tests/vllm/newest_facts.py` compares). Which of them
@@ -65,10 +63,7 @@ ENDPOINTS: dict[str, Kind] = {
 }
 #: The one path where a connection may become a WebSocket.
 REALTIME_PATH = "/v1/realtime"
-_RESPONSE_PATH = re.compile(r"/v1/responses/([A-Za-z0-9_.-]{1,128})(/cancel)?")
-
-
-def kept_response(path: str) -> tuple[str, bool] | None:
-    """The id of the kept answer that a path asks for, and whether it is to be cancelled; None for neither."""
-    match = _RESPONSE_PATH.fullmatch(path)
-    return None if match is None else (match[1], bool(match[2]))
+#: Beginning of the paths of answers that an engine keeps, which are not found among several.
+KEPT_PATHS = "/v1/responses/"
+#: Words about them.
+NOT_KEPT = "Answers are not kept here: send the whole conversation in `input`."

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 from mypy_extensions import mypyc_attr
 
-from hetlb.proxy.http.endpoints import Kind
+from hetlb.proxy.http.endpoints import NOT_KEPT, Kind
 from hetlb.proxy.http.http1 import GateError
 from hetlb.proxy.http.openai_fields import RequestFields
 from hetlb.proxy.http.transfer_fields import without_transfer_fields
@@ -50,14 +50,13 @@ class Call:
 
     `prompt_tokens_total` is of all prompts: counted where they are token ids, else None until the router has
     estimated it from `text_bytes` (without encoded media) and the number of `media`. `prompts` is how many
-    prompts are prefilled, `n` how often each is decoded; `continues` names the kept answer that this one goes
-    on from; `priority` is vLLM's, lower goes first. `text`, `tools` and `ids` are raw JSON: the prompts, the
-    tools of a chat, and prompts of token ids (`ids_nested`: a list for each); `cache_salt` keeps its prefixes
-    apart from those of others.
+    prompts are prefilled, `n` how often each is decoded; `priority` is vLLM's, lower goes first. `text`,
+    `tools` and `ids` are raw JSON: the prompts, the tools of a chat, and prompts of token ids (`ids_nested`:
+    a list for each); `cache_salt` keeps its prefixes apart from those of others.
     """
 
     __slots__ = (
-        "asked", "body", "cache_salt", "continues", "hold_usage", "ids", "ids_nested", "longest_tokens",
+        "asked", "body", "cache_salt", "hold_usage", "ids", "ids_nested", "longest_tokens",
         "max_tokens", "media", "model", "n", "priority", "prompt_tokens_total", "prompts", "renamed",
         "stream", "text", "text_bytes", "tools",
     )  # fmt: skip
@@ -65,7 +64,6 @@ class Call:
     def __init__(self, body: bytes = b"") -> None:
         self.body = body
         self.model: str | None = None
-        self.continues: str | None = None
         self.stream = False
         self.hold_usage = False
         self.max_tokens: int | None = None
@@ -124,7 +122,8 @@ def read_json(kind: Kind, body: bytes) -> Call:
             raise GateError(400, "request_id: expected none here, the instance names its answers.")
         _read_prompt(call, decoded.input)
         call.prompts = 1
-        call.continues = decoded.previous_response_id
+        if decoded.previous_response_id is not None:
+            raise GateError(400, f"previous_response_id: {NOT_KEPT}")
     else:
         _read_text(call, bytes(decoded.messages))
         call.tools = bytes(decoded.tools)

@@ -52,7 +52,7 @@ OTHER_TENANTS: Final = "other"
 MODEL_HISTOGRAMS = ("e2e", "gaps", "output_ratio", "queue", "session", "time_ratio", "ttft")
 INSTANCE_COUNTS = (
     "cached_prompt_tokens", "ejections", "expected_cached_prompt_tokens", "expected_s", "output_tokens",
-    "prompt_tokens", "served_s",
+    "prompt_tokens", "served_s", "stalls",
 )  # fmt: skip
 #: Parts of a latency model: times to the first token with nothing beside them, what had prompts and decodes
 #: beside each other, and steps without prompts.
@@ -94,6 +94,7 @@ class InstanceTotals:
         #: Tokens of prompts that were believed to be there at dispatch.
         self.expected_cached_prompt_tokens = 0
         self.ejections = 0
+        self.stalls = 0
         #: Seconds from dispatch to the end of answers that completed, predicted and actual.
         self.expected_s = 0.0
         self.served_s = 0.0

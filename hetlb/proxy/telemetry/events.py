@@ -35,6 +35,8 @@ class Event(Enum):
     INSTANCE_EJECTED = "instance_ejected", _WARNING, "it is taken out as dead"
     INSTANCE_ABSENT = "instance_absent", _WARNING, "it did not answer the first probes"
     INSTANCE_LOOP = "instance_loop", _ERROR, "it is this proxy, or leads back to it"
+    INSTANCE_STALLED = "instance_stalled", _WARNING, "no token comes of it though it should give some"
+    INSTANCE_MOVES = "instance_moves", _INFO, "it had stalled and gives tokens again"
     INSTANCE_MODELS = "instance_models", _INFO, "it serves other models than before"
     INSTANCE_OTHER_MODEL = "instance_other_model", _WARNING, "it does not serve the model of the file"
     INSTANCE_ASLEEP = "instance_asleep", _INFO, "its engine sleeps"

@@ -147,7 +147,7 @@ class Tracing:
         shared = _shared_attributes(record, operation, outcome.value, failed)
         method = record.method.decode("ascii", "replace")
         # An id in a path would give every request a name of its own.
-        route = "/v1/responses/{id}" if record.kind is Kind.PINNED else record.path
+        route = record.path
 
         # The id of the trace is asked for only where there is no parent.
         self._ids.trace_id, self._ids.span_id = ids.trace_id, ids.span_id

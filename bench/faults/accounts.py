@@ -1,0 +1,388 @@
+"""Engines that refuse, hang, stop and return, behind a real `hetlb serve`: how many requests are lost.
+
+    python bench/faults/accounts.py [refusals] [hung] [stops] [silent] [full]
+
+Engines are small servers of this process on loopback: an answer is 20 events, one each 20 ms. A line for
+each case: requests sent and lost, and what the issue asks for. Exit status 1 if a case misses that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+TOKENS, PACE_S = 20, 0.02
+EVENT = (
+    b'data: {"id":"c","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
+)
+FIRST = b'data: {"id":"c","choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+HEAD = b"HTTP/1.1 %b\r\ncontent-type: %b\r\n"
+METRICS = """vllm:num_requests_running{engine="0"} %d
+vllm:num_requests_waiting{engine="0"} 0
+vllm:kv_cache_usage_perc{engine="0"} 0.01
+vllm:generation_tokens_total{engine="0"} %d
+vllm:prompt_tokens_total{engine="0"} %d
+vllm:cache_config_info{block_size="16",num_gpu_blocks="8000",engine="0"} 1
+"""
+
+
+def _date() -> bytes:
+    return formatdate(time.time() + 3600.0, usegmt=True).encode()
+
+
+#: Heads of refusals, by name; `event-*` are streams whose only event is an error.
+REFUSALS: dict[str, Callable[[], bytes]] = {
+    "503 date": lambda: b"503 X\r\nretry-after: " + _date(),
+    "503 zero": lambda: b"503 X\r\nretry-after: 0",
+    "503 ms": lambda: b"503 X\r\nretry-after-ms: 1000",
+    "503": lambda: b"503 X",
+    "429": lambda: b"429 X",
+    "401": lambda: b"401 X",
+    "404": lambda: b"404 X",
+    "400": lambda: b"400 X",
+    "500": lambda: b"500 X",
+    "event 429": lambda: b"",
+}
+
+
+class Engine:
+    """One engine: `mode` is "well", "hang", "hang-head" or a key of `REFUSALS`."""
+
+    def __init__(self, places: int = 1 << 20) -> None:
+        self.mode, self.places = "well", places
+        self.running = self.tokens = self.prompts = self.answered = self.visits = 0
+        self.work_s = 0.0
+        self.goes = asyncio.Event()
+        self.goes.set()
+        self.port = 0
+
+    async def start(self) -> Engine:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self.server.sockets[0].getsockname()[1]
+        return self
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length: ")[2].split(b"\r")[0] or 0)
+                body = await reader.readexactly(length)
+                await self._answer(head.split()[1], body, writer)
+        writer.close()
+
+    async def _answer(self, path: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        if path == b"/metrics":
+            text = METRICS % (self.running, self.tokens, self.prompts)
+            _whole(writer, b"200 OK", text.encode(), b"text/plain")
+        elif path == b"/v1/models":
+            _whole(writer, b"200 OK", b'{"object":"list","data":[{"id":"m","object":"model"}]}')
+        elif path in (b"/health", b"/version"):
+            _whole(writer, b"200 OK", b'{"version":"0.11.0"}')
+        else:
+            self.visits += 1
+            await self._generate(json.loads(body), writer)
+        await writer.drain()
+
+    async def _generate(self, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        refusal = REFUSALS.get(self.mode)
+        if asked.get("bad"):
+            _whole(writer, b"400 X", b'{"error":{"message":"no","code":400}}')
+            return
+        if self.running >= self.places:
+            _whole(writer, b"503 X", b'{"error":{"message":"full"}}')
+            return
+        stream = bool(asked.get("stream"))
+        if refusal is not None and (status := refusal()):
+            _whole(writer, status, b'{"error":{"message":"refused"}}')
+            return
+        self.running += 1
+        try:
+            if stream and (self.mode != "hang" or refusal is not None):
+                writer.write(HEAD % (b"200 OK", b"text/event-stream") + b"transfer-encoding: chunked\r\n\r\n")
+            if refusal is not None:
+                error = b'data: {"error":{"message":"no","code":429}}\n\ndata: [DONE]\n\n'
+                _chunk(writer, error)
+                writer.write(b"0\r\n\r\n")
+                return
+            left_s = self.work_s
+            await self._wait(writer)
+            self.prompts += 10
+            if stream:
+                _chunk(writer, FIRST)
+            while left_s > 0.0:  # works and says nothing
+                await asyncio.sleep(0.1)
+                await self._wait(writer)
+                self.tokens += 5
+                left_s -= 0.1
+            for _ in range(TOKENS):
+                await asyncio.sleep(PACE_S)
+                await self._wait(writer)
+                self.tokens += 1
+                if stream:
+                    _chunk(writer, EVENT)
+                    await writer.drain()
+            if stream:
+                _chunk(writer, b"data: [DONE]\n\n")
+                writer.write(b"0\r\n\r\n")
+            else:
+                _whole(writer, b"200 OK", b'{"choices":[{"message":{"content":"x"}}]}')
+            self.answered += 1
+        finally:
+            self.running -= 1
+
+    async def _wait(self, writer: asyncio.StreamWriter) -> None:
+        while self.mode in ("hang", "hang-head") or not self.goes.is_set():
+            if writer.is_closing():
+                raise OSError
+            await asyncio.sleep(0.02)
+        if writer.is_closing():
+            raise OSError
+
+
+def _whole(
+    writer: asyncio.StreamWriter, status: bytes, body: bytes, type_: bytes = b"application/json"
+) -> None:
+    writer.write(HEAD % (status, type_) + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+
+
+def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+class Serve:
+    """`hetlb serve` over engines, as a process of its own."""
+
+    def __init__(self, engines: list[Engine], policy: str = "hetlb") -> None:
+        self.engines, self.policy = engines, policy
+
+    async def __aenter__(self) -> Serve:
+        fleet = {
+            "version": 1,
+            "listen": {"host": "127.0.0.1", "port": 0},
+            "admin": {"host": "127.0.0.1", "port": 0},
+            "policy": {"name": self.policy},
+            "models": [
+                {
+                    "name": "m",
+                    "instances": [
+                        {"name": "abc"[i], "url": f"http://127.0.0.1:{each.port}"}
+                        for i, each in enumerate(self.engines)
+                    ],
+                }
+            ],
+        }
+        self.folder = tempfile.TemporaryDirectory()
+        path = Path(self.folder.name) / "fleet.yaml"
+        path.write_text(json.dumps(fleet))
+        self.log = (Path(self.folder.name) / "log").open("wb")
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "hetlb", "serve", "--config", str(path),
+            stdout=asyncio.subprocess.PIPE, stderr=self.log,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        line = (await self.process.stdout.readline()).decode()
+        self.port = int(line.split("http://127.0.0.1:")[1].split()[0])
+        self.admin = int(line.split("admin http://127.0.0.1:")[1].split(")")[0])
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.process.terminate()
+        await self.process.wait()
+        self.log.close()
+        self.folder.cleanup()
+        for engine in self.engines:
+            engine.server.close()
+
+    async def status(self) -> dict[str, Any]:
+        """Return the body of `GET /v1/status`."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.admin)
+        writer.write(b"GET /v1/status HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        text = await reader.read()
+        writer.close()
+        found: dict[str, Any] = json.loads(text.partition(b"\r\n\r\n")[2])
+        return found
+
+    async def ask(
+        self, *, stream: bool = True, leaves_s: float = 1e9, headers: bytes = b"", **more: Any
+    ) -> bool:
+        """Send one request; True if its answer is whole and well."""
+        body = json.dumps(
+            {"model": "m", "messages": [{"role": "user", "content": "x" * 40}], **more, "stream": stream}
+        )
+        with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(leaves_s if leaves_s < 1e9 else None):
+                reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+                try:
+                    writer.write(
+                        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n%b"
+                        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+                        % (headers, len(body), body.encode())
+                    )
+                    text = await reader.read()
+                finally:
+                    writer.close()
+                well = text.startswith(b"HTTP/1.1 200") and b'"error"' not in text
+                return well and (not stream or text.endswith(b"0\r\n\r\n"))
+        return False
+
+    async def load(self, count: int, rate: float, rng: random.Random, **how: Any) -> list[bool]:
+        """Send `count` requests as a Poisson stream; return which ended well."""
+        tasks = []
+        for _ in range(count):
+            tasks.append(asyncio.create_task(self.ask(**how)))
+            await asyncio.sleep(rng.expovariate(rate))
+        return list(await asyncio.gather(*tasks))
+
+
+missed = 0
+
+
+def report(case: str, found: str, well: bool) -> None:
+    """Print a line of the result."""
+    global missed
+    missed += not well
+    print(f"{'ok  ' if well else 'MISS'}  {case:44} {found}", flush=True)
+
+
+async def refusals() -> None:
+    """One engine refuses; the others are well."""
+    for kind in REFUSALS:
+        for stream in (False, True):
+            if kind.startswith("event") and not stream:
+                continue
+            for count, bad in ((2, 1), (3, 2)):
+                engines = [await Engine().start() for _ in range(count)]
+                async with Serve(engines) as serve:
+                    rng = random.Random(1)
+                    for each in engines[:bad]:
+                        each.mode = kind
+                    before = sum(each.visits for each in engines[:bad])
+                    answers = await serve.load(200, 25.0, rng, stream=stream)
+                    tried = sum(each.visits for each in engines[:bad]) - before
+                    lost = answers.count(False)
+                    for each in engines[:bad]:
+                        each.mode = "well"
+                    await serve.load(125, 25.0, rng, stream=stream)
+                    at = engines[0].answered
+                    await serve.load(75, 25.0, rng, stream=stream)
+                    back = engines[0].answered - at
+                    what = f"lost {lost} of 200, {tried} went there; then {back} of 75"
+                    report(
+                        f"{kind}, {'stream' if stream else 'plain'}, {bad} of {count}",
+                        what,
+                        lost <= 20 and back > 5,
+                    )
+
+
+async def storm() -> None:
+    """Every second request is a client's own 400."""
+    engines = [await Engine().start() for _ in range(2)]
+    async with Serve(engines) as serve:
+        rng = random.Random(1)
+        answers, bad = await asyncio.gather(
+            serve.load(200, 20.0, rng), serve.load(200, 20.0, rng, bad=True, stream=False)
+        )
+        shares = [each.answered for each in engines]
+        found = f"lost {answers.count(False)} of 200, answered {shares}, 400s {bad.count(False)}"
+        report("a client's 400s", found, not any(not each for each in answers))
+
+
+async def hung() -> None:
+    """One of two hangs for a minute, 8 requests/s."""
+    for mode in ("hang-head", "hang"):
+        for leaves_s in (5.0, 20.0, 1e9):
+            engines = [await Engine().start() for _ in range(2)]
+            async with Serve(engines) as serve:
+                rng = random.Random(2)
+                await serve.load(60, 12.0, rng)
+                engines[0].mode = mode
+                begun, named = time.monotonic(), -1.0
+                task = asyncio.create_task(serve.load(480, 8.0, rng, leaves_s=leaves_s))
+                while time.monotonic() - begun < 15.0 and named < 0.0:
+                    await asyncio.sleep(0.5)
+                    found = await serve.status()
+                    if "a" in json.dumps(found.get("causes", "")) or "stalled" in json.dumps(found):
+                        named = time.monotonic() - begun
+                await asyncio.sleep(max(0.0, 62.0 - (time.monotonic() - begun)))
+                engines[0].mode = "well"
+                answers = await task
+                lost = answers.count(False)
+                leave = "never" if leaves_s > 1e8 else f"after {leaves_s:g} s"
+                report(
+                    f"{mode}, clients leave {leave}",
+                    f"lost {lost} of 480, named after {named:.1f} s",
+                    lost <= 12 and 0 < named <= 10,
+                )
+
+
+async def stops() -> None:
+    """The faster of two stands still for 30 s, then goes on."""
+    for rate in (0.5, 2.5, 14.0):
+        engines = [await Engine().start() for _ in range(2)]
+        async with Serve(engines) as serve:
+            rng = random.Random(3)
+            await serve.load(round(rate * 20), rate, rng)
+            before = [each.answered for each in engines]
+            await serve.load(round(rate * 30), rate, rng)
+            usual = (engines[0].answered - before[0]) / max(1.0, rate * 30)
+            engines[0].goes.clear()
+            lost = (await serve.load(round(rate * 30), rate, rng, leaves_s=40.0)).count(False)
+            engines[0].goes.set()
+            await serve.load(round(rate * 40), rate, rng)
+            before = [each.answered for each in engines]
+            await serve.load(round(rate * 20), rate, rng)
+            share = (engines[0].answered - before[0]) / max(1.0, rate * 20)
+            report(
+                f"stops 30 s, {rate:g} req/s",
+                f"lost {lost}; share {usual:.2f}, then {share:.2f}",
+                share >= 0.7 * usual,
+            )
+
+
+async def full() -> None:
+    """Two engines of four places refuse what is more with 503 and no header, 60 requests/s."""
+    engines = [await Engine(places=4).start() for _ in range(2)]
+    for each in engines:
+        each.work_s = 0.0
+    async with Serve(engines) as serve:
+        answers = await serve.load(360, 60.0, random.Random(4), stream=False)
+        report("a full queue", f"answered {answers.count(True)} of 360", answers.count(True) >= 240)
+
+
+async def silent() -> None:
+    """Work of 320 s, not streamed; streams that say nothing for 65 s while counters move."""
+    engines = [await Engine().start()]
+    async with Serve(engines) as serve:
+        engines[0].work_s = 65.0
+        streams = asyncio.gather(*[serve.ask() for _ in range(20)])
+        await asyncio.sleep(1.0)
+        engines[0].work_s = 320.0
+        plain = asyncio.create_task(serve.ask(stream=False, headers=b"x-stainless-read-timeout: 600\r\n"))
+        whole = (await streams).count(True)
+        report("streams silent for 65 s", f"{whole} of 20 whole", whole == 20)
+        report("a plain answer of 320 s", "delivered" if await plain else "lost", plain.result())
+
+
+CASES: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+    "refusals": refusals, "storm": storm, "hung": hung, "stops": stops, "full": full, "silent": silent,
+}  # fmt: skip
+
+
+async def main() -> int:
+    """Run the cases that are named, all without a name."""
+    for name in sys.argv[1:] or CASES:
+        await CASES[name]()
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))

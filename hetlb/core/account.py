@@ -1,0 +1,301 @@
+"""Account of one instance: what it was sent, what of that ended well, when its last token came.
+
+A lost answer is a refusal (4xx, 429, 503), a server error, an error event, a broken stream, or a client that
+left after a long wait without a byte. The share of lost answers counts against that of the best other
+instance of the model: what hits all alike is the clients' doing. `excess` is the difference that is certain,
+
+    excess = max(0, (lower(own) - best) / (1 - best)),
+
+with the lower end of Wilson's score interval (JASA 22, 1927) for the own share. An instance in doubt, that is
+stalled, or that asked to come later gets one request at a time, a trial, with a pause of a second or more
+after each, until one ends well. Where all of a model are restrained, none is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Final
+
+from mypy_extensions import mypyc_attr
+
+#: Evidence this old counts 1/e, in seconds.
+MEMORY_S: Final = 20.0
+#: From this excess on an instance is in doubt, with this many lost answers at least: one is no fault.
+DOUBT: Final = 0.3
+_LEAST_LOST: Final = 1.5
+#: Answers that are remembered at most, so that few new ones outweigh them.
+_MOST_KEPT: Final = 16.0
+#: Answers in a row that end well after which lost ones before them are forgotten.
+_FORGIVEN: Final = 3
+#: Quantile of the normal distribution for the lower end of an interval, 90 % one-sided.
+_QUANTILE: Final = 1.28
+#: Lost answers and answers that are assumed of the other instances before any ended there.
+_PRIOR_LOST: Final = 0.2
+_PRIOR: Final = 2.0
+#: Pause after a trial in seconds, and the longest: it doubles with each that fails.
+PAUSE_S: Final = 1.0
+MOST_PAUSE_S: Final = 3.0
+#: Without a token for this many times what is expected, and for these seconds, an instance is stalled.
+SEVERAL: Final = 5.0
+LEAST_SILENCE_S: Final = 2.0
+#: The same while no answer has shown its speed.
+UNKNOWN_SILENCE_S: Final = 10.0
+#: Counters that a scrape read within these seconds tell whether an engine works.
+COUNTERS_STALE_S: Final = 5.0
+#: A client waits this long before it tries again (OpenAI's SDK), in seconds.
+_NEXT_TRY_S: Final = 0.5
+_MOST_EXCESS: Final = 0.95
+
+
+@mypyc_attr(acyclic=True)
+class Account:
+    """Evidence about the answers of one instance, and the trials that it gets while they are bad."""
+
+    __slots__ = (
+        "_aged_at", "_generated", "_in_a_row", "_pause_s", "_skip", "_skipped", "asked_until",
+        "doubted", "excess", "lost", "lost_s", "moved_at", "next_trial_at", "overdue_s", "read_at",
+        "reason", "silent_since", "stalled_since", "still", "token_at", "trial", "well",
+    )  # fmt: skip
+
+    def __init__(self, now: float) -> None:
+        #: Answers that ended well, and lost ones, of about the last `MEMORY_S` seconds.
+        self.well = self.lost = 0.0
+        #: Mean seconds until an answer was lost.
+        self.lost_s = 0.0
+        self._in_a_row = 0
+        self._aged_at = now
+        self.excess = 0.0
+        self.doubted = False
+        self.reason = ""
+        #: End of the time after which it asked to come again.
+        self.asked_until = -math.inf
+        #: Time of its last token, as far as it is known.
+        self.token_at = now
+        #: Since when nothing came of it though something should, None while it works; the same once certain.
+        self.silent_since: float | None = None
+        self.stalled_since: float | None = None
+        #: Seconds by which its next token is late.
+        self.overdue_s = 0.0
+        #: Its counter of tokens, when it was read, before which reading it last moved, and whether it stands
+        #: still since its last token.
+        self._generated: int | None = None
+        self.read_at = self.moved_at = -math.inf
+        self.still = False
+        #: Lease id of the trial that is under way, 0 for none.
+        self.trial = 0
+        self.next_trial_at = -math.inf
+        self._pause_s = PAUSE_S
+        #: Requests elsewhere that end a pause (0: time alone does), and those so far.
+        self._skip = self._skipped = 0
+
+    # --- what became of its answers ---
+
+    @property
+    def troubled(self) -> bool:
+        """True if an answer may come later than forecast."""
+        return self.excess > 0.0 or self.overdue_s > 0.0
+
+    def ended_well(self, lease_id: int, now: float) -> bool:
+        """Count an answer that ended well. True if that speaks against a doubt."""
+        self.well += 1.0
+        self.token_at = now
+        if self.lost <= 0.0:
+            return False
+        self._keep_newest()
+        self._in_a_row += 1
+        if self._in_a_row >= _FORGIVEN:
+            self.lost = 0.0
+        if self.doubted:
+            self._begin_trials(now)
+        if self.trial == lease_id:
+            self.trial = 0
+        return self.doubted
+
+    def ended_badly(self, lease_id: int, seconds: float, skip: int, now: float) -> None:
+        """Count a lost answer, which took `seconds`; `skip` requests elsewhere end the pause, 0: none do."""
+        share = 1.0 / (self.lost + 1.0)
+        self.lost_s += share * (seconds - self.lost_s)
+        self.lost += 1.0
+        self._in_a_row = 0
+        self._keep_newest()
+        self._skip, self._skipped = skip, 0
+        self.ended(lease_id)
+        if self.next_trial_at < now + self._pause_s:
+            self.next_trial_at = now + self._pause_s
+
+    def _keep_newest(self) -> None:
+        count = self.well + self.lost
+        if count > _MOST_KEPT:
+            self.well *= _MOST_KEPT / count
+            self.lost *= _MOST_KEPT / count
+
+    def ended(self, lease_id: int) -> None:
+        """A trial is over, or its answer has begun: another one may follow after the pause."""
+        if self.trial == lease_id:
+            self.trial = 0
+
+    def asked(self, seconds: float, now: float) -> None:
+        """Take over that the engine, idle, asked to come again after `seconds`: one trial follows."""
+        self.asked_until = max(self.asked_until, now + min(seconds, MOST_PAUSE_S))
+        self.next_trial_at = max(self.next_trial_at, self.asked_until)
+
+    def forget(self) -> None:
+        """Another process took its place."""
+        self.lost = self.excess = self.overdue_s = 0.0
+        self.doubted = False
+        self.stalled_since = self.silent_since = None
+        self.asked_until = -math.inf
+        self.trial = 0
+
+    def judge(self, others: Iterable[Account]) -> bool:
+        """Compare its share of lost answers with that of the others. True if doubt began or ended."""
+        before = self.doubted
+        self.excess = 0.0
+        if self.lost >= _LEAST_LOST:
+            best = 1.0
+            for other in others:
+                if other is not self:
+                    share = (other.lost + _PRIOR_LOST) / (other.lost + other.well + _PRIOR)
+                    best = share if share < best else best
+            if best < 1.0:
+                certain = lower_share(self.lost, self.lost + self.well)
+                self.excess = min(_MOST_EXCESS, max(0.0, (certain - best) / (1.0 - best)))
+        self.doubted = self.excess >= DOUBT
+        if self.doubted:
+            self.reason = f"{self.lost:.0f} of its last {self.lost + self.well:.0f} answers failed"
+        elif before:
+            self.trial, self._pause_s = 0, PAUSE_S
+        return self.doubted is not before
+
+    def age(self, now: float) -> None:
+        """Let what was seen count less as time passes."""
+        since = now - self._aged_at
+        if since > 0.0:
+            keep = math.exp(-since / MEMORY_S)
+            self.well *= keep
+            self.lost = self.lost * keep if self.lost > 0.05 else 0.0
+            self._aged_at = now
+
+    # --- whether it works ---
+
+    def read(self, generated: int | None, now: float) -> None:
+        """Take over the engine's own count of generated tokens, None where it tells none."""
+        known, self._generated = self._generated, generated
+        if generated is None:
+            return
+        if known is not None and generated != known:
+            self.moved_at = self.read_at  # at the earliest
+            self.still = False
+        else:
+            self.still = known is not None and self.read_at > self.token_at
+        self.read_at = now
+
+    def counts(self, now: float) -> bool:
+        """True if its own counters are known."""
+        return self._generated is not None and now - self.read_at <= COUNTERS_STALE_S
+
+    def works(self, now: float) -> bool:
+        """True if its own counters moved lately, and did not stand still since its last token."""
+        return self.moved_at >= now - COUNTERS_STALE_S and not self.still
+
+    def watch(self, since: float, need_s: float, late_s: float, least_s: float, now: float) -> bool:
+        """Compare the silence since a token or a dispatch (`since`) with the time that a token needs.
+
+        True if it has stalled now, or stalls no more. `since` is infinite where it owes nothing: that is no
+        proof that it works. `late_s`: by which the first token of another request is late.
+        """
+        self.overdue_s = 0.0
+        if self.works(now):
+            return self._goes_on(now)
+        if since == math.inf:
+            self.silent_since = None
+            return False
+        silence_s = now - max(since, self.token_at)
+        if silence_s <= need_s:
+            self.silent_since = None
+            self.overdue_s = late_s
+            return False
+        self.overdue_s = max(late_s, silence_s - need_s)
+        if silence_s <= max(least_s, SEVERAL * need_s):
+            return False
+        if self.counts(now) and not self.still:
+            return False  # it may have worked since its last token: the next scrape tells
+        self.silent_since = now - silence_s
+        if self.stalled_since is not None:
+            return False
+        self.stalled_since = now
+        self._pause_s = PAUSE_S
+        self.next_trial_at = now + PAUSE_S
+        return True
+
+    def _goes_on(self, now: float) -> bool:
+        self.silent_since = None
+        if self.stalled_since is None:
+            return False
+        self.stalled_since = None
+        self._begin_trials(now)
+        return True
+
+    def token(self, now: float) -> bool:
+        """A token came. True if that ends a stall."""
+        self.token_at = now
+        return self.stalled_since is not None and self._goes_on(now)
+
+    def _begin_trials(self, now: float) -> None:
+        self.trial, self._pause_s, self.next_trial_at = 0, PAUSE_S, now
+
+    # --- what it gets meanwhile ---
+
+    def restrained(self, now: float) -> bool:
+        """True if it gets one trial at a time."""
+        return self.doubted or self.stalled_since is not None or now < self.asked_until
+
+    def held(self, now: float) -> bool:
+        """True if it gets no request now, not even a trial."""
+        if not self.restrained(now):
+            return False
+        if self.trial:
+            return True
+        return now < self.next_trial_at and not 0 < self._skip <= self._skipped
+
+    def dispatched(self, lease_id: int, now: float) -> None:
+        """It got a request: if it is restrained, a trial."""
+        if self.restrained(now):
+            self.trial, self._skipped = lease_id, 0
+            self.next_trial_at = now + self._pause_s
+            self._pause_s = min(MOST_PAUSE_S, 2.0 * self._pause_s)
+
+    def passed_over(self) -> None:
+        """A request went elsewhere while it was held."""
+        self._skipped += 1
+
+    def why(self, now: float) -> str:
+        """Return the reason of the restraint for people, "" without one."""
+        if self.stalled_since is not None:
+            silent = now - (self.silent_since or self.stalled_since)
+            return f"stalled: no token for {silent:.3g} s"
+        if self.doubted:
+            return f"on trial: {self.reason}, more than elsewhere"
+        if now < self.asked_until:
+            return f"it asked to come again in {self.asked_until - now:.3g} s"
+        return ""
+
+    def later_s(self, end_s: float) -> float:
+        """Return the seconds by which an answer that ends well comes later than the forecast `end_s`.
+
+        A try that is lost costs its time and the next try; `excess / (1 - excess)` are expected. A token that
+        is overdue is expected to take as long again.
+        """
+        tries = self.excess / (1.0 - self.excess)
+        return self.overdue_s + tries * (self.lost_s + _NEXT_TRY_S + end_s)
+
+
+def lower_share(lost: float, count: float) -> float:
+    """Return the lower end of Wilson's 90 % interval of a share; 0 of none."""
+    if count <= 0.0:
+        return 0.0
+    share, square = lost / count, _QUANTILE * _QUANTILE
+    middle = share + square / (2.0 * count)
+    spread = _QUANTILE * math.sqrt(share * (1.0 - share) / count + square / (4.0 * count * count))
+    return max(0.0, (middle - spread) / (1.0 + square / count))

@@ -1,0 +1,205 @@
+"""Account of an instance: what counts against it, what it gets meanwhile, and how it comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers import dispatched, make_scheduler, request, spec
+
+from hetlb.core.account import LEAST_SILENCE_S, MOST_PAUSE_S, PAUSE_S, Account, lower_share
+from hetlb.core.policies.registry import POLICIES
+from hetlb.core.scheduler import Scheduler
+from hetlb.core.types import Dispatch, EngineSample, Lease, Outcome, PassOn
+
+
+def account(scheduler: Scheduler, name: str) -> Account:
+    return next(each.account for each in scheduler.instances if each.name == name)
+
+
+def whole(scheduler: Scheduler, lease: Lease, now: float) -> None:
+    """End an answer well."""
+    scheduler.on_first_token(lease, now)
+    lease.output_tokens = 20
+    scheduler.on_lease_ended(lease, Outcome.OK, now)
+
+
+def refused(scheduler: Scheduler, lease: Lease, how: str, now: float) -> Lease | None:
+    """Have an engine refuse; return the lease elsewhere, None where the client gets the refusal."""
+    busy = how in ("429", "503")
+    commands = scheduler.on_refused(lease, busy, None, now)
+    if isinstance(commands[0], PassOn):
+        outcome = Outcome.UPSTREAM_BUSY if busy else Outcome.UPSTREAM_REFUSED
+        scheduler.on_lease_ended(lease, outcome, now)
+        return None
+    return dispatched(commands)
+
+
+@pytest.mark.parametrize("how", ["503", "429", "401", "404", "400"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("fleet", ["ab", "abc"])
+def test_an_instance_that_refuses_at_once_draws_no_work(policy: str, how: str, fleet: str) -> None:
+    """Twenty a second for 10 s, then it answers: a few are lost, and it is back within 5 s."""
+    scheduler = make_scheduler([spec(name) for name in fleet], policy)
+    running: list[tuple[float, Lease]] = []
+    lost, back_at = 0, 0.0
+    for i in range(400):
+        now = i / 20
+        while running and running[0][0] <= now:
+            whole(scheduler, running[0][1], running.pop(0)[0])
+        lease: Lease | None = dispatched(scheduler.on_arrival(request(i), now))
+        if lease is not None and lease.instance == "a" and now < 10.0:
+            lease = refused(scheduler, lease, how, now + 0.001)
+            lost += lease is None
+        elif lease is not None and lease.instance == "a" and not back_at:
+            back_at = now
+        if lease is not None:
+            running.append((now + 0.3, lease))
+        scheduler.on_sweep({}, now)
+    assert lost <= 10
+    assert 10.0 <= back_at <= 15.0 or policy == "single" or back_at == 0.0
+    assert not account(scheduler, "a").doubted
+    scheduler.check_integrity()
+
+
+def test_what_all_refuse_alike_is_the_clients_own() -> None:
+    scheduler = make_scheduler([spec("a"), spec("b")], "rr")
+    for i in range(200):
+        lease = dispatched(scheduler.on_arrival(request(i), i / 20))
+        if i % 4 < 2:
+            assert refused(scheduler, lease, "400", i / 20) is None
+        else:
+            whole(scheduler, lease, i / 20)
+        assert not any(each.account.doubted for each in scheduler.instances), i
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_one_engine_alone_is_never_refused_work(policy: str) -> None:
+    scheduler = make_scheduler([spec("a")], policy)
+    for i in range(50):
+        assert refused(scheduler, dispatched(scheduler.on_arrival(request(i), i / 20)), "503", i / 20) is None
+        scheduler.on_sweep({}, i / 20)
+    lease = dispatched(scheduler.on_arrival(request(99), 3.0))
+    for tick in range(20):
+        scheduler.on_sweep({}, 3.0 + tick)
+    assert lease.instance == "a"
+    assert isinstance(scheduler.on_arrival(request(100), 24.0)[0], Dispatch)
+
+
+def test_a_full_queue_is_a_limit_and_no_fault() -> None:
+    scheduler = make_scheduler([spec("a"), spec("b")], "single")
+    held = [dispatched(scheduler.on_arrival(request(i), 0.0)) for i in range(5)]
+    moved = refused(scheduler, held[4], "503", 0.1)
+    assert moved is not None
+    assert moved.instance == "b"
+    assert dispatched(scheduler.on_arrival(request(9), 0.2)).instance == "b"
+    whole(scheduler, held[0], 0.3)
+    assert dispatched(scheduler.on_arrival(request(10), 0.4)).instance == "a", "a place is free"
+    assert account(scheduler, "a").lost == 0.0
+    scheduler.check_integrity()
+
+
+def known(scheduler: Scheduler) -> None:
+    """Let every instance show its speed."""
+    for i, each in enumerate(scheduler.instances):
+        lease = dispatched(scheduler.on_arrival(request(1000 + i, subset=(each.name,), streamed=True), 0.0))
+        scheduler.on_first_token(lease, 0.1)
+        lease.output_tokens = 50
+        scheduler.on_lease_ended(lease, Outcome.OK, 0.6)
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"planned"}))
+def test_what_says_nothing_stalls_and_its_requests_go_elsewhere(policy: str) -> None:
+    scheduler = make_scheduler([spec("a"), spec("b")], policy)
+    known(scheduler)
+    lease = dispatched(scheduler.on_arrival(request(1, subset=None, streamed=True), 1.0))
+    hung, now = lease.instance, 1.0
+    while account(scheduler, hung).stalled_since is None:
+        now += 0.5
+        scheduler.on_sweep({}, now)
+        assert now < 10.0
+    assert now - 1.0 > LEAST_SILENCE_S
+    (stranded,) = scheduler.stranded(now)
+    moved = dispatched(scheduler.on_stranded(stranded, now))
+    assert (stranded.ended, moved.instance != hung) == (True, True)
+    whole(scheduler, moved, now + 0.1)
+    # A trial, one at a time; a token of it ends the stall.
+    later = now + PAUSE_S
+    trial = dispatched(scheduler.on_arrival(request(2, streamed=True), later))
+    other = dispatched(scheduler.on_arrival(request(3, streamed=True), later + MOST_PAUSE_S))
+    assert (trial.instance, other.instance != hung) == (hung, True)
+    scheduler.on_first_token(trial, later + MOST_PAUSE_S)
+    assert account(scheduler, hung).stalled_since is None
+    scheduler.check_integrity()
+
+
+def test_counters_that_move_are_work_and_counters_that_stand_are_none() -> None:
+    scheduler = make_scheduler([spec("a")], "hetlb")
+    known(scheduler)
+    scheduler.on_scrape("a", EngineSample(1, 0, 0.1, generated=10), 0.9)
+    lease = dispatched(scheduler.on_arrival(request(1, streamed=True), 1.0))
+    for second in range(2, 60):
+        scheduler.on_scrape("a", EngineSample(1, 0, 0.1, generated=10 + second), float(second))
+        scheduler.on_sweep({}, second + 0.5)
+        assert account(scheduler, "a").stalled_since is None
+    for second in range(60, 70):
+        scheduler.on_scrape("a", EngineSample(1, 0, 0.1, generated=69), float(second))
+        scheduler.on_sweep({}, second + 0.5)
+    assert account(scheduler, "a").stalled_since is not None
+    assert not account(scheduler, "a").works(70.0)
+    scheduler.on_first_token(lease, 70.0)
+
+
+def test_seconds_in_which_it_stood_still_say_nothing_about_its_speed() -> None:
+    scheduler = make_scheduler([spec("a"), spec("b")], "single")
+    known(scheduler)
+    (a, _) = scheduler.instances
+    before = a.speed.factor
+    lease = dispatched(scheduler.on_arrival(request(1, streamed=True), 1.0))
+    scheduler.on_first_token(lease, 1.1)
+    tick = 1.5
+    while tick < 31.0:
+        scheduler.on_sweep({}, tick)
+        tick += 0.5
+    scheduler.on_sweep({"a": 31.2}, 31.2)
+    lease.output_tokens = 50
+    scheduler.on_lease_ended(lease, Outcome.OK, 31.6)
+    assert a.speed.factor == pytest.approx(before, rel=0.5)
+
+
+def test_a_factor_that_nothing_confirms_returns_to_the_one_before() -> None:
+    scheduler = make_scheduler([spec("a"), spec("b")], "single")
+    (a, _) = scheduler.instances
+    for _ in range(30):
+        a.speed._observe(1.0, 1.0, 10.0)
+    a.speed._observe(0.01, 30.0, 11.0)
+    worse = a.speed.factor
+    assert worse > 1.2
+    for second in range(12, 90):
+        scheduler.on_sweep({}, float(second))
+    assert a.speed.factor < 1.1
+    assert a.latency == a.nominal.scaled(a.speed.factor)
+
+
+def test_slots_that_were_learnt_grow_while_all_are_taken() -> None:
+    from hetlb.core.types import Capacity
+
+    scheduler = make_scheduler([spec("a", capacity=Capacity(kv_cache_tokens=10**7))], "hetlb")
+    (a,) = scheduler.instances
+    a.max_num_seqs, a.slots_learnt_at = 2, 0.0
+    leases: list[Any] = [dispatched(scheduler.on_arrival(request(i, streamed=True), 0.0)) for i in range(2)]
+    assert scheduler.on_arrival(request(3), 0.1) == []
+    for second in range(1, 61):
+        for lease in leases:
+            scheduler.on_first_token(lease, float(second))
+        commands = scheduler.on_sweep({"a": float(second)}, float(second))
+        commands += scheduler.on_arrival(request(100 + second), float(second))
+        leases += [each.lease for each in commands if isinstance(each, Dispatch)]
+    assert a.max_num_seqs > 20
+
+
+def test_the_lower_end_of_a_share() -> None:
+    assert lower_share(0.0, 0.0) == 0.0
+    assert lower_share(0.0, 10.0) == pytest.approx(0.0, abs=1e-12)
+    assert lower_share(2.0, 2.0) == pytest.approx(2.0 / (2.0 + 1.28**2))
+    assert 0.0 < lower_share(5.0, 10.0) < 0.5
