@@ -44,6 +44,7 @@ from hetlb.proxy.http import (
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event
 from hetlb.proxy.telemetry.prometheus import MetricsPage
+from hetlb.proxy.telemetry.recent import Recent
 from hetlb.workers import protocol
 
 ROOT = Path(__file__).parents[2]
@@ -271,6 +272,8 @@ class _Everything:
         self.watch = SimpleNamespace(invalid_samples={})
         self.lost_lines = 0
         self.workers = ()
+        self.recent = Recent()
+        self.reload_refused = ""
         view = SimpleNamespace(peer_leases=0, delay_s=0.0)
         self.sharing = SimpleNamespace(connected=True, peers=0, view=view, sent=0, received=0, rejected=0)
 

@@ -22,7 +22,7 @@ _TICK_S: Final = 0.25
 #: So many ticks with arrivals are a stream, which has ended after so many of their mean gaps without one.
 _STREAM: Final = 4
 _ENDED: Final = 5.0
-#: Means over requests with targets follow the newest so many.
+#: Means over requests with targets, and over dispatches, follow the newest so many.
 _NEWEST: Final = 64.0
 
 
@@ -245,18 +245,44 @@ class Protected:
 
 
 class Demand:
-    """Demand for one model: the mean request, and whether requests keep arriving."""
+    """Demand for one model: the mean request, whether requests keep arriving, how long answers take.
 
-    __slots__ = ("_ticks", "mix", "protected")
+    `first_s` until the first token and `end_s` until the end, as forecast: means of the newest dispatches,
+    their waits included.
+    """
+
+    __slots__ = (
+        "_dispatched",
+        "_ticks",
+        "arrivals",
+        "end_s",
+        "first_s",
+        "mix",
+        "protected",
+    )
 
     def __init__(self) -> None:
         #: Times of the newest ticks with arrivals since the fleet was idle, seconds.
         self._ticks: list[float] = []
+        #: Requests that came so far.
+        self.arrivals = 0
         self.mix = Mix()
         self.protected = Protected()
+        self._dispatched = 0.0
+        self.first_s = self.end_s = 0.0
+
+    def dispatched(self, first_s: float, end_s: float, waited_s: float) -> None:
+        """Record the forecast of a request that was dispatched; of a prefill leg there is none."""
+        if first_s <= 0.0:
+            return
+        first_s, end_s = waited_s + first_s, waited_s + end_s
+        self._dispatched = count = self._dispatched + 1.0 if self._dispatched < _NEWEST else _NEWEST
+        self.first_s += (first_s - self.first_s) / count
+        self.end_s += (end_s - self.end_s) / count
 
     def arrived(self, now: float, idle: bool) -> None:
         """Record an arrival. `idle`: no instance had a request, so those before are no part of a stream."""
+        self.arrivals += 1
         tick_s, ticks = int(now / _TICK_S) * _TICK_S, self._ticks
         if not ticks or tick_s > ticks[-1]:
             if idle:
