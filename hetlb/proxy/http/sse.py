@@ -18,7 +18,7 @@ from hetlb.proxy.http.openai_fields import ErrorFields, EventFields, FinishedFie
 MAX_HELD_BYTES: Final = 64 << 10
 
 _END: Final = b"\n\n"
-#: Beginnings of lines that keep connections open: a comment, an empty line.
+#: First bytes of lines that keep connections open: of a comment, of an empty line.
 _COMMENT: Final = (b":", b"\n")
 _BOM: Final = b"\xef\xbb\xbf"
 #: JSON without a value, and lists without a choice.
