@@ -254,6 +254,7 @@ class Demand:
     __slots__ = (
         "_dispatched",
         "_ticks",
+        "arrivals",
         "end_s",
         "first_s",
         "mix",
@@ -263,6 +264,8 @@ class Demand:
     def __init__(self) -> None:
         #: Times of the newest ticks with arrivals since the fleet was idle, seconds.
         self._ticks: list[float] = []
+        #: Requests that came so far.
+        self.arrivals = 0
         self.mix = Mix()
         self.protected = Protected()
         self._dispatched = 0.0
@@ -279,6 +282,7 @@ class Demand:
 
     def arrived(self, now: float, idle: bool) -> None:
         """Record an arrival. `idle`: no instance had a request, so those before are no part of a stream."""
+        self.arrivals += 1
         tick_s, ticks = int(now / _TICK_S) * _TICK_S, self._ticks
         if not ticks or tick_s > ticks[-1]:
             if idle:

@@ -111,6 +111,8 @@ class FleetService(ABC):
         self.roster.on_gone = lambda name: self._follow(name, None)
         self._sources: Sources | None = None
         self._reloading = asyncio.Lock()
+        #: Reason for which the fleet file was not taken over when it was read last, "" if it was.
+        self.reload_refused = ""
         self._tasks: set[asyncio.Task[Any]] = set()
         #: Waits for a process that takes this one's place; what this one took over from another.
         self._offer = Offer(self.scheduler, lambda: (self._descriptors, self.admin.descriptors), self._leave)
@@ -223,6 +225,7 @@ class FleetService(ABC):
                 access = await asyncio.to_thread(require_urls, fleet)
             except InputError as error:
                 reloads["refused"] += 1
+                self.reload_refused = str(error)
                 text = "not reloaded, the last good configuration stays: %s"
                 tell(logger, Event.RELOAD_REFUSED, text, error)
                 raise
@@ -230,6 +233,7 @@ class FleetService(ABC):
             self._spread(fleet)
             done = await self._swap(fleet, access)
             reloads["done"] += 1
+            self.reload_refused = ""
             await self.settled()
         tell(logger, Event.RELOADED, "reloaded: %s", done)
         return done
