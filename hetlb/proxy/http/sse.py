@@ -354,7 +354,7 @@ class SseWatcher:
 def _comments_end(lines: bytes | bytearray) -> int:
     """Return the end of the whole comments and empty lines with which lines begin."""
     end = 0
-    while lines[end : end + 1] in (b":", b"\n"):
+    while lines.startswith((b":", b"\n"), end):
         line_end = lines.find(b"\n", end)
         if line_end < 0:
             break
