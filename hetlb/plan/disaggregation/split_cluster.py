@@ -94,7 +94,7 @@ class SplitCluster:
 
     @property
     def kv_bytes(self) -> float:
-        return self.workload.prompt_tokens * self.model.kv_bytes_per_token
+        return self.model.known.kv_bytes(self.workload.prompt_tokens)
 
     @property
     def gpus(self) -> int:

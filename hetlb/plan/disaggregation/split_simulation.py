@@ -71,7 +71,7 @@ def make_servers(
         for (i, j), _ in route.link_bytes:
             rates[i, j] = max(cluster.links.bytes_per_s[i][j], 1.0)
         if route.inside_s > 0.0:
-            parts.append((pair, cluster.model.kv_bytes_per_token))
+            parts.append((pair, cluster.kv_bytes / prompt))
             rates[pair] = cluster.kv_bytes / (LINK_SHARE * route.inside_s)
         paths[pair] = KvPath(tuple(parts), cluster.links.latency_s if route.link_bytes else 0.0)
         seconds.setdefault(pair[1], []).append(1.0 / route.capacity)
@@ -81,7 +81,7 @@ def make_servers(
         transfer = KvLink(
             Connector.NIXL,
             lease_s=KV_LEASE_S,
-            bytes_per_token=float(cluster.model.kv_bytes_per_token),
+            bytes_per_token=cluster.kv_bytes / prompt,
             bandwidth_bytes_per_s=cluster.kv_bytes / max(1e-9, math.fsum(own) / len(own)),
             latency_s=cluster.links.latency_s,
         )
