@@ -63,25 +63,31 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
         yield running
 
 
-async def test_a_pair_of_other_layers_is_left_alone_within_20_requests(
-    servers: list[Server], tmp_path: Path
-) -> None:
+@pytest.fixture
+def proxy(servers: list[Server], tmp_path: Path) -> Iterator[real.Proxy]:
     reader, decoder = servers
     (bootstrap,) = free_ports(1)
     addresses = [Address(READER, reader.url, "prefill"), Address(DECODER, decoder.url, "decode")]
-    with split_pair.split_proxy(addresses, "nixl", bootstrap, tmp_path / "hetlb") as proxy:
-        async with httpx.AsyncClient(timeout=240.0) as client:
-            for number in range(REQUESTS):
-                body = split_pair.body_of(400 + 10 * number, f"layers{number}", stream=number % 2 == 0)
-                answer = await split_pair.ask(client, proxy.url, body)
-                assert not answer.error
-                assert answer.text == await split_pair.text_alone(client, decoder, body)
-            answer = await split_pair.ask(client, proxy.url, split_pair.body_of(500, "last"))
-            assert "x-hetlb-prefill-instance" not in answer.headers
-            await split_pair.quiet(proxy, servers)
-            await asyncio.sleep(2.0)  # another scrape
-            results = await split_pair.handovers(proxy, client)
-            status = (await client.get(proxy.admin + "/v1/status")).json()
+    with split_pair.split_proxy(addresses, "nixl", bootstrap, tmp_path / "hetlb") as running:
+        yield running
+
+
+async def test_a_pair_of_other_layers_is_left_alone_within_20_requests(
+    servers: list[Server], proxy: real.Proxy
+) -> None:
+    decoder = servers[1]
+    async with httpx.AsyncClient(timeout=240.0) as client:
+        for number in range(REQUESTS):
+            body = split_pair.body_of(400 + 10 * number, f"layers{number}", stream=number % 2 == 0)
+            answer = await split_pair.ask(client, proxy.url, body)
+            assert not answer.error
+            assert answer.text == await split_pair.text_alone(client, decoder, body)
+        answer = await split_pair.ask(client, proxy.url, split_pair.body_of(500, "last"))
+        assert "x-hetlb-prefill-instance" not in answer.headers
+        await split_pair.quiet(proxy, servers)
+        await asyncio.sleep(2.0)  # another scrape
+        results = await split_pair.handovers(proxy, client)
+        status = (await client.get(proxy.admin + "/v1/status")).json()
     print(results, status["advice"])
     assert results["done"] == 0
     assert MOST_MISSED <= results["not_fetched"] <= MOST_UNJUDGED
