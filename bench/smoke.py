@@ -64,6 +64,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "--out", "OUT",
     ),
     "scheduling/decisions.py": _HELP,
+    "scheduling/front.py": _HELP,
     "scheduling/grid.py": _HELP,
     "scheduling/mixed.py": _HELP,
     "scheduling/run.py": ("--list",),

@@ -137,12 +137,11 @@ def _of_server(seen: Seen) -> Iterator[Check]:
         found = f"down: {', '.join(down)}" if down else f"{len(facts.stages)} up"
         yield check("stages", not down, found, "start them (`hetlb stage`), or look at the coordinator's log")
     advice = "without them hetlb goes by its own ledger alone: start it without --disable-log-stats"
-    yield check("metrics", facts.table is not None, _metrics(facts), advice)
+    yield check("metrics", facts.table is not None and not facts.reads_nothing, _metrics(facts), advice)
     is_vllm = not facts.coordinates and (facts.table is None or facts.table is VLLM)
     old = is_vllm and (facts.old_names or (facts.version is not None and _version(facts.version) < OLDEST))
-    title = "coordinator of stages," if facts.coordinates else (facts.table or VLLM).title
     advice = f"upgrade to {OLDEST[0]}.{OLDEST[1]} or later: older ones lack what hetlb reads"
-    yield check("version", not old, f"{title} {facts.version or 'of unknown version'}", advice)
+    yield check("version", not old, facts.title, advice)
     skewed = abs(facts.skew_s) > MOST_SKEW_S
     skew = f"{facts.skew_s:+.0f} s" if skewed else "within seconds of this one"
     advice = "synchronise the clocks (NTP): logs, traces and certificates go by them"
@@ -214,6 +213,11 @@ def _of_running(fleet: Fleet) -> Iterator[Check]:
 
 def _metrics(facts: EngineFacts) -> str:
     table = facts.table
+    if table is not None and facts.reads_nothing:
+        expected = ", ".join(
+            each.partition("{")[0] for each in (*table.running, *table.waiting, *table.kv_usage)
+        )
+        return f"/metrics: names of {table.title}, but none of those that are read: {expected}"
     if table is not None:
         return "; ".join([f"those of {table.title}", *table.lacks]) if table.lacks else "there"
     if facts.metrics_status == 200:

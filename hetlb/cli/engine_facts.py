@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from hetlb.core.engine_metrics import parse
-from hetlb.core.engine_tables import OTHER_PAGE, EngineTable, table_of
+from hetlb.core.engine_metrics import page_of
+from hetlb.core.engine_tables import OTHER_PAGE, VLLM, EngineTable
 from hetlb.core.types import EngineSample
 from hetlb.errors import reason_of
 from hetlb.served_models import longest_context, read_model_list, read_version
@@ -23,7 +23,8 @@ from hetlb.served_models import longest_context, read_model_list, read_version
 _TIMEOUT_S = 5.0
 #: Workers of a coordinator on its page of metrics.
 _STAGES = re.compile(r'^hetlb_stage_up\{stage="([^"\n]*)"\} ([01](?:\.0)?)$', re.MULTILINE)
-_MOST_BYTES = 1 << 20
+#: Metrics of 32 data-parallel engines have some 2 MiB.
+_MOST_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -49,10 +50,28 @@ class EngineFacts:
     skew_s: float = 0.0
     proxy: str = ""
     stages: dict[str, bool] = field(default_factory=dict)
+    is_ollama: bool = False
     #: Address at which it answers by the other scheme (http, https), "" if it does not.
     other_url: str = ""
     #: Name of another program that answers there.
     foreign: str = ""
+
+    @property
+    def title(self) -> str:
+        """Return what it is, with its version, as far as it is known."""
+        if self.coordinates:
+            return f"coordinator of stages, {self.version}"
+        if self.table is None and (self.is_ollama or self.version is None):
+            return f"Ollama {self.version}" if self.is_ollama else "an engine that is not known"
+        return f"{(self.table or VLLM).title} {self.version or 'of unknown version'}"
+
+    @property
+    def reads_nothing(self) -> bool:
+        """Return whether its metrics are of a known engine and have none of the names that are read."""
+        sample = self.sample
+        if self.table is None or sample is None:
+            return False
+        return sample.running is None and sample.waiting is None and sample.kv_usage is None
 
     @property
     def coordinates(self) -> bool:
@@ -101,7 +120,12 @@ async def _ask(
             async with session.get(
                 url + path, headers=dict(headers), allow_redirects=False, ssl=trust
             ) as reply:
-                return _Page(reply.status, await reply.content.read(_MOST_BYTES), reply.headers)
+                body = bytearray()
+                async for piece in reply.content.iter_any():
+                    body += piece
+                    if len(body) > _MOST_BYTES:
+                        break
+                return _Page(reply.status, bytes(body), reply.headers)
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
             return _Page(trouble=_trouble(error))
 
@@ -127,9 +151,9 @@ async def _ask(
         facts.metrics_status = metrics.status
         if metrics.status == 200:
             text = metrics.body.decode("utf-8", "replace")
-            facts.table = table_of(text)
+            read = page_of(text)
+            facts.table, facts.sample = read.table, read.sample()
             facts.old_names = "vllm:gpu_cache_usage_perc" in text and "vllm:kv_cache_usage_perc" not in text
-            facts.sample = parse(text)
             facts.stages = {name: float(up) > 0 for name, up in _STAGES.findall(text)}
             if facts.sample.began is not None:
                 facts.began.add(facts.sample.began)
@@ -137,6 +161,9 @@ async def _ask(
     facts.models_status = models.status
     facts.entries = read_model_list(models.body) if models.status == 200 else []
     facts.version = read_version((await page("/version")).body)
+    if facts.version is None and facts.table is None:
+        facts.version = read_version((await page("/api/version")).body)
+        facts.is_ollama = facts.version is not None
     if not facts.entries and facts.table is None and models.status not in (401, 403):
         facts.foreign = await _foreign(page)
     return facts
