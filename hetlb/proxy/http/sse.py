@@ -208,7 +208,7 @@ class SseWatcher:
         """Pass on of an unfinished event what cannot be held for good."""
         tail = self._tail
         comments = b""
-        if not self._passing and not self._long and tail[:1] in _COMMENT:
+        if not self._passing and not self._long and bytes(tail[:1]) in _COMMENT:
             # They keep connections open, and are never held.
             end = _comments_end(tail)
             comments = bytes(tail[:end])
@@ -354,7 +354,7 @@ class SseWatcher:
 def _comments_end(lines: bytes | bytearray) -> int:
     """Return the end of the whole comments and empty lines with which lines begin."""
     end = 0
-    while lines[end : end + 1] in (b":", b"\n"):
+    while lines.startswith((b":", b"\n"), end):
         line_end = lines.find(b"\n", end)
         if line_end < 0:
             break
