@@ -208,7 +208,7 @@ class SseWatcher:
         """Pass on of an unfinished event what cannot be held for good."""
         tail = self._tail
         comments = b""
-        if not self._passing and not self._long and tail[:1] in _COMMENT:
+        if not self._passing and not self._long and bytes(tail[:1]) in _COMMENT:
             # They keep connections open, and are never held.
             end = _comments_end(tail)
             comments = bytes(tail[:end])
