@@ -161,6 +161,8 @@ def fleet(count: int) -> FleetService:
         workers=(),
         sharing=None,
         now=lambda: 12.5,
+        recent=totals.recent,
+        reload_refused="",
     )
     return cast(FleetService, source)
 

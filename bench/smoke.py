@@ -20,6 +20,7 @@ MOST_S = 240.0
 _HELP = ("--help",)
 #: Arguments of each bench's short run; `OUT` is a file that is thrown away.
 RUNS: dict[str, tuple[str, ...]] = {
+    "batch_gaps.py": ("--smoke",),
     "claims.py": ("--out", "OUT"),
     "compile_modules.py": _HELP,
     "cpu_server.py": _HELP,
@@ -63,6 +64,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "--out", "OUT",
     ),
     "scheduling/decisions.py": _HELP,
+    "scheduling/front.py": _HELP,
     "scheduling/grid.py": _HELP,
     "scheduling/mixed.py": _HELP,
     "scheduling/run.py": ("--list",),

@@ -19,5 +19,5 @@ def compiled() -> bool:
 
 def version_line() -> str:
     """Describe version and build."""
-    cost = f"interpreted: {SLOWDOWN} times the CPU of the compiled build"
+    cost = f"interpreted: {SLOWDOWN} times the CPU of the compiled build per plain request"
     return f"hetlb {__version__} ({'compiled' if compiled() else cost})"

@@ -60,7 +60,7 @@ class Engine:
     def __init__(self, places: int = 1 << 20) -> None:
         self.mode, self.places = "well", places
         self.running = self.tokens = self.prompts = self.answered = self.visits = 0
-        self.work_s = 0.0
+        self.work_s, self.pace_s = 0.0, PACE_S
         self.goes = asyncio.Event()
         self.goes.set()
         self.port = 0
@@ -124,7 +124,7 @@ class Engine:
                 self.tokens += 5
                 left_s -= 0.1
             for _ in range(TOKENS):
-                await asyncio.sleep(PACE_S)
+                await asyncio.sleep(self.pace_s)
                 await self._wait(writer)
                 self.tokens += 1
                 if stream:
@@ -205,7 +205,7 @@ class Serve:
     async def status(self) -> dict[str, Any]:
         """Return the body of `GET /v1/status`."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.admin)
-        writer.write(b"GET /v1/status HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        writer.write(b"GET /v1/status HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
         text = await reader.read()
         writer.close()
         found: dict[str, Any] = json.loads(text.partition(b"\r\n\r\n")[2])
@@ -310,7 +310,7 @@ async def hung() -> None:
                 while time.monotonic() - begun < 15.0 and named < 0.0:
                     await asyncio.sleep(0.5)
                     found = await serve.status()
-                    if "a" in json.dumps(found.get("causes", "")) or "stalled" in json.dumps(found):
+                    if any(each["cause"] == "stalled" and each["instance"] == "a" for each in found["causes"]):
                         named = time.monotonic() - begun
                 await asyncio.sleep(max(0.0, 62.0 - (time.monotonic() - begun)))
                 engines[0].mode = "well"
@@ -328,6 +328,7 @@ async def stops() -> None:
     """The faster of two stands still for 30 s, then goes on."""
     for rate in (0.5, 2.5, 14.0):
         engines = [await Engine().start() for _ in range(2)]
+        engines[0].pace_s = PACE_S / 2.0
         async with Serve(engines) as serve:
             rng = random.Random(3)
             await serve.load(round(rate * 20), rate, rng)

@@ -307,9 +307,11 @@ class Runs:
         self._pool.terminate()
 
 
-def held_out_fleets(layouts: Sequence[tuple[str, str, int]]) -> dict[str, tuple[Kind, ...]]:
+def held_out_fleets(
+    layouts: Sequence[tuple[str, str, int]], seed: int = HELD_OUT_SEED
+) -> dict[str, tuple[Kind, ...]]:
     """Fleets of 2 to 9 instances drawn from all layouts of one model, unlike those of the grid."""
-    rng = random.Random(HELD_OUT_SEED)
+    rng = random.Random(seed)
     models = sorted({model for _, model, _ in layouts})
     fleets: dict[str, tuple[Kind, ...]] = {}
     while len(fleets) < HELD_OUT:

@@ -24,9 +24,9 @@ from hetlb.config.cluster import ClusterFile
 from hetlb.config.fleet_tables import FleetFile
 from hetlb.config.profile_file import Profile
 from hetlb.config.stages_file import StagesFile
-from hetlb.core.engine_metrics import MOST_SERIES
 from hetlb.core.health import transitions_table
 from hetlb.core.scheduler import Scheduler
+from hetlb.core.series_reader import MOST_SERIES
 from hetlb.core.setup import SchedulerSetup
 from hetlb.core.transition import Transition
 from hetlb.core.types import CAUSES, InstanceSpec, Outcome
@@ -44,6 +44,7 @@ from hetlb.proxy.http import (
 from hetlb.proxy.telemetry.counters import Totals
 from hetlb.proxy.telemetry.events import Event
 from hetlb.proxy.telemetry.prometheus import MetricsPage
+from hetlb.proxy.telemetry.recent import Recent
 from hetlb.workers import protocol
 
 ROOT = Path(__file__).parents[2]
@@ -271,6 +272,8 @@ class _Everything:
         self.watch = SimpleNamespace(invalid_samples={})
         self.lost_lines = 0
         self.workers = ()
+        self.recent = Recent()
+        self.reload_refused = ""
         view = SimpleNamespace(peer_leases=0, delay_s=0.0)
         self.sharing = SimpleNamespace(connected=True, peers=0, view=view, sent=0, received=0, rejected=0)
 
@@ -412,7 +415,8 @@ def limits_page() -> str:
         ("event of a stream that is held until it is whole", _kib(sse.MAX_HELD_BYTES), "passes in parts"),
         (
             "pages that are scraped",
-            f"{_kib(scrape._MAX_PAGE_BYTES)}, `scrape.timeout_s`, {MOST_SERIES:,} lines of one metric",
+            f"{_kib(scrape._MAX_PAGE_BYTES)}, metrics {_kib(scrape._MAX_METRICS_BYTES)}, `scrape.timeout_s`, "
+            f"{MOST_SERIES:,} lines of one metric",
             "not read; such metrics once a minute",
         ),
     )

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from hetlb.cli.doctor_local import is_own_address, ports_in_use, running_instances
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
 from hetlb.cli.flags import add_json, declare, print_document
 from hetlb.config.fleet import Fleet, fleet_from_urls, load_fleet
@@ -28,6 +29,8 @@ from hetlb.proxy.service import require_urls
 OLDEST: Final = (0, 8)
 #: Clocks further apart than this make logs and certificates misleading.
 MOST_SKEW_S: Final = 5.0
+#: Share of the KV cache above which requests may wait although a slot is free.
+_FULL_KV: Final = 0.8
 _DEFAULT_FILE: Final = Path("fleet.yaml")
 #: Domain of placeholder hosts in generated plans.
 _PLACEHOLDER: Final = ".invalid"
@@ -49,6 +52,8 @@ class Seen:
 
     spec: InstanceSpec
     facts: EngineFacts
+    #: Listener of this very fleet at its address, "" if it is none.
+    own: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("expected either --config FLEET.yaml or --instance URL (repeatable)")
     fleet = fleet_from_urls(args.instance) if args.instance else load_fleet(args.config or _DEFAULT_FILE)
     found = asyncio.run(examine(fleet))
+    if not args.instance:
+        found += _of_running(fleet)
     print_document(args, {"checks": [asdict(each) for each in found]}, lambda: _print(found))
     return 0 if all(each.ok for each in found) else 1
 
@@ -75,8 +82,8 @@ async def examine(fleet: Fleet) -> list[Check]:
     for spec in fleet.instances:
         key = access.engines[spec.name].authorization
         headers[spec.url] = {} if key is None else {"Authorization": key.decode("ascii")}
-    facts = await ask_engines(headers)
-    servers = [Seen(spec, facts[spec.url]) for spec in fleet.instances]
+    facts = await ask_engines(headers, {each.url: access.engines[each.name].tls for each in fleet.instances})
+    servers = [Seen(spec, facts[spec.url], is_own_address(fleet, spec.url)) for spec in fleet.instances]
     answering = [seen for seen in servers if not seen.facts.trouble]
     return [*_of_this_machine(fleet), *chain.from_iterable(map(_of_server, servers)), *_of_all(answering)]
 
@@ -108,12 +115,14 @@ def _of_server(seen: Seen) -> Iterator[Check]:
     def check(name: str, ok: bool, found: str, advice: str) -> Check:
         return _check(f"{name} of {spec.name}", ok, found, advice)
 
-    if facts.trouble:
-        advice = "start it, or correct host and port: `vllm serve` prints its own when it starts"
-        yield check("address", False, f"{spec.url}: {facts.trouble}", advice)
+    if wrong := _wrong_address(seen):
+        yield check("address", False, f"{spec.url}: {wrong[0]}", wrong[1])
         return
     health = f"{spec.url}: /health answers {facts.health}"
     yield check("address", facts.health == 200, health, "look at its log")
+    if slots := _wrong_slots(seen):
+        advice = "state the `--max-num-seqs` of its `vllm serve` (256 without that flag) as max_num_seqs"
+        yield check("slots", False, slots, advice)
     if facts.models_status in (401, 403):
         advice = "set api_key_env or api_key_file of the instance or model to its `vllm serve --api-key`"
         yield check("key", False, f"/v1/models answers {facts.models_status}", advice)
@@ -128,12 +137,11 @@ def _of_server(seen: Seen) -> Iterator[Check]:
         found = f"down: {', '.join(down)}" if down else f"{len(facts.stages)} up"
         yield check("stages", not down, found, "start them (`hetlb stage`), or look at the coordinator's log")
     advice = "without them hetlb goes by its own ledger alone: start it without --disable-log-stats"
-    yield check("metrics", facts.table is not None, _metrics(facts), advice)
+    yield check("metrics", facts.table is not None and not facts.reads_nothing, _metrics(facts), advice)
     is_vllm = not facts.coordinates and (facts.table is None or facts.table is VLLM)
     old = is_vllm and (facts.old_names or (facts.version is not None and _version(facts.version) < OLDEST))
-    title = "coordinator of stages," if facts.coordinates else (facts.table or VLLM).title
     advice = f"upgrade to {OLDEST[0]}.{OLDEST[1]} or later: older ones lack what hetlb reads"
-    yield check("version", not old, f"{title} {facts.version or 'of unknown version'}", advice)
+    yield check("version", not old, facts.title, advice)
     skewed = abs(facts.skew_s) > MOST_SKEW_S
     skew = f"{facts.skew_s:+.0f} s" if skewed else "within seconds of this one"
     advice = "synchronise the clocks (NTP): logs, traces and certificates go by them"
@@ -143,8 +151,73 @@ def _of_server(seen: Seen) -> Iterator[Check]:
     yield check("directness", not behind, behind or "no proxy in front", advice)
 
 
+def _wrong_address(seen: Seen) -> tuple[str, str] | None:
+    """Return what is wrong with an address, and what to do; None if an engine may be there."""
+    facts = seen.facts
+    if seen.own:
+        return f"hetlb's own address ({seen.own})", "give the address of the engine: hetlb would ask itself"
+    if facts.foreign:
+        return f"{facts.foreign} answers there", "give the address that `vllm serve` prints when it starts"
+    if not facts.trouble:
+        return None
+    if facts.other_url and "certificate" not in facts.trouble:
+        return f"{facts.trouble}, but it answers at {facts.other_url}", f"write url: {facts.other_url}"
+    if "certificate" in facts.trouble:
+        return facts.trouble, "set ca_file of the instance, and use a name that stands in the certificate"
+    if any(word in facts.trouble for word in ("name", "address associated", "domain")):
+        return facts.trouble, "correct the host: this machine finds no such name"
+    if "timeout" in facts.trouble:
+        return facts.trouble, "look for a firewall, or for a server that hangs"
+    return facts.trouble, "start it, or correct host and port: `vllm serve` prints its own when it starts"
+
+
+def _wrong_slots(seen: Seen) -> str:
+    """Return how the stated number of slots differs from what the engine does, "" if nothing shows that."""
+    sample, stated = seen.facts.sample, seen.spec.capacity.max_num_seqs
+    if not seen.spec.slots_stated or stated is None or sample is None or sample.running is None:
+        return ""
+    if sample.running > stated:
+        return f"{sample.running} requests run, max_num_seqs states {stated}"
+    if sample.waiting and sample.running < stated and (sample.kv_usage or 0.0) < _FULL_KV:
+        return f"{sample.waiting} requests wait while {sample.running} run, max_num_seqs states {stated}"
+    return ""
+
+
+def _of_running(fleet: Fleet) -> Iterator[Check]:
+    """Checks of the ports and of a hetlb that runs on them already."""
+    if fleet.file.admin.tls is not None:
+        return  # with a certificate that this command need not trust
+    try:
+        instances = running_instances(fleet)
+    except InputError as error:
+        yield _check("running hetlb", False, "one runs, and asks for a token", str(error).partition(": ")[2])
+        return
+    if instances is None:
+        taken = [f"{name}.port {port}" for name, port in ports_in_use(fleet)]
+        found = f"taken by another program: {', '.join(taken)}" if taken else "free"
+        advice = "stop it (`ss -ltnp` names it), or choose another number"
+        yield _check("free ports", not taken, found, advice)
+        return
+    here = {each.name for each in fleet.instances}
+    missing, more = sorted(here - instances.keys()), sorted(instances.keys() - here)
+    down = sorted(name for name, health in instances.items() if health != "up")
+    parts = [f"without {', '.join(missing)}"] if missing else []
+    parts += [f"also with {', '.join(more)}"] if more and fleet.file.discovery is None else []
+    advice = "it runs another file or refused this one: look for `reload_refused` in its log"
+    found = "one runs at these ports" + (f", {'; '.join(parts)}" if parts else "")
+    yield _check("running hetlb", not parts, found, advice)
+    found = f"{len(instances) - len(down)} of {len(instances)} instances are up"
+    found += f", not {', '.join(down)}" if down else ""
+    yield _check("its instances", not down, found, "`hetlb status` and `hetlb top` say why")
+
+
 def _metrics(facts: EngineFacts) -> str:
     table = facts.table
+    if table is not None and facts.reads_nothing:
+        expected = ", ".join(
+            each.partition("{")[0] for each in (*table.running, *table.waiting, *table.kv_usage)
+        )
+        return f"/metrics: names of {table.title}, but none of those that are read: {expected}"
     if table is not None:
         return "; ".join([f"those of {table.title}", *table.lacks]) if table.lacks else "there"
     if facts.metrics_status == 200:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import email.utils
 import re
+import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import aiohttp
 
-from hetlb.core.engine_metrics import parse
-from hetlb.core.engine_tables import OTHER_PAGE, EngineTable, table_of
+from hetlb.core.engine_metrics import page_of
+from hetlb.core.engine_tables import OTHER_PAGE, VLLM, EngineTable
 from hetlb.core.types import EngineSample
 from hetlb.errors import reason_of
 from hetlb.served_models import longest_context, read_model_list, read_version
@@ -21,7 +23,8 @@ from hetlb.served_models import longest_context, read_model_list, read_version
 _TIMEOUT_S = 5.0
 #: Workers of a coordinator on its page of metrics.
 _STAGES = re.compile(r'^hetlb_stage_up\{stage="([^"\n]*)"\} ([01](?:\.0)?)$', re.MULTILINE)
-_MOST_BYTES = 1 << 20
+#: Metrics of 32 data-parallel engines have some 2 MiB.
+_MOST_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -47,6 +50,28 @@ class EngineFacts:
     skew_s: float = 0.0
     proxy: str = ""
     stages: dict[str, bool] = field(default_factory=dict)
+    is_ollama: bool = False
+    #: Address at which it answers by the other scheme (http, https), "" if it does not.
+    other_url: str = ""
+    #: Name of another program that answers there.
+    foreign: str = ""
+
+    @property
+    def title(self) -> str:
+        """Return what it is, with its version, as far as it is known."""
+        if self.coordinates:
+            return f"coordinator of stages, {self.version}"
+        if self.table is None and (self.is_ollama or self.version is None):
+            return f"Ollama {self.version}" if self.is_ollama else "an engine that is not known"
+        return f"{(self.table or VLLM).title} {self.version or 'of unknown version'}"
+
+    @property
+    def reads_nothing(self) -> bool:
+        """Return whether its metrics are of a known engine and have none of the names that are read."""
+        sample = self.sample
+        if self.table is None or sample is None:
+            return False
+        return sample.running is None and sample.waiting is None and sample.kv_usage is None
 
     @property
     def coordinates(self) -> bool:
@@ -73,27 +98,50 @@ class _Page(NamedTuple):
     trouble: str = ""
 
 
-async def ask_engines(urls: Mapping[str, Mapping[str, str]]) -> dict[str, EngineFacts]:
-    """Read the facts of the servers at these URLs, each with its own request headers."""
+async def ask_engines(
+    urls: Mapping[str, Mapping[str, str]], tls: Mapping[str, ssl.SSLContext | None] = {}
+) -> dict[str, EngineFacts]:
+    """Read the facts of the servers at these URLs, each with its own request headers and TLS context."""
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()) as session:
-        found = await asyncio.gather(*(_ask(session, url, headers) for url, headers in urls.items()))
+        asked = (_ask(session, url, headers, tls.get(url)) for url, headers in urls.items())
+        found = await asyncio.gather(*asked)
     return {facts.url: facts for facts in found}
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> EngineFacts:
+async def _ask(
+    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str], tls: ssl.SSLContext | None
+) -> EngineFacts:
     facts = EngineFacts(url)
 
     async def page(path: str) -> _Page:
+        trust = True if tls is None else tls
         try:
-            async with session.get(url + path, headers=dict(headers), allow_redirects=False) as reply:
-                return _Page(reply.status, await reply.content.read(_MOST_BYTES), reply.headers)
+            async with session.get(
+                url + path, headers=dict(headers), allow_redirects=False, ssl=trust
+            ) as reply:
+                body = bytearray()
+                async for piece in reply.content.iter_any():
+                    body += piece
+                    if len(body) > _MOST_BYTES:
+                        break
+                return _Page(reply.status, bytes(body), reply.headers)
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
-            return _Page(trouble=reason_of(error).lower().splitlines()[0])
+            return _Page(trouble=_trouble(error))
 
     health = await page("/health")
     facts.health, facts.trouble = health.status, health.trouble
-    if facts.trouble:
+    if facts.trouble or (health.status == 400 and b"HTTPS" in health.body):
+        # Without a key, which is for this address alone.
+        other = (
+            url.replace("http:", "https:", 1)
+            if url.startswith("http:")
+            else url.replace("https:", "http:", 1)
+        )
+        facts.trouble = facts.trouble or "it speaks TLS"
+        with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError, ValueError):
+            async with session.get(f"{other}/health", allow_redirects=False, ssl=False) as reply:
+                facts.other_url = "" if reply.status == 400 else other
         return facts
     _read_head(facts, health.headers)
     for _ in range(2):
@@ -103,9 +151,9 @@ async def _ask(session: aiohttp.ClientSession, url: str, headers: Mapping[str, s
         facts.metrics_status = metrics.status
         if metrics.status == 200:
             text = metrics.body.decode("utf-8", "replace")
-            facts.table = table_of(text)
+            read = page_of(text)
+            facts.table, facts.sample = read.table, read.sample()
             facts.old_names = "vllm:gpu_cache_usage_perc" in text and "vllm:kv_cache_usage_perc" not in text
-            facts.sample = parse(text)
             facts.stages = {name: float(up) > 0 for name, up in _STAGES.findall(text)}
             if facts.sample.began is not None:
                 facts.began.add(facts.sample.began)
@@ -113,7 +161,43 @@ async def _ask(session: aiohttp.ClientSession, url: str, headers: Mapping[str, s
     facts.models_status = models.status
     facts.entries = read_model_list(models.body) if models.status == 200 else []
     facts.version = read_version((await page("/version")).body)
+    if facts.version is None and facts.table is None:
+        facts.version = read_version((await page("/api/version")).body)
+        facts.is_ollama = facts.version is not None
+    if not facts.entries and facts.table is None and models.status not in (401, 403):
+        facts.foreign = await _foreign(page)
     return facts
+
+
+#: Programs by a page that they alone have: its path, and what it holds.
+_PROGRAMS = (
+    ("hetlb's admin listener", "/v1/fleet", '"policy"'),
+    ("Ollama", "/", "Ollama is running"),
+    ("Ollama", "/api/version", '"version"'),
+    ("Triton", "/v2", '"name":"triton'),
+    ("LiteLLM", "/health/liveliness", "alive"),
+    ("Prometheus", "/-/healthy", "Prometheus"),
+    ("Grafana", "/api/health", '"database"'),
+)
+
+
+async def _foreign(page: Callable[[str], Awaitable[_Page]]) -> str:
+    """Return the name of a program that is no engine, by its pages or its `Server` header; "" if unknown."""
+    for name, path, mark in _PROGRAMS:
+        found = await page(path)
+        if found.status == 200 and mark in re.sub(r"(?<=[:,{])\s", "", found.body.decode("utf-8", "replace")):
+            return name
+    server = (await page("/")).headers.get("Server", "")
+    return "" if server.lower().startswith(("uvicorn", "hetlb")) else server
+
+
+def _trouble(error: BaseException) -> str:
+    """Return why there was no answer, in words of the network."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return f"its certificate is not trusted: {reason_of(error.certificate_error)}".splitlines()[0]
+    if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ssl.SSLError):
+        return "it does not speak TLS"
+    return reason_of(error).lower().splitlines()[0]
 
 
 def _read_head(facts: EngineFacts, headers: Mapping[str, str]) -> None:

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(
             f"{fleet.where}admin.port: expected another than listen.port, got {admin.port} for both"
         )
-    _check_alone(fleet, replace=args.replace)
+    _check_alone(fleet)
     _warn_of_descriptors(fleet)
     if args.check:
         from hetlb.cli.doctor import check_connected, check_filled_in
@@ -93,19 +93,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_alone(fleet: Fleet, *, replace: bool) -> None:
+def _check_alone(fleet: Fleet) -> None:
     """Raise `InputError` where the file asks for several processes of what only one can do."""
     where, shared, workers = fleet.where, fleet.file.shared, fleet.file.proxy.workers
     hands_over = any(spec.kv_transfer is not None for spec in fleet.instances)
-    for key, there in (("kv_transfer", hands_over), ("shared:", shared)):
-        if there and workers > 1:
-            raise InputError(f"{where}proxy.workers: expected 1 with {key}, got {workers}")
-    if shared is None:
-        return
-    if hands_over:
-        raise InputError(f"{where}shared: expected no instance with kv_transfer beside it")
-    if replace:
-        raise InputError("--replace: expected a fleet without shared:, whose other proxies serve meanwhile")
+    if hands_over and workers > 1:
+        raise InputError(f"{where}proxy.workers: expected 1 with kv_transfer, got {workers}")
+    if shared is not None:
+        raise InputError(
+            f"{where}shared: this went for `hetlb serve`; use `--workers N` on one machine, `hetlb pick`"
+            " behind Envoy over several"
+        )
 
 
 def all_is_well(fleet: Fleet) -> int:

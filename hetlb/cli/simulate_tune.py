@@ -6,11 +6,11 @@ import argparse
 
 from hetlb.cli.flags import print_document
 from hetlb.config.fleet import Fleet
-from hetlb.core.policies.terms import TERMS
+from hetlb.core.policies.terms import TERMS, UNSTATED
 from hetlb.errors import InputError
 from hetlb.files import write_text
 from hetlb.sim.simulation_sweep import Study
-from hetlb.sim.tune import FIGURES, loss, search
+from hetlb.sim.tune import FIGURES, default_weight, losses, search
 
 #: Number of held-out seeds on which the gain is measured.
 _HELD_BACK = 6
@@ -31,29 +31,37 @@ def run_tune(
 ) -> int:
     """Search weights, print their gain, write them if it is significant."""
     stated = dict(fleet.policy_params.weights)
-    start = {term.name: stated.get(term.name, term.weight) for term in TERMS}
+    start = {
+        term.name: stated.get(term.name, term.weight)
+        for term in TERMS
+        if term.name in stated or term.weight != UNSTATED
+    }
+    if "first_token_s" not in stated:
+        start = {"first_token_s": default_weight(study, rate, seeds[0]), **start}
     if not any(row.adapter for row in study.load.rows):
-        del start["adapter_s"]
-    if not any(row.hash_ids or row.session for row in study.load.rows):
-        del start["shared_s"]
+        start.pop("adapter_s")
     if not any(each.stated for each in study.classes.values()):
-        del start["loss_s"]
+        start.pop("loss_s")
     start.pop("own_s")  # only the ratios to one of them matter
     held_back = [max(seeds) + 1 + i for i in range(_HELD_BACK)]
-    found = search(start, lambda weights, seed: loss(study, rate, args.tune, weights, seed), seeds, held_back)
+    found = search(
+        stated, start, args.tune, lambda weights, seed: losses(study, rate, weights, seed), seeds, held_back
+    )
     lines = "".join(f"    {name}: {weight:g}\n" for name, weight in found.weights.items())
     written = found.certain and args.write is not None
     if written:
         write_text(args.write, f"policy:\n  weights:\n{lines}")
     document = {
         "figure": args.tune, "start": start, "weights": found.weights if found.certain else start,
-        "gain": found.gain, "interval": [found.low, found.high], "certain": found.certain,
-        "runs": found.runs, "written": written,
+        "gain": found.gain, "others": found.others, "interval": [found.low, found.high],
+        "certain": found.certain, "runs": found.runs, "written": written,
     }  # fmt: skip
     told = (
         f"{args.tune}: {found.gain:+.1%} better on {_HELD_BACK} seeds that the search did not see "
         f"(95 % interval {found.low:+.1%} to {found.high:+.1%}; {found.runs} runs)\n"
     )
+    costs = ", ".join(f"{name} {gain:+.1%}" for name, gain in found.others.items())
+    told += f"Every other figure on the same seeds (below 0 is worse): {costs}\n"
     if found.certain:
         told += f"policy:\n  weights:\n{lines}"
     else:

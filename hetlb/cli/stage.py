@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     worker = _make_worker(args, first, end)
     status = run_listener(_serve(worker, args), args.host, args.port)
     if worker.hung:
-        print("hetlb stage: a batch did not end in time", file=sys.stderr, flush=True)
+        if status:
+            print("hetlb stage: a batch did not end in time", file=sys.stderr, flush=True)
         os._exit(status)  # its thread would keep the process
     return status
 

@@ -209,11 +209,13 @@ class Account:
         if self.works(now):
             return self._goes_on(now)
         if since == math.inf:
-            self.silent_since = None
+            if self.stalled_since is None:
+                self.silent_since = None
             return False
         silence_s = now - max(since, self.token_at)
         if silence_s <= need_s:
-            self.silent_since = None
+            if self.stalled_since is None:
+                self.silent_since = None
             self.overdue_s = late_s
             return False
         self.overdue_s = max(late_s, silence_s - need_s)
@@ -221,9 +223,9 @@ class Account:
             return False
         if self.counts(now) and not self.still:
             return False  # it may have worked since its last token: the next scrape tells
-        self.silent_since = now - silence_s
         if self.stalled_since is not None:
             return False
+        self.silent_since = now - silence_s
         self.stalled_since = now
         self._pause_s = PAUSE_S
         self.next_trial_at = now + PAUSE_S

@@ -22,7 +22,7 @@ _TICK_S: Final = 0.25
 #: So many ticks with arrivals are a stream, which has ended after so many of their mean gaps without one.
 _STREAM: Final = 4
 _ENDED: Final = 5.0
-#: Means over requests with targets follow the newest so many.
+#: Means over requests with targets, and over dispatches, follow the newest so many.
 _NEWEST: Final = 64.0
 
 
@@ -73,10 +73,13 @@ class FleetCosts:
     """Facts about a sequence of instances under one mean request, until any of them changes.
 
     `costs` of each; `order`: their indices, a full batch done soonest first; `prefill_alike`: a prompt token
-    takes all the same time.
+    takes all the same time. The mean prompt takes `least_prefill_s` at least, a step `least_step_s`.
     """
 
-    __slots__ = ("changes", "costs", "counter", "instances", "members", "order", "prefill_alike")
+    __slots__ = (
+        "changes", "costs", "counter", "instances", "least_prefill_s", "least_step_s", "members", "order",
+        "prefill_alike",
+    )  # fmt: skip
 
     def __init__(self, instances: Sequence[Instance], costs: Sequence[Costs]) -> None:
         self.instances = instances
@@ -86,6 +89,8 @@ class FleetCosts:
         self.changes = self.counter.count
         self.costs = list(costs)
         self.order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
+        self.least_prefill_s = min([each.prefill_s for each in costs])
+        self.least_step_s = min([each.latency.step_s(1.0, 1.0) for each in instances])
         self.prefill_alike = len({cost.token_prefill_s for cost in costs}) == 1
 
 
@@ -222,8 +227,10 @@ class Protected:
         self.ttft_s = self.tpot_s = math.inf
         self.prompt = self.output = self.gap_s = self.newest_s = 0.0
 
-    def arrived(self, service: ServiceClass, prompt: float, output: float, now: float) -> None:
-        """A request with targets came in."""
+    def arrived(
+        self, service: ServiceClass, prompt: float, output: float, now: float, idle: FleetCosts | None = None
+    ) -> None:
+        """A request with targets came in; those that no `idle` instance meets protect nothing."""
         gap_s = now - self.newest_s
         if self.count > 1 and gap_s > _NEWEST * self.gap_s:
             self.count, self.gap_s = 0, 0.0  # a silence longer than all that is remembered: a new stream
@@ -235,8 +242,11 @@ class Protected:
         self.prompt += gain * (prompt - self.prompt)
         self.output += gain * (output - self.output)
         self.attainment = max(self.attainment, service.attainment)
-        self.ttft_s = min(self.ttft_s, service.ttft_s, service.e2e_s)
-        self.tpot_s = min(self.tpot_s, service.tpot_s)
+        ttft_s = min(service.ttft_s, service.e2e_s)
+        if idle is None or ttft_s >= idle.least_prefill_s:
+            self.ttft_s = min(self.ttft_s, ttft_s)
+        if idle is None or service.tpot_s >= idle.least_step_s:
+            self.tpot_s = min(self.tpot_s, service.tpot_s)
 
     def rate(self, now: float) -> float:
         """Requests per second; it fades while none comes."""
@@ -245,18 +255,44 @@ class Protected:
 
 
 class Demand:
-    """Demand for one model: the mean request, and whether requests keep arriving."""
+    """Demand for one model: the mean request, whether requests keep arriving, how long answers take.
 
-    __slots__ = ("_ticks", "mix", "protected")
+    `first_s` until the first token and `end_s` until the end, as forecast: means of the newest dispatches,
+    their waits included.
+    """
+
+    __slots__ = (
+        "_dispatched",
+        "_ticks",
+        "arrivals",
+        "end_s",
+        "first_s",
+        "mix",
+        "protected",
+    )
 
     def __init__(self) -> None:
         #: Times of the newest ticks with arrivals since the fleet was idle, seconds.
         self._ticks: list[float] = []
+        #: Requests that came so far.
+        self.arrivals = 0
         self.mix = Mix()
         self.protected = Protected()
+        self._dispatched = 0.0
+        self.first_s = self.end_s = 0.0
+
+    def dispatched(self, first_s: float, end_s: float, waited_s: float) -> None:
+        """Record the forecast of a request that was dispatched; of a prefill leg there is none."""
+        if first_s <= 0.0:
+            return
+        first_s, end_s = waited_s + first_s, waited_s + end_s
+        self._dispatched = count = self._dispatched + 1.0 if self._dispatched < _NEWEST else _NEWEST
+        self.first_s += (first_s - self.first_s) / count
+        self.end_s += (end_s - self.end_s) / count
 
     def arrived(self, now: float, idle: bool) -> None:
         """Record an arrival. `idle`: no instance had a request, so those before are no part of a stream."""
+        self.arrivals += 1
         tick_s, ticks = int(now / _TICK_S) * _TICK_S, self._ticks
         if not ticks or tick_s > ticks[-1]:
             if idle:

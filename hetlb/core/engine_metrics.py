@@ -1,21 +1,24 @@
 """Metrics pages of engines to an `EngineSample`, by the names of `engine_tables`.
 
 Any text (HTML, NaN, negative, repeated or missing series) gives a sample, with None for what is absent or
-absurd and the names of those. A server of several data-parallel engines has one series per engine (label
-`engine`): counts and KV tokens are summed; KV use is the mean weighted by capacity, and that of the fullest.
+absurd and the names of those. A server of several data-parallel engines has one series per engine: counts and
+KV tokens are summed; KV use is the mean weighted by capacity, and that of the fullest. Within an engine the
+ranks of one model repeat a figure, and priorities divide one that is there as a whole too.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from hetlb.core.engine_tables import VLLM, table_of
+from hetlb.core.engine_tables import TABLES, VLLM, EngineTable, table_by
 from hetlb.core.pickle_by_fields import PickleByFields
+from hetlb.core.series_reader import MOST_SERIES as MOST_SERIES
+from hetlb.core.series_reader import Series, SeriesReader
 from hetlb.core.types import Capacity, EngineSample
 
 RUNNING, WAITING, KV_USAGE = VLLM.running, VLLM.waiting, VLLM.kv_usage
@@ -37,15 +40,27 @@ _COUNTERS = (
     ITERATIONS, PROMPT_TOKENS, CACHED_TOKENS, GENERATED_TOKENS, PREEMPTIONS, DRAFTS, ACCEPTED_TOKENS,
 )  # fmt: skip
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
-_ENGINE = re.compile(r'(?:^|,)engine="([^"\\]*)"')
+#: Labels of the ranks of one engine: each holds a part of the model, and all have the same requests.
+_RANKS: Final = (
+    "tp_rank", "pp_rank", "ep_rank", "moe_ep_rank", "moe_tp_rank", "moe_dp_rank", "attn_tp_rank",
+    "attn_cp_rank", "cp_rank", "dcp_rank", "pcp_rank", "rank", "local_rank",
+)  # fmt: skip
+_PRIORITY: Final = "priority"
 #: Texts of labels that were read and are kept: they are the same at every scrape, but for those of a restart.
 _LABELS_KEPT: Final = 1024
 #: More engines than this behind one URL is nonsense.
 _MAX_ENGINES: Final = 4096
 #: More requests or tokens than this on one server is nonsense.
 _MAX_COUNT: Final = 1 << 40
-#: Lines of one name that are read: an engine has one for each of its data-parallel ranks.
-MOST_SERIES: Final = 4096
+_BEGAN: Final = "process_start_time_seconds"
+_NAMES: Final = frozenset(
+    name.partition("{")[0]
+    for name in (
+        *(name for table in TABLES for name in table.figures),
+        *(name for names in (*_VLLM_ALONE, *_COUNTERS) for name in names),
+        _BEGAN,
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,53 +83,87 @@ class EngineCounters(PickleByFields):
         return 1.0 + (self.accepted_tokens - (before.accepted_tokens or 0)) / drafts if drafts > 0 else None
 
 
+class EnginePage:
+    """Metrics page of one server, fed in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._page = SeriesReader(_NAMES, [each.prefix for each in TABLES])
+        self.feed = self._page.feed
+
+    @property
+    def table(self) -> EngineTable | None:
+        """Names of the engine whose page this is, None where none is known."""
+        return table_by(self._page.seen)
+
+    def counters(self) -> EngineCounters:
+        """Return the counters of one vLLM server, once all of its page was fed."""
+        self._page.end()
+        return EngineCounters(*(_count(self._page.series, names, [], []) for names in _COUNTERS))
+
+    def sample(self) -> EngineSample:
+        """Return what the page says, once all of it was fed; of no known engine as vLLM, without figures."""
+        self._page.end()
+        return _sample_of(self._page.series, self.table)
+
+    def caches_prefixes(self) -> bool:
+        """Return True if the server says that it keeps prefixes of prompts."""
+        self._page.end()
+        return _caches_prefixes(self._page.series) is True
+
+
+def page_of(text: str) -> EnginePage:
+    """Return a page that is whole."""
+    page = EnginePage()
+    page.feed(text.encode("utf-8", "replace"))
+    return page
+
+
 def parse_counters(text: str) -> EngineCounters:
     """Read the counters of a Prometheus text page of one vLLM server."""
-    series = _series(text, _COUNTERS)
-    return EngineCounters(*(_count(series, names, [], []) for names in _COUNTERS))
+    return page_of(text).counters()
 
 
 def parse(text: str) -> EngineSample:
     """Read a Prometheus text page of one server; one of no known engine as vLLM's, without its figures."""
-    known = table_of(text)
+    return page_of(text).sample()
+
+
+def has_prefix_cache(text: str) -> bool:
+    """Return True if the server of this page says that it keeps prefixes of prompts."""
+    return page_of(text).caches_prefixes()
+
+
+def _sample_of(series: Series, known: EngineTable | None) -> EngineSample:
     table = VLLM if known is None else known
-    figures = (table.running, table.waiting, table.kv_usage, table.kv_tokens)
-    series = _series(
-        text,
-        (
-            *filter(None, figures),
-            *[(name,) for name in table.tokens],
-            *(_VLLM_ALONE if table is VLLM else ()),
-        ),
-    )
     missing: list[str] = []
     invalid: list[str] = []
-    running = _count(series, table.running, missing, invalid)
-    waiting = _count(series, table.waiting, missing, invalid)
-    usage = _usage(series, table.kv_usage, missing, invalid) if table.kv_usage else {}
-    per_engine: dict[str, int] = {}
+    label = table.engine_label
+    running = _count(series, table.running, missing, invalid, label)
+    waiting = _waiting(series, table, running, missing, invalid)
+    usage = _usage(series, table, missing, invalid) if table.kv_usage else {}
     if table is VLLM:
         per_engine, block_size = _kv_tokens(series, missing, invalid)
         max_loras, adapters = _adapters(series)
-        capacity = Capacity(
-            kv_cache_tokens=sum(per_engine.values()) or None,
-            block_size=block_size,
-            kv_tokens_per_request=min(per_engine.values(), default=None),
-            engines=_engines(series),
-            enable_prefix_caching=_caches_prefixes(series),
-            max_loras=max_loras,
-        )
+        engines, caches = _engines(series), _caches_prefixes(series)
     else:
         # Nothing is missing where only some versions tell it.
-        tokens = _count(series, table.kv_tokens, [], invalid) if table.kv_tokens else None
-        capacity, adapters = Capacity(kv_cache_tokens=tokens or None), None
+        per_engine, block_size = _table_tokens(series, table, invalid)
+        max_loras, adapters, caches = None, None, None
+        engines = len(per_engine) or None
+    capacity = Capacity(
+        kv_cache_tokens=sum(per_engine.values()) or None,
+        block_size=block_size,
+        kv_tokens_per_request=min(per_engine.values(), default=None),
+        engines=engines,
+        enable_prefix_caching=caches,
+        max_loras=max_loras,
+    )
     kv_usage = None
     if usage:
         # Without the capacity of every engine, all count alike.
-        engines = {labels: _engine(labels) for labels in usage}
-        weighted = per_engine.keys() >= set(engines.values())
-        weights = {labels: per_engine[engine] if weighted else 1 for labels, engine in engines.items()}
-        kv_usage = sum(weights[labels] * share for labels, share in usage.items()) / sum(weights.values())
+        weighted = per_engine.keys() >= usage.keys()
+        weights = {engine: per_engine[engine] if weighted else 1 for engine in usage}
+        kv_usage = sum(weights[engine] * share for engine, share in usage.items()) / sum(weights.values())
     return EngineSample(
         running,
         waiting,
@@ -127,29 +176,29 @@ def parse(text: str) -> EngineSample:
         max(usage.values(), default=None),
         _asleep(series),
         adapters,
-        process_began(text),
+        _began(series),
         "" if known is None else known.name,
         _from_source(series, "external_kv_transfer"),
         _from_source(series, "local_compute"),
-        generated=_sum(series, table.tokens, invalid),
+        generated=_sum(series, table, invalid),
     )
 
 
-def _from_source(series: dict[str, dict[str, float]], source: str) -> int | None:
+def _from_source(series: Series, source: str) -> int | None:
     """Return the prompt tokens of a source, None where the page does not tell them apart."""
     wanted = f'source="{source}"'
     values = [value for labels, value in series.get(PROMPT_SOURCES[0], {}).items() if wanted in labels]
     return round(sum(values)) if values and all(0 <= value <= _MAX_COUNT for value in values) else None
 
 
-def _sum(series: dict[str, dict[str, float]], names: tuple[str, ...], invalid: list[str]) -> int | None:
-    """Return the sum of several counters, None where none of them is told."""
-    counts = [_count(series, (name,), [], invalid) for name in names]
+def _sum(series: Series, table: EngineTable, invalid: list[str]) -> int | None:
+    """Return the sum of the counters of tokens, None where none of them is told."""
+    counts = [_count(series, (name,), [], invalid, table.engine_label) for name in table.tokens]
     known = [each for each in counts if each is not None]
     return sum(known) if known else None
 
 
-def _asleep(series: dict[str, dict[str, float]]) -> bool | None:
+def _asleep(series: Series) -> bool | None:
     """True if an engine says that it is not awake; None where no engine tells."""
     awake = [
         value for labels, value in series.get(SLEEP_STATE[0], {}).items() if 'sleep_state="awake"' in labels
@@ -157,7 +206,7 @@ def _asleep(series: dict[str, dict[str, float]]) -> bool | None:
     return any(value == 0 for value in awake) if awake else None
 
 
-def _adapters(series: dict[str, dict[str, float]]) -> tuple[int | None, tuple[str, ...] | None]:
+def _adapters(series: Series) -> tuple[int | None, tuple[str, ...] | None]:
     """Adapters that a batch may hold, and those of the newest series, which run; None where not told."""
     told = series.get(LORA_INFO[0])
     if not told:
@@ -167,122 +216,133 @@ def _adapters(series: dict[str, dict[str, float]]) -> tuple[int | None, tuple[st
     return _whole(labels.get("max_lora")), running
 
 
-def has_prefix_cache(text: str) -> bool:
-    """True if the server of this page says that it keeps prefixes of prompts."""
-    return _caches_prefixes(_series(text, (CACHE_CONFIG,))) is True
-
-
-def _caches_prefixes(series: dict[str, dict[str, float]]) -> bool | None:
+def _caches_prefixes(series: Series) -> bool | None:
     """True if the engines keep prefixes of prompts, by the labels of their configuration; None: not told."""
     told = [_cache_config(labels)[3] for labels in series.get(CACHE_CONFIG[0], ())]
     return next((each for each in told if each is not None), None)
 
 
-def _series(text: str, wanted: Iterable[tuple[str, ...]]) -> dict[str, dict[str, float]]:
-    """The wanted samples by name and labels; of several names of one metric the first that is there."""
-    text = "\n" + text
-    series: dict[str, dict[str, float]] = {}
-    for names in wanted:
-        for name in names:
-            # A repeated series replaces itself: last wins, nothing is counted twice.
-            if found := dict(filter(None, [_sample(line, name) for line in _lines(text, name)])):
-                series[name] = found
-                break
-    return series
+def _began(series: Series) -> float | None:
+    """Return the start time of the server's process (Unix time, s), None where its page does not say."""
+    began = next(iter(series.get(_BEGAN, {}).values()), math.nan)
+    return began if math.isfinite(began) else None
 
 
-def _lines(text: str, beginning: str) -> Iterator[str]:
-    """The first lines that begin so, of a text before which stands a line break."""
-    sought, at = "\n" + beginning, 0
-    for _ in range(MOST_SERIES):
-        at = text.find(sought, at)
-        if at < 0:
-            return
-        end = text.find("\n", at + 1)
-        yield text[at + 1 : end] if end >= 0 else text[at + 1 :]
-        if end < 0:
-            return
-        at = end
-
-
-def _sample(line: str, name: str) -> tuple[str, float] | None:
-    """Labels and value (NaN if it is no number) of a line that begins with a name; None: no sample of it."""
-    labels, rest = "", line[len(name) :]
-    if rest.startswith("{"):
-        labels, _, rest = rest[1:].rpartition("}")
-    fields = rest.split()
-    if not rest[:1].isspace() or not 1 <= len(fields) <= 2:  # a time stamp may follow
-        return None
-    try:
-        return labels, float(fields[0])
-    except ValueError:
-        return labels, math.nan
-
-
-def process_began(text: str) -> float | None:
-    """Start time of the server's process (Unix time, s), None where its page does not say."""
-    for line in _lines("\n" + text, "process_start_time_seconds "):
-        try:
-            began = float(line.split()[1])
-        except (IndexError, ValueError):
-            return None
-        return began if math.isfinite(began) else None
-    return None
-
-
-def _find(
-    series: dict[str, dict[str, float]], names: Iterable[str], missing: list[str]
-) -> tuple[str, list[float]]:
+def _find(series: Series, names: Iterable[str]) -> tuple[str, dict[str, float]]:
+    """Return the first of some names that is there, and its series; the first name and none if none is."""
     names = tuple(names)
     for name in names:
-        if name in series:
-            return name, list(series[name].values())
-    missing.append(names[0])
-    return names[0], []
+        plain, _, label = name.partition("{")
+        found = series.get(plain, {})
+        if label:
+            wanted = label.rstrip("}")
+            found = {labels: value for labels, value in found.items() if wanted in labels}
+        if found:
+            return plain, found
+    return names[0].partition("{")[0], {}
 
 
-def _count(
-    series: dict[str, dict[str, float]], names: Iterable[str], missing: list[str], invalid: list[str]
-) -> int | None:
-    name, values = _find(series, names, missing)
-    if not values:
-        return None
-    if not all(0 <= value <= _MAX_COUNT for value in values):
-        invalid.append(name)
-        return None
-    return round(sum(values))
+def _by_engine(
+    found: dict[str, float], engine_label: str, of_ranks: Callable[[float, float], float]
+) -> dict[str, float]:
+    """Return the figures of each engine: `of_ranks` takes one of two ranks, all other labels are summed."""
+    places = {labels: _place(labels, engine_label) for labels in found}
+    whole = any(not priority for _, priority, _ in places.values())
+    ranks: dict[tuple[str, str, str], float] = {}
+    for labels, value in found.items():
+        place = places[labels]
+        if place[1] and whole:
+            continue  # it is in the whole
+        ranks[place] = of_ranks(ranks[place], value) if place in ranks else value
+    engines: dict[str, float] = {}
+    for (engine, _, _), value in ranks.items():
+        engines[engine] = engines.get(engine, 0.0) + value
+    return engines
 
 
 @lru_cache(_LABELS_KEPT)
-def _engine(labels: str) -> str:
-    """The value of the label `engine`; "0" for servers of before it was there."""
-    match = _ENGINE.search(labels)
-    return "0" if match is None else match[1]
+def _place(text: str, engine_label: str) -> tuple[str, str, str]:
+    """Return what labels say of the place of a series: engine, priority, and all others but ranks."""
+    labels = {name: value for name, value in _LABEL.findall(text) if name not in _RANKS}
+    engine, priority = labels.pop(engine_label, ""), labels.pop(_PRIORITY, "")
+    # "0" is the engine of servers of before there were several.
+    return engine or "0", priority, repr(sorted(labels.items()))
 
 
-def _engines(series: dict[str, dict[str, float]]) -> int | None:
-    """Number of engines the page has series of, None without any of the gauges."""
+def _count(
+    series: Series,
+    names: Iterable[str],
+    missing: list[str],
+    invalid: list[str],
+    engine_label: str = VLLM.engine_label,
+) -> int | None:
+    name, found = _find(series, names)
+    if not found:
+        missing.append(name)
+        return None
+    if not all(0 <= value <= _MAX_COUNT for value in found.values()):
+        invalid.append(name)
+        return None
+    return round(sum(_by_engine(found, engine_label, max).values()))
+
+
+def _waiting(
+    series: Series, table: EngineTable, running: int | None, missing: list[str], invalid: list[str]
+) -> int | None:
+    """Return the requests that wait, by their own figure or as the rest of all requests."""
+    if table.all_requests and not _find(series, table.waiting)[1] and running is not None:
+        present = _count(series, table.all_requests, missing, invalid, table.engine_label)
+        return None if present is None else max(0, present - running)
+    return _count(series, table.waiting, missing, invalid, table.engine_label)
+
+
+def _engines(series: Series) -> int | None:
+    """Return the number of engines that the page has series of, None without any of the gauges."""
     for name in (*RUNNING, *KV_USAGE, *CACHE_CONFIG):
         if name in series:
-            found = len(set(map(_engine, series[name])))
+            found = len({_place(labels, VLLM.engine_label)[0] for labels in series[name]})
             return found if found <= _MAX_ENGINES else None
     return None
 
 
-def _usage(
-    series: dict[str, dict[str, float]], names: Iterable[str], missing: list[str], invalid: list[str]
-) -> dict[str, float]:
-    """KV use by labels; empty where a value is absurd."""
-    name, values = _find(series, names, missing)
-    if all(0 <= value <= 1 for value in values):
-        return series.get(name, {})
-    invalid.append(name)
-    return {}
+def _usage(series: Series, table: EngineTable, missing: list[str], invalid: list[str]) -> dict[str, float]:
+    """Return KV use by engine, of its fullest rank; empty where a value is absurd."""
+    name, found = _find(series, table.kv_usage)
+    if not found:
+        if table.tells_usage:
+            missing.append(name)
+        return {}
+    if not all(0 <= value <= 1 for value in found.values()):
+        invalid.append(name)
+        return {}
+    engines: dict[str, float] = {}
+    for labels, value in found.items():
+        engine = _place(labels, table.engine_label)[0]
+        engines[engine] = max(value, engines.get(engine, 0.0))
+    return engines
 
 
-def _kv_tokens(
-    series: dict[str, dict[str, float]], missing: list[str], invalid: list[str]
+def _table_tokens(
+    series: Series, table: EngineTable, invalid: list[str]
 ) -> tuple[dict[str, int], int | None]:
+    """Return KV cache tokens by engine, and the tokens of a block where these are counted."""
+    if not table.kv_tokens:
+        return {}, None
+    name, found = _find(series, table.kv_tokens)
+    size: int | None = None
+    if table.block_tokens:
+        sizes = _find(series, table.block_tokens)[1]
+        size = int(max(sizes.values())) if sizes and 0 < max(sizes.values()) <= _MAX_COUNT else None
+        if size is None:
+            return {}, None
+    if not all(0 <= value <= _MAX_COUNT for value in found.values()):
+        invalid.append(name)
+        return {}, size
+    per_engine = _by_engine(found, table.engine_label, min)
+    return {engine: round(value) * (size or 1) for engine, value in per_engine.items() if value}, size
+
+
+def _kv_tokens(series: Series, missing: list[str], invalid: list[str]) -> tuple[dict[str, int], int | None]:
     """KV cache tokens by engine, and the block size."""
     name = CACHE_CONFIG[0]
     if name not in series:
@@ -306,7 +366,8 @@ def _cache_config(text: str) -> tuple[str, int | None, int | None, bool | None]:
     labels = dict(_LABEL.findall(text))
     size = _whole(labels.get("block_size"))
     tokens = _whole(labels.get("kv_cache_size_tokens"))
-    if tokens is None:
+    if tokens is None and _whole(labels.get("mamba_block_size")) is None:
+        # The blocks of a hybrid model are of several kinds: their number times their size says nothing.
         blocks = _whole(labels.get("num_gpu_blocks"))
         tokens = blocks * size if blocks and size else None
     caches = {"True": True, "False": False}.get(labels.get("enable_prefix_caching", ""))

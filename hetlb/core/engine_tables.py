@@ -1,11 +1,12 @@
 """Engines that hetlb knows by their metrics page: what each calls its figures, and what each lacks.
 
 Names are those of the engines' own documentation as of 2026: vLLM, SGLang, llama.cpp's server, TensorRT-LLM
-(`trtllm-serve`), Text Generation Inference. What is not on a page is booked by hetlb alone.
+(`trtllm-serve`), Text Generation Inference, LMDeploy, Triton. What is not on a page is booked by hetlb alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,8 +18,11 @@ OTHER_PAGE: Final = "/prometheus/metrics"
 class EngineTable:
     """Names of one engine's figures, the present one first; () for what it does not tell.
 
-    `prefix` begins the names of all its metrics; `tokens` are counters of what it computes, which are
-    summed; `lacks` says what follows from what it does not tell.
+    `prefix` begins the names of all its metrics; `lacks` says what follows from what it does not tell. A name
+    may be followed by the one label that its series must have: `name{kind="max"}`. `all_requests` are those
+    that run and those that wait; `kv_tokens` are tokens, or blocks of `block_tokens` each. `engine_label`
+    tells the data-parallel engines of a server apart; `tokens` are counters of what it computes, which are
+    summed.
     """
 
     name: str
@@ -30,12 +34,28 @@ class EngineTable:
     kv_tokens: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
+    engine_label: str = "engine"
+    all_requests: tuple[str, ...] = ()
+    block_tokens: tuple[str, ...] = ()
+
+    @property
+    def tells_usage(self) -> bool:
+        """True if each version tells how full its KV cache is."""
+        return bool(self.kv_usage) and _NO_KV not in self.lacks
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """Names that are read."""
+        return (
+            *self.running, *self.waiting, *self.kv_usage, *self.kv_tokens, *self.all_requests,
+            *self.block_tokens, *self.tokens,
+        )  # fmt: skip
 
 
-_SLOTS: Final = "no slots: state max_num_seqs of its instance"
-_NO_KV: Final = "no KV use: its KV cache is booked by hetlb's ledger alone"
-_NO_SIZE: Final = "no size of its KV cache: state kv_cache_tokens of its instance"
-_NO_IDS: Final = "no token ids in streams: answers go on elsewhere by text alone"
+_SLOTS: Final = "no slots: state max_num_seqs"
+_NO_KV: Final = "no KV use"
+_NO_SIZE: Final = "no KV size: state kv_cache_tokens"
+_NO_IDS: Final = "no token ids in streams"
 
 VLLM: Final = EngineTable(
     "vllm",
@@ -57,6 +77,7 @@ SGLANG: Final = EngineTable(
     ("sglang:max_total_num_tokens",),
     ("sglang:generation_tokens_total", "sglang:prompt_tokens_total"),
     ("figures only with --enable-metrics", _SLOTS, _NO_IDS),
+    engine_label="dp_rank",
 )
 LLAMA_CPP: Final = EngineTable(
     "llama.cpp",
@@ -64,6 +85,8 @@ LLAMA_CPP: Final = EngineTable(
     "llamacpp:",
     ("llamacpp:requests_processing",),
     ("llamacpp:requests_deferred",),
+    # Gone since the middle of 2025.
+    ("llamacpp:kv_cache_usage_ratio",),
     tokens=("llamacpp:tokens_predicted_total", "llamacpp:prompt_tokens_total"),
     lacks=("figures only with --metrics", f"{_SLOTS} (its --parallel)", _NO_KV, _NO_SIZE, _NO_IDS),
 )
@@ -84,13 +107,42 @@ TGI: Final = EngineTable(
     ("tgi_queue_size",),
     lacks=(_SLOTS, _NO_KV, _NO_SIZE, _NO_IDS),
 )
-TABLES: Final = (VLLM, SGLANG, LLAMA_CPP, TENSORRT_LLM, TGI)
+LMDEPLOY: Final = EngineTable(
+    "lmdeploy",
+    "LMDeploy",
+    "lmdeploy:",
+    ("lmdeploy:num_requests_running",),
+    ("lmdeploy:num_requests_waiting",),
+    ("lmdeploy:gpu_cache_usage_perc", "lmdeploy:kv_cache_usage_perc"),
+    lacks=("figures only with --enable-metrics", _SLOTS, _NO_SIZE, _NO_IDS),
+)
+_TRITON_REQUESTS: Final = "nv_trt_llm_request_metrics"
+_TRITON_BLOCKS: Final = "nv_trt_llm_kv_cache_block_metrics"
+#: Triton with the backend of TensorRT-LLM; with that of vLLM its page has the names of vLLM.
+TRITON: Final = EngineTable(
+    "triton",
+    "Triton",
+    "nv_",
+    (f'{_TRITON_REQUESTS}{{request_type="scheduled"}}', f'{_TRITON_REQUESTS}{{request_type="active"}}'),
+    (f'{_TRITON_REQUESTS}{{request_type="waiting"}}',),
+    (f'{_TRITON_BLOCKS}{{kv_cache_block_type="fraction"}}',),
+    (f'{_TRITON_BLOCKS}{{kv_cache_block_type="max"}}',),
+    lacks=(_SLOTS, _NO_IDS),
+    all_requests=(f'{_TRITON_REQUESTS}{{request_type="active"}}',),
+    block_tokens=(f'{_TRITON_BLOCKS}{{kv_cache_block_type="tokens_per"}}',),
+)
+TABLES: Final = (VLLM, SGLANG, LLAMA_CPP, TENSORRT_LLM, TGI, LMDEPLOY, TRITON)
 
 
 def table_of(page: str) -> EngineTable | None:
-    """The table of the engine whose metrics page this is, None where no engine is known by it."""
+    """Return the table of the engine whose metrics page this is, None where no engine is known by it."""
     text = "\n" + page
-    return next((each for each in TABLES if f"\n{each.prefix}" in text), None)
+    return table_by({each.prefix for each in TABLES if f"\n{each.prefix}" in text})
+
+
+def table_by(prefixes: Container[str]) -> EngineTable | None:
+    """Return the table of the engine whose names begin with one of these, None where none is known."""
+    return next((each for each in TABLES if each.prefix in prefixes), None)
 
 
 def as_table() -> str:

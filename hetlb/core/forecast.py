@@ -25,12 +25,21 @@ class Forecast:
 
     `first_token_s` until the first token, `step_s` per further one and `end_s` until the whole answer;
     `others_s` is what all sequences that run there lose together. `with_s` is a step with the request,
-    prompts to come aside. `cached` tokens of each of its `prompts` are in the prefix cache, `own` sequences
-    join the batch of an instance as it was `seen`.
+    prompts to come aside; `reading_s` its prompts alone take beside what runs. `cached` tokens of each of its
+    `prompts` are in the prefix cache, `own` sequences join the batch of an instance as it was `seen`.
     """
 
     __slots__ = (
-        "cached", "end_s", "first_token_s", "load", "others_s", "own", "prompts", "seen", "step_s",
+        "cached",
+        "end_s",
+        "first_token_s",
+        "load",
+        "others_s",
+        "own",
+        "prompts",
+        "reading_s",
+        "seen",
+        "step_s",
         "with_s",
     )  # fmt: skip
 
@@ -67,10 +76,11 @@ class Forecast:
         share = prompts_per_s * delay_s if delay_s > 0.0 else 0.0
         self.step_s = step_s = with_s / (1.0 - (share if share < _MOST_PREFILL else _MOST_PREFILL))
         self.end_s = first_s + (output - 1.0) * step_s if output > 1.0 else first_s
+        if pending > 0.0:
+            prefill_s = latency.first_token_s(prompt, cached, 0.0, batch, context, budget, prompts)
+        self.reading_s = prefill_s
         self.others_s = 0.0
         if batch > 0.0:
-            if pending > 0.0:
-                prefill_s = latency.first_token_s(prompt, cached, 0.0, batch, context, budget, prompts)
             new = prompt - cached
             part = budget - batch if budget - batch >= 1.0 else 1.0
             # In the iterations that compute its prompt each of the others makes a step, too.

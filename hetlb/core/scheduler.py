@@ -133,7 +133,8 @@ class Scheduler:
         demand.arrived(now, ready.idle)
         demand.mix.add(request.prompt_tokens, predicted)
         if request.service.stated:
-            demand.protected.arrived(request.service, request.prompt_tokens, predicted, now)
+            idle = demand.mix.fleet(ready.able) if ready.able else None
+            demand.protected.arrived(request.service, request.prompt_tokens, predicted, now, idle)
         if self.queue.held and self.queue.ahead(request):
             return self._backlog.push(request, now, predicted) + self._backlog.flush(now)
         found = placement.choose(request, ready, now, predicted, long=long)

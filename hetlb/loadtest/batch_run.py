@@ -24,6 +24,9 @@ from hetlb.served_models import read_model_list
 
 #: Requests at once where none are stated, with a background class and without.
 BACKGROUND_LANES, LANES = 256, 32
+#: Lanes that begin each second. All at once they take a fleet that is idle for a moment, and what comes next
+#: waits for their ends. Simulated p99 TTFT of interactive requests: 19 s; 0.6 s so; 0.12 s without a batch.
+_LANES_PER_S = 16.0
 #: Tries of a request whose connection breaks or whose server fails, before that is its result.
 _TRIES = 3
 #: Timeouts without an answer between them, after which the server is what does not answer.
@@ -52,8 +55,8 @@ class BatchRun:
             lanes = lanes or (BACKGROUND_LANES if self._classes else LANES)
             try:
                 async with asyncio.TaskGroup() as group:
-                    for _ in range(min(lanes, len(self._waiting))):
-                        group.create_task(self._lane(session))
+                    for number in range(min(lanes, len(self._waiting))):
+                        group.create_task(self._lane(session, number / _LANES_PER_S))
             except* HetlbError as stopped:
                 raise stopped.exceptions[0] from None
 
@@ -71,8 +74,9 @@ class BatchRun:
         stated = {entry["id"]: entry.get("background_class") for entry in read_model_list(body)}
         return {model: name for model, name in stated.items() if isinstance(name, str) and name.isascii()}
 
-    async def _lane(self, session: aiohttp.ClientSession) -> None:
+    async def _lane(self, session: aiohttp.ClientSession, begins_s: float) -> None:
         progress = self.progress
+        await asyncio.sleep(begins_s)
         while self._waiting:
             progress.sent += 1
             if await self._answered(session, self._waiting.pop()):

@@ -43,7 +43,7 @@ def _ratios(height_in: float, names: Sequence[str]) -> list[float]:
 
 
 def _label(run: Mapping[str, Any]) -> str:
-    rate = rate_text(run)
+    rate = rate_text(run) if isinstance(run["request_rate"], str) else f"{rate_text(run)} req/s"
     return rate if run["policy"] is None else f"{run['policy']}, {rate}"
 
 

@@ -66,6 +66,9 @@ ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "state_dtype": ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"),
     "moe_latent_size": ("moe_latent_size", "routed_expert_hidden_size"),
 }
+#: Most layers, and most of any other size: larger ones are mistakes.
+MOST_LAYERS: Final = 4096
+MOST_SIZE: Final = 1 << 32
 #: A key with one of these words may bear on sizes.
 _BEARING: Final = frozenset(
     re.findall(
@@ -160,8 +163,9 @@ class ConfigKeys:
         value = self.value(key, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{self.name_of(key)}: expected a whole number from 1, got {value!r}")
+        most = MOST_LAYERS if key == "num_hidden_layers" else MOST_SIZE
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise ConfigError(f"{self.name_of(key)}: expected a whole number from 1, got {value!r}"[:200])
         return value
 
     def count(self, key: str, default: int = 0) -> int:

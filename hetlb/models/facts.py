@@ -22,6 +22,10 @@ from hetlb.models.feed_forward import feed_forward
 from hetlb.models.layer import Layer, Scope, Weights, linear, plain
 from hetlb.models.quantization import PLAIN_BITS, Quantization, read_quantization
 
+#: Errors of values of a wrong kind, deep in a file.
+_WRONG_VALUES: Final = (
+    IndexError, TypeError, AttributeError, KeyError, ValueError, ZeroDivisionError, OverflowError,
+)  # fmt: skip
 #: Sizes that a file of one table always states.
 _MAIN_KEYS: Final = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
@@ -164,9 +168,12 @@ def read_facts(raw: Mapping[str, Any], name: str) -> ModelFacts:
         expert_type = keys.value("expert_dtype")
         keys.expect("is_encoder_decoder", (False,), False)
         keys.refuse_unread()
-    except (IndexError, TypeError, AttributeError) as error:
-        raise ConfigError(f"model_type {model_type}: expected other values, {error}") from error
-    quantization = read_quantization(quantization_of(raw), expert_type)
+    except _WRONG_VALUES as error:
+        raise ConfigError(f"model_type {model_type}: expected other values, {error}"[:200]) from error
+    try:
+        quantization = read_quantization(quantization_of(raw), expert_type)
+    except _WRONG_VALUES as error:
+        raise ConfigError(f"quantization_config: expected other values, {error}"[:200]) from error
     return _facts(name, keys, model_type, layers, rest, quantization)
 
 
@@ -181,8 +188,7 @@ def _defaults(model_type: str, inner: bool) -> Mapping[str, Any]:
 
 def _language_model(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
     """Return the table of the language model and its architecture, if the file names one."""
-    named = raw.get("architectures")
-    architecture = named[0] if isinstance(named, list) and named else None
+    architecture = _architecture(raw)
     inner: Mapping[str, Any] = raw
     for key in INNER_TABLES:
         table = inner.get(key)
@@ -192,8 +198,17 @@ def _language_model(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | No
         return raw, architecture
     if architecture is not None and architecture not in WRAPPERS:
         raise ConfigError(f"architectures: expected a model that hetlb understands, got {architecture!r}")
-    within = inner.get("architectures")
-    return inner, within[0] if isinstance(within, list) and within else None
+    return inner, _architecture(inner)
+
+
+def _architecture(table: Mapping[str, Any]) -> str | None:
+    """Return the first architecture of a table, None without one."""
+    named = table.get("architectures")
+    if not named:
+        return None
+    if not isinstance(named, list) or not isinstance(named[0], str):
+        raise ConfigError(f"architectures: expected a list of names, got {named!r}"[:200])
+    return named[0]
 
 
 def _family(

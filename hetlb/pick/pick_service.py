@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import secrets
 import socket
 from pathlib import Path
 from typing import Final
 
 from hetlb.addresses import is_special
 from hetlb.config.fleet import Fleet
-from hetlb.config.fleet_tables import Listen
+from hetlb.config.fleet_tables import Listen, SharedTable
 from hetlb.config.urls import bracketed, origin
 from hetlb.core.types import InstanceSpec
 from hetlb.pick.pick_driver import PickDriver
@@ -20,7 +21,7 @@ from hetlb.proxy.discovery.inference_pool import ObjectiveSource
 from hetlb.proxy.discovery.source import Source
 from hetlb.proxy.scheduler_driver import SchedulerDriver
 from hetlb.proxy.service import Service
-from hetlb.proxy.sharing import shared_url
+from hetlb.proxy.sharing import Sharing, shared_url
 from hetlb.proxy.systemd import NO_LISTENERS, Listeners
 from hetlb.proxy.takeover import Takeover
 from hetlb.proxy.token_estimator import TokenEstimator, load_tokenizers
@@ -43,6 +44,8 @@ class PickService(Service):
         super().__init__(fleet.with_tables(listen=Listen(host=pick.host, port=pick.port)), event_log)
         self._resolver: asyncio.Task[None] | None = None
         self.roster.on_coming = self._coming
+        if fleet.file.shared is not None:
+            self.sharing = _share(fleet.file.shared, f"{fleet.where}shared", self.scheduling)
 
     def _drive(self) -> SchedulerDriver:
         fleet = self.fleet
@@ -108,6 +111,14 @@ class PickService(Service):
                 found[name] = address
         if found != state.addresses:
             state.set_addresses(found)
+
+
+def _share(table: SharedTable, key: str, scheduling: SchedulerDriver) -> Sharing:
+    """Let a picker share its view. Raises `ConfigError`."""
+    url = shared_url(table, key)
+    sharing = Sharing(table, url, scheduling.scheduler, scheduling.carry_out, secrets.token_hex(6))
+    scheduling.view = sharing.view
+    return sharing
 
 
 def check_pick(fleet: Fleet) -> None:

@@ -306,7 +306,7 @@ def _check_group(
 
 def _check_kv_links(cluster: SplitCluster, plan: SplitPlan) -> None:
     """Layer by layer: the stage that computed its KV cache sends it to the stage that decodes with it."""
-    layer_bytes = cluster.model.kv_bytes_per_token * cluster.workload.prompt_tokens / cluster.model.layers
+    layer_bytes = cluster.model.known.kv_bytes(cluster.workload.prompt_tokens) / cluster.model.layers
     links: dict[tuple[int, int], float] = {}
     for (sender, receiver), rate in plan.flows.items():
         lanes: dict[tuple[int, int], float] = {}

@@ -1,1 +1,1 @@
-"""The reverse proxy: one of the scheduler's two drivers, on real sockets."""
+"""The reverse proxy: a driver of the scheduler on real sockets."""

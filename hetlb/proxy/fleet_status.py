@@ -1,14 +1,11 @@
-"""Status of the fleet in one line: how well it is, load against capacity, what limits it, what to do.
-
-Load is what is taken of the scarcest thing that a model's instances have: slots, KV cache or computing time.
-"""
+"""Status of the fleet in one line: how well it is, arrivals against capacity, what limits it, what to do."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from enum import StrEnum
 from typing import Any, Final
 
 from hetlb.core.demand import PROMPT_WEIGHT
@@ -16,6 +13,17 @@ from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, Health
 from hetlb.proxy.beliefs import BeliefSource, slots_source, speed_source
+from hetlb.proxy.causes import (
+    ORDER,
+    State,
+    StateCause,
+    in_order,
+    of_clients,
+    of_instance,
+    of_tenants,
+    of_wait,
+    worst,
+)
 from hetlb.proxy.telemetry.recent import BIN_S, InstanceShare, Recent
 
 #: Requests that ended within so many seconds count; a queue grows in the half of it.
@@ -25,31 +33,18 @@ GROWN: Final = 1.3
 LEAST_QUEUE: Final = 8
 #: From this load on a model is busy.
 BUSY: Final = 0.8
-#: An instance that takes so many times as long as its profile says is slow.
-SLOW: Final = 1.5
-#: A share of answers that fail by an engine's doing, and how many at least.
-FAILING: Final = 0.05
-LEAST_FAILED: Final = 3
-
-
-class State(StrEnum):
-    """State of a fleet or model, the better first."""
-
-    WELL = "well"
-    BUSY = "busy"
-    DEGRADED = "degraded"
-    DOWN = "down"
-
-
-_ORDER: Final = tuple(State)
+#: Arrivals are counted over this long, in seconds, and at least over this long.
+ARRIVALS_S: Final = 10.0
+LEAST_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
     """Status of the instances of one model.
 
-    `load` is a share, above 1 where requests wait; rates in requests/s, None while the speed is a guess.
-    `sentence` says state, load, limit and headroom, `advice` what to do.
+    Rates are in requests/s, None while the speed is a guess.
+    `load` is arrivals over capacity; before an arrival rate or a capacity is known, what is taken of the
+    scarcest thing. `sentence` says load, limit and headroom, `advice` what is wrong and what to do.
     """
 
     model: str
@@ -62,10 +57,12 @@ class ModelStatus:
     advice: str
     instances: int
     able: int
+    causes: tuple[StateCause, ...] = ()
 
     def document(self) -> dict[str, Any]:
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         del found["instances"], found["able"]
+        found["causes"] = [each.document() for each in self.causes]
         figures = {name: round(value, 4) for name, value in found.items() if isinstance(value, float)}
         return {**found, **figures, "sentence": self.sentence}
 
@@ -78,7 +75,7 @@ class ModelStatus:
             return f"none of {self.instances} servers takes requests"
         parts = [f"load {100 * self.load:.0f} %"]
         if self.capacity_req_s is not None:
-            joint = " of" if self.load <= 1.0 else " with what waits, capacity"
+            joint = " of" if self.load <= 1.0 else ", capacity"
             parts[0] += f"{joint} about {_rate(self.capacity_req_s)} requests/s"
         if self.able < self.instances:
             parts.insert(0, f"{self.able} of {self.instances} servers")
@@ -94,22 +91,38 @@ def _rate(value: float) -> str:
 
 
 def status(
-    scheduler: Scheduler, pools: dict[str, list[Instance]], recent: Recent, now: float
+    scheduler: Scheduler,
+    pools: dict[str, list[Instance]],
+    recent: Recent,
+    now: float,
+    reload_refused: str = "",
 ) -> dict[str, Any]:
-    """The body of `GET /v1/status`: the fleet as the worst of its models has it, and each model."""
-    waiting = scheduler.queue.by_model()
+    """Return the body of `GET /v1/status`: the fleet as the worst of its models has it, and each model.
+
+    `reload_refused` is why the file was not taken over when it was read last, "" if it was.
+    """
     shares = recent.shares(WINDOW_S, now)
     found = [
-        _of_model(scheduler, model, instances, waiting.get(model, 0), shares, recent, now)
-        for model, instances in pools.items()
+        _of_model(scheduler, model, instances, shares, recent, now) for model, instances in pools.items()
     ]
     none = ModelStatus("", State.DOWN, 0.0, 0.0, None, "", None, "The fleet has no server: add one.", 0, 0)
-    worst = max(found, key=lambda each: (_ORDER.index(each.state), each.load), default=none)
-    document = worst.document()
-    if worst.state is State.DOWN and any(each.state is not State.DOWN for each in found):
+    worst_of = max(found, key=lambda each: (ORDER.index(each.state), each.load), default=none)
+    document = worst_of.document()
+    if worst_of.state is State.DOWN and any(each.state is not State.DOWN for each in found):
         document["state"] = State.DEGRADED
-    if len(found) > 1 and worst.state is not State.WELL:
-        document["sentence"] = f"{worst.model}: {document['sentence']}"
+    if len(found) > 1 and worst_of.state is not State.WELL:
+        document["sentence"] = f"{worst_of.model}: {document['sentence']}"
+    causes = list(dict.fromkeys(cause for each in found for cause in each.causes))
+    if reload_refused:
+        advice = "Correct the file and reload."
+        causes.append(
+            StateCause("reload_refused", "", f"the fleet file was not taken over: {reload_refused}", advice)
+        )
+        if ORDER.index(document["state"]) < ORDER.index(State.DEGRADED):
+            document["state"], document["advice"] = State.DEGRADED, headline(causes[-1:], 0)
+    oldest_at = scheduler.queue.oldest_at()
+    document["oldest_wait_s"] = 0.0 if oldest_at is None else round(now - oldest_at, 3)
+    document["causes"] = [each.document() for each in in_order(causes)]
     del document["model"]
     return {**document, "models": [each.document() for each in found]}
 
@@ -118,31 +131,69 @@ def _of_model(
     scheduler: Scheduler,
     model: str,
     instances: Sequence[Instance],
-    waiting: int,
     shares: Mapping[str, InstanceShare],
     recent: Recent,
     now: float,
 ) -> ModelStatus:
-    wanted = [each for each in instances if each.admin is AdminState.READY and not each.asleep]
-    able = [each for each in wanted if each.routable and each.health.state is Health.UP]
-    rate = sum(shares[each.name].ended for each in instances if each.name in shares) / WINDOW_S
+    entries = [entry for entry in scheduler.queue if entry.request.model == model]
+    waiting = len(entries)
+    oldest_s = max([now - entry.arrived_at for entry in entries], default=0.0)
+    able = [each for each in instances if each.routable and each.health.state is Health.UP]
+    served = sum(shares[each.name].ended for each in instances if each.name in shares) / WINDOW_S
+    rate = _arrival_rate(scheduler, recent, model, now)
     total = len(instances)
     if not able:
-        return ModelStatus(
-            model, State.DOWN, 0.0, rate, 0.0, "", 0.0, _why_down(model, instances, waiting), total, 0
-        )
+        why = _why_down(model, instances, waiting)
+        down = StateCause("all_down", "", f"no server of {model or 'the fleet'} takes requests", why)
+        return ModelStatus(model, State.DOWN, 0.0, served, 0.0, "", 0.0, why, total, 0, (down,))
+    found = [of_instance(each, shares.get(each.name), now) for each in instances]
+    found.append(of_wait(waiting, oldest_s, _grows(recent, model, waiting, now)))
+    found.append(of_tenants(Counter(entry.request.tenant or "" for entry in entries)))
+    refused, ended = recent.refused(WINDOW_S, now)
+    found.append(of_clients(refused, ended))
+    causes = tuple(in_order([each for each in found if each is not None]))
     capacity = _capacity(scheduler, model, able)
-    load, limited_by = _load(able, waiting, rate, capacity)
+    load, limited_by = _load(able, waiting, served, capacity)
+    if capacity is not None and rate is not None:
+        # While requests wait the capacity is what is served, whatever the model of speed says.
+        capacity = min(capacity, max(served, 1.0 / WINDOW_S)) if waiting else capacity
+        load = rate / capacity if capacity > 0.0 else load
+        load = max(load, 1.0) if waiting else load
     headroom = None if capacity is None else max(0.0, capacity * (1.0 - load))
-    advice = _trouble(wanted, able, waiting, shares, _grows(recent, model, waiting, now))
-    advice = advice or _failing_transfers(scheduler, able, now)
-    if advice:
-        state = State.DEGRADED
-    elif load >= BUSY or waiting:
-        state, advice = State.BUSY, _when_busy(waiting, limited_by)
+    state = worst(causes)
+    if state is State.WELL and load >= BUSY:
+        state, advice = State.BUSY, f"Little room is left ({limited_by}): plan for another server."
+    elif causes:
+        advice = headline(causes, waiting)
     else:
-        state, advice = State.WELL, _when_well(able, rate, load)
-    return ModelStatus(model, state, load, rate, capacity, limited_by, headroom, advice, total, len(able))
+        advice = _when_well(able, served, load)
+    return ModelStatus(
+        model, state, load, served, capacity, limited_by, headroom, advice, total, len(able), causes
+    )
+
+
+def headline(causes: Sequence[StateCause], waiting: int) -> str:
+    """Return the first cause with its advice; several instances with the same one are listed."""
+    first = causes[0]
+    alike = [each.instance for each in causes if each.cause == first.cause]
+    sentence, advice = first.sentence, first.advice
+    if len(alike) > 1 and first.cause == "dead":
+        sentence = sentence.replace(f"{first.instance} is", f"{_listed(alike)} are", 1)
+        advice = "Bring them back."
+    wait = "" if first.cause in ("long_wait", "saturated") else _waiting(waiting)
+    return f"{sentence}: {advice[0].lower()}{advice[1:]}{wait}"
+
+
+def _arrival_rate(scheduler: Scheduler, recent: Recent, model: str, now: float) -> float | None:
+    """Return the requests for a model that came per second of late, None while too little time was seen."""
+    demand = scheduler.placement.demands.get(model)
+    first = math.floor((now - ARRIVALS_S) / BIN_S)
+    for number in sorted(each for each in recent.stretches if each >= first):
+        levels = recent.stretches[number].levels
+        if levels is not None and demand is not None:
+            since = now - levels[3]
+            return (demand.arrivals - levels[2].get(model, 0)) / since if since >= LEAST_S else None
+    return None
 
 
 def _grows(recent: Recent, model: str, waiting: int, now: float) -> bool:
@@ -207,61 +258,6 @@ def _why_down(model: str, instances: Sequence[Instance], waiting: int) -> str:
     reason = f" ({dead[0].health.reason})" if dead[0].health.reason else ""
     verb, start = ("does", "it") if len(dead) == 1 else ("do", "one")
     return f"{_listed([each.name for each in dead])} {verb} not answer{reason}: start {start}.{wait}"
-
-
-def _trouble(
-    wanted: Sequence[Instance],
-    able: Sequence[Instance],
-    waiting: int,
-    shares: Mapping[str, InstanceShare],
-    grows: bool,
-) -> str:
-    """Advice where something is wrong, "" where nothing is."""
-    dead = [each for each in wanted if each not in able]
-    if dead:
-        are = "is" if len(dead) == 1 else "are"
-        reason = f" ({dead[0].health.reason})" if dead[0].health.reason else ""
-        wait = _waiting(waiting)
-        names = _listed([each.name for each in dead])
-        return f"{names} {are} out{reason}: bring {'it' if len(dead) == 1 else 'them'} back.{wait}"
-    for each in able:
-        if each.spec.model and each.served is not None and each.spec.model not in each.models:
-            serves = _listed(list(each.served)) or "nothing"
-            return f"{each.name} serves {serves}, not {each.spec.model}: correct the name in the fleet file."
-        share = shares.get(each.name)
-        if share is not None and share.failed >= LEAST_FAILED and share.failed > FAILING * share.ended:
-            percent = 100 * share.failed / share.ended
-            return f"{percent:.0f} % of what {each.name} answers fails: its log says why."
-    slow = [each for each in able if each.profiled and each.speed.seen and each.speed.factor >= SLOW]
-    if slow:
-        worst = max(slow, key=lambda each: each.speed.factor)
-        return (
-            f"{worst.name} takes {worst.speed.factor:.1f} times as long as its profile says: look at its GPU,"
-            " or profile it again."
-        )
-    if grows:
-        return f"More comes than can be served: add a server, or limit clients.{_waiting(waiting)}"
-    return ""
-
-
-def _failing_transfers(scheduler: Scheduler, able: Sequence[Instance], now: float) -> str:
-    """Return advice where KV transfers between two of the instances fail, "" where none do."""
-    names = {each.name for each in able}
-    for record in scheduler.holds.transfers.failing(now):
-        source, target = record.names
-        if {source, target} <= names:
-            return (
-                f"KV caches of prompts read at {source} do not reach {target}, which reads them again: such "
-                f"requests are no longer split. The log of {target} says why; both need the same layers (no "
-                "pipelines) and cache type."
-            )
-    return ""
-
-
-def _when_busy(waiting: int, limited_by: str) -> str:
-    if waiting:
-        return f"All servers are in full use:{_waiting(waiting)} Another server would shorten that."
-    return f"Little room is left ({limited_by}): plan for another server."
 
 
 def _when_well(able: Sequence[Instance], rate: float, load: float) -> str:

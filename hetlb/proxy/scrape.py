@@ -18,7 +18,7 @@ import aiohttp
 from hetlb.addresses import confined_socket
 from hetlb.config.fleet_tables import ScrapeTable
 from hetlb.config.urls import bracketed
-from hetlb.core.engine_metrics import parse
+from hetlb.core.engine_metrics import EnginePage
 from hetlb.core.engine_tables import OTHER_PAGE
 from hetlb.core.instance import Instance
 from hetlb.core.types import (
@@ -44,8 +44,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hetlb.scrape")
 
-#: A page beyond this is none: vLLM's metrics have some 100 KiB, a list of a thousand models as much.
+#: A page beyond this is none: a list of a thousand models has 100 KiB.
 _MAX_PAGE_BYTES = 1 << 20
+#: Metrics are read line by line and not kept: each of 32 data-parallel engines has some 60 KiB.
+_MAX_METRICS_BYTES = 64 << 20
 #: An engine with such a page is asked for its metrics this seldom.
 _TOO_LARGE_PAUSE_S = 60.0
 #: The model list is read again after this many rounds, and whenever an instance comes back.
@@ -53,7 +55,7 @@ _MODELS_EVERY = 10
 
 
 class _TooLargeError(Exception):
-    """A page beyond `_MAX_PAGE_BYTES`."""
+    """A page beyond its limit."""
 
 
 class _LocalTroubleError(Exception):
@@ -204,7 +206,7 @@ class EngineWatch:
                         sample = await self._read_metrics(name)
                     except _TooLargeError:
                         metrics_after = started + _TOO_LARGE_PAUSE_S
-                        self._tell_once(name, f"its /metrics has more than {_MAX_PAGE_BYTES} bytes")
+                        self._tell_once(name, f"its /metrics has more than {_MAX_METRICS_BYTES} bytes")
                 if sample is not None:
                     if sample.began is None:
                         rounds_until_models = 0  # only its list tells whether it is the process it was
@@ -237,7 +239,8 @@ class EngineWatch:
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
-    async def _get(self, name: str, path: str) -> tuple[int, bytes]:
+    async def _get(self, name: str, path: str, metrics: EnginePage | None = None) -> tuple[int, bytes]:
+        """Return status and body of a page; with `metrics`, which are fed it, its first byte alone."""
         access = self._access.get(name, PLAIN_ACCESS)
         session = self._confined if access.confined else self._session
         assert session is not None, "start() comes first"
@@ -257,11 +260,17 @@ class EngineWatch:
                 ssl=access.tls or True,
                 server_hostname=hostname,
             ) as reply:
-                body = bytearray()
+                body, size = bytearray(), 0
+                most = _MAX_PAGE_BYTES if metrics is None else _MAX_METRICS_BYTES
                 async for piece in reply.content.iter_any():
-                    body += piece
-                    if len(body) > _MAX_PAGE_BYTES:
+                    size += len(piece)
+                    if size > most:
                         raise _TooLargeError
+                    if metrics is None:
+                        body += piece
+                    else:
+                        metrics.feed(piece)
+                        body += piece[:1] if not body else b""
                 return reply.status, bytes(body)
         except OSError as error:
             if error.errno in LOCAL_ERRNOS:
@@ -298,14 +307,15 @@ class EngineWatch:
         return ProbeResult.FAILED, f"/health answers {status}"
 
     async def _read_metrics(self, name: str) -> EngineSample | None:
+        page = EnginePage()
         try:
-            status, body = await self._get(name, self._pages.get(name, "/metrics"))
+            status, body = await self._get(name, self._pages.get(name, "/metrics"), page)
         except (_LocalTroubleError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
             return None
         if body[:1] == b"[":
             self._pages[name] = OTHER_PAGE
             return None
-        return parse(body.decode("utf-8", "replace")) if status == 200 else None
+        return page.sample() if status == 200 else None
 
     async def _read_models(self, name: str) -> bool:
         try:

@@ -12,7 +12,6 @@ import contextlib
 import gc
 import logging
 import os
-import secrets
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetlb.build import version_line
 from hetlb.config.fleet import Fleet
-from hetlb.config.fleet_tables import KvEventsTable, SharedTable
+from hetlb.config.fleet_tables import KvEventsTable
 from hetlb.config.urls import bracketed
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.setup import SchedulerSetup
@@ -112,6 +111,8 @@ class FleetService(ABC):
         self.roster.on_gone = lambda name: self._follow(name, None)
         self._sources: Sources | None = None
         self._reloading = asyncio.Lock()
+        #: Reason for which the fleet file was not taken over when it was read last, "" if it was.
+        self.reload_refused = ""
         self._tasks: set[asyncio.Task[Any]] = set()
         #: Waits for a process that takes this one's place; what this one took over from another.
         self._offer = Offer(self.scheduler, lambda: (self._descriptors, self.admin.descriptors), self._leave)
@@ -224,6 +225,7 @@ class FleetService(ABC):
                 access = await asyncio.to_thread(require_urls, fleet)
             except InputError as error:
                 reloads["refused"] += 1
+                self.reload_refused = str(error)
                 text = "not reloaded, the last good configuration stays: %s"
                 tell(logger, Event.RELOAD_REFUSED, text, error)
                 raise
@@ -231,6 +233,7 @@ class FleetService(ABC):
             self._spread(fleet)
             done = await self._swap(fleet, access)
             reloads["done"] += 1
+            self.reload_refused = ""
             await self.settled()
         tell(logger, Event.RELOADED, "reloaded: %s", done)
         return done
@@ -314,9 +317,7 @@ class Service(FleetService):
         super().__init__(fleet, event_log)
         self._stop = asyncio.Event()
         self._hurry = False
-        shared = fleet.file.shared
         self.driver.pools.on_reconnect = self.watch.reconnected
-        self.sharing = None if shared is None else _share(shared, f"{fleet.where}shared", self.scheduling)
         self.server: Listener = self._make_server()
         self._front = Front(self.driver, self.server, fleet, self.access)
         #: True if another process accepts in place of this one.
@@ -494,13 +495,3 @@ def announce(line: str, style: str) -> None:
 def _url(address: tuple[str, int], tls: object | None) -> str:
     host, port = address
     return f"{'http' if tls is None else 'https'}://{bracketed(host)}:{port}"
-
-
-def _share(table: SharedTable, key: str, scheduling: SchedulerDriver) -> Sharing:
-    """Let a driver share its view. Raises `ConfigError`."""
-    from hetlb.proxy.sharing import Sharing, shared_url
-
-    url = shared_url(table, key)
-    sharing = Sharing(table, url, scheduling.scheduler, scheduling.carry_out, secrets.token_hex(6))
-    scheduling.view = sharing.view
-    return sharing

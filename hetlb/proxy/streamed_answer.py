@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 #: The first event has the token ids of the prompt where hetlb asked for them: it is held until it is whole.
 _MAX_FIRST_BYTES: Final = 1 << 21
 _TOKEN_IDS = re.compile(rb'("(?:prompt_)?token_ids":\s?)\[[0-9, ]*\]')
+#: Of a stream whose shape changes so often it is seldom looked for.
+_MOST_VAIN: Final = 32
 LAST_EVENT: Final = b"data: [DONE]\n\n"
 #: Reason of an end that is none; inside text the quotes would be escaped.
 _ABORT: Final = b'"abort"'
@@ -27,7 +29,7 @@ class StreamedAnswer(SseWatcher):
 
     __slots__ = (
         "_begins", "_fine", "_gaps", "_hides_ids", "_kept", "_read_last", "_shape", "_silent", "_text_at",
-        "lost", "progress", "rest",
+        "_vain", "lost", "progress", "rest",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +63,8 @@ class StreamedAnswer(SseWatcher):
         self._fine: list[int] | None = None
         #: Shape of its events of text: those of this shape go on as the engine framed them.
         self._shape: TextShape | None = None
+        #: Shapes in a row that no event had.
+        self._vain = 0
         #: The last read as it came, and whether it began with an event.
         self._read_last, self._begins = b"", True
 
@@ -76,6 +80,7 @@ class StreamedAnswer(SseWatcher):
         events, passed = pass_events(chunks, shape)
         if events:
             self.events += events
+            self._vain = 0
             kept = self._kept
             if kept is not None:
                 kept.add_chunks(chunks)
@@ -120,7 +125,9 @@ class StreamedAnswer(SseWatcher):
         """Look at the last read for the shape of the next events of text."""
         # The first event of a chat only says who speaks: it is no text.
         if self._begins and self.between and self.events > 1 and self.rest is None:
-            self._shape = text_shape(self._read_last, hide_ids=self._hides_ids)
+            self._vain += 1
+            if self._vain <= _MOST_VAIN or not self._vain % _MOST_VAIN:
+                self._shape = text_shape(self._read_last, hide_ids=self._hides_ids)
         self._read_last = b""
 
     def _pass_on(self, event: bytes, data: bytes) -> bytes:

@@ -13,9 +13,8 @@ import logging
 import ssl
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 from aiohttp import web
@@ -127,8 +126,9 @@ class StageWorker:
         self._room = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self.counters = StageCounters()
-        #: True once a batch did not end in time: its thread cannot be stopped.
+        #: True once a batch did not end in time, or runs while it is closed: its thread cannot be stopped.
         self.hung = False
+        self._computing: Future[list[Result]] | None = None
         self._prompt_s = Curve(*zip(*welcome.prompt_times, strict=True))
         self._decode_s = Curve(*zip(*welcome.decode_times, strict=True))
 
@@ -147,6 +147,8 @@ class StageWorker:
 
     async def close(self) -> None:
         """Stop listening and end all connections."""
+        if self._computing is not None and not self._computing.done():
+            self.hung = True
         await self._peers.close()
         for channel in list(self._coordinators.values()):
             await channel.close()
@@ -313,7 +315,8 @@ class StageWorker:
         """Compute a batch. Raises `DeviceFault`, `TimeoutError`."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        computing = loop.run_in_executor(self._thread, partial(run_apart, self._runner, works))
+        self._computing = self._thread.submit(run_apart, self._runner, works)
+        computing = asyncio.wrap_future(self._computing)
         try:
             # Not `wait_for`: in Python 3.11 it swallows a cancellation that comes with the result.
             async with asyncio.timeout(self._deadline(works)):

@@ -7,6 +7,7 @@ import contextlib
 import email.utils
 import io
 import json
+import ssl
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 import yaml
 from aiohttp import web
 from helpers import free_port
@@ -21,8 +23,8 @@ from helpers import free_port
 from hetlb.cli.main import main
 from hetlb.config.fleet import load_fleet
 
-METRICS = """vllm:num_requests_running{{engine="0"}} 0
-vllm:num_requests_waiting{{engine="0"}} 0
+METRICS = """vllm:num_requests_running{{engine="0"}} {running}
+vllm:num_requests_waiting{{engine="0"}} {waiting}
 vllm:{usage}{{engine="0"}} 0
 vllm:cache_config_info{{engine="0",block_size="16",num_gpu_blocks="1000",enable_prefix_caching="{caches}"}} 1
 process_start_time_seconds {began}
@@ -43,10 +45,14 @@ class Plan:
     server: str = "uvicorn"
     began: float = 0.0
     several: bool = False
+    health: int = 200
+    running: int = 0
+    waiting: int = 0
+    pages: tuple[tuple[str, str], ...] = ()
 
 
 @contextlib.asynccontextmanager
-async def server(plan: Plan) -> AsyncIterator[str]:
+async def server(plan: Plan, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
     """A server by plan; gives its URL."""
     began = plan.began or 1.7e9 + free_port()
     asked = 0
@@ -63,6 +69,9 @@ async def server(plan: Plan) -> AsyncIterator[str]:
             and request.headers.get("Authorization") != f"Bearer {plan.key}"
         ):
             return web.Response(status=401, headers=headers)
+        if plan.pages:
+            page = dict(plan.pages).get(request.path)
+            return web.Response(status=404 if page is None else 200, text=page, headers=headers)
         if request.path == "/v1/models":
             entry = {"id": plan.model, "object": "model", "root": plan.root, "max_model_len": 4096}
             return web.json_response({"object": "list", "data": [entry]}, headers=headers)
@@ -74,19 +83,21 @@ async def server(plan: Plan) -> AsyncIterator[str]:
             text = METRICS.format(
                 usage="gpu_cache_usage_perc" if old else "kv_cache_usage_perc",
                 caches=plan.caches,
+                running=plan.running,
+                waiting=plan.waiting,
                 began=began + asked * plan.several,
             )
             return web.Response(text=text, headers=headers)
-        return web.Response(status=200 if request.path == "/health" else 404, headers=headers)
+        return web.Response(status=plan.health if request.path == "/health" else 404, headers=headers)
 
     app = web.Application()
     app.router.add_route("*", "/{rest:.*}", answer)
     runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
     await site.start()
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield f"{'http' if tls is None else 'https'}://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
 
@@ -98,13 +109,16 @@ async def command(*arguments: str, code: int) -> str:
     return out.getvalue()
 
 
-async def wrong(folder: Path, urls: list[str], code: int, **tables: Any) -> list[dict[str, Any]]:
-    """Names of the checks that a fleet of these servers fails."""
-    instances = [{"name": f"s{number}", "url": url} for number, url in enumerate(urls)]
+async def wrong(
+    folder: Path, urls: list[str], code: int, more: dict[str, Any] | None = None, **tables: Any
+) -> list[dict[str, Any]]:
+    """Return the checks that a fleet of these servers fails; `more` are keys of the last instance."""
+    instances: list[dict[str, Any]] = [{"name": f"s{number}", "url": url} for number, url in enumerate(urls)]
+    instances[-1] |= more or {}
     path = folder / "fleet.yaml"
-    path.write_text(
-        yaml.safe_dump({"version": 1, "models": [{"name": "m", "instances": instances}], **tables})
-    )
+    own: dict[str, Any] = {"listen": {"port": 0}, "admin": {"port": 0}}
+    document = {"version": 1, **own, "models": [{"name": "m", "instances": instances}], **tables}
+    path.write_text(yaml.safe_dump(document))
     document = json.loads(await command("doctor", "--config", str(path), "--json", code=code))
     assert all(each.keys() == {"name", "ok", "found", "advice"} for each in document["checks"])
     bad = [each for each in document["checks"] if not each["ok"]]
@@ -123,6 +137,7 @@ MISTAKES = {
     "prefix caching differs": (replace(GOOD, caches=False), "prefix caching of m"),
     "old vLLM": (replace(GOOD, version="0.6.1"), "version of s1"),
     "other weights under one name": (replace(GOOD, root="org/another"), "weights of m"),
+    "ill": (replace(GOOD, health=503), "address of s1"),
 }
 
 
@@ -157,12 +172,124 @@ async def test_two_listeners_at_one_port_are_found(tmp_path: Path) -> None:
     assert found["name"] == "ports"
 
 
+def certificate(folder: Path) -> tuple[ssl.SSLContext, Path]:
+    """Return the TLS context of a server, and the file of the authority that signed for it."""
+    authority = trustme.CA()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.cert_pem.write_to_path(str(folder / "ca.pem"))
+    return context, folder / "ca.pem"
+
+
+async def test_the_other_scheme_is_tried(tmp_path: Path) -> None:
+    context, ca_file = certificate(tmp_path)
+    async with server(GOOD) as plain, server(GOOD, context) as secret:
+        for url in (plain.replace("http:", "https:"), secret.replace("https:", "http:")):
+            right = plain if url.startswith("https") else secret
+            [found] = await wrong(tmp_path, [url], 1)
+            assert found["name"] == "address of s0"
+            assert f"but it answers at {right}" in found["found"]
+            assert found["advice"] == f"write url: {right}"
+        [found] = await wrong(tmp_path, [secret], 1)
+        assert "its certificate is not trusted" in found["found"]
+        assert "set ca_file" in found["advice"]
+        assert await wrong(tmp_path, [secret], 0, {"ca_file": str(ca_file)}) == []
+
+
+@pytest.mark.parametrize("listener", ["listen", "admin"])
+async def test_an_instance_that_is_hetlb_itself_is_found(tmp_path: Path, listener: str) -> None:
+    port = free_port()
+    tables = {"listen": {"port": 0}, "admin": {"port": 0}} | {listener: {"host": "0.0.0.0", "port": port}}
+    token = tmp_path / "token"
+    token.write_text("t" * 32)
+    tables["admin"] |= {"token_file": str(token)} if listener == "admin" else {}
+    async with server(GOOD) as one:
+        [found] = await wrong(tmp_path, [one, f"http://localhost:{port}"], 1, **tables)
+    assert (found["name"], "hetlb's own address" in found["found"]) == ("address of s1", True)
+
+
+@pytest.mark.parametrize("listener", ["listen", "admin"])
+async def test_a_port_that_another_program_holds_is_found(tmp_path: Path, listener: str) -> None:
+    async with server(GOOD) as one, server(replace(GOOD, pages=(("/", "x"),))) as other:
+        port = int(other.rpartition(":")[2])
+        tables = {"listen": {"port": 0}, "admin": {"port": 0}} | {listener: {"port": port}}
+        [found] = await wrong(tmp_path, [one], 1, **tables)
+    assert found["name"] == "free ports"
+    assert f"{listener}.port {port}" in found["found"]
+    assert "ss -ltnp" in found["advice"]
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "stated", "bad"),
+    [(40, 0, 32, True), (8, 5, 256, True), (32, 5, 32, False), (8, 0, 256, False), (40, 9, None, False)],
+)
+async def test_slots_that_are_not_those_of_the_server_are_found(
+    tmp_path: Path, running: int, waiting: int, stated: int | None, bad: bool
+) -> None:
+    more = {} if stated is None else {"max_num_seqs": stated}
+    async with server(replace(GOOD, running=running, waiting=waiting)) as one:
+        found = await wrong(tmp_path, [one], int(bad), more)
+    assert [each["name"] for each in found] == (["slots of s0"] if bad else [])
+    assert all("--max-num-seqs" in each["advice"] for each in found)
+
+
+FOREIGN = {
+    "Ollama": (("/", "Ollama is running"), ("/health", "404 page")),
+    "Triton": (("/v2", '{"name": "triton", "version": "2.50"}'), ("/health", "")),
+    "hetlb's admin listener": (("/v1/fleet", '{"policy": "hetlb", "models": []}'), ("/health", "")),
+    "nginx/1.29": (("/", "<h1>Welcome to nginx!</h1>"),),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+async def test_a_foreign_server_is_named(tmp_path: Path, name: str) -> None:
+    plan = replace(GOOD, pages=FOREIGN[name], server=name if "/" in name else "uvicorn")
+    async with server(GOOD) as one, server(plan) as two:
+        [found] = await wrong(tmp_path, [one, two], 1)
+    assert found["name"] == "address of s1"
+    assert f"{name} answers there" in found["found"]
+
+
+async def test_a_host_without_an_address_is_found(tmp_path: Path) -> None:
+    async with server(GOOD) as one:
+        [found] = await wrong(tmp_path, [one, "http://no-such-host.invalid:8000"], 1)
+    assert found["name"] == "address of s1"
+    assert "correct the host" in found["advice"]
+
+
+async def test_a_wrong_key_is_found(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("wrong")
+    async with server(replace(GOOD, key="right")) as one:
+        [found] = await wrong(tmp_path, [one], 1, {"api_key_file": str(tmp_path / "key")})
+    assert found["name"] == "key of s0"
+
+
+async def test_a_running_hetlb_is_asked(tmp_path: Path) -> None:
+    """It holds its own ports; another one of the same ports, or an instance that it lost, is named."""
+
+    def fleet(**health: str) -> str:
+        instances = [{"name": name, "health": state} for name, state in health.items()]
+        return json.dumps({"policy": "hetlb", "models": [{"instances": instances}]})
+
+    async with server(GOOD) as one:
+        for document, names in (
+            (fleet(s0="up"), []),
+            (fleet(other="up"), ["running hetlb"]),
+            (fleet(s0="ejected"), ["its instances"]),
+        ):
+            async with server(replace(GOOD, pages=(("/v1/fleet", document),))) as running:
+                port = int(running.rpartition(":")[2])
+                found = await wrong(tmp_path, [one], int(bool(names)), admin={"port": port})
+                assert [each["name"] for each in found] == names
+
+
 async def test_init_writes_a_fleet_file_that_doctor_accepts(tmp_path: Path) -> None:
     async with server(GOOD) as one, server(GOOD) as two, server(replace(GOOD, model="n")) as three:
         gone = f"http://127.0.0.1:{free_port()}"
         text = await command("init", one, two + "/v1", three, gone, code=0)
         path = tmp_path / "fleet.yaml"
-        path.write_text(text)
+        # Others of this machine may hold the usual ports.
+        path.write_text(text.replace("port: 8080", f"port: {free_port()}").replace("port: 8081", "port: 0"))
         fleet = load_fleet(path)
         assert [(each.model, each.url) for each in fleet.instances] == [("m", one), ("m", two), ("n", three)]
         assert "# vLLM 0.10.0, context 4,096 tokens, KV cache 16,000 tokens, prefix caching on" in text

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.core.latency import LatencyModel
+from hetlb.core.objective import ServiceClass
 from hetlb.core.policies.terms import TERMS
 from hetlb.core.predictor import OraclePredictor
 from hetlb.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
@@ -267,3 +268,25 @@ def test_a_burst_without_profiles_goes_mostly_to_the_fast_instance() -> None:
             heapq.heappush(due, (now + first_s[each.instance], each.id, each))
     assert len(found) == 160
     assert found.count("slow") < 0.2 * len(found)
+
+
+@pytest.mark.parametrize(
+    ("targets", "room"),
+    [
+        ((ServiceClass("never", ttft_s=0.001),), True),
+        ((ServiceClass("never", tpot_s=1e-6),), True),
+        ((ServiceClass("never", e2e_s=0.001), ServiceClass("quick", ttft_s=0.4)), False),
+        ((ServiceClass("quick", ttft_s=0.4),), False),
+    ],
+)
+def test_targets_that_an_idle_instance_misses_keep_nothing_free(
+    targets: tuple[ServiceClass, ...], room: bool
+) -> None:
+    """A target of others that can be met keeps its room all the same."""
+    scheduler = make_scheduler([spec("a", kv=1_000_000)], "hetlb")
+    for number in range(20):
+        asked = request(number, prompt=1000, service=targets[number % len(targets)], streamed=True)
+        scheduler.on_arrival(asked, 0.1 * number)
+    night = ServiceClass("night", background=True)
+    commands = scheduler.on_arrival(request(99, prompt=8000, service=night), 2.0)
+    assert any(isinstance(command, Dispatch) for command in commands) == room

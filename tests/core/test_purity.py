@@ -25,6 +25,8 @@ CLASSES = (
     ServiceClass("fast", ttft_s=0.5, tpot_s=0.03),
     ServiceClass("batch", background=True),
 )
+#: Terms that count only once no more requests come, or only until then.
+AMONG_TERMS = ("finish_s", "coming_s")
 #: Gap to the event before, prompt, cap of the answer, sequences, prefix, class; or an event of a lease.
 ARRIVALS = st.tuples(
     st.sampled_from((0.0, 0.01, 0.3, 4.0)), st.integers(1, 3000), st.integers(1, 400),
@@ -103,12 +105,13 @@ def scored(scheduler: Scheduler, asked: Request, order: list[int], now: float) -
 
 
 def _own_terms(each: Candidate) -> dict[str, float]:
-    """Terms that are of the instance alone: by how much all is done later is against the faster ones."""
-    return {name: seconds for name, seconds in (each.terms or {}).items() if name != "finish_s"}
+    """Terms that are of the instance alone: not those for which it matters whether requests come."""
+    return {name: seconds for name, seconds in (each.terms or {}).items() if name not in AMONG_TERMS}
 
 
 def _own_score(each: Candidate) -> float:
-    return each.score - (each.weights or {}).get("finish_s", 0.0) * (each.terms or {}).get("finish_s", 0.0)
+    weights, terms = each.weights or {}, each.terms or {}
+    return each.score - sum(weights.get(name, 0.0) * terms.get(name, 0.0) for name in AMONG_TERMS)
 
 
 @settings(max_examples=30, deadline=None)
@@ -174,7 +177,7 @@ def test_the_choice_is_the_least_score_and_candidates_stay_what_they_were(
         glanced, rated = Evaluation(ctx, instances, WEIGHTS, True), Evaluation(ctx, instances, WEIGHTS, True)
         found, everyone = glanced.best(), rated.ratings
         able = [each for each in everyone if each.state == ROOM]
-        best = min(able, key=lambda each: (each.last, each.score), default=None)
+        best = min(able, key=lambda each: each.score, default=None)
         assert (found and found.index) == (best and best.index)
         assert (found and found.score) == (best and best.score)
         scheduler.on_arrival(request(next(numbers), prompt=50), later)  # they tell of what was before

@@ -260,7 +260,7 @@ def test_prompts_go_from_faster_readers_to_slower_ones_unless_roles_say_otherwis
     asked, instances = split_request(1), scheduler.instances
     ctx = scheduler.placement.context(asked, 100.0, 0, 0.0, None, None)
     mixed = roles == (Role.BOTH, Role.BOTH)
-    evaluation = Evaluation(ctx, instances, tuple(term.weight for term in TERMS), hold=False)
+    evaluation = Evaluation(ctx, instances, (20.0, *[term.weight for term in TERMS[1:]]), hold=False)
     found = _Pairs(ctx, evaluation, scheduler.holds.transfers, mixed).best_pair(math.inf)
     assert (found and (instances[found.source].name, instances[found.target].name)) == expected
 
@@ -305,7 +305,7 @@ def test_an_answer_pays_for_the_prompts_to_come_where_it_decodes() -> None:
 
     def cost_s(now: float) -> float:
         ctx = scheduler.placement.context(split_request(1000), 100.0, 0, now, None, None)
-        evaluation = Evaluation(ctx, [d], tuple(term.weight for term in TERMS), hold=False)
+        evaluation = Evaluation(ctx, [d], (20.0, *[term.weight for term in TERMS[1:]]), hold=False)
         pairs = _Pairs(ctx, evaluation, scheduler.holds.transfers, mixed=False)
         return pairs._delay_to_come_s(evaluation.ratings[0], 1.0)
 

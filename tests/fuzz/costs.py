@@ -237,6 +237,14 @@ def yaml(data: bytes) -> None:
         mistakes_in(_Builder(data.decode()).build(), InstanceFile)
 
 
+def metrics_in_pieces(data: bytes) -> None:
+    """A metrics page as it comes from a socket."""
+    page = engine_metrics.EnginePage()
+    for piece in _pieces(data, 1000):
+        page.feed(piece)
+    page.sample()
+
+
 def metrics(data: bytes) -> None:
     """A metrics page."""
     engine_metrics.parse(data.decode("utf-8", "replace"))

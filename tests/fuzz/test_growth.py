@@ -235,6 +235,10 @@ CASES: dict[str, tuple[Reader, Make, int]] = {
     "messages that are none": (costs.peers, many(framed(peer([[9]]))), 64 << 10),
     "too many changes": (costs.peers, many(framed(peer([[1, 1]] * (PART_CHANGES + 1)))), 64 << 10),
     "a metrics page": (costs.metrics, many(b'vllm:num_requests_running{engine="0"} 1.0\n'), 64 << 10),
+    "a metrics page in pieces": (
+        costs.metrics_in_pieces, many(b'vllm:num_requests_running{engine="0"} 1.0\n'), 64 << 10,
+    ),
+    "a metrics page without a line end": (costs.metrics_in_pieces, many(b"vllm:"), 512 << 10),
     "a metrics page of other names": (costs.metrics, many(b"vllm:num_requests_run 1\n"), 512 << 10),
     "blocks that are stored": (costs.kv_events, blocks, 64 << 10),
     "blocks of one token": (costs.kv_events, lambda size: blocks(size, 1), 64 << 10),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping
@@ -169,6 +170,21 @@ def test_a_batch_touches_no_more_than_all_weights(tokens: float) -> None:
     assert found.weight_bytes - found.expert_bytes - embedding <= touched <= found.weight_bytes - embedding
     assert found.touched_experts(1.0) == pytest.approx(8 / 128)
     assert math.isclose(facts(LLAMA).touched_bytes(tokens), 2 * (8_030_261_248 - 128_256 * 4096))
+
+
+WRONG = (None, -1, 0, 1.5, "x", "", [], {}, [1], ["x"], True, 10**30, {"a": 1}, [{}], float("inf"))
+
+
+@given(data=st.data())
+def test_any_value_is_understood_or_refused(data: st.DataObject) -> None:
+    known = [each["config"] for each in (*CACHES.values(), *PARAMETERS.values())]
+    config = json.loads(json.dumps(data.draw(st.sampled_from(known))))
+    table = config
+    while isinstance(inner := table[key := data.draw(st.sampled_from(sorted(table)))], dict) and inner:
+        table = inner
+    table[key] = data.draw(st.sampled_from(WRONG))
+    with contextlib.suppress(ConfigError):
+        json.dumps(facts(config).json())
 
 
 def test_experts_stay_whole_with_expert_parallelism() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from pick.rig import Rig, rig
 from pick.test_faults import BESIDE, beside
 
+from hetlb.cli.main import main
 from hetlb.config.fleet import load_fleet
 from hetlb.config.fleet_tables import SharedTable
 from hetlb.core.journal import Begun, Booked, Ended, Waiting
@@ -311,3 +313,60 @@ async def test_the_first_peer_is_the_hub_and_the_next_one_when_it_is_gone(tmp_pa
         await first.close()
         left = [each for each in made if each is not first]
         await turns_until(lambda: all(each.peers == 1 and each.connected for each in left))
+
+
+async def test_peers_forget_a_picker_that_stops_at_once(
+    tmp_path: Path, carrier: Carrier, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Silence would take longer than the test may.
+    async with pair(tmp_path, carrier, silent_s=60.0) as both:
+        await both.linked()
+        await both.pickers[1].stop(0.0)
+        first = both.pickers[0].sharing
+        assert first is not None
+        await turns_until(lambda: first.peers == 0)
+        assert not any("is gone, and its leases with it" in each.getMessage() for each in caplog.records)
+
+
+@needs_server
+async def test_a_server_that_hangs_holds_up_no_stop(tmp_path: Path) -> None:
+    server = Server()
+    async with pair(tmp_path, server, silent_s=60.0) as both:
+        await both.linked()
+        assert server.process is not None
+        server.process.send_signal(signal.SIGSTOP)
+        sharing = both.pickers[1].sharing
+        assert sharing is not None
+        async with asyncio.timeout(30.0):
+            await sharing.close()
+        server.process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    ("shared", "message"),
+    [
+        ("{group: a}", "shared.url: expected an address, but the key is missing"),
+        ("{url: 'http://a'}", "shared.url: expected redis://, rediss://, unix:// or hub: at its beginning"),
+    ],
+)
+def test_a_picker_says_what_of_the_table_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shared: str, message: str
+) -> None:
+    file = tmp_path / "fleet.yaml"
+    models = "models:\n  - {name: m, instances: [{url: 'http://a:1'}]}\n"
+    file.write_text(f"version: 1\nshared: {shared}\n{models}")
+    assert main(["pick", "--config", str(file), "--check"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_proxy_that_is_to_share_is_told_what_to_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "fleet.yaml"
+    models = "models:\n  - {name: m, instances: [{url: 'http://a:1'}]}\n"
+    file.write_text(f"version: 1\nshared: {{url: 'hub:/x'}}\n{models}")
+    assert main(["serve", "--config", str(file), "--check"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "shared: this went for `hetlb serve`; use `--workers N`" in line

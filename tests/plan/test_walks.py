@@ -79,21 +79,21 @@ class Walk:
         (self.folder / name).write_text(text)
         return str(self.folder / name)
 
-    def fill_in(self, fleet: Path) -> None:
-        """This machine in place of the hosts of a fleet file, with a port for each server."""
+    def fill_in(self, path: Path) -> None:
+        """Put this machine in place of the hosts of a file, with a port for each server."""
 
         def filled(found: re.Match[str]) -> str:
             self._ports[found[0]] = free_port()
             return f"http://127.0.0.1:{self._ports[found[0]]}"
 
-        text = re.sub(r"http://[\w.-]+\.invalid:\d+", filled, fleet.read_text())
-        fleet.write_text(f"{text}listen: {{port: 0}}\nadmin: {{port: 0}}\n")
+        path.write_text(re.sub(r"http://[\w.-]+(?:\.invalid|\.1):\d+", filled, path.read_text()))
 
     def start(self, command: str) -> str:
         """Run a printed command; its first line once it is there."""
         machine, printed = re.search(r"# .*?\bon ([\w.-]+)", command), re.search(r"--port (\d+)", command)
-        if machine is not None and printed is not None:
-            port = self._ports[f"http://{machine[1]}.invalid:{printed[1]}"]
+        if printed is not None:
+            host = "127.0.0.1" if machine is None else f"{machine[1]}.invalid"
+            port = self._ports[f"http://{host}:{printed[1]}"]
             command = command.replace(printed[0], f"--port {port}")
         process = subprocess.Popen(
             ["sh", "-c", command], cwd=self.folder, env=self._environment, stdout=subprocess.PIPE, text=True,
@@ -114,6 +114,8 @@ class Walk:
 
     def serve(self, model: str) -> dict[str, Any]:
         """`hetlb serve` with the fleet, and one answer."""
+        with (self.folder / "fleet.yaml").open("a") as fleet:
+            fleet.write("listen: {port: 0}\nadmin: {port: 0}\n")
         line = self.start("hetlb serve --config fleet.yaml")
         url = re.findall(r"http://[\d.:]+", line)[0]
         return self.ask(url, model=model, prompt="to be or not", max_tokens=4)
@@ -135,11 +137,16 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Walk]:
     made.close()
 
 
-def planned(walk: Walk, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """The document of a planner that wrote a fleet, whose placeholders are named, then filled in."""
-    fleet = walk.folder / "fleet.yaml"
-    assert main([*arguments, "--json", "--write-fleet", str(fleet)]) == 0
+def written(walk: Walk, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """Return the document of a planner that wrote a fleet."""
+    assert main([*arguments, "--json", "--write-fleet", str(walk.folder / "fleet.yaml")]) == 0
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def planned(walk: Walk, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """Return the document of a planner that wrote a fleet, whose placeholders are named, then filled in."""
+    document, fleet = written(walk, capsys, *arguments), walk.folder / "fleet.yaml"
     assert main(["serve", "--config", str(fleet), "--check"]) == 2
     assert "expected the host in place of" in capsys.readouterr().err
     walk.fill_in(fleet)
@@ -149,7 +156,8 @@ def planned(walk: Walk, capsys: pytest.CaptureFixture[str], *arguments: str) -> 
 def served(walk: Walk, document: dict[str, Any], model: str = "m") -> dict[str, Any]:
     """Start what the plan printed, check that all of it is there, and ask through the proxy."""
     for command in document["commands"]:
-        walk.start(command)
+        if not command.startswith("hetlb serve "):
+            walk.start(command)
     assert main(["serve", "--config", "fleet.yaml", "--check", "--connect"]) == 0
     return walk.serve(model)
 
@@ -180,7 +188,11 @@ def test_split_to_serve(walk: Walk, capsys: pytest.CaptureFixture[str]) -> None:
 def test_place_to_stage_to_serve(walk: Walk, capsys: pytest.CaptureFixture[str]) -> None:
     make_folder(walk.folder / "toy")
     place = walk.write("place.yaml", PLACE)
-    document = planned(walk, capsys, "place", "--config", place, "--time-limit", "1")
+    # The fleet's one instance is the coordinator beside it; the hosts stand in the file of the stages.
+    document = written(walk, capsys, "place", "--config", place, "--time-limit", "1")
+    for name in ("fleet.yaml", "fleet-stages.yaml"):
+        walk.fill_in(walk.folder / name)
+    assert document["commands"][-1] == f"hetlb serve --config {walk.folder / 'fleet.yaml'}"
     assert [0, LAYERS] not in document["placement"].values(), "expected a model that no machine holds"
     assert served(walk, document, "toy")["usage"]["completion_tokens"] == 4
 

@@ -43,8 +43,8 @@ def vllm() -> None:
 
 
 def hetlb() -> None:
-    """`hetlb stage` with the toy model, anything else with hetlb."""
-    if sys.argv[1] != "stage":
+    """A worker of `hetlb stage` with the toy model, anything else with hetlb."""
+    if sys.argv[1] != "stage" or "--coordinate" in sys.argv:
         os.execv(sys.executable, [sys.executable, "-m", "hetlb", *sys.argv[1:]])
     from stage.toy import make_worker
 

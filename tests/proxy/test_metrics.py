@@ -30,6 +30,7 @@ from hetlb.proxy.telemetry import prometheus
 from hetlb.proxy.telemetry.counters import ITL_S, MODELS_MAX, Totals
 from hetlb.proxy.telemetry.histograms import FINE_MS, GapHistogram, Histogram
 from hetlb.proxy.telemetry.prometheus import MetricsPage
+from hetlb.proxy.telemetry.recent import Recent
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 STREAM = SSE_HEAD + chunk(TOKEN) + chunk(TOKEN) + chunk(USAGE) + chunk(DONE) + LAST
@@ -137,6 +138,7 @@ async def of_everything(running: Running) -> dict[str, Metric]:
     await turns_until(lambda: running.instance("i0").sample is not None)
     running.service.sharing = cast(Any, SHARING)
     running.service.driver.totals.resumptions["m", "broken"] = 1
+    running.service.reload_refused = "fleet.yaml: models: expected a list"
     try:
         return await page(running)
     finally:
@@ -371,7 +373,7 @@ def source(count: int, totals: Totals | None = None, **more: Any) -> FleetServic
         FleetService,
         SimpleNamespace(
             scheduler=scheduler, totals=totals or Totals(), watch=watch, lost_lines=7,
-            now=lambda: 12.5, workers=(), **{"sharing": None, **more},
+            now=lambda: 12.5, workers=(), recent=Recent(), reload_refused="", **{"sharing": None, **more},
         ),
     )  # fmt: skip
 

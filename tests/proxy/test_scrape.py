@@ -252,13 +252,29 @@ async def test_without_a_start_time_the_models_are_read_in_every_round() -> None
             assert len(watch.samples) <= rounds + 2
 
 
+async def test_a_page_of_many_engines_is_read() -> None:
+    one = 'vllm:e2e_request_latency_seconds_bucket{engine="%d",le="%d"} 1\n'
+    lines = [one % (n, bound) for n in range(32) for bound in range(700)]
+    lines += [f'vllm:num_requests_running{{engine="{n}"}} 2\n' for n in range(32)]
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text="".join(lines))
+
+    assert sum(map(len, lines)) > 1 << 20
+    async with stub(health=ok, metrics=metrics, v1__models=models, version=version) as url:
+        async with watching(url) as watch:
+            await watch.until(lambda: bool(watch.samples))
+            _, sample = watch.samples[0]
+            assert (sample.running, sample.capacity.engines) == (64, 32)
+
+
 async def test_a_page_that_is_too_large_is_not_read_every_round(caplog: pytest.LogCaptureFixture) -> None:
     asked = 0
 
     async def metrics(_: web.Request) -> web.Response:
         nonlocal asked
         asked += 1
-        return web.Response(text="vllm:num_requests_running 0\n" * 140_000)
+        return web.Response(text="vllm:num_requests_running 0\n" * 2_400_000)
 
     async with stub(health=ok, metrics=metrics, v1__models=models, version=version) as url:
         async with watching(url) as watch:

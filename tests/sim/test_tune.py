@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,14 @@ DEMO = Path(__file__).parents[2] / "hetlb" / "demo"
 def test_a_bowl_is_descended_and_the_gain_is_of_seeds_not_seen() -> None:
     seen: list[int] = []
 
-    def loss(weights: dict[str, float], seed: int) -> float:
+    def losses(weights: Mapping[str, float], seed: int) -> dict[str, float]:
         seen.append(seed)
-        return 10.0 + math.log2(weights["a"] / 4.0) ** 2 + math.log2(weights["b"]) ** 2 + 0.01 * seed
+        loss = 10.0 + math.log2(weights["a"] / 4.0) ** 2 + math.log2(weights["b"]) ** 2 + 0.01 * seed
+        return {"x": loss, "y": weights["a"]}
 
-    found = search({"a": 1.0, "b": 1.0}, loss, [1, 2], [7, 8, 9])  # type: ignore[arg-type]
+    start = {"a": 1.0, "b": 1.0}
+    found = search(start, start, "x", losses, [1, 2], [7, 8, 9])
+    assert found.others == {"y": -3.0}, "what the weights cost in the other figure is said"
     assert found.weights == {"a": 4.0, "b": 1.0}
     assert found.certain
     expected = [1.0 - (10.0 + 0.01 * seed) / (14.0 + 0.01 * seed) for seed in (7, 8, 9)]
@@ -36,10 +40,11 @@ def test_a_bowl_is_descended_and_the_gain_is_of_seeds_not_seen() -> None:
 
 
 def test_noise_is_no_gain() -> None:
-    def loss(weights: dict[str, float], seed: int) -> float:
-        return random.Random(f"{sorted(weights.items())} {seed}").uniform(1.0, 2.0)
+    def losses(weights: Mapping[str, float], seed: int) -> dict[str, float]:
+        return {"x": random.Random(f"{sorted(weights.items())} {seed}").uniform(1.0, 2.0)}
 
-    found = search({"a": 1.0, "b": 1.0}, loss, [1], range(10, 20))  # type: ignore[arg-type]
+    start = {"a": 1.0, "b": 1.0}
+    found = search(start, start, "x", losses, [1], range(10, 20))
     assert found.weights != {"a": 1.0, "b": 1.0}
     assert not found.certain
 

@@ -91,6 +91,17 @@ async def test_a_hung_batch_is_noticed_and_its_requests_are_not_sent_on(folder: 
             stage.runner.gate.set()
 
 
+async def test_a_worker_that_is_stopped_beside_a_batch_that_hangs_does_not_wait_for_it(folder: Path) -> None:
+    async with rig(folder, "ac") as made:
+        stage = made.stages["a"]
+        stage.runner.gate.clear()
+        submit(made, [1, 2, 3], 5)
+        await until(lambda: stage.worker._computing is not None and stage.worker._computing.running())
+        await stage.worker.close()
+        assert stage.worker.hung, "`hetlb stage` ends the process where this is so"
+        stage.runner.gate.set()
+
+
 # --- the door ---
 
 

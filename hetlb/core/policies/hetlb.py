@@ -36,7 +36,7 @@ from hetlb.core.policies.sight import (
     Sight,
 )
 from hetlb.core.policies.targets import leaves_room, shares_of_targets
-from hetlb.core.policies.terms import TERMS, long_answer_s, rate, weights_of
+from hetlb.core.policies.terms import TERMS, long_answer_s, own_s, rate, weights_of
 from hetlb.core.throttle import BLOCKED, NORMAL
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import Candidate
@@ -51,7 +51,7 @@ FULL: Final = "full"
 class Evaluation:
     """The instances for one request, as they were at the time; `candidates` is for people."""
 
-    __slots__ = ("_ctx", "_sights", "fleet", "instances", "weights")
+    __slots__ = ("_ctx", "_sights", "_todo", "fleet", "instances", "weights")
 
     def __init__(
         self, ctx: SchedulingContext, instances: Sequence[Instance], weights: tuple[float, ...], hold: bool
@@ -62,9 +62,10 @@ class Evaluation:
         self.fleet = fleet = ctx.demand.mix.fleet(instances)
         self.instances = fleet.members
         self._sights = [self._see(i) for i in range(len(fleet.members))]
+        #: Size of all that waits, with the request.
+        self._todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
         hold = hold and len(fleet.members) > 1
-        if hold:
-            self._expect_finish()
+        self._look_ahead(hold)
         # Without room it is rated for people alone, later: but not where the terms may change until then.
         service, protected = ctx.request.service, ctx.demand.protected
         at_once = service.background or protected.count > 0 or ctx.adapter_load_s > 0.0
@@ -129,34 +130,34 @@ class Evaluation:
 
     def _hold(self) -> None:
         """Pass slower instances over where waiting for a faster one that is full costs less."""
-        wait_weight, full = self.weights[0] + self.weights[1], math.inf
-        for each, wait_s in self._waits():
+        weight, full = self.weights[0] + self.weights[1], math.inf
+        for each, speed in self._faster():
             if each.state == ROOM:
-                each.limit = full + wait_weight * wait_s
+                each.limit = full + weight * self._todo / speed if speed > 0.0 else math.inf
                 if each.limit < each.score:
                     each.state = HELD
             elif full == math.inf and each.state in (NO_SLOT, NO_MEMORY):
                 full = self._rated(each).score
 
-    def _waits(self) -> list[tuple[Sight, float]]:
-        """Return the instances, the fastest first, with the seconds that faster ones take for what waits."""
-        ctx, speed, waits = self._ctx, 0.0, []
-        todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
+    def _faster(self) -> list[tuple[Sight, float]]:
+        """Return the instances, the fastest first, with the speed of all that are faster, together."""
+        ctx, speed, found = self._ctx, 0.0, []
         for i in self.fleet.order:
             each = self._sights[i]
-            waits.append((each, todo / speed if speed > 0.0 else math.inf))
+            found.append((each, speed))
             if ctx.availabilities is None or ctx.availabilities[i][0] == NORMAL:
                 speed += each.cost.speed
-        return waits
+        return found
 
-    def _expect_finish(self) -> None:
-        """Once no more requests come, set when the faster ones are done with all that waits."""
-        fastest = self._rated(self._sights[self.fleet.order[0]])
-        if self._ctx.demand.goes_on(fastest.own_s, self._ctx.now):
-            return
-        long_s = long_answer_s(self._ctx, fastest)
-        for each, wait_s in self._waits():
-            each.done_s = long_s + wait_s
+    def _look_ahead(self, hold: bool) -> None:
+        """See whether more requests come; with `hold`, if none do, when the faster ones are done with all."""
+        ctx, fastest = self._ctx, self._sights[self.fleet.order[0]]
+        fastest.foresee(ctx)
+        ctx.goes_on = ctx.demand.goes_on(own_s(ctx, fastest), ctx.now)
+        if hold and not ctx.goes_on:
+            long_s = long_answer_s(ctx, fastest)
+            for each, speed in self._faster():
+                each.done_s = long_s + self._todo / speed if speed > 0.0 else math.inf
 
     def __call__(self) -> list[Candidate]:
         """Return candidates for people. The instances may have changed meanwhile: only constants are read."""

@@ -22,6 +22,7 @@ from hetlb.core.policies.base import (
 )
 from hetlb.core.policies.hetlb import Evaluation
 from hetlb.core.policies.sight import ROOM, SchedulingContext, Sight
+from hetlb.core.policies.terms import FINISH
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import Candidate, Role, pair_name
 
@@ -172,7 +173,7 @@ class _Pairs:
 
     def _prefill_score(self, each: Sight) -> float:
         """The part of a pair's score that is the source's."""
-        return self._first * each.first_token_s + max(
+        return self._first * (each.first_token_s + each.coming_s) + max(
             0.0, each.others_s - each.joining_s(self._ctx.predicted_output)
         )
 
@@ -181,7 +182,7 @@ class _Pairs:
         decode_s = self.decode_s(each)
         first_s = self._first * JOINING_STEPS * each.with_s
         joining_s = each.joining_s(self._ctx.predicted_output)
-        finish = self._evaluation.weights[6] * each.finish_s
+        finish = self._evaluation.weights[FINISH] * each.finish_s
         return first_s + decode_s + joining_s + finish + self._delay_to_come_s(each, decode_s)
 
     @staticmethod

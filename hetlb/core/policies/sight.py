@@ -37,8 +37,9 @@ class SchedulingContext:
     """
 
     __slots__ = (
-        "adapter_load_s", "availabilities", "booked", "demand", "held", "long_output", "mean_output",
-        "mean_prefill", "now", "predicted_output", "prompt", "prompts", "request", "waited_s", "waiting",
+        "adapter_load_s", "availabilities", "booked", "demand", "goes_on", "held", "long_output",
+        "mean_output", "mean_prefill", "now", "predicted_output", "prompt", "prompts", "request", "waited_s",
+        "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +68,8 @@ class SchedulingContext:
         self.adapter_load_s = 0.0
         #: Seconds since the request came.
         self.waited_s = 0.0
+        #: True unless it is known that no more requests come.
+        self.goes_on = True
         self.prompt = prompt = float(request.prompt_tokens)
         prompts = 1.0 if request.sequences <= 1 else float(-(-request.sequences // request.samples))
         self.prompts = prompts
@@ -93,14 +96,15 @@ class Sight(Forecast):
     """
 
     __slots__ = (
-        "adapter_s", "cost", "credit", "done_s", "ending", "finish_s", "index", "instance",
-        "later_s", "limit", "loss_s", "own_s", "prompts_per_s", "rated", "score", "shared_s",
-        "state", "used_tokens",
+        "adapter_s", "coming_s", "cost", "credit", "done_s", "ending", "finish_s", "foreseen", "index",
+        "instance", "later_s", "limit", "loss_s", "own_s", "prompts_per_s", "rated", "score",
+        "shared_s", "state", "used_tokens",
     )  # fmt: skip
 
     index: int
     state: int
     rated: bool
+    foreseen: bool
     limit: float
     done_s: float
     credit: float
@@ -112,6 +116,7 @@ class Sight(Forecast):
     loss_s: float
     shared_s: float
     adapter_s: float
+    coming_s: float
     finish_s: float
     later_s: float
 
@@ -126,7 +131,8 @@ class Sight(Forecast):
         self.instance = instance
         self.cost = cost
         self.credit = credit
-        self.index, self.state, self.rated = 0, ROOM, False
+        self.index, self.state = 0, ROOM
+        self.foreseen = self.rated = False
         self.limit = self.done_s = math.inf
         used = seen.expected_kv_tokens(ctx.now) + ctx.booked - ctx.prompts * cached
         self.ending = 0.0
@@ -136,7 +142,10 @@ class Sight(Forecast):
         self.used_tokens = used
 
     def foresee(self, ctx: SchedulingContext) -> None:
-        """Forecast the request there."""
+        """Forecast the request there, once."""
+        if self.foreseen:
+            return
+        self.foreseen = True
         seen = self.seen
         lately = seen.prefilling.per_s(ctx.now) / (seen.load.engines * max(1.0, ctx.mean_prefill))
         self.prompts_per_s = lately

@@ -58,7 +58,9 @@ def shares_of_targets(
     context = protected.prompt + protected.output / 2.0
     speed = 0.0
     for instance, cost in zip(instances, costs, strict=True):
-        if instance.latency.step_s(1.0, context) <= protected.tpot_s:
+        latency = instance.latency
+        in_time = latency.prefill_s(max(1.0, protected.prompt)) <= protected.ttft_s
+        if in_time and latency.step_s(1.0, context) <= protected.tpot_s:
             speed += cost.speed
     return [cost.speed / speed if speed > 0.0 else 0.0 for cost in costs]
 
@@ -78,7 +80,9 @@ def leaves_room(ctx: SchedulingContext, each: Sight, share: float) -> bool:
     slow = each.instance.errors.step.quantile(protected.attainment)
     late = each.instance.errors.first_token.quantile(protected.attainment)
     context = protected.prompt + protected.output / 2.0
-    if latency.step_s(1.0, context) * slow > protected.tpot_s or share <= 0.0:
+    idle_s = latency.joining_s(0.0, load.asynchronous) + latency.prefill_s(max(1.0, protected.prompt))
+    never = latency.step_s(1.0, context) * slow > protected.tpot_s or idle_s * late > protected.ttft_s
+    if never or share <= 0.0:
         return True  # no request with targets is served here in time
     rate *= share / load.engines
     z = normal_quantile(protected.attainment)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from hetlb.core.demand import size_of
 from hetlb.core.policies.answered import later_s
 from hetlb.core.policies.sight import SchedulingContext, Sight
 from hetlb.core.policies.targets import lost_by_others_s, probability_of_miss, stake_s
@@ -23,24 +22,34 @@ class Term(NamedTuple):
     meaning: str
 
 
-#: `policy.weights` of the fleet file changes a weight. The first is that of a class without targets
-#: (`first_token_weight`), and 0 for requests with targets; that of `shared_s` is at most the first two.
+#: A weight that is not stated: see `weights_of`.
+UNSTATED: Final = -1.0
+#: `policy.weights` of the fleet file changes a weight.
 TERMS: Final = (
-    Term("first_token_s", 20.0, "until the first token"),
+    Term("first_token_s", UNSTATED, "until the first token"),
     Term("own_s", 1.0, "until the whole answer, at the steps of now"),
     Term("others_s", 1.0, "added to the answers that run there, all together"),
+    Term("coming_s", UNSTATED, "by which its prompt delays first tokens of prompts that come there later"),
     Term("loss_s", 1.0, "lost by targets that are missed, its own and those of requests that run there"),
-    Term("shared_s", 21.0, "less: of its prefill what others that share the beginning of its prompt pay"),
+    Term("shared_s", UNSTATED, "less: of its prefill what others that share the beginning of its prompt pay"),
     Term("adapter_s", 21.0, "until its LoRA adapter has a slot"),
-    Term("finish_s", 60.0, "by which all that waits is done later, once no more requests come"),
-    Term("later_s", 21.0, "by which an answer that ends well is later: tries are lost, tokens overdue"),
+    Term("finish_s", 20.0, "by which all that waits is done later, once no more requests come"),
+    Term("later_s", UNSTATED, "by which an answer that ends well is later: tries are lost, tokens overdue"),
 )
+#: Index of `finish_s`, for pairs.
+FINISH: Final = 7
+#: Weight of a first token before the first dispatch, and times the ratio of means after it.
+_FIRST_WEIGHT: Final = 20.0
+FIRST_SCALE: Final = 2.0
+#: Share of its time that an engine is taken to spend on prompts to come, at most.
+_MOST_BUSY: Final = 0.9
 
 
 def rate(ctx: SchedulingContext, each: Sight, weights: tuple[float, ...]) -> None:
     """Set the forecast, the terms and the score of an instance."""
     each.foresee(ctx)
     each.own_s = own_s(ctx, each)
+    each.coming_s = coming_s(ctx, each)
     each.loss_s = loss_s(ctx, each)
     each.shared_s = shared_s(ctx, each)
     each.adapter_s = adapter_s(ctx, each)
@@ -50,30 +59,58 @@ def rate(ctx: SchedulingContext, each: Sight, weights: tuple[float, ...]) -> Non
         weights[0] * each.first_token_s
         + weights[1] * each.own_s
         + weights[2] * each.others_s
-        + weights[3] * each.loss_s
-        + weights[4] * each.shared_s
-        + weights[5] * each.adapter_s
-        + weights[6] * each.finish_s
-        + weights[7] * each.later_s
+        + weights[3] * each.coming_s
+        + weights[4] * each.loss_s
+        + weights[5] * each.shared_s
+        + weights[6] * each.adapter_s
+        + weights[7] * each.finish_s
+        + weights[8] * each.later_s
     )
     each.rated = True
 
 
-def weights_of(ctx: SchedulingContext, weights: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the weights for a request: targets take the place of the first, a class may state it."""
-    service = ctx.request.service
+def weights_of(ctx: SchedulingContext, stated: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the weights for a request.
+
+    With targets its first token has none: they take its place. A class may state it. Otherwise it is
+    twice the mean time of an answer over the mean time of a first token: then a percent of either mean counts
+    alike, and the tail of first tokens twice. Delays of other first tokens count as its own.
+    """
+    service, demand, first = ctx.request.service, ctx.demand, stated[0]
     if service.stated or service.background:
-        weights = (0.0, *weights[1:])
+        first = 0.0
     elif service.first_token_weight is not None:
-        weights = (service.first_token_weight, *weights[1:])
-    if weights[4] > weights[0] + weights[1]:  # no more is taken off a prefill than it counts
-        weights = (*weights[:4], weights[0] + weights[1], *weights[5:])
-    return weights
+        first = service.first_token_weight
+    elif first == UNSTATED:
+        first = FIRST_SCALE * demand.end_s / demand.first_s if demand.first_s > 0.0 else _FIRST_WEIGHT
+    whole = first + stated[1]
+    coming = whole if stated[3] == UNSTATED else stated[3]
+    # No more is taken off a prefill than it counts.
+    shared = whole if stated[5] == UNSTATED or stated[5] > whole else stated[5]
+    least = _FIRST_WEIGHT + stated[1]  # also where targets take the place of the first token
+    later = stated[8] if stated[8] != UNSTATED else whole if whole > least else least
+    return (first, stated[1], stated[2], coming, stated[4], shared, stated[6], stated[7], later)
 
 
 def own_s(ctx: SchedulingContext, each: Sight) -> float:
     """Return the seconds until the whole answer, at the steps of the batch that it joins."""
     return each.first_token_s + ctx.predicted_output * each.with_s
+
+
+def coming_s(ctx: SchedulingContext, each: Sight) -> float:
+    """Return the seconds by which its prompt delays prompts that come there later, all together.
+
+    A prompt that takes s seconds joins W seconds of others in a queue at which r come per second: all of them
+    to come wait longer, by s r (W + s/2) / (1 - r m) in the mean, m being their mean time: what an admission
+    costs an M/G/1 queue (Hyytia, Penttinen, Aalto, Size- and state-aware dispatching, EJOR 217, 2012).
+    """
+    if not ctx.goes_on:
+        return 0.0
+    new = each.prompts * (ctx.prompt - each.cached)
+    read_s, per_s = each.reading_s, each.prompts_per_s
+    pending_s = each.seen.unread * read_s / (new if new > 1.0 else 1.0)
+    busy = per_s * each.cost.prefill_s
+    return read_s * per_s * (pending_s + read_s / 2.0) / (1.0 - (busy if busy < _MOST_BUSY else _MOST_BUSY))
 
 
 def loss_s(ctx: SchedulingContext, each: Sight) -> float:
@@ -110,16 +147,10 @@ def adapter_s(ctx: SchedulingContext, each: Sight) -> float:
 
 
 def finish_s(ctx: SchedulingContext, each: Sight) -> float:
-    """Return the seconds by which the faster instances are done before this one, 0 while requests come.
-
-    This one is done with one long answer, and with all that it has, half of it done, at full speed.
-    """
+    """Return by how many seconds one long answer ends later than all that waits; 0 while requests come."""
     if each.done_s == math.inf:
         return 0.0
-    busy_s = long_answer_s(ctx, each)
-    size = size_of(ctx.request, ctx.predicted_output) + ctx.demand.mix.size * each.seen.running / 2.0
-    all_s = size / each.cost.speed
-    late_s = (busy_s if busy_s > all_s else all_s) - each.done_s
+    late_s = long_answer_s(ctx, each) - each.done_s
     return late_s if late_s > 0.0 else 0.0
 
 

@@ -94,7 +94,13 @@ class SplitCluster:
 
     @property
     def kv_bytes(self) -> float:
-        return self.workload.prompt_tokens * self.model.kv_bytes_per_token
+        """Return the bytes of cache of the mean prompt: windows end, and a state is sent with it."""
+        return self.model.known.kv_bytes(self.workload.prompt_tokens)
+
+    @property
+    def kv_bytes_per_prompt_token(self) -> float:
+        """Return the mean bytes of cache of a token of a prompt."""
+        return self.kv_bytes / self.workload.prompt_tokens
 
     @property
     def gpus(self) -> int:

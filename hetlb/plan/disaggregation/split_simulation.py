@@ -71,7 +71,7 @@ def make_servers(
         for (i, j), _ in route.link_bytes:
             rates[i, j] = max(cluster.links.bytes_per_s[i][j], 1.0)
         if route.inside_s > 0.0:
-            parts.append((pair, cluster.model.kv_bytes_per_token))
+            parts.append((pair, cluster.kv_bytes_per_prompt_token))
             rates[pair] = cluster.kv_bytes / (LINK_SHARE * route.inside_s)
         paths[pair] = KvPath(tuple(parts), cluster.links.latency_s if route.link_bytes else 0.0)
         seconds.setdefault(pair[1], []).append(1.0 / route.capacity)
@@ -81,7 +81,7 @@ def make_servers(
         transfer = KvLink(
             Connector.NIXL,
             lease_s=KV_LEASE_S,
-            bytes_per_token=float(cluster.model.kv_bytes_per_token),
+            bytes_per_token=cluster.kv_bytes_per_prompt_token,
             bandwidth_bytes_per_s=cluster.kv_bytes / max(1e-9, math.fsum(own) / len(own)),
             latency_s=cluster.links.latency_s,
         )
@@ -204,7 +204,7 @@ def candidates(plans: Sequence[SplitPlan], count: int) -> list[SplitPlan]:
 def why_nothing(cluster: SplitCluster) -> str:
     """One line that says what is missing where no group holds the model."""
     room = sum(machine.gpus * max(0.0, machine.usable_bytes) for machine in cluster.machines)
-    need = cluster.model.weight_bytes + cluster.model.kv_bytes_per_token * cluster.workload.longest_tokens
+    need = cluster.model.weight_bytes + cluster.model.known.kv_bytes(cluster.workload.longest_tokens)
     words = (
         f"{need / 1e9:.4g} GB for {cluster.model.name} and one request of {cluster.workload.longest_tokens}"
     )

@@ -38,7 +38,9 @@ class Snapshots:
 
     def status(self) -> dict[str, Any]:
         source = self._source
-        return status(source.scheduler, pools(source.scheduler), source.recent, source.now())
+        return status(
+            source.scheduler, pools(source.scheduler), source.recent, source.now(), source.reload_refused
+        )
 
     def event(self) -> dict[str, Any]:
         source = self._source

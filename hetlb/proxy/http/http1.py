@@ -72,7 +72,7 @@ class RequestHead:
         self.keep_alive = True
         self.chunked = False
         self.expects: bytes | None = None
-        #: Header lines that go to an engine (see `proxy.forwarded`), by whether the client's key goes along.
+        #: Header lines that go to an engine (see `forward_headers`), by whether the client's key goes along.
         self.forwarded: dict[bool, bytes] = {}
         self.forward_rules: object = None
 
@@ -98,7 +98,7 @@ class ResponseHead:
         self.fields: dict[bytes, bytes] = {}
         self.chunked = False
         self.keep_alive = True
-        #: Header lines that go to the client (see `proxy.forwarded`).
+        #: Header lines that go to the client (see `forward_headers`).
         self.forwarded: bytes | None = None
 
 

@@ -18,6 +18,8 @@ from hetlb.proxy.http.openai_fields import ErrorFields, EventFields, FinishedFie
 MAX_HELD_BYTES: Final = 64 << 10
 
 _END: Final = b"\n\n"
+#: First bytes of lines that keep connections open: of a comment, of an empty line.
+_COMMENT: Final = (b":", b"\n")
 _BOM: Final = b"\xef\xbb\xbf"
 #: JSON without a value, and lists without a choice.
 _NO_VALUE: Final = (b"", b"null")
@@ -38,7 +40,7 @@ _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 def data_of(event: bytes) -> bytes:
     """Return the data of an event whose lines end in LF, b"" where the standard dispatches none."""
-    if event.startswith(b"data: ") and event.find(b"\n") < 0:
+    if event[:6] == b"data: " and event.find(b"\n") < 0:
         return event[6:]
     values: list[bytes] = []
     for line in event.split(b"\n"):
@@ -206,7 +208,7 @@ class SseWatcher:
         """Pass on of an unfinished event what cannot be held for good."""
         tail = self._tail
         comments = b""
-        if not self._passing and not self._long and tail.startswith((b":", b"\n")):
+        if not self._passing and not self._long and bytes(tail[:1]) in _COMMENT:
             # They keep connections open, and are never held.
             end = _comments_end(tail)
             comments = bytes(tail[:end])
@@ -236,11 +238,11 @@ class SseWatcher:
                 self.events += event.startswith(b"data:")
                 self._passed_in_parts()
             elif not passed:
-                if event.startswith((b":", b"\n")):
+                if event[:1] in _COMMENT:
                     end = _comments_end(event)
                     kept.append(event[:end])
                     event = event[end:]
-                if event and not event.startswith(b":"):
+                if event and event[:1] != b":":
                     self._read_and_pass(event, kept)
                 else:
                     kept.append(event + _END)
@@ -259,12 +261,13 @@ class SseWatcher:
         if not data:
             kept.append(event + _END)  # it dispatches nothing
             return
-        event = self._read(event, data)
-        if event:
-            event = self._pass_on(event, data_of(event))
-        if not event:
+        read = self._read(event, data)
+        if read:
+            event = self._pass_on(read, data if read is event else data_of(read))
+        if not read or not event:
             return
-        kept.append(self.release())
+        if self._ending:
+            kept.append(self.release())
         if self._hold and _finishes(data):
             self._ending = event
         else:
@@ -279,11 +282,11 @@ class SseWatcher:
 
     def _read(self, event: bytes, data: bytes) -> bytes:
         """Take the facts out of one event with this data; returns it without usage that is held."""
-        begun = data.lstrip(b" \t\n")
-        if begun.startswith(b"[DONE]"):
+        begun = data if data[:1] == b"{" else data.lstrip(b" \t\n")
+        if begun[:6] == b"[DONE]":
             self.done = self.understood = True
             return event
-        if begun.startswith(b"{"):
+        if begun[:1] == b"{":
             self.understood = True
             if data.find(b'"usage"') >= 0 or data.find(b'"error"') >= 0 or data.find(b"\\u00") >= 0:
                 return self._read_fields(event, data)
@@ -351,7 +354,7 @@ class SseWatcher:
 def _comments_end(lines: bytes | bytearray) -> int:
     """Return the end of the whole comments and empty lines with which lines begin."""
     end = 0
-    while lines[end : end + 1] in (b":", b"\n"):
+    while lines.startswith((b":", b"\n"), end):
         line_end = lines.find(b"\n", end)
         if line_end < 0:
             break

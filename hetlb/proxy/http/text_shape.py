@@ -19,6 +19,7 @@ _STRING = re.compile(rb'(?:[^"\\]|\\.)*')
 _USAGE = re.compile(rb'"usage":(?!\s?null)')
 #: Line ends of an event and behind it, in each of the three spellings.
 _ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_NAMED = re.compile(rb"(?:(?:event|id|retry):[^\r\n]*(?:\r\n|\n|\r))*")
 #: Maximum bytes of an event that passes by its shape.
 _MOST: Final = 4095
 
@@ -33,12 +34,14 @@ class TextShape:
     takes the place of `ending`, the ids and `after_ids`, b"" where they go on.
     """
 
-    __slots__ = ("after_ids", "beginning", "ending", "instead", "quoted")
+    __slots__ = ("after_ids", "beginning", "ending", "in_lf", "instead", "quoted")
 
     def __init__(
         self, beginning: bytes, ending: bytes, after_ids: bytes, instead: bytes, *, quoted: bool = False
     ) -> None:
         self.beginning = beginning
+        #: The same with lines that end in LF.
+        self.in_lf = beginning.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         self.ending = ending
         self.after_ids = after_ids
         self.instead = instead
@@ -50,7 +53,7 @@ def text_shape(data: bytes, *, hide_ids: bool = False) -> TextShape | None:
 
     `hide_ids`: its token ids are taken out of what passes; None if it has none. Behind it lines end in LF.
     """
-    line, end = _last_event(data)
+    before, line, end = _last_event(data)
     found = _CHOICES.search(line, 0, _MAX_BEGINNING)
     if found is None or line.find(b"\\", 0, found.start()) >= 0 or line.find(b'"error"') >= 0:
         return None
@@ -85,19 +88,24 @@ def text_shape(data: bytes, *, hide_ids: bool = False) -> TextShape | None:
         return None
     elif end == b"\n\n":
         written = b""
-    return TextShape(line[:begun], ending, after_ids, written, quoted=quoted)
+    return TextShape(before + line[:begun], ending, after_ids, written, quoted=quoted)
 
 
-def _last_event(data: bytes) -> tuple[bytes, bytes]:
-    """Return the last of whole events, and what ends it; b"" where it is not one line of data."""
+def _last_event(data: bytes) -> tuple[bytes, bytes, bytes]:
+    """Return the lines before the data of the last of whole events, the line of its data, and what ends it.
+
+    b"" where it has more lines of data than the last one.
+    """
     line_end = len(data.rstrip(b"\r\n"))
     end = data[line_end:]
     if end not in _ENDS:
-        return b"", b""
+        return b"", b"", b""
     start = max(data.rfind(b"\n", 0, line_end), data.rfind(b"\r", 0, line_end)) + 1
-    if start and not data[max(0, start - 4) : start].endswith(_ENDS):
-        return b"", b""
-    return (data[start:line_end], end) if data.startswith(b"data:", start) else (b"", b"")
+    event = max([0, *(at + len(each) for each in _ENDS if (at := data.rfind(each, 0, start)) >= 0)])
+    before, line = data[event:start], data[start:line_end]
+    # Behind data that ends in LF alone, lines in front of it that do not would go on as they are.
+    named = _NAMED.fullmatch(before) is not None and (end != b"\n\n" or b"\r" not in before)
+    return (before, line, end) if named and line.startswith(b"data:") else (b"", b"", b"")
 
 
 # Compiled, three slices cost as much as a call of `bytes.find` with a start.
@@ -108,7 +116,7 @@ def pass_events(chunks: bytes, shape: TextShape) -> tuple[int, bytes]:
     they did. (0, b"") means that it takes a closer look.
     """
     beginning, ending, after_ids, instead = shape.beginning, shape.ending, shape.after_ids, shape.instead
-    quoted = shape.quoted
+    quoted, in_lf = shape.quoted, shape.in_lf
     width: i64 = len(beginning)
     tail: i64 = len(ending)
     behind: i64 = len(after_ids)
@@ -151,7 +159,7 @@ def pass_events(chunks: bytes, shape: TextShape) -> tuple[int, bytes]:
         said = end - tail
         if said < begun or chunks[said:end] != ending:
             return 0, b""
-        text = chunks[start:said]  # with its beginning, which has no line end
+        text = chunks[begun:said]
         if 10 in text or 13 in text:
             return 0, b""
         if quoted and (chunks[said - 1] == 92 or chunks.find(b'"', begun, said) >= 0):
@@ -160,6 +168,6 @@ def pass_events(chunks: bytes, shape: TextShape) -> tuple[int, bytes]:
             if events:
                 before = before or []
                 before.append(passed)
-            passed = CHUNK_LINES[len(text) + len(instead) - 2] + text + instead
+            passed = CHUNK_LINES[len(in_lf) + len(text) + len(instead) - 2] + in_lf + text + instead
         events += 1
     return events, passed if before is None else b"".join(before) + passed

@@ -56,6 +56,7 @@ class _Moment:
     def __init__(self, source: FleetService) -> None:
         self.source = source
         self.now: float = source.now()
+        self._status: dict[str, Any] | None = None
         self.scheduler: Scheduler = source.scheduler
         self.totals: Totals = source.totals
         self.instances: Things = [(_pairs(server=each.name), each) for each in self.scheduler.instances]
@@ -68,6 +69,38 @@ class _Moment:
         """Seconds that the request has waited that waits longest."""
         oldest_at = self.scheduler.queue.oldest_at()
         return 0.0 if oldest_at is None else self.now - oldest_at
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """Body of `GET /v1/status`."""
+        from hetlb.proxy.admin import pools
+        from hetlb.proxy.fleet_status import status
+
+        if self._status is None:
+            source = self.source
+            found = pools(self.scheduler)
+            self._status = status(self.scheduler, found, source.recent, self.now, source.reload_refused)
+        return self._status
+
+    def fleet(self) -> Things:
+        """Figures of the fleet as its status has them; those that are not known are left out."""
+        found = self.status
+        names = {"load": "load", "capacity_req_s": "capacity", "headroom_req_s": "headroom"}
+        known = {names[key]: found[key] for key in names if found[key] is not None}
+        return [("", SimpleNamespace(oldest=found["oldest_wait_s"], **known))]
+
+    def model_states(self) -> Things:
+        """Every state of every model, True for the one that it is in."""
+        return [
+            (_pairs(model=each["model"], state=state), each["state"] == state)
+            for each in self.status["models"]
+            for state in ("well", "busy", "degraded", "down")
+        ]
+
+    def causes(self) -> Things:
+        """Causes that there are now."""
+        found = dict.fromkeys((each["cause"], each["instance"]) for each in self.status["causes"])
+        return [(_pairs(cause=cause, instance=instance), 1) for cause, instance in found]
 
     def build(self) -> Things:
         policy, is_compiled = self.scheduler.placement.policy_name, str(compiled()).lower()
@@ -145,6 +178,20 @@ FAMILIES: Final[Families] = (
         lambda moment: [(_pairs(result=end), count) for end, count in moment.totals.reloads.items()],
         (("hetlb_config_reloads_total", "", "Times the fleet file was read again, by result."),),
     ),
+    (_Moment.model_states, (("hetlb_state", "", "State of a model: well, busy, degraded or down."),)),
+    (_Moment.causes, (("hetlb_cause", "", "Causes of a state that is not well, while they last."),)),
+    (
+        lambda moment: [(label, each) for label, each in moment.fleet() if hasattr(each, "load")],
+        (("hetlb_load_ratio", "load", "Arrivals over capacity of the worst model."),),
+    ),
+    (
+        lambda moment: [(label, each) for label, each in moment.fleet() if hasattr(each, "capacity")],
+        (
+            ("hetlb_capacity_requests_per_second", "capacity", "Requests that its servers can serve."),
+            ("hetlb_headroom_requests_per_second", "headroom", "Requests that could come beside."),
+        ),
+    ),
+    (_Moment.fleet, (("hetlb_oldest_wait_seconds", "oldest", "Wait of the request that waits longest."),)),
     (
         lambda moment: [("", moment)],
         (

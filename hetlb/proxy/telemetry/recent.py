@@ -25,8 +25,11 @@ LATE: Final = 5
 _STEPS: Final = 16.0
 _LEAST_S: Final = 1e-4
 _OK: Final = Outcome.OK
-#: Requests that wait by model; those in flight, and the share of the KV cache reserved, by instance.
-Levels: TypeAlias = tuple[dict[str, int], dict[str, tuple[int, float]]]
+#: Requests that wait by model; those in flight, and the share of the KV cache reserved, by instance; those
+#: that came so far by model; the time of the sample.
+Levels: TypeAlias = tuple[dict[str, int], dict[str, tuple[int, float]], dict[str, int], float]
+#: Outcomes that are a client's own mistakes.
+_MISTAKES: Final = (Outcome.UPSTREAM_REFUSED.value, Outcome.BAD_REQUEST.value)
 
 
 def add_counts(whole: dict[Any, Any], part: dict[Any, Any]) -> None:
@@ -137,7 +140,9 @@ class Recent:
             each.name: (each.in_flight, round(each.kv_tokens / each.kv_cache_tokens, 4))
             for each in islice(scheduler.instances, LEVELS_KEPT)
         }
-        levels: Levels = (scheduler.queue.by_model(), loads)
+        demands = scheduler.placement.demands
+        arrived = {model: demands[model].arrivals for model in list(demands)}
+        levels: Levels = (scheduler.queue.by_model(), loads, arrived, now)
         # The timer is late by a little each time: a stretch that it left out is as the next one.
         sampled = [number for number, each in self.stretches.items() if each.levels is not None]
         last = max([number for number in sampled if number < index], default=index - 1)
@@ -149,6 +154,16 @@ class Recent:
         for number, stretch in other.stretches.items():
             self._stretch(number).add(stretch)
         self.points = sorted(self.points + other.points)[-POINTS:]
+
+    def refused(self, window_s: float, now: float) -> tuple[int, int]:
+        """Return the clients' mistakes among what ended in the last `window_s`, and all that ended."""
+        first, refused, ended = math.floor((now - window_s) / BIN_S), 0, 0
+        for number, stretch in self.stretches.items():
+            if number >= first:
+                for outcome, count in stretch.outcomes.items():
+                    ended += count
+                    refused += count if outcome in _MISTAKES else 0
+        return refused, ended
 
     def _stretch(self, number: int) -> Stretch:
         """The stretch of a number; the oldest ones are forgotten with it."""

@@ -1,0 +1,69 @@
+"""Facts of this machine for `hetlb doctor`: ports, a hetlb that runs at them, and its own addresses."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from collections.abc import Iterator
+from typing import Final
+
+from hetlb.addresses import is_loopback
+from hetlb.cli.adminclient import AdminClient
+from hetlb.config.fleet import Fleet
+from hetlb.config.fleet_tables import Admin, Listen
+from hetlb.config.urls import bracketed, origin
+from hetlb.errors import InputError
+
+_ANY_HOSTS: Final = ("0.0.0.0", "::", "")
+
+
+def is_own_address(fleet: Fleet, url: str) -> str:
+    """Return the listener that a URL leads back to, "listen" or "admin"; "" for none."""
+    _, host, port = origin(url)
+    for name, table in (("listen", fleet.file.listen), ("admin", fleet.file.admin)):
+        here = is_loopback(host) or host in (table.host, socket.gethostname(), socket.getfqdn())
+        listens_here = table.host in _ANY_HOSTS or is_loopback(table.host) or host == table.host
+        if table.port == port and here and listens_here:
+            return name
+    return ""
+
+
+def running_instances(fleet: Fleet) -> dict[str, str] | None:
+    """Return the instances of a hetlb that runs at the admin address of the file, with their health.
+
+    None where none answers. Raises `InputError` where one asks for a token.
+    """
+    table = fleet.file.admin
+    host = "127.0.0.1" if table.host in _ANY_HOSTS else table.host
+    if not table.port:
+        return None
+    try:
+        client = AdminClient(f"http://{bracketed(host)}:{table.port}", None)
+        document = client.document("/v1/fleet", "policy", "models")
+        every = [each for model in document["models"] for each in model["instances"]]
+        return {each["name"]: each["health"] for each in every}
+    except InputError as error:
+        if "401" in str(error):
+            raise
+        return None
+    except (LookupError, TypeError):
+        return None
+
+
+def ports_in_use(fleet: Fleet) -> Iterator[tuple[str, int]]:
+    """Yield the listeners whose port another process of this machine holds."""
+    for name, table in (("listen", fleet.file.listen), ("admin", fleet.file.admin)):
+        if table.port and _in_use(table):
+            yield name, table.port
+
+
+def _in_use(table: Listen | Admin) -> bool:
+    family = socket.AF_INET6 if ":" in table.host else socket.AF_INET
+    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind((table.host, table.port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False

@@ -1,0 +1,186 @@
+"""Metrics pages of any engine: which series are summed, which repeat, and pages of any size."""
+
+from __future__ import annotations
+
+import json
+import random
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetlb.core.engine_metrics import EnginePage, parse
+
+SHARED = Path(__file__).parents[3] / "shared" / "data" / "metrics"
+EXPECTED = SHARED / "expected.json"
+
+
+@pytest.mark.skipif(not EXPECTED.is_file(), reason=f"expected {EXPECTED}")
+def test_pages_of_real_servers() -> None:
+    expected = json.loads(EXPECTED.read_text())
+    found = {}
+    for name in expected:
+        sample = parse((SHARED / f"{name}.prom").read_text())
+        found[name] = {
+            "running": sample.running, "waiting": sample.waiting,
+            "kv_usage": None if sample.kv_usage is None else round(sample.kv_usage, 6),
+            "kv_cache_tokens": sample.capacity.kv_cache_tokens,
+        }  # fmt: skip
+    assert found == expected
+
+
+def sglang(name: str, value: float, tp: int = 0, dp: int = 0, priority: str | None = "") -> str:
+    last = "" if priority is None else f',priority="{priority}"'
+    labels = (
+        f'model_name="q",engine_type="unified",tp_rank="{tp}",pp_rank="0",moe_ep_rank="{tp}",dp_rank="{dp}"'
+    )
+    return f"sglang:{name}{{{labels}{last}}} {value}\n"
+
+
+def test_ranks_repeat_and_priorities_divide_what_an_engine_has() -> None:
+    page = ""
+    for dp in (0, 1):
+        for tp in range(4):
+            page += sglang("max_total_num_tokens", 60_000 + tp, tp, dp, None)
+            page += sglang("token_usage", 0.1 * dp + 0.01 * tp, tp, dp, None)
+            page += sglang("num_running_reqs", 3 + dp, tp, dp)
+            page += sglang("num_running_reqs", 2, tp, dp, "0") + sglang(
+                "num_running_reqs", 1 + dp, tp, dp, "5"
+            )
+            page += sglang("num_queue_reqs", 1, tp, dp, "0") + sglang("num_queue_reqs", 2, tp, dp, "5")
+    sample = parse(page)
+    assert (sample.engine, sample.running, sample.waiting) == ("sglang", 7, 6)
+    assert (sample.capacity.kv_cache_tokens, sample.capacity.kv_tokens_per_request) == (120_000, 60_000)
+    assert sample.capacity.engines == 2
+    assert sample.kv_usage == pytest.approx((0.03 + 0.13) / 2)
+    assert sample.kv_usage_max == pytest.approx(0.13)
+    assert (sample.missing, sample.invalid) == ((), ())
+
+
+@given(
+    st.integers(1, 8), st.integers(1, 4), st.lists(st.integers(0, 50), min_size=1, max_size=4), st.randoms()
+)
+def test_the_number_of_ranks_changes_nothing(
+    tps: int, dps: int, counts: list[int], order: random.Random
+) -> None:
+    lines = []
+    for dp in range(dps):
+        for tp in range(tps):
+            lines.append(sglang("num_running_reqs", sum(counts), tp, dp))
+            lines += [sglang("num_running_reqs", each, tp, dp, str(n)) for n, each in enumerate(counts)]
+            lines.append(sglang("max_total_num_tokens", 1000, tp, dp, None))
+    order.shuffle(lines)
+    sample = parse("".join(lines))
+    assert sample.running == sum(counts) * dps
+    assert sample.capacity.kv_cache_tokens == 1000 * dps
+
+
+TRITON = """
+nv_inference_request_success{model="ensemble",version="1"} 12
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="context",version="1"} 1
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="scheduled",version="1"} 4
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="max",version="1"} 512
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="active",version="1"} 6
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction",model="tensorrt_llm",version="1"} 0.4875
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="tokens_per",model="tensorrt_llm",version="1"} 64
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="used",model="tensorrt_llm",version="1"} 3042
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="free",model="tensorrt_llm",version="1"} 3197
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max",model="tensorrt_llm",version="1"} 6239
+"""
+
+
+def test_triton() -> None:
+    sample = parse(TRITON)
+    assert (sample.engine, sample.running, sample.waiting, sample.kv_usage) == ("triton", 4, 2, 0.4875)
+    assert (sample.capacity.kv_cache_tokens, sample.capacity.block_size) == (6239 * 64, 64)
+    told = TRITON + 'nv_trt_llm_request_metrics{request_type="waiting"} 3\n'
+    assert parse(told).waiting == 3
+    beside_vllm = parse(
+        'nv_inference_count{model="m"} 1\nvllm:num_requests_running{model="m",version="1"} 2\n'
+    )
+    assert (beside_vllm.engine, beside_vllm.running) == ("vllm", 2)
+
+
+HYBRID = (
+    'vllm:cache_config_info{block_size="2096",engine="0",mamba_block_size="1000000",'
+    'num_gpu_blocks="800"%s} 1\n'
+)
+
+
+def test_blocks_of_a_hybrid_model_are_no_capacity() -> None:
+    assert parse(HYBRID % "").capacity.kv_cache_tokens is None
+    assert parse(HYBRID % ',kv_cache_size_tokens="1663201"').capacity.kv_cache_tokens == 1_663_201
+    plain = HYBRID.replace("1000000", "None") % ""
+    assert parse(plain).capacity.kv_cache_tokens == 800 * 2096
+
+
+def large(engines: int) -> bytes:
+    """A page of many data-parallel engines, most of it histograms."""
+    lines = []
+    for n in range(engines):
+        labels = f'engine="{n}",model_name="meta-llama/Llama-3.1-405B-Instruct"'
+        bucket = f"vllm:e2e_request_latency_seconds_bucket{{{labels}"
+        lines += [f'{bucket},le="{bound}.0"}} {bound}' for bound in range(600)]
+        lines.append(f"vllm:num_requests_running{{{labels}}} {n}.0")
+        lines.append(f"vllm:num_requests_waiting{{{labels}}} 1.0")
+        lines.append(f"vllm:kv_cache_usage_perc{{{labels}}} 0.5")
+        lines.append(f'vllm:cache_config_info{{block_size="16",engine="{n}",num_gpu_blocks="16384"}} 1.0')
+    return ("\n".join(lines) + "\n").encode()
+
+
+@pytest.mark.parametrize("size", [1 << 20, 65_536, 1000, 17])
+def test_a_page_of_many_engines_in_pieces_of_any_size(size: int) -> None:
+    data = large(32)
+    assert len(data) > 1 << 20
+    page = EnginePage()
+    for at in range(0, len(data), size):
+        page.feed(data[at : at + size])
+    sample = page.sample()
+    assert (sample.running, sample.waiting, sample.kv_usage) == (sum(range(32)), 32, 0.5)
+    assert (sample.capacity.engines, sample.capacity.kv_cache_tokens) == (32, 32 * 16 * 16384)
+    assert sample == parse(data.decode())
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        b"x" * 65_536, b"vllm:num_requests_running{a=\"", b"\n" * 65_536, b"vllm:other 1\n" * 5000,
+        b'vllm:num_requests_running{engine="' + b"0" * 100 + b'"} 1\n',
+    ],
+)  # fmt: skip
+def test_what_is_kept_of_a_page_is_bounded(piece: bytes) -> None:
+    page = EnginePage()
+    tracemalloc.start()
+    try:
+        for _ in range(300):
+            page.feed(piece)
+        page.sample()
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_many_series_of_one_name_are_bounded() -> None:
+    page = EnginePage()
+    for n in range(20_000):
+        page.feed(b'vllm:num_requests_running{engine="%d"} 1\n' % n)
+    assert page.sample().running == 4096
+
+
+PIECES = [
+    b"vllm:num_requests_running", b"{", b'engine="1"', b"} ", b"2", b"\n", b" ", b"x" * 70_000,
+    b"sglang:token_usage 0.5\n", b"\xff", b"\r",
+]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(PIECES)), st.integers(1, 30))
+def test_any_pieces_of_the_same_page_read_the_same(parts: list[bytes], size: int) -> None:
+    data = b"".join(parts)
+    whole, cut = EnginePage(), EnginePage()
+    whole.feed(data)
+    step = max(size, len(data) // 2000)
+    for at in range(0, len(data), step):
+        cut.feed(data[at : at + step])
+    assert whole.sample() == cut.sample()
