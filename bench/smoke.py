@@ -38,7 +38,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "workers_balance.py": ("--workers", "2", "--rounds", "1", "--num-prompts", "20", "--out", "OUT"),
     "workers_cost.py": ("--rounds", "1"),
     "engines/mixed.py": _HELP,
-    "faults/accounts.py": _HELP,
+    "faults/accounts.py": ("full",),
     "faults/compared.py": ("--only", "hetlb"),
     "faults/floods.py": ("--rounds", "1", "--seconds", "0.5", "--only", "admin"),
     "faults/lost_engines.py": ("--requests", "20"),
