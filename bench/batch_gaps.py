@@ -89,8 +89,10 @@ def simulated(folder: Path, rates: list[float], seconds: float, jobs: int, ttft_
     loaded = load_fleet(folder / "fleet.yaml")
     write_trace(folder / "trace.csv", rates, seconds, rng)
     interactive = read_trace(folder / "trace.csv")
+    prompt, answer = JOB
     later = [
-        Row(number / 16.0, *(length(mean, rng) for mean in JOB), service="later") for number in range(jobs)
+        Row(number / 16.0, length(prompt, rng), length(answer, rng), service="later")
+        for number in range(jobs)
     ]
 
     def run(rows: list[Row]) -> list[RequestResult]:

@@ -38,6 +38,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "workers_balance.py": ("--workers", "2", "--rounds", "1", "--num-prompts", "20", "--out", "OUT"),
     "workers_cost.py": ("--rounds", "1"),
     "engines/mixed.py": _HELP,
+    "faults/accounts.py": ("full",),
     "faults/compared.py": ("--only", "hetlb"),
     "faults/floods.py": ("--rounds", "1", "--seconds", "0.5", "--only", "admin"),
     "faults/lost_engines.py": ("--requests", "20"),
@@ -82,7 +83,8 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="benches by their path below bench/ (default: all)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        failed = [name for name in args.names or RUNS if not runs(name, Path(folder) / "out.json")]
+        outs = {name: Path(folder) / name.replace("/", "-") for name in args.names or RUNS}
+        failed = [name for name, out in outs.items() if not runs(name, out.with_suffix(".json"))]
     print(f"{len(args.names or RUNS) - len(failed)} ran, {len(failed)} failed: {' '.join(failed)}")
     return int(bool(failed))
 

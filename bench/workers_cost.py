@@ -169,7 +169,7 @@ class _Relay:
     def _arrive(self) -> None:
         number, self._next = self._next, self._next + 1
         self._sent[number] = time.perf_counter()
-        self._channel.send(arrival_of(_request(number), None, strict=False))
+        self._channel.send(arrival_of(_request(number), None))
 
     def _receive(self, messages: list[FromScheduler]) -> None:
         now = time.perf_counter()

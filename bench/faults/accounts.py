@@ -310,7 +310,9 @@ async def hung() -> None:
                 while time.monotonic() - begun < 15.0 and named < 0.0:
                     await asyncio.sleep(0.5)
                     found = await serve.status()
-                    if any(each["cause"] == "stalled" and each["instance"] == "a" for each in found["causes"]):
+                    if any(
+                        each["cause"] == "stalled" and each["instance"] == "a" for each in found["causes"]
+                    ):
                         named = time.monotonic() - begun
                 await asyncio.sleep(max(0.0, 62.0 - (time.monotonic() - begun)))
                 engines[0].mode = "well"

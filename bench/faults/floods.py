@@ -43,11 +43,11 @@ from pick.frames import DATA as DATA_FRAME
 from pick.frames import END_HEADERS, HELLO, RST_STREAM, block, frame
 from pick.frames import HEADERS as HEADERS_FRAME
 from pick.gateway import PROCESS, Gateway
+from proxy.frames import frame as websocket_frame
 from proxy.kv_publisher import removed, stored
 
 from hetlb.loadtest.results import platform_document
 from hetlb.proxy.http.websocket import accept_of
-from hetlb.proxy.http.websocket import frame as websocket_frame
 
 MOST_ADDED_MS = 50.0
 ALIAS = "alias"

@@ -8,6 +8,7 @@ has left, or the answer was broken off, and the exchange ends.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -477,11 +478,7 @@ class HttpStream(Upstream):
         if self._out is not None:
             self._out += data
 
-    def upgraded(self, take: Callable[[bytes], None]) -> None:
-        """Never called: a gateway's request is no handshake."""
-        raise AssertionError("expected no WebSocket")
-
-    def hold(self, held: bool) -> None:
+    def hand_over(self, protocol: asyncio.Protocol) -> tuple[asyncio.Transport, bytes]:
         """Never called: a gateway's request is no handshake."""
         raise AssertionError("expected no WebSocket")
 

@@ -50,6 +50,7 @@ SEVERITIES: Final = {
     "other_model": State.DEGRADED,
     "fails": State.DEGRADED,
     "slow": State.DEGRADED,
+    "not_fetched": State.DEGRADED,
     "long_wait": State.DEGRADED,
     "reload_refused": State.DEGRADED,
     "stale_report": State.BUSY,
@@ -133,6 +134,24 @@ def of_instance(each: Instance, share: InstanceShare | None, now: float) -> Stat
         sentence = f"the last report of {name} is {now - each.sample_at:.0f} s old"
         return StateCause("stale_report", name, sentence, f"See why /metrics of {name} is not read.")
     return None
+
+
+def of_transfers(pairs: Sequence[tuple[str, str]], among: Sequence[Instance]) -> list[StateCause]:
+    """Return a cause for each pair of instances whose KV transfers fail; a pair is source and target."""
+    names = {each.name for each in among}
+    advice = (
+        "The log of {} says why its fetches fail; both need the same layers (no pipelines) and cache type."
+    )
+    return [
+        StateCause(
+            "not_fetched",
+            target,
+            f"KV caches of prompts read at {source} do not reach {target}, and are no longer sent there",
+            advice.format(target),
+        )
+        for source, target in pairs
+        if source in names and target in names
+    ]
 
 
 def of_clients(refused: int, ended: int) -> StateCause | None:

@@ -32,8 +32,6 @@ _MAX_PIPELINED: Final = 64 << 10
 _LARGE_READ: Final = 128 << 10
 #: Bodies of at least this many bytes are parsed in a turn of their own.
 _LARGE_BODY: Final = 256 << 10
-#: Bytes of another protocol than HTTP that are handed on in one turn.
-_RELAYED_BYTES: Final = 4 << 10
 #: Seconds before the minimum rate of a body applies.
 _BODY_GRACE_S: Final = 5.0
 _LEAST_BODY_BYTES_PER_S: Final = 1024.0
@@ -63,7 +61,7 @@ class ClientConnection(PacedReader):
     """One connection of a client."""
 
     __slots__ = (
-        "_exchange", "_fed_at", "_head", "_held", "_now", "_raw", "_reader", "_server", "_since",
+        "_exchange", "_fed_at", "_head", "_held", "_now", "_reader", "_server", "_since",
         "_stalled_since", "_tenant", "address", "cors", "state",
     )  # fmt: skip
 
@@ -81,8 +79,6 @@ class ClientConnection(PacedReader):
         #: Bytes of the body that are counted among those of all connections.
         self._held = 0
         self._exchange: Exchange | None = None
-        #: Takes what comes once the connection has another protocol than HTTP.
-        self._raw: Callable[[bytes], None] | None = None
         self._now = server.driver.now
         #: Time at which the body began, or its last piece came.
         self._fed_at = 0.0
@@ -114,10 +110,6 @@ class ClientConnection(PacedReader):
                 self._continue_later()  # what is thrown away has its turn like anything else
             return
         self._reader.feed(data)
-        if state is _UPGRADED:
-            if self.reading is _OPEN:
-                self._hand_on()
-            return
         if state is _ANSWERING or self._stalled_since is not None or self.reading is _TURN:
             self._bound_reading()
             return
@@ -176,34 +168,16 @@ class ClientConnection(PacedReader):
     def write(self) -> Callable[[bytes], None]:
         return _nowhere if self._transport is None else self._transport.write
 
-    def upgraded(self, take: Callable[[bytes], None]) -> None:
-        """The connection has another protocol from now on: `take` gets all that comes."""
-        self._raw = take
+    def hand_over(self, protocol: asyncio.Protocol) -> tuple[asyncio.Transport, bytes]:
+        """Let another protocol have the transport, and what came behind the request; `break_off` ends it."""
+        transport, reader = self._transport, self._reader
+        assert transport is not None, "expected a connection that is open"
         self.state = states.UPGRADED.take(self.state)
-        self.hold(False)
-        if self.reading is _OPEN and self._reader.unread:
-            self._hand_on()
-
-    def _hand_on(self) -> None:
-        """Hand on part of what came in another protocol than HTTP; the others have their turn before more."""
-        reader, start = self._reader, self._reader.at
-        reader.at = min(start + _RELAYED_BYTES, len(reader.buffer))
-        part = reader.buffer[start : reader.at]
-        if reader.unread:
-            self._continue_later()
-        else:
-            reader.buffer, reader.at = b"", 0
-            if self.reading is _TURN:
-                self._resume_reading()
-        raw, exchange = self._raw, self._exchange
-        if not part or raw is None:
-            return
-        try:
-            raw(part)
-        except Exception as error:
-            if exchange is None:
-                raise
-            exchange.fault(error)
+        unread, reader.buffer, reader.at = reader.buffer[reader.at :], b"", 0
+        if self.reading is not _OPEN:
+            self._resume_reading()
+        transport.set_protocol(protocol)
+        return transport, unread
 
     def hold(self, held: bool) -> None:
         """Stop (`held`) or resume reading the client: backpressure of the engine."""
@@ -230,9 +204,11 @@ class ClientConnection(PacedReader):
         """End an answer that must not look complete: what was written goes out, then the connection ends."""
         self._exchange = None
         if self.state is _UPGRADED:
-            self._raw = None
-            if self._transport is not None:
-                self._server.parting.add(self)
+            if self._transport is None or self._transport.is_closing():
+                self.connection_lost(None)  # the other protocol was told
+                return
+            self._transport.set_protocol(self)
+            self._server.parting.add(self)
             # The client may still be sending: a reset would lose the Close frame.
             self._linger(states.LAST_ANSWERED)
         else:
@@ -257,9 +233,7 @@ class ClientConnection(PacedReader):
         """Read on, or go on throwing away what is of no use."""
         if self.state is _CLOSING:
             self._resume_reading()
-        elif self.state is _UPGRADED:
-            self._hand_on()
-        else:
+        elif self.state is not _UPGRADED:
             self._hold_back()
             self._advance()
             self._bound_reading()  # a request that was whole is being answered, and its client may leave

@@ -38,6 +38,8 @@ MOST_DEATHS: Final = 1
 _TEMPLATE_TOKENS: Final = 1024
 _TOKEN_IDS: Final = b"return_token_ids"
 _DONE: Final = Phase.DONE
+#: Errors at an event that is not of the expected form.
+_NOT_TRANSLATED: Final = (*NOT_READ, LookupError, TypeError, AttributeError)
 #: Ends of a connection after which its engine may be dead.
 _BY_CONNECTION: Final = (ends.BROKEN, ends.DROPPED)
 
@@ -297,7 +299,7 @@ class Continuation:
                 if self.only_end and not choice.get("finish_reason"):
                     return b""
             return b"data: " + msgspec.json.encode(fields)
-        except (*NOT_READ, LookupError, TypeError, AttributeError):
+        except _NOT_TRANSLATED:
             return None
 
     def _adapt(

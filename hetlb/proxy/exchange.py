@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hetlb.proxy.driver import Driver
     from hetlb.proxy.engine_pools import EnginePool
     from hetlb.proxy.kv_transfers import KvTransfer
-    from hetlb.proxy.realtime import Session
+    from hetlb.proxy.realtime import Tunnel
 
 #: Bytes of a busy engine's answer that are kept; more than that waits in its connection.
 _KEPT_BYTES: Final = 64 << 10
@@ -98,7 +98,7 @@ class Exchange(RequestRecord):
         #: The two legs of a split request, until the first token of the second.
         self.transfer: KvTransfer | None = None
         #: WebSocket that its answer is, None without one.
-        self.session: Session | None = None
+        self.session: Tunnel | None = None
 
     # --- from the scheduler ---
 
@@ -221,7 +221,7 @@ class Exchange(RequestRecord):
     @property
     def plain(self) -> bool:
         """True if what comes of the answer is passed on as it stands."""
-        return self.session is None and (self.answer is None or self.answer.stream is None)
+        return self.answer is None or self.answer.stream is None
 
     def engine_events(self, chunks: bytes) -> bool:
         """Pass on a read of a stream if it is whole events of text; False, and nothing is done, if not."""
@@ -284,9 +284,6 @@ class Exchange(RequestRecord):
 
     def engine_body(self, payload: bytes) -> None:
         """More of the answer's body: passed on in the same turn."""
-        if self.session is not None:
-            self.session.engine_body(payload)
-            return
         answer = self.answer
         assert answer is not None, "expected a head before a body"
         if self.phase is not _STREAMING:
@@ -321,9 +318,6 @@ class Exchange(RequestRecord):
     def engine_end(self, payload: bytes) -> None:
         """The answer is whole and its framing was clean; `payload` is its last part."""
         self.engine = None
-        if self.session is not None:
-            self.session.engine_left()
-            return
         answer, response = self.answer, self.response
         assert answer is not None, "expected a head before the end"
         if self.phase is not _STREAMING:
@@ -360,9 +354,6 @@ class Exchange(RequestRecord):
         """The engine, or this machine, failed: `end` says how."""
         response, answer = self.response, self.answer
         self.engine = self._sent = None
-        if self.session is not None:
-            self.session.engine_left()
-            return
         if answer is not None and answer.waits and self.transfer is None:
             answer.failure = end, detail
             return
@@ -414,7 +405,7 @@ class Exchange(RequestRecord):
         """The client left: whatever was done for it stops now."""
         if self.phase is not Phase.DONE:
             self.stop_engine()
-            self.finish(ends.LEFT if self.session is None else self.session.client_gone(), client_gone=True)
+            self.finish(ends.LEFT, client_gone=True)
 
     def hold(self, held: bool) -> None:
         """Stop reading the engine while the client is slow (`held`), and suspend its idle timeout."""

@@ -183,16 +183,18 @@ class Router:
         """The session that an upgrade to WebSocket asks for. Raises `GateError`."""
         if head.method != b"GET":
             raise _method_not_allowed((b"GET",))
-        from hetlb.proxy.realtime import Handshake, check_upgrade, model_asked_for
+        from hetlb.proxy.realtime import Handshake, check_upgrade, model_asked_for, with_model
 
         check_upgrade(head, body, open_to_all=self.tenants is None)
         call = Call()
         call.model = model_asked_for(head.query)
         if self.names is not None and call.model is not None:
             self._resolve(self.names, call, tenant)
+        if call.model is None and tenant is not None and tenant.models is not None:
+            raise GateError(403, "This API key is for some models: name one in the query, `?model=`.")
         exchange = self._exchange(client, head, _REALTIME, call, tenant)
-        may_use = None if tenant is None or tenant.models is None else tenant.may_use
-        exchange.outgoing = Handshake(exchange.outgoing, call, may_use)
+        asked = with_model(head, call.model) if call.renamed and call.model is not None else head
+        exchange.outgoing = Handshake(exchange.outgoing, asked)
         return exchange
 
     def _resolve(self, names: ModelNames, call: Call, tenant: Tenant | None) -> str:

@@ -6,6 +6,7 @@ one whose answer was not cleanly framed is never used again.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -76,7 +77,7 @@ class EngineConnection(PacedReader):
     """One connection to an engine; carries one exchange at a time."""
 
     __slots__ = (
-        "_buffer", "_decoder", "_interim", "_left", "_on_room", "_rest", "_rest_at", "exchange", "head",
+        "_buffer", "_decoder", "_interim", "_left", "_rest", "_rest_at", "exchange", "head",
         "idle_since", "may_upgrade", "pool", "state",
     )  # fmt: skip
 
@@ -95,9 +96,8 @@ class EngineConnection(PacedReader):
         #: Bytes that were read and are looked at in later turns, from `_rest_at` on.
         self._rest = b""
         self._rest_at = 0
-        #: True if the request asks for another protocol; then, what is told whether there is room to write.
+        #: True if the request asks for another protocol.
         self.may_upgrade = False
-        self._on_room: Callable[[bool], None] | None = None
 
     def _leave(self) -> None:
         """This connection is of no further use: the pool forgets it, what was read of it is dropped."""
@@ -142,12 +142,15 @@ class EngineConnection(PacedReader):
         else:
             transport.writelines((head, body))
 
-    def relay(self, on_room: Callable[[bool], None]) -> Callable[[bytes], None]:
-        """Return what writes bytes of the other protocol; `on_room` is told if there is room for more."""
-        transport = self._transport
+    def hand_over(self, protocol: asyncio.Protocol) -> tuple[asyncio.Transport, bytes]:
+        """Let another protocol have the transport, and what came behind the head; `abort` ends it."""
+        transport, unread = self._transport, self._rest[self._rest_at :]
         assert transport is not None, "expected a connection that was made"
-        self._on_room = on_room
-        return transport.write
+        self.exchange, self._rest, self._rest_at = None, b"", 0
+        if self.reading is not _OPEN:
+            self._resume_reading()
+        transport.set_protocol(protocol)
+        return transport, unread
 
     def pause(self) -> None:
         """Read no more for now: the client is slow."""
@@ -260,7 +263,8 @@ class EngineConnection(PacedReader):
                 if head.status == 101:
                     if not self.may_upgrade:
                         raise GateError(502, "The engine switched protocols.")
-                    length = None  # what follows ends with the connection
+                    length = None  # what follows is another protocol's
+                    self._rest, self._rest_at, data = data + self._rest[self._rest_at :], 0, b""
                     break
                 self._interim += 1
                 if self._interim > MAX_INTERIM:
@@ -359,14 +363,10 @@ class EngineConnection(PacedReader):
         # A request was written in one go: nothing to hold back.
         if self.state is EngineState.SENT:
             self.state = states.UNREAD.take(self.state)
-        if self._on_room is not None:
-            self._on_room(False)
 
     def resume_writing(self) -> None:
         if self.state is EngineState.SENDING:
             self.state = states.READ.take(self.state)
-        if self._on_room is not None:
-            self._on_room(True)
 
 
 class SideCall:

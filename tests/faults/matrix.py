@@ -89,8 +89,8 @@ ROWS = {
     "W1": Row("the client of a WebSocket session leaves", "", "the engine's connection closes; no failure"),
     "W2": Row(
         "the engine of a session leaves, or says nothing",
-        "Close 1014, 1001 after the idle timeout; inside a frame cut",
-        "a failure; none for silence",
+        "its connection closes; after the idle timeout too",
+        "a failure if it was reset",
     ),
     "W3": Row(
         "the engine refuses an upgrade; a 101 that answers no handshake", "its answer; 502", "none; a failure"
