@@ -43,6 +43,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "faults/floods.py": ("--rounds", "1", "--seconds", "0.5", "--only", "admin"),
     "faults/lost_engines.py": ("--requests", "20"),
     "faults/notices.py": ("--requests", "10"),
+    "faults/real_stop.py": _HELP,
     "faults/run.py": ("terminate", "--help"),
     "faults/soak.py": ("--minutes", "0.1"),
     "faults/streams.py": ("--minutes", "0.1", "--streams", "20"),

@@ -3,7 +3,7 @@
     python bench/faults/accounts.py [refusals] [hung] [stops] [silent] [full]
 
 Engines are small servers of this process on loopback: an answer is 20 events, one each 20 ms. A line for
-each case: requests sent and lost, and what the issue asks for. Exit status 1 if a case misses that.
+each case: requests sent and lost, and the bound. Exit status 1 if a case misses it.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ SIGCONT go to the engine core of the fast one alone: its HTTP server lives. Need
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -91,6 +92,7 @@ async def run(proxy: real.Proxy, cores: list[int]) -> None:
 
 def main() -> None:
     """Start the pair and hetlb, and run."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder, real.pair(Path(folder)) as servers:
         fast = next(each for each in servers if each.name == real.FAST)
         with real.proxy(servers, Path(folder) / "hetlb") as proxy:

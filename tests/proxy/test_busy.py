@@ -90,11 +90,13 @@ async def test_a_priority_is_a_number_within_reason(start: Start) -> None:
         for value, told in (
             ('"high"', "priority"),
             ("1.5", "priority"),
-            (str(1 << 40), "priority: Expected int <="),
+            (str(1 << 70), "priority"),
         ):
             answer = await ask(proxy, post(completion(value)))
             assert answer.status == 400
             assert told in answer.error["message"]
+        # vLLM takes any integer; beyond what hetlb counts with it is the least urgent.
+        assert (await ask(proxy, post(completion(str(1 << 40))))).status == 200
 
 
 async def test_a_header_says_whose_share_a_request_is_of(start: Start) -> None:
