@@ -78,14 +78,14 @@ turned_away(
     "types",
     field("max_tokens", "-1"),
     field("max_tokens", "1.5"),
-    field("max_tokens", '"5"'),
-    field("max_tokens", "true"),
+    field("max_tokens", '"5.5"'),
+    field("max_tokens", '"five"'),
     field("n", "1000000000"),
     field("n", "0"),
     field("n", "-1"),
     field("n", "1.5"),
     field("best_of", "1000000000"),
-    field("stream", "1"),
+    field("stream", "2"),
     field("max_tokens", "[]"),
     field("model", "7"),
 )
@@ -275,7 +275,7 @@ closes(
     b"post /v1/completions HTTP/1.1\r\nHost: p\r\n\r\n",
 )
 closes(
-    "P2", "too-much", 431, HEAD + b"X-A: " + b"y" * 9000 + b"\r\n\r\n", HEAD + b"X-A: y\r\n" * 70 + b"\r\n"
+    "P2", "too-much", 431, HEAD + b"X-A: " + b"y" * 17_000 + b"\r\n\r\n", HEAD + b"X-A: y\r\n" * 70 + b"\r\n"
 )
 closes(
     "P3",
