@@ -257,8 +257,8 @@ class Protected:
 class Demand:
     """Demand for one model: the mean request, whether requests keep arriving, how long answers take.
 
-    `first_s` until the first token and `end_s` until the end, as forecast: means of the newest dispatches,
-    their waits included.
+    `first_s` until the first token and `end_s` until the end, as forecast: geometric means of the newest
+    dispatches, their waits included. Waits of seconds in an overload are forgotten soon after it.
     """
 
     __slots__ = (
@@ -287,8 +287,11 @@ class Demand:
             return
         first_s, end_s = waited_s + first_s, waited_s + end_s
         self._dispatched = count = self._dispatched + 1.0 if self._dispatched < _NEWEST else _NEWEST
-        self.first_s += (first_s - self.first_s) / count
-        self.end_s += (end_s - self.end_s) / count
+        if count <= 1.0:
+            self.first_s, self.end_s = first_s, end_s
+            return
+        self.first_s *= math.pow(first_s / self.first_s, 1.0 / count)
+        self.end_s *= math.pow(end_s / self.end_s, 1.0 / count)
 
     def arrived(self, now: float, idle: bool) -> None:
         """Record an arrival. `idle`: no instance had a request, so those before are no part of a stream."""
