@@ -433,9 +433,8 @@ def limits_page() -> str:
         "keys) or a new one. Beside these the engine gets its own `Host` and, where configured, its own key.",
         "## Of one turn of the event loop",
         f"A connection reads at most 256 KiB in a turn, {_kib(request_reader.TURN_BYTES)} of a chunked body, "
-        f"{_kib(upstream.TURN_BYTES)} of an answer in chunks, events or frames, "
-        f"{_kib(connection._RELAYED_BYTES)} of a client's frames. JSON is decoded in one turn "
-        "(about 3 ns a byte).",
+        f"{_kib(upstream.TURN_BYTES)} of an answer in chunks or events. "
+        "JSON is decoded in one turn (about 3 ns a byte).",
     )
     return "\n\n".join(parts) + "\n"
 

@@ -42,7 +42,8 @@ class SeriesReader:
             return
         lines = self._rest + data[:end]
         if self._skips:
-            lines = lines[lines.find(b"\n") + 1 :] if b"\n" in lines else b""
+            cut = lines.find(b"\n")
+            lines = lines[cut + 1 :] if cut >= 0 else b""
         self._rest, self._skips = data[end + 1 :], False
         if len(self._rest) > _MOST_LINE:
             self._rest, self._skips = b"", True

@@ -169,8 +169,8 @@ AGREED = (
 )
 
 
-def session(*, client: bool, size: int = READ) -> Reader:
-    """What either side of a WebSocket says whose client asked for an alias, in reads of `size` bytes."""
+def tunnel(*, client: bool, size: int = READ) -> Reader:
+    """What either side of a tunnel sends whose client asked for an alias, in reads of `size` bytes."""
 
     def read(data: bytes) -> None:
         KEPT.proxy.server.router.names = ModelNames({"alias": "m"})
@@ -343,8 +343,8 @@ PREFIXES: tuple[tuple[Reader, bytes], ...] = (
     (engine(), SSE.replace(b"transfer-encoding: chunked\r\n", b"")),
     (gateway, b""),
     (gateway, written([HEADERS])),
-    (session(client=True), b""),
-    (session(client=False), b""),
+    (tunnel(client=True), b""),
+    (tunnel(client=False), b""),
     (json(Kind.COMPLETION), b'{"model":"m","prompt":['),
     (json(Kind.CHAT), b'{"messages":"'),
     (json(Kind.RESPONSES), b""),
@@ -356,8 +356,7 @@ PREFIXES: tuple[tuple[Reader, bytes], ...] = (
     (yaml, b"models: ["),
 )
 #: Of an input given many times over: its sizes, and the passes that a byte may cost. Coverage slows down what
-#: it covers, and a whole request in a few bytes is work of its own: WebSocket frames of two bytes cost 90
-#: passes, flat over three doublings, and 650 under coverage.
+#: it covers, and a whole request in a few bytes is work of its own.
 SMALL, FUZZ_PASSES = 64 << 10, 800.0
 #: Twice the bytes cost at most so many times as much here: coverage blurs small sizes, quadratic is 4.
 FUZZ_GROWTH = 3.0

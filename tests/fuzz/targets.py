@@ -42,7 +42,7 @@ from hetlb.core import engine_metrics
 from hetlb.core.block_index import BlocksCleared, BlocksStored
 from hetlb.core.remote_leases import RemoteLeases
 from hetlb.errors import InputError
-from hetlb.proxy.http import http1, multipart, sse, text_shape, transfer_fields, websocket
+from hetlb.proxy.http import http1, multipart, sse, text_shape, transfer_fields
 from hetlb.proxy.http import openai_body as bodies
 from hetlb.proxy.http.endpoints import Kind
 from hetlb.proxy.kv_events import PART_BLOCKS, read_batch
@@ -395,33 +395,6 @@ def gateway(data: bytes) -> None:
     _door[0].check(messages_of(data))
 
 
-def frames(data: bytes) -> None:
-    """Frames of a WebSocket: one reading however they are cut, none of them lost or longer than is kept."""
-    for masked in (False, True):
-        whole = _frames([data], masked)
-        assert _frames([data[at : at + 3] for at in range(0, len(data), 3)], masked) == whole
-        assert _frames([data[at : at + 1] for at in range(len(data))], masked) == whole
-        for opcode, payload in whole[0]:
-            assert len(payload) <= (125 if opcode >= 8 else 64)
-        # What is framed again reads the same.
-        again = b"".join(
-            websocket.frame(opcode, payload, b"mask" if masked else b"") for opcode, payload in whole[0]
-        )
-        assert _frames([again], masked) == (whole[0], None)
-
-
-def _frames(pieces: list[bytes], masked: bool) -> tuple[list[tuple[int, bytes]], int | None]:
-    """The messages of one side, and the code of the error that ended them."""
-    reader = websocket.FrameReader(masked=masked, most_kept=64, strict=masked)
-    found: list[tuple[int, bytes]] = []
-    try:
-        for piece in pieces:
-            found += reader.feed(piece)
-    except websocket.ProtocolError as error:
-        return found, error.code
-    return found, None
-
-
 class _Sink:
     """A coordinator that is told what the stage gives up."""
 
@@ -497,7 +470,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "gateway": gateway,
     "http2": http2,
     "differential": differential,
-    "websocket": frames,
     "shared": shared_view,
     "takeover": takeover,
     "stage": stage_frames,

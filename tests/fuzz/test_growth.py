@@ -200,18 +200,8 @@ CASES: dict[str, tuple[Reader, Make, int]] = {
     "an event without end, byte by byte": (costs.engine(1), answer(b"data: x", 7), 4 << 10),
     "a stream in small reads": (costs.engine(30), answer(TOKEN, len(TOKEN)), 32 << 10),
     "a plain answer in small reads": (costs.engine(10), many(b"x", JSON + b"\r\n"), 16 << 10),
-    "short frames of a client": (costs.session(client=True), many(b"\x81\x80mask"), 8 << 10),
-    "pings of a client, byte by byte": (costs.session(client=True, size=1), many(b"\x89\x80mask"), 2 << 10),
-    "a client's message in parts": (
-        costs.session(client=True), many(b"\0\x81maskx", b"\x01\x80mask", b"\x80\x80mask"), 16 << 10,
-    ),
-    "short frames of an engine": (costs.session(client=False), many(b"\x81\0"), 8 << 10),
-    "frames of an engine in small reads": (
-        costs.session(client=False, size=10), many(b"\x82\x7e\x03\0" + bytes(768)), 16 << 10,
-    ),
-    "an engine's message in parts": (
-        costs.session(client=False), many(b"\0\x01x", b"\x01\0", b"\x80\0"), 16 << 10,
-    ),
+    "a tunnel's client, byte by byte": (costs.tunnel(client=True, size=1), bytes, 2 << 10),
+    "a tunnel's engine, byte by byte": (costs.tunnel(client=False, size=1), bytes, 2 << 10),
     "a body in messages of a byte": (costs.gateway, pieces("request_body", 1, HEADERS), 32 << 10),
     "a body in messages of 4 KiB": (costs.gateway, pieces("request_body", 4096, HEADERS), 512 << 10),
     "an answer in messages of a byte": (
@@ -336,9 +326,7 @@ TURNS = 1500
 UNITS = (
     ("byte by byte", 250.0, 16.0),
     ("small reads", 25.0, 16.0),
-    ("short frames", 20.0, 4.0),
     ("a file of", 20.0, 32.0),
-    ("in parts", 10.0, 4.0),
     ("of a byte", 10.0, 16.0),
     ("requests", 10.0, 16.0),
     ("one token", 8.0, 16.0),

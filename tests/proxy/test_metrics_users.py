@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import yaml
 
-from hetlb.core.types import AdminState, Health, Outcome
+from hetlb.core.types import CAUSES, AdminState, Health, Outcome
+from hetlb.proxy.causes import SEVERITIES, State
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "configs" / "grafana" / "hetlb.json"
 ALERTS = ROOT / "configs" / "alerts" / "hetlb.yaml"
-#: What Prometheus itself or the functions used add to every series.
+#: What Prometheus itself or the functions used add to every series. It renames a label `instance` of a
+#: series to `exported_instance`.
 EVERYWHERE = {"instance", "job", "le"}
 
 
@@ -77,13 +79,19 @@ def test_every_metric_and_label_named_is_one(where: str, expression: str) -> Non
 
 
 def test_values_of_labels_are_those_there_are() -> None:
-    known = {"outcome": {each.value for each in Outcome}, "state": {each.value for each in AdminState},
-             "health": {each.value for each in Health}, "result": {"done", "refused"}}  # fmt: skip
+    known = {"outcome": set(Outcome), "health": set(Health), "result": {"done", "refused"},
+             "hetlb_state state": set(State), "hetlb_cause cause": set(SEVERITIES),
+             "hetlb_instance_state state": set(AdminState),
+             "hetlb_requests_total cause": set(CAUSES.values())}  # fmt: skip
     seen = 0
     for where, expression in expressions():
-        for label, values in re.findall(r'\b(outcome|state|health|result)[=!]~?"([^"]*)"', expression):
-            assert set(values.split("|")) <= known[label], where
-            seen += 1
+        for name, matchers in re.findall(r"([a-z_]+)\{([^}]*)\}", expression):
+            for label, values in re.findall(
+                r'\b(outcome|state|health|result|cause)[=!]~?"([^"]*)"', matchers
+            ):
+                of_label = known.get(label) or known[f"{name} {label}"]
+                assert set(values.split("|")) <= of_label, where
+                seen += 1
     assert seen > 5
 
 
@@ -106,7 +114,8 @@ def test_alerts_name_the_instance_and_the_fault() -> None:
     for rule in rules():
         assert rule["labels"]["severity"] in ("page", "ticket"), rule["alert"]
         for label in re.findall(r"\$labels\.([a-z_]+)", rule["annotations"]["summary"]):
-            assert label in {"instance", "server", "model"}, rule["alert"]
+            own = {"exported_instance"} if "hetlb_cause" in rule["expr"] else set()
+            assert label in {"instance", "server", "model", "cause"} | own, rule["alert"]
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not on this machine")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -119,10 +120,19 @@ def test_a_claimed_share_lies_within_that_of_the_key(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/decisions", "/v1/fleet", "/metrics", "/v1/status", "/v1/usage", "/v1/policy"]
+    ("path", "status"),
+    [
+        *((f"/v1/{name}", b"404") for name in ("fleet", "status", "usage", "policy")),
+        ("/metrics", b"404"),
+        ("/v1/decisions", b"405"),  # vLLM has a path of this name, for POST alone
+    ],
 )
-def test_what_is_known_of_all_tenants_is_not_on_their_listener(proxy: Proxy, path: str) -> None:
-    assert ask(proxy, "bob", path, b"", method="GET").got.startswith(b"HTTP/1.1 404")
+def test_what_is_known_of_all_tenants_is_not_on_their_listener(
+    proxy: Proxy, path: str, status: bytes
+) -> None:
+    got = bytes(ask(proxy, "bob", path, b"", method="GET").got)
+    assert got.startswith(b"HTTP/1.1 " + status)
+    assert set(json.loads(got.partition(b"\r\n\r\n")[2])) == {"error"}
 
 
 def test_a_retry_is_the_requests_own(proxy: Proxy, engines: Engines) -> None:

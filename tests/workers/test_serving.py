@@ -527,12 +527,10 @@ async def test_a_session_through_a_relay(serve: Serve) -> None:
             assert figures["models"][0]["instances"][0]["in_flight"] == 1
             (await engine.asked_for()).left.set()
         await proxy.metric_until('hetlb_websocket_session_seconds_count{model="m"}', 1)
-        # At a shutdown a session is told, after the grace.
+        # At a shutdown it is closed, after the grace.
         async with connect(proxy.url.replace("http", "ws") + "/v1/realtime", open_timeout=HANG_S) as client:
             await client.recv()
             ending = asyncio.create_task(proxy.end())
-            with pytest.raises(ConnectionClosed) as closed:
+            with pytest.raises(ConnectionClosed):
                 await client.recv()
-            assert closed.value.rcvd is not None
-            assert closed.value.rcvd.code == 1001
             assert await ending == 0
