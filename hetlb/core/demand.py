@@ -286,6 +286,8 @@ class Demand:
         if first_s <= 0.0:
             return
         first_s, end_s = waited_s + first_s, waited_s + end_s
+        if first_s <= 0.0 or end_s <= 0.0:  # a clock that went back
+            return
         self._dispatched = count = self._dispatched + 1.0 if self._dispatched < _NEWEST else _NEWEST
         if count <= 1.0:
             self.first_s, self.end_s = first_s, end_s
