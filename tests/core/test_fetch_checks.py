@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import random
 from typing import Any
 
 import pytest
+from helpers import spec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,12 +20,14 @@ from hetlb.core.fetch_checks import (
     UNJUDGED_S,
     FetchChecks,
 )
+from hetlb.core.health import HealthTracker
+from hetlb.core.instance import Instance
 
 LATER = 10.0 * LAG_S
 
 
-def instance(number: int) -> Any:
-    return SimpleNamespace(name=f"i{number}", incarnation=number)
+def instance(number: int) -> Instance:
+    return Instance(spec(f"i{number}"), number, HealthTracker(random.Random(0)), 0.0)
 
 
 A, B, TARGET = instance(1), instance(2), instance(9)
