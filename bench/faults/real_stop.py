@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -54,7 +55,8 @@ async def run(proxy: real.Proxy, cores: list[int]) -> None:
     """Load for 15 s, stop the core, let it go on, load for a minute more."""
     rng = random.Random(1)
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=500)) as http:
-        tasks, begun, stopped, went_on, named = [], time.monotonic(), 0.0, 0.0, 0.0
+        tasks: list[asyncio.Task[Any]] = []
+        begun, stopped, went_on, named = time.monotonic(), 0.0, 0.0, 0.0
         while (passed := time.monotonic() - begun) < 15.0 + STOP_S + 45.0:
             tasks.append(asyncio.create_task(ask(http, proxy.url, len(tasks))))
             if passed > 15.0 and not stopped:
