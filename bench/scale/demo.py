@@ -178,7 +178,7 @@ def main() -> None:
     with Processes() as processes, tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         instances = engines(processes, folder)
-        path = fleet_file(folder, instances, shared={"url": f"hub:{folder / 'hub.sock'}"})
+        path = fleet_file(folder, instances)
         results: dict[str, Any] = {}
         serve, line = processes.start(*HETLB, "serve", "--config", str(path), ready="ready on")
         say(f"{args.num_prompts} requests at {args.rate}/s through hetlb serve ...")
@@ -186,6 +186,7 @@ def main() -> None:
         results["serve"] = shown(bench(line.split()[3], args.rate, args.num_prompts))
         results["serve"]["cpu_ms_per_request"] = round(1e3 * (cpu_s(serve) - before) / args.num_prompts, 2)
         processes._end(serve)
+        path = fleet_file(folder, instances, shared={"url": f"hub:{folder / 'hub.sock'}"})
         pickers, ports = [], []
         for _ in range(2):
             picker, line = processes.start(*HETLB, "pick", "--config", str(path), ready="pick ready on")
