@@ -780,7 +780,7 @@ function candidates(decision) {
   const weighted = (each, name) => (each.terms?.[name] === undefined ? undefined : each.terms[name] * weight(name));
   // Each term as it counts, so that a row adds up to its score.
   const columns = [
-    ...terms.map((name) => [`${weight(name) === 1 ? "" : `${weight(name)} × `}${name.replace(/_s$/, " s").replaceAll("_", " ")}`,
+    ...terms.map((name) => [`${weight(name) === 1 ? "" : `${figure(weight(name))} × `}${name.replace(/_s$/, " s").replaceAll("_", " ")}`,
       (each) => figure(weighted(each, name))]),
     ...(terms.length ? [] : [
       ["Batch", (each) => count(each.ideal_batch)],
