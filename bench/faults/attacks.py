@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from common import MODEL, Promise, Serving, report, serving
-from engine import HEAD, chunk, plain
+from engine import HEAD, chunk, plain, read_request
 
 STREAMS, RATE = 50, 20.0
 #: Engines that are well: together they have places for 500 streams that are not read and the honest ones.
@@ -60,9 +60,7 @@ async def engine_process(served: str) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).lower()
-                length = int(head.partition(b"content-length: ")[2].split(b"\r")[0] or b"0")
-                body = await reader.readexactly(length) if length else b""
+                head, body = await read_request(reader)
                 await answer(head.split()[1], body, writer)
                 await writer.drain()
 

@@ -212,3 +212,10 @@ class Hole:
     def url(self) -> str:
         """Address without an answer."""
         return f"http://127.0.0.1:{self.port}"
+
+
+async def read_request(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    """Return the head of the next request in lower case, and its body. Raises `IncompleteReadError`."""
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    length = int(head.partition(b"content-length: ")[2].split(b"\r")[0] or b"0")
+    return head, await reader.readexactly(length) if length else b""

@@ -31,7 +31,7 @@ from pathlib import Path
 import aiohttp
 import yaml
 from common import busy
-from engine import HEAD, chunk, plain
+from engine import HEAD, chunk, plain, read_request
 
 from hetlb.loadtest.results import platform_document
 
@@ -52,9 +52,7 @@ async def engine_process(port: int) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).lower()
-                length = int(head.partition(b"content-length: ")[2].split(b"\r")[0] or b"0")
-                body = await reader.readexactly(length) if length else b""
+                head, body = await read_request(reader)
                 if not body:
                     models = b'{"object":"list","data":[{"id":"m","object":"model"}]}'
                     writer.write(plain(models if b"/v1/models" in head else b""))

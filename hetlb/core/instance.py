@@ -189,7 +189,7 @@ class Instance:
         self._waiting_seen = 0
         #: Time at which its metrics showed how many sequences it runs at once.
         self.slots_learnt_at: float | None = None
-        #: Slots by which those that were learnt grow next.
+        #: Next growth of the learnt slots.
         self.slots_step = 1
 
     # --- limits ---

@@ -19,7 +19,7 @@ BUSY_CAP_S: Final = 60.0
 #: A limit without a stated time holds for this long, in seconds; it is forgotten this long after that.
 LIMIT_S: Final = 1.0
 FORGOTTEN_S: Final = 10.0
-#: Share of a limit by which it grows in a second.
+#: Growth of a limit in a second, as a share of it.
 _GROWTH: Final = 0.25
 #: Availability at a moment: like any other, or not now.
 NORMAL: Final = 0

@@ -91,6 +91,15 @@ _MIMO: Final = Family(
     kinds=mimo_pattern, mixer=special.mimo_mixer, sparse=True, router_bias=True, out_bias=False
 )
 
+#: MiniMax-01, Text-01 and M1: one architecture under three names.
+_MINIMAX: Final = Family(
+    kinds=numbered_types,
+    mixer=special.minimax_mixer,
+    sparse=True,
+    qkv_bias=False,
+    out_bias=False,
+    feed_name="block_sparse_moe",
+)
 #: By `model_type`, which has the defaults of the configuration class.
 FAMILIES: Final[Mapping[str, Family]] = {
     "llama": _LLAMA,
@@ -324,30 +333,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
         qkv_bias=False,
         feed_name="block_sparse_moe",
     ),
-    "minimax": Family(
-        kinds=numbered_types,
-        mixer=special.minimax_mixer,
-        sparse=True,
-        qkv_bias=False,
-        out_bias=False,
-        feed_name="block_sparse_moe",
-    ),
-    "minimax_m1": Family(
-        kinds=numbered_types,
-        mixer=special.minimax_mixer,
-        sparse=True,
-        qkv_bias=False,
-        out_bias=False,
-        feed_name="block_sparse_moe",
-    ),
-    "minimax_text_01": Family(
-        kinds=numbered_types,
-        mixer=special.minimax_mixer,
-        sparse=True,
-        qkv_bias=False,
-        out_bias=False,
-        feed_name="block_sparse_moe",
-    ),
+    "minimax": _MINIMAX,
+    "minimax_m1": _MINIMAX,
+    "minimax_text_01": _MINIMAX,
     "minimax_m2": Family(
         kinds=all_full_numbers,
         qkv_bias=False,

@@ -1,4 +1,4 @@
-"""What an instance may take after it came back, said it is busy, or failed; and who may be ejected."""
+"""Limits of an instance after it came back, said it is busy, or failed; ejection."""
 
 from __future__ import annotations
 

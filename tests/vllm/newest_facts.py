@@ -1,11 +1,11 @@
 """What vLLM's source says, read without running it, against what hetlb knows: paths, fields, metrics, flags.
 
-    pip download --no-deps vllm==VERSION -d /tmp/w && unzip -q /tmp/w/*.whl 'vllm/*.py' -d /tmp/w/src
-    python tests/vllm/newest_facts.py /tmp/w/src/vllm
+    pip download --no-deps vllm==VERSION -d W && unzip -q W/*.whl 'vllm/*.py' -d W/src
+    python tests/vllm/newest_facts.py W/src/vllm
 
 Prints what is unknown, a line each, and exits 1 if there is any. A new path gets a line in `endpoints.py` or
 in `REFUSED`; a new field goes to engines unread, so it is only written down in `data/known-fields.json`
-(`--write`) once somebody has looked whether it changes the work of a request or reaches other requests'.
+(`--write`) once it was checked whether it changes the work of a request or reaches other requests'.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class PlacementRun:
         self.result: PipelineResult | None = None
 
     def advance(self, window_s: float, limits: SolveLimits) -> float | None:
-        """Return the output tokens/s of a window of so many seconds, None where the limits ended it."""
+        """Return the output tokens/s of a window in seconds, None where the limits ended it."""
         self._limits = limits
         simulator, simulation = self._simulator, self._simulation
         if self.result is not None:

@@ -33,7 +33,7 @@ class JudgedRun(Protocol):
     """A simulation of one placement that can be continued."""
 
     def advance(self, window_s: float, limits: SolveLimits) -> float | None:
-        """Return the output tokens/s of a window of so many seconds, None where the limits ended it."""
+        """Return the output tokens/s of a window in seconds, None where the limits ended it."""
 
 
 #: Begins the simulation of a placement under a flow.
