@@ -17,6 +17,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+#: Errors of `msgspec` at JSON of others: names that are no UTF-8 have their own, and so has depth.
+NOT_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _UNPRINTABLE = re.compile(r"[^ -~\xa1-\uffff]|[\u2028\u2029\ud800-\udfff]")
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from hetlb.errors import NOT_JSON
+
 
 def read_model_list(body: bytes) -> list[dict[str, Any]]:
     """The entries of a `/v1/models` answer that have a name, [] if it is none."""
@@ -36,5 +38,5 @@ def read_version(body: bytes) -> str | None:
 def _json(body: bytes) -> object:
     try:
         return msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except NOT_JSON:
         return None

@@ -16,10 +16,8 @@ from typing import Any
 
 import msgspec
 
-from hetlb.errors import HetlbError, InputError, TraceError
+from hetlb.errors import NOT_JSON, HetlbError, InputError, TraceError
 from hetlb.files import whole_file
-
-_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class _Line(msgspec.Struct):
@@ -58,7 +56,7 @@ def read_jobs(path: Path) -> list[BatchJob]:
         try:
             line = msgspec.json.decode(text, type=_Line)
             body = msgspec.json.decode(line.body, type=_Body)
-        except _NO_JSON as error:
+        except NOT_JSON as error:
             raise TraceError(f"{where}: expected a request of OpenAI's batch: {error}") from error
         if line.method != "POST":
             raise TraceError(f"{where}: method: expected POST, got {line.method!r:.20}")
@@ -113,7 +111,7 @@ class BatchJournal:
             result = msgspec.json.decode(line)
             name, response = result["custom_id"], result["response"]
             status = None if response is None else int(response["status_code"])
-        except (*_NO_JSON, ValueError, LookupError, TypeError) as error:
+        except (*NOT_JSON, ValueError, LookupError, TypeError) as error:
             raise TraceError(f"{self._path}: expected results of a batch, got {line[:40]!r}") from error
         if name not in known:
             raise TraceError(f"{self._path}: custom_id: expected results of this batch, got {name!r:.60}")
@@ -128,7 +126,7 @@ class BatchJournal:
         raw: Any = msgspec.Raw(body)
         try:
             msgspec.json.decode(body)
-        except _NO_JSON:
+        except NOT_JSON:
             raw = body[:2000].decode(errors="replace")
             if status < 400:
                 return self.broken(job, "malformed_answer", raw)

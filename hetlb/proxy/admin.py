@@ -27,7 +27,7 @@ from hetlb.core.instance import Instance
 from hetlb.core.policies.registry import POLICIES
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.types import AdminState, AdminStateSet
-from hetlb.errors import HetlbError, InputError
+from hetlb.errors import NOT_JSON, HetlbError, InputError
 from hetlb.proxy.access import show_newest
 from hetlb.proxy.beliefs import believed
 from hetlb.proxy.scheduler_driver import DECISIONS_KEPT
@@ -124,7 +124,7 @@ def _refuse(status: int, message: str) -> web.Response:
 async def _body(request: web.Request, only: str | None = None) -> dict[str, Any]:
     try:
         raw = msgspec.json.decode(await request.read())
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         raise web.HTTPBadRequest(text="expected a JSON object") from error
     if not isinstance(raw, dict):
         raise web.HTTPBadRequest(text="expected a JSON object")

@@ -23,6 +23,7 @@ from hetlb.core.instance import Instance
 from hetlb.core.scheduler import Scheduler
 from hetlb.core.transition import Transition
 from hetlb.core.types import Command, Connector, Hold, KvLink, Lease, Outcome, Role
+from hetlb.errors import NOT_JSON
 from hetlb.proxy import ends
 from hetlb.proxy import exchange_states as states
 from hetlb.proxy.ends import End
@@ -210,7 +211,7 @@ class KvTransfer:
                 answer = _answer.decode(body)
                 params = bytes(answer.kv_transfer_params)
                 self._pushed = params != b"" and _transfer.decode(params).transfer_mode == "push"
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            except NOT_JSON:
                 params = b""
             if not params.startswith(b"{"):
                 self._unsplit(ends.NOT_HANDED_OVER, "no_params")

@@ -11,6 +11,7 @@ from http import HTTPStatus
 import msgspec
 
 from hetlb.core.types import Outcome, RejectReason
+from hetlb.errors import NOT_JSON
 from hetlb.proxy.http.http1 import GateError
 
 
@@ -118,7 +119,7 @@ def upstream_error_event(status: int, body: bytes, path: str = "") -> bytes:
     """An engine's whole answer of 400 or more, as an event of a stream that has begun."""
     try:
         document = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except NOT_JSON:
         document = None
     if not isinstance(document, dict) or not document.get("error"):
         answer = Answer(Outcome.UPSTREAM_ERROR, status, "UpstreamError", "upstream_error", None)

@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 from mypy_extensions import mypyc_attr
 
+from hetlb.errors import NOT_JSON
 from hetlb.proxy.http.endpoints import NOT_KEPT, Kind
 from hetlb.proxy.http.http1 import GateError
 from hetlb.proxy.http.openai_fields import RequestFields
@@ -95,7 +96,7 @@ def read_json(kind: Kind, body: bytes) -> Call:
             decoded = _decoder.decode(in_plain_numbers(body))
     except msgspec.ValidationError as error:
         raise GateError(400, _plain(str(error))) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         raise GateError(400, "The body is not valid JSON.") from error
     call = Call(body)
     call.model = decoded.model

@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from hetlb.errors import NOT_JSON
 from hetlb.proxy.http.openai_fields import ErrorFields, EventFields, FinishedFields, Usage, UsageHolder
 
 MAX_HELD_BYTES: Final = 64 << 10
@@ -35,7 +36,6 @@ _holder_decoder = msgspec.json.Decoder(UsageHolder)
 _error_decoder = msgspec.json.Decoder(ErrorFields, strict=False)
 _choices_decoder = msgspec.json.Decoder(FinishedFields)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def data_of(event: bytes) -> bytes:
@@ -297,7 +297,7 @@ class SseWatcher:
         """Take usage or an error out of an event that may have some; returns it without usage held."""
         try:
             fields = _decoder.decode(data)
-        except _NOT_JSON:
+        except NOT_JSON:
             self.events += 1
             return event
         error = bytes(fields.error)
@@ -322,7 +322,7 @@ class SseWatcher:
             return
         try:
             usage = _usage_decoder.decode(raw)
-        except _NOT_JSON:
+        except NOT_JSON:
             return
         self.completion_tokens = _first(usage.completion_tokens, usage.output_tokens, self.completion_tokens)
         self.prompt_tokens = _first(usage.prompt_tokens, usage.input_tokens, self.prompt_tokens)
@@ -331,8 +331,14 @@ class SseWatcher:
             self.cached_tokens = _first(details.cached_tokens, self.cached_tokens)
 
     def _without_usage(self, event: bytes, data: bytes, only_usage: bool) -> bytes:
-        """Return an event without its usage, b"" where nothing is left of it to pass on."""
-        fields = _object.decode(data)
+        """Return an event without its usage, b"" where nothing is left of it to pass on.
+
+        Names that are no UTF-8 cannot be written again: such an event passes as it came.
+        """
+        try:
+            fields = _object.decode(data)
+        except NOT_JSON:
+            return event
         del fields["usage"]
         if not only_usage:
             return _with_data(event, msgspec.json.encode(fields))
@@ -368,7 +374,7 @@ def _finishes(data: bytes) -> bool:
         return data.find(_FINISH_REASON) >= 0 and _FINISHED.search(data) is not None
     try:
         return any(each.finish_reason for each in _choices_decoder.decode(data).choices or ())
-    except _NOT_JSON:
+    except NOT_JSON:
         return False
 
 
@@ -376,7 +382,7 @@ def _inner_usage(raw: bytes) -> bytes:
     """Return the usage in an object of an event (a response, a message), b"" for none."""
     try:
         usage = bytes(_holder_decoder.decode(raw).usage) if raw.startswith(b"{") else b""
-    except _NOT_JSON:
+    except NOT_JSON:
         return b""
     return b"" if usage in _NO_VALUE else usage
 
@@ -385,7 +391,7 @@ def _is_refusal(error: bytes) -> bool:
     """Return True if an error is the fault of the request: the `code` of vLLM is an HTTP status."""
     try:
         code = _error_decoder.decode(error).code
-    except _NOT_JSON:
+    except NOT_JSON:
         return False
     return code is not None and 400 <= code < 500
 

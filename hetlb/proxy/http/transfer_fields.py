@@ -11,6 +11,8 @@ from typing import Final
 
 import msgspec
 
+from hetlb.errors import NOT_JSON
+
 FIELDS: Final = ("kv_transfer_params", "ec_transfer_params")
 #: Objects in which an engine looks for them too.
 _HOLDERS: Final = ("vllm_xargs", "sampling_params", "extra_args")
@@ -37,7 +39,7 @@ def has_transfer_fields(value: bytes) -> bool:
     """True if a form's value, a JSON object, has such a field, or cannot be read."""
     try:
         return not _object.decode(value).keys().isdisjoint(FIELDS)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except NOT_JSON:
         return True
 
 
