@@ -153,3 +153,9 @@ def test_vllm_s_limits_by_gpu() -> None:
     assert batch_limits("H100", 80 * gib) == (8192, 1024)
     assert batch_limits("B200", 178 * gib) == (16_384, 1024)
     assert batch_limits(None, None) == (2048, 256)
+    # Without the memory, by the name.
+    assert batch_limits("h100_sxm", None) == (8192, 1024)
+    assert batch_limits("b200_sxm", None) == (16_384, 1024)
+    assert batch_limits("rtx_pro_6000_server", None) == (8192, 1024)
+    assert batch_limits("A100-SXM4-80GB", None) == (2048, 256)
+    assert batch_limits("l40s", None) == (2048, 256)

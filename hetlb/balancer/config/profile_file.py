@@ -12,6 +12,7 @@ import msgspec
 
 from hetlb.balancer.config.mistakes import short
 from hetlb.balancer.config.yaml_file import NonNegative, Positive, PositiveInt, load_yaml
+from hetlb.balancer.core.engine_defaults import batch_limits
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.step_times import (
     DecodeTable,
@@ -392,6 +393,17 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             async_scheduling=e.schedules_asynchronously(self.hardware.gpu if self.hardware else None),
             max_loras=e.max_loras,
         )
+
+    @property
+    def usual_capacity(self) -> Capacity:
+        """Return the limits, those of a batch that are not stated as vLLM has them on this GPU."""
+        stated, hardware = self.capacity, self.hardware
+        if self.engine.name.lower() != "vllm" or hardware is None:
+            return stated
+        tokens, sequences = batch_limits(hardware.gpu, hardware.memory_bytes)
+        tokens = stated.max_num_batched_tokens or max(tokens, stated.max_num_seqs or 0)
+        sequences = stated.max_num_seqs or min(sequences, tokens)
+        return stated.updated(Capacity(max_num_batched_tokens=tokens, max_num_seqs=sequences))
 
 
 def sections(latency: LatencyModel) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class EmulatedEngine(EngineGroup):
     ) -> None:
         where = where or profile.name
         try:
-            limits = EngineLimits.from_capacity(profile.capacity)
+            limits = EngineLimits.from_capacity(profile.usual_capacity)
         except ValueError as error:
             raise ProfileError(f"{where}: {error}") from None
         names = _names(profile, served_model_names, where)

@@ -59,7 +59,7 @@ def make_study(
 def engine_of(profile: Profile, where: str = "", **more: Any) -> EngineSpec:
     """The engine of a profile; `more` are fields of its own. Raises `ProfileError` naming what it lacks."""
     try:
-        return EngineSpec(profile.latency, EngineLimits.from_capacity(profile.capacity), **more)
+        return EngineSpec(profile.latency, EngineLimits.from_capacity(profile.usual_capacity), **more)
     except ValueError as error:
         raise ProfileError(f"{where}{profile.name}: {error}") from error
 

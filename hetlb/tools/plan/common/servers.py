@@ -43,7 +43,7 @@ FILL_IN = "Fill in the hosts (NAME.invalid): `hetlb serve --check` names those t
 def simulated_limits(profile: Profile) -> tuple[int, int]:
     """Return `max_num_batched_tokens` and `max_num_seqs` with which the engine of a profile is simulated."""
     tokens = profile.engine.kv_cache_tokens or DEFAULT_KV_CACHE_TOKENS
-    limits = EngineLimits.from_capacity(replace(profile.capacity, kv_cache_tokens=tokens))
+    limits = EngineLimits.from_capacity(replace(profile.usual_capacity, kv_cache_tokens=tokens))
     return limits.max_num_batched_tokens, limits.max_num_seqs
 
 
