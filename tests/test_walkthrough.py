@@ -14,10 +14,10 @@ import pytest
 from page_room import LEFT_BEHIND, Room, run_in_room, why_no_rooms
 from test_docs import PAGES, reference
 
+from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.config.fleet_tables import FleetFile
+from hetlb.balancer.config.profile_file import load_profile
 from hetlb.cli.main import COMMANDS, build_parser
-from hetlb.config.fleet import load_fleet
-from hetlb.config.fleet_tables import FleetFile
-from hetlb.config.profile_file import load_profile
 from hetlb.errors import ConfigErrors
 
 ROOT = Path(__file__).parents[1]
@@ -189,7 +189,7 @@ PAGE_BY_NAME = {
         {
             "make test ": "make --dry-run test ",
             "--request-rate 8 --num-prompts 500": "--request-rate 80 --num-prompts 100",
-            "--trace hetlb/demo/trace.csv --request-rate 8 --compare": "--trace hetlb/demo/trace.csv "
+            "--trace hetlb/tools/demo/trace.csv --request-rate 8 --compare": "--trace hetlb/tools/demo/trace.csv "
             "--request-rate 80 --num-prompts 100 --compare",
             "hetlb profile --url": "hetlb profile --budget 1m --repeats 1 --url",
         },
@@ -264,7 +264,7 @@ fi
         "hetlb place --config place.yaml --time-limit 5 --json > plan.json\n"
         'python -c \'import json; print(json.dumps(json.load(open("plan.json"))["placement"]))\' > P.json\n'
         "cp profiling/l40s-llama-3.1-70b-tp1.yaml l40s.yaml\n"
-        "cp profiling/a100_sxm-llama-3.1-70b-tp4.yaml a100.yaml\n"
+        "cp l40s.yaml a100.yaml\n"
         + _PLACE_FILES,
         {
             "hetlb place --config place.yaml   ": "hetlb place --config place.yaml --time-limit 5 ",
@@ -275,7 +275,7 @@ fi
     ),
     "policies.md": Page(
         _FLEET + "mkdir mine\nsed -i 's|configs|../configs|' fleet.yaml\nmv fleet.yaml mine\n"
-        "cp hetlb/demo/trace.csv mine\npip install .\ncd mine\n",
+        "cp hetlb/tools/demo/trace.csv mine\npip install .\ncd mine\n",
         {"--trace trace.csv": "--trace trace.csv --num-prompts 50"},
     ),
     "profiles.md": Page(
@@ -297,7 +297,7 @@ fi
     ),
     "simulator.md": Page(
         engine("127.0.0.1", 8000, _FAST).replace("--time-scale 0.05 ", "")
-        + "hetlb bench --url http://127.0.0.1:8000 --trace hetlb/demo/trace.csv --request-rate 20 "
+        + "hetlb bench --url http://127.0.0.1:8000 --trace hetlb/tools/demo/trace.csv --request-rate 20 "
         "--num-prompts 200 --save-result --save-detailed --result-filename LOG\n"
         f"cp {_FAST} P.yaml\n",
         {"--request-rate 50,100,200,inf": "--num-prompts 200 --request-rate 50,100,200,inf"},
