@@ -143,7 +143,8 @@ EOF
 """
 _HOSTS = {"gpu-a": "127.0.0.2", "gpu-b": "127.0.0.3"}
 #: The environment that `make` sets up with a network.
-_MADE = 'mkdir -p .venv/bin\nln -s "$(dirname "$PAGE_PYTHON")"/{python,hetlb} .venv/bin\n' + (
+_MADE = (
+    'mkdir .venv\nln -s "$(dirname "$(dirname "$PAGE_PYTHON")")"/{bin,lib,pyvenv.cfg} .venv\n'
     "touch .venv/.run .venv/.dev\n"
 )
 _CHECK = "hetlb serve --check --config {file}\n"
@@ -189,8 +190,7 @@ PAGE_BY_NAME = {
         {
             "make test ": "make --dry-run test ",
             "--request-rate 8 --num-prompts 500": "--request-rate 80 --num-prompts 100",
-            "--trace hetlb/tools/demo/trace.csv --request-rate 8 --compare": "--trace hetlb/tools/demo/trace.csv "
-            "--request-rate 80 --num-prompts 100 --compare",
+            "--request-rate 8 --compare": "--request-rate 80 --num-prompts 100 --compare",
             "hetlb profile --url": "hetlb profile --budget 1m --repeats 1 --url",
         },
         {**_HOSTS, "your-balancer": "127.0.0.4"},
@@ -282,16 +282,16 @@ fi
         engine("127.0.0.1", 8000, _FAST)
         + "cp tests/profiler/data/l40s-llama-3.1-8b.csv grid.csv\n"
         + f"cp {_FAST} a.yaml\ncp {_SLOW} b.yaml\n",
-        {"--out p.yaml --plot p.png\n```": "", "--system H100 ": "--system H100 --budget 1m --repeats 1 "},
+        {"--system H100 ": "--system H100 --budget 1m --repeats 1 "},
     ),
     "renting.md": Page(
-        "cp configs/markets/llama-8b.yaml market.yaml\nsed -i 's|../../|./|' market.yaml\n"
+        "cp configs/markets/llama-8b.yaml market.yaml\nsed -i 's|../../|./|g' market.yaml\n"
         "head -200 bench/data/azure-conv-sample.csv > T.csv\npip install .\n"
         "hetlb rent --config market.yaml --no-simulate --no-baselines --json > plan.json\n",
     ),
     "scale-out.md": Page(_MADE + _FLEET + _ENGINES, addresses=_HOSTS),
     "search.md": Page(
-        "cp configs/clusters/v100-llama-3-8b.yaml cluster.yaml\nsed -i 's|../../|./|' cluster.yaml\n"
+        "cp configs/clusters/v100-llama-3-8b.yaml cluster.yaml\nsed -i 's|../../|./|g' cluster.yaml\n"
         "head -400 bench/data/azure-conv-sample.csv > t.csv\n",
         {"--write-fleet fleet.yaml": "--num-prompts 400 --write-fleet fleet.yaml"},
     ),
@@ -303,7 +303,7 @@ fi
         {"--request-rate 50,100,200,inf": "--num-prompts 200 --request-rate 50,100,200,inf"},
     ),
     "split.md": Page(
-        "cp configs/clusters/split-llama-8b.yaml cluster.yaml\nsed -i 's|../../|./|' cluster.yaml\n"
+        "cp configs/clusters/split-llama-8b.yaml cluster.yaml\nsed -i 's|../../|./|g' cluster.yaml\n"
         "head -200 bench/data/azure-conv-sample.csv > trace.csv\n"
         + "".join(f"cp profiling/a100_sxm-llama-3.1-8b-tp{n}.yaml a100-tp{n}.yaml\n" for n in (1, 2, 4)),
         reader="hetlb split --config {file} --time-limit 5\n",
