@@ -20,8 +20,8 @@ from cpu import measured, prefer
 from peers import INSTALLED, MODEL, ROOT
 
 from hetlb.config.profile_file import Profile, load_profile, with_latency
+from hetlb.config.profile_writer import write_profile
 from hetlb.core.latency import IterationRule
-from hetlb.profiler.sources import write_profile
 from hetlb.sim.alone import full_tokens_per_s
 from hetlb.sim.engine_limits import EngineLimits
 from hetlb.sim.fleet_engine import EngineSpec

@@ -10,8 +10,9 @@ import msgspec
 
 from hetlb.cli.flags import print_document
 from hetlb.config.profile_file import ProfileSource, load_profile
+from hetlb.config.profile_writer import write_profile
 from hetlb.errors import InputError, TraceError
-from hetlb.profiler.sources import corrected, write_profile
+from hetlb.profiler.sources import corrected
 from hetlb.sim.against import errors, fit_corrections, reach, replay, varies_enough
 from hetlb.sim.study import engine_of
 from hetlb.workload.measured_logs import read_log

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import msgspec
 
@@ -23,12 +22,10 @@ from hetlb.config.profile_file import (
     sections,
     with_latency,
 )
-from hetlb.config.yaml_file import yaml_text
 from hetlb.core.latency import LatencyModel
 from hetlb.core.step_times import LaunchTime, SplitKv
 from hetlb.csv_rows import CsvRow, csv_rows
 from hetlb.errors import ProfileError
-from hetlb.files import write_text
 from hetlb.models.facts import ModelFacts
 from hetlb.profiler.fit import (
     DEFAULT_DECODE_GRID,
@@ -363,21 +360,3 @@ def complete(
 
 #: Points of such a length say what long contexts cost.
 _LONG = 16384
-
-
-def profile_text(profile: Profile) -> str:
-    """The profile as YAML that reads well: one line per row of a grid, 6 digits, nothing that is empty."""
-    return yaml_text(_written(msgspec.to_builtins(profile)))
-
-
-def write_profile(path: Path, profile: Profile) -> None:
-    write_text(path, profile_text(profile), ProfileError)
-
-
-def _written(value: Any) -> Any:
-    if isinstance(value, dict):
-        kept = {key: _written(inner) for key, inner in value.items() if inner is not None}
-        return {key: inner for key, inner in kept.items() if inner not in ({}, [])}
-    if isinstance(value, list):
-        return [_written(inner) for inner in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
