@@ -14,24 +14,24 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from hetlb.balancer.config.profile_file import Profile, load_profile
+from hetlb.balancer.config.profile_writer import with_host, write_profile
+from hetlb.balancer.config.urls import check_url
+from hetlb.balancer.core.latency import LatencyModel
 from hetlb.cli import profile_live
 from hetlb.cli.flags import COUNT, FINITE, add_json, changed, declare, print_document, real, secret
 from hetlb.cli.profile_corrected import write_corrected
-from hetlb.config.model_file import load_facts
-from hetlb.config.profile_file import Profile, load_profile
-from hetlb.config.profile_writer import with_host, write_profile
-from hetlb.config.urls import check_url
-from hetlb.core.latency import LatencyModel
 from hetlb.errors import InputError
-from hetlb.models.degrees import refusal
-from hetlb.models.facts import stated_facts
-from hetlb.profiler import shown
-from hetlb.profiler.aiconfigurator import Layout, query
-from hetlb.profiler.client import EngineClient
-from hetlb.profiler.fit import PrefillForm
-from hetlb.profiler.plot import write_plot
-from hetlb.profiler.probe import probe_host
-from hetlb.profiler.sources import (
+from hetlb.tools.models.degrees import refusal
+from hetlb.tools.models.facts import stated_facts
+from hetlb.tools.models.model_file import load_facts
+from hetlb.tools.profiler import shown
+from hetlb.tools.profiler.aiconfigurator import Layout, query
+from hetlb.tools.profiler.client import EngineClient
+from hetlb.tools.profiler.fit import PrefillForm
+from hetlb.tools.profiler.plot import write_plot
+from hetlb.tools.profiler.probe import probe_host
+from hetlb.tools.profiler.sources import (
     Measurements,
     Roofline,
     assumed_launch,

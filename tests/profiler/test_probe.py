@@ -12,14 +12,14 @@ import pytest
 from profiler.conftest import PROFILE, Start
 from profiler.test_live import profile
 
-from hetlb.config.profile_file import Profile, load_profile
-from hetlb.core.latency import LatencyModel
-from hetlb.core.step_times import DecodeTable
-from hetlb.core.types import Capacity, EngineSample
-from hetlb.profiler.client import EngineClient, ServerFacts, TokenTimes
-from hetlb.profiler.probe import probe_host
-from hetlb.profiler.sources import assumed_host
-from hetlb.profiler.sweep import BusyError
+from hetlb.balancer.config.profile_file import Profile, load_profile
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.step_times import DecodeTable
+from hetlb.balancer.core.types import Capacity, EngineSample
+from hetlb.tools.profiler.client import EngineClient, ServerFacts, TokenTimes
+from hetlb.tools.profiler.probe import probe_host
+from hetlb.tools.profiler.sources import assumed_host
+from hetlb.tools.profiler.sweep import BusyError
 
 TABLES = msgspec.convert(PROFILE, Profile).latency
 
@@ -102,7 +102,7 @@ async def test_a_probe_ends_in_time_on_a_slow_server_and_fits_a_short_context() 
 
 
 async def test_a_busy_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetlb.profiler.sweep._SETTLE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("hetlb.tools.profiler.sweep._SETTLE_TIMEOUT_S", 0.0)
     with pytest.raises(BusyError):
         await probed(Clocked(TABLES, busy=True))
 

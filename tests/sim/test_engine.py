@@ -16,16 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim.plain_engine import PlainEngine, PlainSequence
 
-from hetlb.config.profile_file import Profile
-from hetlb.core.latency import IterationRule, LatencyModel
-from hetlb.core.step_times import PnormPrefill, PrefillGrid, SplitKv
-from hetlb.core.types import Capacity
-from hetlb.sim.block_pool import blocks_for
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.engine_model import EngineModel
-from hetlb.sim.engine_sequence import EngineSequence, SequenceState
-from hetlb.sim.iterations import IterationEnd, IterationRun
-from hetlb.sim.study import engine_of
+from hetlb.balancer.config.profile_file import Profile
+from hetlb.balancer.core.latency import IterationRule, LatencyModel
+from hetlb.balancer.core.step_times import PnormPrefill, PrefillGrid, SplitKv
+from hetlb.balancer.core.types import Capacity
+from hetlb.tools.sim.block_pool import blocks_for
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.engine_model import EngineModel
+from hetlb.tools.sim.engine_sequence import EngineSequence, SequenceState
+from hetlb.tools.sim.iterations import IterationEnd, IterationRun
+from hetlb.tools.sim.study import engine_of
 
 MAX_EXAMPLES = examples(60)
 LATENCY = LatencyModel(k1=1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=1e-7, k8=1.3e-2)
