@@ -23,8 +23,8 @@ from proxy.cutter import AFTER_HEAD, Cut, Cutter
 from proxy.test_proxying import Start
 from proxy.test_resume import Answer, ask, proxied
 
-from hetlb.core.types import Capacity, CapacityLearned
-from hetlb.emulator import EmulatedEngine
+from hetlb.balancer.core.types import Capacity, CapacityLearned
+from hetlb.tools.emulator import EmulatedEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 HERE = Path(__file__).parent

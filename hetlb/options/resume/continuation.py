@@ -510,7 +510,7 @@ class Continuation:
             "total_tokens": len(prompt) + progress.tokens,
             "completion_tokens": progress.tokens,
         }
-        fields = {
+        fields: dict[str, Any] = {
             "id": progress.id,
             "object": "chat.completion.chunk" if self._kind is Kind.CHAT else "text_completion",
             "created": progress.created,
