@@ -20,7 +20,7 @@ from hetlb.balancer.core.prefix_index import PrefixKey, Shared
 from hetlb.balancer.core.speed import Mark
 
 if TYPE_CHECKING:
-    from hetlb.options.kv_events.block_index import PromptBlocks
+    from hetlb.balancer.core.block_index import PromptBlocks
 
 RequestId: TypeAlias = int
 LeaseId: TypeAlias = int

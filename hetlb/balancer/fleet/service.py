@@ -37,6 +37,7 @@ from hetlb.balancer.fleet.admin import AdminListener, make_app, named
 from hetlb.balancer.fleet.reload import SeenFiles, needs_restart, read_again
 from hetlb.balancer.fleet.roster import Roster
 from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
+from hetlb.balancer.hooks import CacheReports, Peers, Predecessor, Successor, hook
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, plain_line, tell
 from hetlb.balancer.telemetry.log_writer import EventLog
@@ -44,13 +45,9 @@ from hetlb.balancer.telemetry.prometheus import WorkerState
 from hetlb.balancer.telemetry.recent import Recent
 from hetlb.build import version_line
 from hetlb.errors import ConfigError, InputError
-from hetlb.options.takeover.offer import Offer
 
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.source import Source, Sources
-    from hetlb.options.kv_events.kv_events import KvEventReader
-    from hetlb.options.shared_view.sharing import Sharing
-    from hetlb.options.takeover.takeover import Takeover
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -66,7 +63,7 @@ class FleetService(ABC):
 
     driver: Carrier
     #: The view that other processes of the fleet share, None where this one is alone.
-    sharing: Sharing | None = None
+    sharing: Peers | None = None
     #: The processes that serve, where there are several.
     workers: Sequence[WorkerState] = ()
     #: True between SIGTERM and the closing of the listener: not ready, still accepting.
@@ -91,7 +88,7 @@ class FleetService(ABC):
             limits=fleet.queue_limits,
             predictor=fleet.file.policy.predictor or "online",
             seed=fleet.file.policy.seed,
-            lengths=fleet.output_lengths(),
+            lengths=fleet.lengths,
             initial_health=Health.SUSPECT,
             health=fleet.health_params,
             now=self.now(),
@@ -107,7 +104,7 @@ class FleetService(ABC):
         self.roster = Roster(fleet, self.access, self._engines, scheduling, self.watch)
         scheduling.take_out = self.roster.change
         #: Reads engines' own KV events, None while none publishes any.
-        self._kv_events: KvEventReader | None = None
+        self._kv_events: CacheReports | None = None
         self.roster.on_gone = lambda name: self._follow(name, None)
         self._sources: Sources | None = None
         self._reloading = asyncio.Lock()
@@ -115,8 +112,10 @@ class FleetService(ABC):
         self.reload_refused = ""
         self._tasks: set[asyncio.Task[Any]] = set()
         #: Waits for a process that takes this one's place; what this one took over from another.
-        self._offer = Offer(self.scheduler, lambda: (self._descriptors, self.admin.descriptors), self._leave)
-        self._takeover: Takeover | None = None
+        self._offer: Successor | None = None
+        with contextlib.suppress(ConfigError):  # an installation without it
+            self._offer = hook("takeover", self.scheduler, self._open_sockets, self._leave)
+        self._takeover: Predecessor | None = None
         self.address = ("", 0)
 
     @abstractmethod
@@ -266,9 +265,7 @@ class FleetService(ABC):
     def _follow(self, name: str, publisher: KvEventsTable | None) -> None:
         """Read the KV events of an instance from here on, None: no more."""
         if publisher is not None and self._kv_events is None:
-            from hetlb.options.kv_events.kv_events import KvEventReader
-
-            self._kv_events = KvEventReader(self.scheduling.kv_events)
+            self._kv_events = hook("kv_events", self.scheduling.kv_events)
         if self._kv_events is not None:
             self._kv_events.set(name, publisher)
 
@@ -283,6 +280,9 @@ class FleetService(ABC):
     def _descriptors(self) -> Sequence[int]:
         """Sockets of the listener for clients."""
 
+    def _open_sockets(self) -> tuple[Sequence[int], Sequence[int]]:
+        return self._descriptors, self.admin.descriptors
+
     @abstractmethod
     def _leave(self) -> None:
         """Another process accepts now: end what is open here."""
@@ -290,7 +290,8 @@ class FleetService(ABC):
     # --- shutdown ---
 
     async def close(self) -> None:
-        await self._offer.close()
+        if self._offer is not None:
+            await self._offer.close()
         if self._takeover is not None:
             self._takeover.close()
         for task in self._tasks:
@@ -336,7 +337,7 @@ class Service(FleetService):
     def _make_server(self) -> Listener:
         return ProxyServer(self.driver, self)
 
-    async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Takeover | None = None) -> None:
+    async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Predecessor | None = None) -> None:
         """Probe, then listen, on given `listeners` or those of `takeover`. Raises `HetlbError`."""
         if takeover is not None:
             self._takeover, listeners = takeover, takeover.listeners
@@ -354,7 +355,7 @@ class Service(FleetService):
         if takeover is not None:
             await takeover.accepting()
             tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
-        if self._hands_over:
+        if self._hands_over and self._offer is not None:
             self._offer.open(self.address)
 
     @property
