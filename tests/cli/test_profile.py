@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from hetlb.balancer.config.profile_file import ProfileSource, load_profile
+from hetlb.balancer.config.profile_writer import write_profile
 from hetlb.balancer.core.step_times import SplitKv
 from hetlb.cli.main import main
 from hetlb.errors import ProfileError
 from hetlb.tools.profiler.aiconfigurator import Layout, query
 from hetlb.tools.profiler.fit import StepKind
-from hetlb.tools.profiler.sources import corrected, write_profile
+from hetlb.tools.profiler.sources import corrected
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "profiler" / "data" / "l40s-llama-3.1-8b.csv"

@@ -301,7 +301,7 @@ class Router:
 
     def _rest(self, kind: Kind, call: Call, outgoing: EngineRequest, how: Resume) -> Continuation | None:
         """Continuation of an answer whose engine is lost (`how`: `proxy.resume`), None where it ends."""
-        if how is False or call.prompts * call.n != 1 or not self._driver.resumes:
+        if how is False or not self._driver.resumes:
             return None
         from hetlb.options.resume.continuation import Continuation
         from hetlb.options.resume.progress import Kept

@@ -367,8 +367,10 @@ def corrected(
         k = replace(k, mixed=k.mixed_term)
     found = k._with(prefill, mixed, decode, max(0.0, host_s), max(0.0, k.request_s + request_s))
     table = found.better_decode
-    if table is not None and host_s < 0.0:
+    if host_s < 0.0:
         # If the host takes less than the profile says, the steps' own times hold it.
+        found = replace(found, k8=max(0.1 * found.k8, found.k8 + host_s))
+    if table is not None and host_s < 0.0:
         least_s = 0.1 * table.seconds[0]
         seconds = tuple([max(least_s, each + host_s) for each in table.seconds])
         found = replace(found, better_decode=replace(table, seconds=seconds))

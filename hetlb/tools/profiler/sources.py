@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import msgspec
 
@@ -22,11 +21,9 @@ from hetlb.balancer.config.profile_file import (
     sections,
     with_latency,
 )
-from hetlb.balancer.config.yaml_file import yaml_text
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.step_times import LaunchTime, SplitKv
 from hetlb.errors import ProfileError
-from hetlb.files import write_text
 from hetlb.tools.csv_rows import CsvRow, csv_rows
 from hetlb.tools.models.facts import ModelFacts
 from hetlb.tools.models.model_file import model_info
@@ -363,21 +360,3 @@ def complete(
 
 #: Points of such a length say what long contexts cost.
 _LONG = 16384
-
-
-def profile_text(profile: Profile) -> str:
-    """The profile as YAML that reads well: one line per row of a grid, 6 digits, nothing that is empty."""
-    return yaml_text(_written(msgspec.to_builtins(profile)))
-
-
-def write_profile(path: Path, profile: Profile) -> None:
-    write_text(path, profile_text(profile), ProfileError)
-
-
-def _written(value: Any) -> Any:
-    if isinstance(value, dict):
-        kept = {key: _written(inner) for key, inner in value.items() if inner is not None}
-        return {key: inner for key, inner in kept.items() if inner not in ({}, [])}
-    if isinstance(value, list):
-        return [_written(inner) for inner in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
