@@ -84,7 +84,7 @@ class SharedBookings(Protocol):
     def on_arrival(self, request: Request, now: float) -> list[Command]: ...
 
 
-class Peers(Protocol):
+class SharedFleet(Protocol):
     """Exchange of bookings with other schedulers of the fleet (`shared_view`)."""
 
     @property

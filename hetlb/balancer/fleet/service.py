@@ -37,7 +37,7 @@ from hetlb.balancer.fleet.admin import AdminListener, make_app, named
 from hetlb.balancer.fleet.reload import SeenFiles, needs_restart, read_again
 from hetlb.balancer.fleet.roster import Roster
 from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
-from hetlb.balancer.hooks import CacheReports, Peers, Predecessor, Successor, hook
+from hetlb.balancer.hooks import CacheReports, Predecessor, SharedFleet, Successor, hook
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, plain_line, tell
 from hetlb.balancer.telemetry.log_writer import EventLog
@@ -63,7 +63,7 @@ class FleetService(ABC):
 
     driver: Carrier
     #: The view that other processes of the fleet share, None where this one is alone.
-    sharing: Peers | None = None
+    sharing: SharedFleet | None = None
     #: The processes that serve, where there are several.
     workers: Sequence[WorkerState] = ()
     #: True between SIGTERM and the closing of the listener: not ready, still accepting.
