@@ -320,6 +320,7 @@ def resolve_instance(
             cache[path] = load_named(base, named, f"{key}profile")
         profile = cache[path]
     capacity = profile.capacity if profile else Capacity()
+    assumed = profile is not None and profile.host_assumed
     spec = InstanceSpec(
         name=name,
         model=model,
@@ -329,6 +330,7 @@ def resolve_instance(
         capacity=capacity.updated(Capacity(max_num_seqs=instance.max_num_seqs)),
         slots_stated=instance.max_num_seqs is not None,
         gpu=gpu_of(labels),
+        host_assumed_in=str(base / named) if assumed and named is not None else "",
     )
     return spec, profile
 

@@ -47,6 +47,7 @@ from hetlb.build import version_line
 from hetlb.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
+    from hetlb.balancer.engines.host_times import HostTimes
     from hetlb.balancer.fleet.source import Source, Sources
 
 logger = logging.getLogger("hetlb.proxy")
@@ -103,6 +104,8 @@ class FleetService(ABC):
         self.watch = EngineWatch(fleet.file.scrape, scheduling, self._engines)
         self.roster = Roster(fleet, self.access, self._engines, scheduling, self.watch)
         scheduling.take_out = self.roster.change
+        self._host_times: HostTimes | None = None
+        self.watch.on_idle = self._measure_host_time
         #: Reads engines' own KV events, None while none publishes any.
         self._kv_events: CacheReports | None = None
         self.roster.on_gone = lambda name: self._follow(name, None)
@@ -134,6 +137,18 @@ class FleetService(ABC):
             await self._sources.start(most_s)
             await self.roster.members.settled()
         await self.watch.start(self.fleet.profiles, most_s)
+
+    def _measure_host_time(self, name: str) -> None:
+        """Measure the host time of an idle instance if its profile assumes one."""
+        instance = self.scheduler.fleet.instances.get(name)
+        if instance is None or not instance.spec.host_assumed_in:
+            return
+        if self._host_times is None:
+            from hetlb.balancer.engines.host_times import HostTimes
+
+            self._host_times = HostTimes(self.watch, self.roster.change)
+        if self._host_times.wanted(instance):
+            self._do(self._host_times.measure(instance))
 
     def _discovery_sources(self) -> list[Source]:
         """Sources of instances that stand in no file of the fleet. Raises `ConfigError`."""
