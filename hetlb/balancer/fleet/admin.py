@@ -53,7 +53,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def pools(scheduler: Scheduler) -> dict[str, list[Instance]]:
-    """The instances by model, as the fleet's document has them."""
+    """Return the instances by model, as the fleet's document has them."""
     found: dict[str, list[Instance]] = {}
     for instance in scheduler.instances:
         name = instance.spec.model or (instance.served or ("",))[0]
@@ -141,7 +141,7 @@ def _has_token(request: web.Request, token: bytes) -> bool:
 
 
 def _from_a_page(request: web.Request) -> bool:
-    """True if a web page sent this: from another origin, or under a name that only resolves to here."""
+    """Return True if a web page sent this: from another origin, or under a name that resolves to here."""
     origin = request.headers.get("Origin")
     if origin is not None and origin.partition("://")[2] != request.host:
         return True

@@ -78,7 +78,7 @@ class Snapshots:
 
 
 def _shown(recent: Recent, now: float) -> list[Stretch]:
-    """The last five minutes, up to the last stretch that is over at `now`."""
+    """Return the last five minutes, up to the last stretch that is over at `now`."""
     end = math.floor(now / BIN_S)
     return [recent.stretches.get(number) or Stretch() for number in range(end - BINS, end)]
 
