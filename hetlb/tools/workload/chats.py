@@ -43,7 +43,7 @@ def encodable(text: str) -> str:
 
 
 def is_chats(file: RecordFile) -> bool:
-    """True for a file of conversations."""
+    """Return True for a file of conversations."""
     return file.shape != "CSV" and file.name(*_CHAT_KEYS) is not None
 
 
@@ -137,7 +137,7 @@ def pair_rows(file: RecordFile, answer_tokens: int | None) -> tuple[list[Row], l
 
 
 def is_batch(file: RecordFile) -> bool:
-    """True for a batch of OpenAI's form."""
+    """Return True for a batch of OpenAI's form."""
     return file.shape != "CSV" and file.has("customid", "body")
 
 
