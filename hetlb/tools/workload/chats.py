@@ -115,7 +115,7 @@ PAIRS = "pairs (instruction or question, and output, response or answer)"
 
 
 def is_pairs(file: RecordFile) -> bool:
-    """True for a file of questions with their answers."""
+    """Return True for a file of questions with their answers."""
     return file.name(*_QUESTION) is not None and file.name(*_ANSWER) is not None
 
 

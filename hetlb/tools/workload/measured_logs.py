@@ -379,7 +379,9 @@ def _read_genai_perf(file: RecordFile, _: int) -> Log:
                 continue
             answers = [_payload(each, "response") for each in outputs]
             asked = _payload(_table(record, "request_inputs", record.values.get("request_inputs")), "payload")
-            usage = next((found for each in reversed(answers) if (found := each.get("usage"))), {})
+            usage: dict[str, Any] = next(
+                (found for each in reversed(answers) if (found := each.get("usage"))), {}
+            )
             texts = [text for each in answers for text in _answered(each)]
             start_s = record.moment("timestamp", record.values.get("timestamp"), 1e-9)
             first_s, end_s = (record.moment("response_timestamps", came[i], 1e-9) - start_s for i in (0, -1))
