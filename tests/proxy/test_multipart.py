@@ -90,8 +90,12 @@ BY_CLIENT = {
         b"multipart/form-data; boundary=----WebKitFormBoundary7MA4YWxkTrZu0gW",
         UNDICI.replace(b"----formdata-undici-078512345678", b"----WebKitFormBoundary7MA4YWxkTrZu0gW"),
     ),
-    "with-a-size": (b"multipart/form-data; boundary=c2;", REQUESTS.replace(b"; filename*", b"; size=4; filename*")),
-    "with-blanks": (b"multipart/form-data; boundary=c2", REQUESTS.replace(b'name="model"', b'name = "model" ;')),
+    "with-a-size": (
+        b"multipart/form-data; boundary=c2;", REQUESTS.replace(b"; filename*", b"; size=4; filename*")
+    ),
+    "with-blanks": (
+        b"multipart/form-data; boundary=c2", REQUESTS.replace(b'name="model"', b'name = "model" ;')
+    ),
     "file-name-first": (
         b"multipart/form-data; boundary=b0a1", GO.replace(b'name="file"; filename="a', b'filename="a')
         .replace(b'.wav"', b'.wav"; name="file"'),
@@ -104,7 +108,7 @@ def test_forms_as_clients_write_them(client: str) -> None:
     kind, form = BY_CLIENT[client]
     call = read_form(kind, form)
     assert (call.model, call.stream) == ("whisper", True)
-    renamed = rename_in_form(form, "whisper", "large")
+    renamed = rename_in_form(form, call.model_at, "whisper", "large")
     assert renamed == form.replace(b"\r\n\r\nwhisper", b"\r\n\r\nlarge")
     assert read_form(kind, renamed).model == "large"
 

@@ -39,7 +39,7 @@ _BAD_PART: Final = "A part of the multipart body is malformed or has no end."
 
 
 def read_form(content_type: bytes, body: bytes) -> Call:
-    """The facts of a whole form. Raises `GateError` (400)."""
+    """Return the facts of a whole form. Raises `GateError` (400)."""
     delimiter = _delimiter(content_type)
     boundary = delimiter[2:]
     start = 2 if body.startswith(b"\r\n") else 0
@@ -67,12 +67,14 @@ def read_form(content_type: bytes, body: bytes) -> Call:
                 raise GateError(400, f"{name.decode()}: expected one value, and no file.")
             seen.add(name)
             _take_field(call, name, body[value_at : min(end, value_at + _MOST_BYTES + 1)])
+            if name == b"model":
+                call.model_at = value_at
         at = end + len(delimiter)
     return call
 
 
 def _delimiter(content_type: bytes) -> bytes:
-    """The line end and boundary between two parts."""
+    """Return the line end and boundary between two parts."""
     values: dict[bytes, bytes] = {}
     at = content_type.find(b";")
     while 0 <= at < len(content_type):
@@ -94,7 +96,7 @@ def _delimiter(content_type: bytes) -> bytes:
 
 
 def _part_name(head: bytes) -> tuple[bytes, bool]:
-    """The name in the headers of a part, and whether that is a file."""
+    """Return the name in the headers of a part, and whether that is a file."""
     if head.count(b"\r\n") >= MAX_PART_LINES:
         raise GateError(400, f"A part of the multipart body has more than {MAX_PART_LINES} headers.")
     name, is_file = b"", False
