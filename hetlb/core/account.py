@@ -1,14 +1,16 @@
 """Account of one instance: what it was sent, what of that ended well, when its last token came.
 
 A lost answer is a refusal (4xx, 429, 503), a server error, an error event, a broken stream, or a client that
-left after a long wait without a byte. The share of lost answers counts against that of the best other
-instance of the model: what hits all alike is the clients' doing. `excess` is the difference that is certain,
+left after a long wait without a byte; a 4xx is one where another instance answers the same request. The
+share of lost answers counts against that of the best other instance of the model: what hits all alike is the
+clients' doing. `excess` is the difference that is certain,
 
     excess = max(0, (lower(own) - best) / (1 - best)),
 
 with the lower end of Wilson's score interval (JASA 22, 1927) for the own share. An instance in doubt, that is
 stalled, or that asked to come later gets one request at a time, a trial, with a pause of a second or more
-after each, until one ends well. Where all of a model are restrained, none is.
+after each, until one ends well. Where all of a model are restrained, none is. With any excess it gets the
+same trials, beside what the score sends there: old evidence does not keep it without work.
 """
 
 from __future__ import annotations
@@ -106,11 +108,11 @@ class Account:
         self._in_a_row += 1
         if self._in_a_row >= _FORGIVEN:
             self.lost = 0.0
-        if self.doubted:
+        if self.excess > 0.0:
             self._begin_trials(now)
         if self.trial == lease_id:
             self.trial = 0
-        return self.doubted
+        return self.excess > 0.0
 
     def ended_badly(self, lease_id: int, seconds: float, skip: int, now: float) -> None:
         """Count a lost answer, which took `seconds`; `skip` requests elsewhere end the pause, 0: none do."""
@@ -149,8 +151,8 @@ class Account:
         self.trial = 0
 
     def judge(self, others: Iterable[Account]) -> bool:
-        """Compare its share of lost answers with that of the others. True if doubt began or ended."""
-        before = self.doubted
+        """Compare its share of lost answers with that of the others. True if doubt or excess began or ended."""
+        before = self.doubted, self.excess > 0.0
         self.excess = 0.0
         if self.lost >= _LEAST_LOST:
             best = 1.0
@@ -164,9 +166,9 @@ class Account:
         self.doubted = self.excess >= DOUBT
         if self.doubted:
             self.reason = f"{self.lost:.0f} of its last {self.lost + self.well:.0f} answers failed"
-        elif before:
+        elif before[0]:
             self.trial, self._pause_s = 0, PAUSE_S
-        return self.doubted is not before
+        return before != (self.doubted, self.excess > 0.0)
 
     def age(self, now: float) -> None:
         """Let what was seen count less as time passes."""
@@ -255,15 +257,22 @@ class Account:
 
     def held(self, now: float) -> bool:
         """True if it gets no request now, not even a trial."""
-        if not self.restrained(now):
-            return False
-        if self.trial:
-            return True
-        return now < self.next_trial_at and not 0 < self._skip <= self._skipped
+        return self.restrained(now) and not self._may_try(now)
+
+    def wary(self, now: float) -> bool:
+        """True if it gets trials: it is restrained, or the score keeps requests away."""
+        return self.excess > 0.0 or self.restrained(now)
+
+    def due(self, now: float) -> bool:
+        """True if the next request is to be its trial."""
+        return self.wary(now) and self._may_try(now)
+
+    def _may_try(self, now: float) -> bool:
+        return not self.trial and (now >= self.next_trial_at or 0 < self._skip <= self._skipped)
 
     def dispatched(self, lease_id: int, now: float) -> None:
-        """It got a request: if it is restrained, a trial."""
-        if self.restrained(now):
+        """It got a request: if it is restrained or has an excess, a trial."""
+        if self.wary(now):
             self.trial, self._skipped = lease_id, 0
             self.next_trial_at = now + self._pause_s
             self._pause_s = min(MOST_PAUSE_S, 2.0 * self._pause_s)

@@ -185,16 +185,20 @@ class FleetState:
 
     # --- accounts ---
 
-    def judge(self, instance: Instance, now: float) -> None:
-        """Compare the account of an instance, and those in doubt, with the others of their models."""
+    def judge(self, instance: Instance, now: float) -> bool:
+        """Compare the account of an instance, and those with an excess, with the others of their models.
+
+        True if what one of them may get changed.
+        """
         changed = False
         for pool in self._pools(instance):
             accounts = [each.account for each in pool]
             for account in accounts:
-                if account is instance.account or account.doubted:
+                if account is instance.account or account.excess > 0.0:
                     changed = account.judge(accounts) or changed
         if changed:
             self.reindex(now)
+        return changed
 
     def watch(self, tokens_at: Mapping[str, float], now: float) -> bool:
         """Look at every instance: does it work, is it in doubt? True if an answer to that changed."""
@@ -203,10 +207,8 @@ class FleetState:
             account = instance.account
             account.age(now)
             changed = instance.watch(tokens_at.get(instance.name), now) or changed
-            if account.doubted or account.excess > 0.0:
-                before = account.doubted
-                self.judge(instance, now)
-                changed = changed or account.doubted is not before
+            if account.excess > 0.0:
+                changed = self.judge(instance, now) or changed
         if changed:
             self.reindex(now)
         return changed

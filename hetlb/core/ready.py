@@ -118,7 +118,7 @@ class ReadyInstances:
             each.throttle.availability(each.sequences, each.max_num_seqs, now, doubt=doubt) for each in chosen
         ]
         if doubt:
-            due = [each for each in chosen if each.account.restrained(now) and not each.account.held(now)]
+            due = [each for each in chosen if each.account.due(now)]
             if due and len(due) < len(chosen):
                 waits = f"{due[0].name} gets a trial"
                 return found.without({each.name: waits for each in chosen if each is not due[0]})

@@ -94,6 +94,11 @@ class Scheduler:
         """Leases that have not ended, also those of removed instances."""
         return len(self.ledger.leased)
 
+    @property
+    def retrying(self) -> bool:
+        """True if a request that was sent elsewhere has no byte of an answer yet."""
+        return bool(self._retries.leases)
+
     def contain(self, on_failed: Callable[[Request, Exception], None]) -> None:
         """Reject a request at which the policy raises an error, and call `on_failed` with both.
 
@@ -272,6 +277,11 @@ class Scheduler:
         retries = self._retries
         if retries.leases:  # another instance answers: this one costs nothing more than any other
             retries.leases.discard(lease.id)
+            known = retries.attempts.get(lease.request.id)
+            if known is not None and known.refusals:
+                for refuser, refused, at in known.refusals:
+                    self._lost(refuser, refused, 0, at)
+                known.refusals.clear()
         if instance.health.on_answering(now):
             return self.fleet.health_changed(instance, now)
         return []
@@ -357,9 +367,10 @@ class Scheduler:
     ) -> list[Command]:
         """An engine refused a request with 4xx or 503, having run nothing of it; `busy`: with 429 or 503.
 
-        If it is busy beside what it answers, that is a limit of it. Otherwise it counts in its account.
-        Another instance gets the request, within the budget of retries, if the engine said when to come again
-        (`retry_after_s`), has reached its limit, or is in doubt while the others answer: then the commands
+        If it is busy beside what it answers, that is a limit of it, otherwise it counts in its account. Any
+        other refusal counts once another instance answers the same request: it is the client's own otherwise.
+        Another instance gets the request, within the budget of retries, unless an engine is busy that neither
+        said when to come again (`retry_after_s`) nor has reached its limit nor is in doubt: then the commands
         hold the new dispatch. Otherwise, and without `may_move`, they hold a `PassOn`, and the lease goes on.
         """
         request, retries = lease.request, self._retries
@@ -368,23 +379,37 @@ class Scheduler:
         instance = self.ledger.leased[lease.id]
         account, others = instance.account, instance.sequences - request.sequences
         passed_on: list[Command] = [PassOn(request.id, lease)]
+        known, ready = retries.attempts.get(request.id), self.fleet.ready.get(request.model)
+        runs = 0 if known is None else known.runs
+        if not busy and may_move and ready is not None:
+            tries = runs < MOST_MOVES and retries.allowed(self.in_flight)
+            if tries and (commands := self._move(lease, ready, now, ran=False)):
+                retries.of(request.id).refusals.append((instance, lease, now))
+                return commands
+            if not tries or not self._others_left(lease, ready, now):
+                lease.judged = True
+                return passed_on
+            # The others have no room: its share of refusals counts.
         doubted, limited = account.doubted, busy and others > 0 and not account.doubted
         if limited:
             lease.judged = True
             instance.throttle.refused(others, retry_after_s, now)
-            self.fleet.reindex(now)
         else:
             if busy and retry_after_s is not None:
                 account.asked(retry_after_s, now)
             self._lost(instance, lease, 0, now)
-            self.fleet.reindex(now)
-        known = retries.attempts.get(request.id)
-        ready = self.fleet.ready.get(request.model)
-        may_move = may_move and (known is None or not known.runs)
-        may_move = may_move and ((busy and retry_after_s is not None) or limited or doubted)
+        self.fleet.reindex(now)
+        may_move = may_move and busy and not runs and (retry_after_s is not None or limited or doubted)
         if not may_move or ready is None or not retries.allowed(self.in_flight):
             return passed_on
         return self._move(lease, ready, now, ran=False) or passed_on
+
+    def _others_left(self, lease: Lease, ready: ReadyInstances, now: float) -> bool:
+        """Return True if another instance may get a request, had it room."""
+        known = self._retries.attempts.get(lease.request.id)
+        tried = {lease.instance} if known is None else {lease.instance, *known.tried}
+        able = self.placement.able(lease.request, ready, now).instances
+        return any(each.name not in tried for each in able)
 
     def _move(self, lease: Lease, ready: ReadyInstances, now: float, *, ran: bool) -> list[Command]:
         """Send a request elsewhere of whose answer nothing came; no commands where no other one is better."""

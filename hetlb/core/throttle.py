@@ -74,7 +74,7 @@ class Throttle:
         if self._ramp_since is not None and now - self._ramp_since >= self._ramp_s:
             self._ramp_since = None
         limited = now - self._limit_until < FORGOTTEN_S
-        return self._ramp_since is not None or limited or self._account.restrained(now)
+        return self._ramp_since is not None or limited or self._account.wary(now)
 
     def reason(self, max_num_seqs: int, now: float) -> str:
         """Reason of what restrains it now, "" if nothing does; for people."""
