@@ -43,6 +43,8 @@ SEVERAL: Final = 5.0
 LEAST_SILENCE_S: Final = 2.0
 #: The same while no answer has shown its speed.
 UNKNOWN_SILENCE_S: Final = 10.0
+#: A stream without a token for this long, and for `SEVERAL` steps, stands still: that is no slow step.
+STANDS_S: Final = 0.5
 #: Counters that a scrape read within these seconds tell whether an engine works.
 COUNTERS_STALE_S: Final = 5.0
 #: A client waits this long before it tries again (OpenAI's SDK), in seconds.
@@ -151,7 +153,7 @@ class Account:
         self.trial = 0
 
     def judge(self, others: Iterable[Account]) -> bool:
-        """Compare its share of lost answers with that of the others. True if doubt or excess began or ended."""
+        """Compare its share of lost answers with the others. True if a doubt or an excess began or ended."""
         before = self.doubted, self.excess > 0.0
         self.excess = 0.0
         if self.lost >= _LEAST_LOST:
@@ -201,11 +203,14 @@ class Account:
         """True if its own counters moved lately, and did not stand still since its last token."""
         return self.moved_at >= now - COUNTERS_STALE_S and not self.still
 
-    def watch(self, since: float, need_s: float, late_s: float, least_s: float, now: float) -> bool:
+    def watch(
+        self, since: float, need_s: float, late_s: float, stands_s: float, least_s: float, now: float
+    ) -> bool:
         """Compare the silence since a token or a dispatch (`since`) with the time that a token needs.
 
         True if it has stalled now, or stalls no more. `since` is infinite where it owes nothing: that is no
-        proof that it works. `late_s`: by which the first token of another request is late.
+        proof that it works. `late_s`: by which the first token of another request is late. It stands still
+        after `stands_s`, has stalled after `least_s`; both after `SEVERAL` times what a token needs.
         """
         self.overdue_s = 0.0
         if self.works(now):
@@ -221,13 +226,12 @@ class Account:
             self.overdue_s = late_s
             return False
         self.overdue_s = max(late_s, silence_s - need_s)
-        if silence_s <= max(least_s, SEVERAL * need_s):
+        if silence_s <= SEVERAL * need_s or self.stalled_since is not None:
             return False
-        if self.counts(now) and not self.still:
+        if silence_s > stands_s:
+            self.silent_since = now - silence_s
+        if silence_s <= least_s or (self.counts(now) and not self.still):
             return False  # it may have worked since its last token: the next scrape tells
-        if self.stalled_since is not None:
-            return False
-        self.silent_since = now - silence_s
         self.stalled_since = now
         self._pause_s = PAUSE_S
         self.next_trial_at = now + PAUSE_S

@@ -13,11 +13,14 @@ from hetlb.core.prefix_index import PrefixIndex, Tree
 from hetlb.core.queue import Queue
 from hetlb.core.ready import ReadyInstances
 from hetlb.core.setup import SchedulerSetup
+from hetlb.core.speed import averaged
 from hetlb.core.types import Command, Health, HealthChanged, InstanceSpec, Request
 
 #: Instances that are ejected for failed answers hold at most this share of the capacity for a model.
 #: More than half, for the error of learnt speeds: either of two equal servers can go.
 MOST_EJECTED: Final = 0.55
+#: Weight of a factor of which little was seen, in a mean of factors.
+_LEAST_WEIGHT: Final = 1e-3
 
 
 class FleetState:
@@ -109,22 +112,24 @@ class FleetState:
     def share_speed(self, model: str, profiled: bool) -> None:
         """Give instances that have not answered yet the geometric mean of the factors of those that have.
 
-        Those with a profile and those without are apart: factors are of other models.
+        Those with a profile and those without are apart: factors are of other models. Without a profile,
+        those that have answered get the mean of the factors near their own.
         """
-        unseen: list[Instance] = []
-        weight = logs = 0.0
-        for each in self.instances.values():
-            if each.spec.model != model or each.profiled is not profiled:
-                continue
-            if each.speed.seen:
-                weight += each.speed.confidence
-                logs += each.speed.confidence * math.log(each.speed.factor)
-            else:
-                unseen.append(each)
-        if weight > 0.0:
-            for each in unseen:
-                if each.speed.assume(math.exp(logs / weight)):
+        alike = [e for e in self.instances.values() if e.spec.model == model and e.profiled is profiled]
+        seen = [each for each in alike if each.speed.seen]
+        if not seen:
+            return
+        shown = [(each.speed.shown, _LEAST_WEIGHT + each.speed.confidence) for each in seen]
+        if not profiled:
+            for each, factor in zip(seen, averaged(shown), strict=True):
+                if factor != each.speed.factor:
+                    each.speed.factor = factor
                     each.take_speed()
+        logs = sum([weight * math.log(factor) for factor, weight in shown])
+        mean = math.exp(logs / sum([weight for _, weight in shown]))
+        for each in alike:
+            if each.speed.assume(mean):
+                each.take_speed()
 
     def process_seen(self, instance: Instance, began: float, now: float) -> bool:
         """An instance told when its process began. True if that is another process than before."""
@@ -207,6 +212,10 @@ class FleetState:
             account = instance.account
             account.age(now)
             changed = instance.watch(tokens_at.get(instance.name), now) or changed
+            if instance.speed.changed:
+                instance.speed.changed = False
+                instance.take_speed()
+                self.share_speed(instance.spec.model, instance.profiled)
             if account.excess > 0.0:
                 changed = self.judge(instance, now) or changed
         if changed:

@@ -260,11 +260,10 @@ class Scheduler:
             instance.begin(lease, now)
         elif lease.hold is not None and not lease.hold.ended:
             self.holds.fetched(lease.hold, lease, instance, now)
-        instance.first_token(lease, now)
-        account = instance.account
-        account.ended(lease.id)
-        if account.token(now):
+        instance.account.ended(lease.id)
+        if instance.token(now):
             self.fleet.reindex(now)
+        instance.first_token(lease, now)
         taught = not instance.explored and lease.request.streamed and lease.decode is None
         if taught and instance.learn_prefill(lease, now):
             self.fleet.share_speed(instance.spec.model, instance.profiled)
@@ -273,7 +272,8 @@ class Scheduler:
         adapter_load = self.placement.adapter_load
         if adapter_load.expected:
             adapter_load.first_token(lease.id, now - lease.dispatched_at)
-        instance.peak_ewma.observe(now - lease.dispatched_at, now)
+        if instance.speed.stood_at < lease.dispatched_at:
+            instance.peak_ewma.observe(now - lease.dispatched_at, now)
         retries = self._retries
         if retries.leases:  # another instance answers: this one costs nothing more than any other
             retries.leases.discard(lease.id)

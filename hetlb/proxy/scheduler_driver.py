@@ -308,7 +308,7 @@ class SchedulerDriver(SchedulerSide):
             self._move_stranded()
 
     def _move_stranded(self) -> None:
-        """Send elsewhere what waits at instances that do not work; more of it soon if the budget is used up."""
+        """Send elsewhere what waits at instances that do not work; the rest soon if the budget is used up."""
         self._mover, now = None, self.carrier.now()
         left = False
         for lease in self.scheduler.stranded(now):

@@ -54,7 +54,9 @@ class Fleet:
             while self.next_at <= now:
                 self.number += 1
                 self.waits[self.number] = now
-                self.take(self.scheduler.on_arrival(request(self.number, max_tokens=None, streamed=True), now))
+                self.take(
+                    self.scheduler.on_arrival(request(self.number, max_tokens=None, streamed=True), now)
+                )
                 self.next_at += self.rng.expovariate(self.rate)
             self.tokens()
             if self.step % SCRAPE == 0:
@@ -91,3 +93,47 @@ class Fleet:
         """Return the share of a in the answers that ended then."""
         names = [name for at, name in self.ended if since <= at < until]
         return names.count("a") / max(1, len(names))
+
+
+STOP = (60.0, 90.0)
+POLICIES_OF_TWO = sorted(set(POLICIES) - {"planned"})
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("profiled", [True, False])
+@pytest.mark.parametrize("rate", [0.5, 2.5, 14.0, 40.0])
+def test_it_has_its_share_again_after_half_a_minute(rate: float, profiled: bool, seed: int) -> None:
+    fleet = Fleet("hetlb", rate, [STOP], profiled=profiled, seed=seed)
+    fleet.run(150.0)
+    usual = fleet.share(10.0, 60.0)
+    assert fleet.share(70.0, 90.0) == 0.0
+    assert fleet.share(100.0, 130.0) >= 0.7 * usual
+    assert fleet.share(120.0, 150.0) >= 0.7 * usual
+    assert fleet.longest_s <= 5.0
+    fleet.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("policy", POLICIES_OF_TWO)
+def test_so_it_is_under_every_policy(policy: str) -> None:
+    fleet = Fleet(policy, 14.0, [STOP], profiled=False)
+    fleet.run(150.0)
+    assert fleet.share(120.0, 150.0) >= 0.7 * fleet.share(10.0, 60.0)
+    assert fleet.longest_s <= 5.0
+
+
+@pytest.mark.parametrize("profiled", [True, False])
+@pytest.mark.parametrize("rate", [2.5, 8.0])
+def test_a_hundred_stalls_by_chance_cost_no_share_for_more_than_ten_seconds(
+    rate: float, profiled: bool
+) -> None:
+    rng, stops, now = random.Random(5), [], 20.0
+    for _ in range(100):
+        length = rng.uniform(0.5, 3.0)
+        stops.append((now, now + length))
+        now += length + rng.uniform(3.0, 15.0)
+    fleet = Fleet("hetlb", rate, stops, profiled=profiled)
+    fleet.run(now + 70.0)
+    usual = fleet.share(0.0, 20.0)
+    assert fleet.share(20.0, now) >= 0.7 * usual, "while they last"
+    assert fleet.share(now + 10.0, now + 60.0) >= 0.9 * usual
+    assert fleet.longest_s <= 5.0
