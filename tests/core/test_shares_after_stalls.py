@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 from helpers import make_scheduler, request, spec
 
-from hetlb.core.policies.registry import POLICIES
-from hetlb.core.types import Capacity, Command, Dispatch, EngineSample, Lease, Outcome
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.types import Capacity, Command, Dispatch, EngineSample, Lease, Outcome
 
 STEP_S, TOKENS = 0.02, 20
 #: Sweeps and scrapes come once in this many steps.
