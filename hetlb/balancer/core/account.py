@@ -57,7 +57,7 @@ class Account:
     """Evidence about the answers of one instance, and the trials that it gets while they are bad."""
 
     __slots__ = (
-        "_aged_at", "_generated", "_in_a_row", "_pause_s", "_skip", "_skipped", "asked_until",
+        "_aged_at", "_generated", "_in_a_row", "_pause_s", "asked_until",
         "doubted", "excess", "lost", "lost_s", "moved_at", "next_trial_at", "overdue_s", "read_at",
         "reason", "silent_since", "stalled_since", "still", "token_at", "trial", "well",
     )  # fmt: skip
@@ -90,8 +90,6 @@ class Account:
         self.trial = 0
         self.next_trial_at = -math.inf
         self._pause_s = PAUSE_S
-        #: Requests elsewhere that end a pause (0: time alone does), and those so far.
-        self._skip = self._skipped = 0
 
     # --- what became of its answers ---
 
@@ -116,14 +114,13 @@ class Account:
             self.trial = 0
         return self.excess > 0.0
 
-    def ended_badly(self, lease_id: int, seconds: float, skip: int, now: float) -> None:
-        """Count a lost answer, which took `seconds`; `skip` requests elsewhere end the pause, 0: none do."""
+    def ended_badly(self, lease_id: int, seconds: float, now: float) -> None:
+        """Count a lost answer, which took `seconds`."""
         share = 1.0 / (self.lost + 1.0)
         self.lost_s += share * (seconds - self.lost_s)
         self.lost += 1.0
         self._in_a_row = 0
         self._keep_newest()
-        self._skip, self._skipped = skip, 0
         self.ended(lease_id)
         if self.next_trial_at < now + self._pause_s:
             self.next_trial_at = now + self._pause_s
@@ -272,18 +269,14 @@ class Account:
         return self.wary(now) and self._may_try(now)
 
     def _may_try(self, now: float) -> bool:
-        return not self.trial and (now >= self.next_trial_at or 0 < self._skip <= self._skipped)
+        return not self.trial and now >= self.next_trial_at
 
     def dispatched(self, lease_id: int, now: float) -> None:
         """It got a request: if it is restrained or has an excess, a trial."""
         if self.wary(now):
-            self.trial, self._skipped = lease_id, 0
+            self.trial = lease_id
             self.next_trial_at = now + self._pause_s
             self._pause_s = min(MOST_PAUSE_S, 2.0 * self._pause_s)
-
-    def passed_over(self) -> None:
-        """A request went elsewhere while it was held."""
-        self._skipped += 1
 
     def why(self, now: float) -> str:
         """Return the reason of the restraint for people, "" without one."""

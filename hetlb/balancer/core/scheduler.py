@@ -16,7 +16,7 @@ from hetlb.balancer.core import rejections
 from hetlb.balancer.core.account import LEAST_SILENCE_S
 from hetlb.balancer.core.backlog import Backlog
 from hetlb.balancer.core.fleet_state import FleetState
-from hetlb.balancer.core.health import PASSIVE_FALL, Verdict, verdict
+from hetlb.balancer.core.health import Verdict, verdict
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.journal import Booked, Journal
 from hetlb.balancer.core.placement import Placement
@@ -280,7 +280,7 @@ class Scheduler:
             known = retries.attempts.get(lease.request.id)
             if known is not None and known.refusals:
                 for refuser, refused, at in known.refusals:
-                    self._lost(refuser, refused, 0, at)
+                    self._lost(refuser, refused, at)
                 known.refusals.clear()
         if instance.health.on_answering(now):
             return self.fleet.health_changed(instance, now)
@@ -350,16 +350,15 @@ class Scheduler:
         elif says is Verdict.LOST:
             changed = health.on_answering(now)
         if says in (Verdict.FAILED, Verdict.LOST) or _left_unheard(lease, outcome, now):
-            skip = 1 if says is Verdict.FAILED and 0 < health.failures < PASSIVE_FALL else 0
-            self._lost(instance, lease, skip, now)
+            self._lost(instance, lease, now)
         return fleet.health_changed(instance, now) if changed else []
 
-    def _lost(self, instance: Instance, lease: Lease, skip: int, now: float) -> None:
+    def _lost(self, instance: Instance, lease: Lease, now: float) -> None:
         """Count a lost answer in the account of its instance, unless it was counted before."""
         if lease.judged:
             return
         lease.judged = True
-        instance.account.ended_badly(lease.id, now - lease.dispatched_at, skip, now)
+        instance.account.ended_badly(lease.id, now - lease.dispatched_at, now)
         self.fleet.judge(instance, now)
 
     def on_refused(
@@ -397,7 +396,7 @@ class Scheduler:
         else:
             if busy and retry_after_s is not None:
                 account.asked(retry_after_s, now)
-            self._lost(instance, lease, 0, now)
+            self._lost(instance, lease, now)
         self.fleet.reindex(now)
         may_move = may_move and busy and not runs and (retry_after_s is not None or limited or doubted)
         if not may_move or ready is None or not retries.allowed(self.in_flight):
@@ -479,7 +478,7 @@ class Scheduler:
             return []
         commands = self._move(lease, ready, now, ran=True)
         if commands:
-            self._lost(instance, lease, 0, now)
+            self._lost(instance, lease, now)
         return commands
 
     def _retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
