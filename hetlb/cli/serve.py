@@ -197,4 +197,9 @@ def fleet_of(args: argparse.Namespace) -> Fleet:
         proxy=changed(fleet.file.proxy, workers=args.workers),
     )
     check_policy(fleet.file.policy, "")
-    return fleet
+    if fleet.file.policy.trace is None:
+        return fleet
+    from hetlb.tools.workload.traces import read_trace
+
+    rows = read_trace(fleet.base / fleet.file.policy.trace)
+    return fleet.with_lengths(row.output_tokens for row in rows)

@@ -38,10 +38,10 @@ from hetlb.balancer.telemetry.request_record import RequestRecord
 if TYPE_CHECKING:
     from hetlb.balancer.clients.model_names import ModelNames
     from hetlb.balancer.clients.service_classes import ServiceClasses
-    from hetlb.options.kv_events.block_index import PromptBlocks
+    from hetlb.balancer.core.block_index import PromptBlocks
+    from hetlb.balancer.hooks import SpanMaker
     from hetlb.options.resume.continuation import Continuation
     from hetlb.options.resume.progress import Kept
-    from hetlb.options.tracing.tracing import Tracing
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
@@ -94,7 +94,7 @@ class Router:
         #: Bytes kept of streams that may go on elsewhere, None before the first.
         self._kept: Kept | None = None
         #: Makes the ids of every request's spans, None without tracing.
-        self.tracing: Tracing | None = None
+        self.tracing: SpanMaker | None = None
         #: Engines take our request ids for their own, and another proxy may count from 1 too.
         self._label_prefix = f"hetlb-{secrets.token_hex(4)}-"
 
@@ -289,7 +289,7 @@ class Router:
         keys = id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
         blocks: PromptBlocks | None = None
         if ids and call.prompts == 1 and (block_tokens := self._driver.scheduling.block_tokens):
-            from hetlb.options.kv_events.block_index import block_digests
+            from hetlb.balancer.core.block_index import block_digests
 
             salt = () if call.cache_salt is None else (call.cache_salt,)
             # The last token of a prompt is always computed.
@@ -301,7 +301,7 @@ class Router:
 
     def _rest(self, kind: Kind, call: Call, outgoing: EngineRequest, how: Resume) -> Continuation | None:
         """Continuation of an answer whose engine is lost (`how`: `proxy.resume`), None where it ends."""
-        if how is False or call.prompts * call.n != 1 or not self._driver.resumes:
+        if how is False or not self._driver.resumes:
             return None
         from hetlb.options.resume.continuation import Continuation
         from hetlb.options.resume.progress import Kept

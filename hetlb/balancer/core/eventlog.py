@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, is_dataclass, replace
 from enum import Enum
 from typing import Any, Final, get_args
 
+from hetlb.balancer.core.block_index import BlocksCleared, BlocksRemoved, BlocksStored, KvEventBatch
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.latency import LatencyModel
@@ -51,7 +52,6 @@ from hetlb.balancer.core.types import (
     RequestId,
     Role,
 )
-from hetlb.options.kv_events.block_index import BlocksCleared, BlocksRemoved, BlocksStored, KvEventBatch
 
 FORMAT_VERSION: Final = 5
 

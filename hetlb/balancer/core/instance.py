@@ -29,7 +29,7 @@ from hetlb.balancer.core.types import (
 )
 
 if TYPE_CHECKING:
-    from hetlb.options.kv_events.block_index import BlockIndex
+    from hetlb.balancer.core.block_index import BlockIndex
 
 #: KV capacity of an engine that has not told its own, in tokens.
 DEFAULT_KV_CACHE_TOKENS: Final = 131_072

@@ -48,7 +48,7 @@ from hetlb.balancer.core.types import (
 )
 
 if TYPE_CHECKING:
-    from hetlb.options.kv_events.block_index import KvEventBatch
+    from hetlb.balancer.core.block_index import KvEventBatch
 
 #: Time between ticks while something waits for time to pass (queue limits, ejections).
 TICK_S: Final = 0.25
@@ -655,7 +655,7 @@ class Scheduler:
         if instance is None:
             return []
         if instance.blocks is None:
-            from hetlb.options.kv_events.block_index import BlockIndex
+            from hetlb.balancer.core.block_index import BlockIndex
 
             instance.blocks = BlockIndex()
             self.fleet.publishers.append(instance)

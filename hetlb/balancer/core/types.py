@@ -20,7 +20,7 @@ from hetlb.balancer.core.prefix_index import PrefixKey, Shared
 from hetlb.balancer.core.speed import Mark
 
 if TYPE_CHECKING:
-    from hetlb.options.kv_events.block_index import PromptBlocks
+    from hetlb.balancer.core.block_index import PromptBlocks
 
 RequestId: TypeAlias = int
 LeaseId: TypeAlias = int
@@ -158,6 +158,7 @@ class InstanceSpec(PickleByFields):
     """One vLLM server as configured; `slots_stated`: a person said `max_num_seqs` of its capacity.
 
     `latency` is None without a profile; `model` is "" where only the engine knows what it serves.
+    `host_assumed_in` is the profile's file where its host time is assumed, "" where it is known.
     """
 
     name: str
@@ -170,6 +171,7 @@ class InstanceSpec(PickleByFields):
     kv_transfer: KvLink | None = None
     slots_stated: bool = False
     gpu: str = ""
+    host_assumed_in: str = ""
 
 
 @mypyc_attr(acyclic=True)

@@ -377,8 +377,17 @@ class Exchange(RequestRecord):
             otherwise()
 
     def _go_on(self, end: End, otherwise: Callable[[], None]) -> None:
-        """Go on at another instance, or end it `otherwise`: now, or once it shows that it cannot."""
-        if self.rest is None or not self.rest.go_on(self, end, otherwise):
+        """Go on at another instance, or end it `otherwise`: now, or once it shows that it cannot.
+
+        A stream of which `[DONE]` came is whole, whatever becomes of its engine then.
+        """
+        answer = self.answer
+        stream = None if answer is None else answer.stream
+        if answer is not None and stream is not None and stream.done and not stream.failed:
+            self.response.write(self.response.last(b""))
+            self.take_usage(answer)
+            self.finish(ends.LAST_MISSING)
+        elif self.rest is None or not self.rest.go_on(self, end, otherwise):
             otherwise()
 
     def _failed(self, end: End, detail: str, begun: bool) -> None:

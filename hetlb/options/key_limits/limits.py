@@ -143,7 +143,6 @@ class Limiter:
 
     def ended(self, ticket: Ticket, prompt_tokens: int, output_tokens: int, now: float) -> None:
         self._in_flight -= 1
-        assert ticket.slot is not None, "expected a ticket of this limiter"
         self._tokens.settle(ticket.slot, prompt_tokens + output_tokens - ticket.reserved, now)
         if output_tokens:
             self._answer += _WEIGHT * (output_tokens - self._answer)
@@ -173,24 +172,20 @@ class Ticket:
 
     __slots__ = ("limiter", "reserved", "slot")
 
-    def __init__(self, limiter: Limiter | None, slot: _Slot | None, reserved: int) -> None:
-        """Without a limiter and a slot: the ticket of a limiter elsewhere, which overrides everything."""
+    def __init__(self, limiter: Limiter, slot: _Slot, reserved: int) -> None:
         self.limiter = limiter
         self.slot = slot
         self.reserved = reserved
 
     def used(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
-        assert self.limiter is not None, "expected a limiter in this process"
         tokens = prompt_tokens + output_tokens
         self.limiter.used(tokens, now)
         self.reserved += tokens
 
     def ended(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
-        assert self.limiter is not None, "expected a limiter in this process"
         self.limiter.ended(self, prompt_tokens, output_tokens, now)
 
     def headers(self, now: float) -> bytes:
-        assert self.limiter is not None, "expected a limiter in this process"
         return self.limiter.headers(now)
 
 

@@ -20,7 +20,6 @@ from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.exchange.scheduler_side import SchedulerSide
 from hetlb.balancer.http import error_responses
-from hetlb.options.key_limits.limits import Ticket
 from hetlb.options.lease_wire import RequestFacts, WireBegun, WireBooked, WireEnded
 from hetlb.options.message_channel import MessageChannel
 from hetlb.options.relays.protocol import (
@@ -311,13 +310,12 @@ class RelayDriver(SchedulerSide):
         return [each for each in self._driver.exchanges.values() if each.phase is Phase.QUEUED]
 
 
-class _RelayTicket(Ticket):
+class _RelayTicket:
     """Ticket of a limiter in the scheduler process; `lines` are its header lines at the dispatch."""
 
     __slots__ = ("_driver", "_lines", "_request_id")
 
     def __init__(self, driver: RelayDriver, request_id: RequestId, lines: bytes) -> None:
-        super().__init__(None, None, 0)
         self._driver = driver
         self._request_id = request_id
         self._lines = lines

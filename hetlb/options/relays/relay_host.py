@@ -19,12 +19,12 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject, Request, RequestId
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.exchange.scheduler_side import Carrier
+from hetlb.balancer.hooks import KeyTicket
 from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.http1 import GateError
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.recent import Recent
-from hetlb.options.key_limits.limits import Ticket
 from hetlb.options.lease_wire import WireBegun
 from hetlb.options.message_channel import MessageChannel
 from hetlb.options.relays import protocol
@@ -80,7 +80,9 @@ class _OpenRequest:
 
     __slots__ = ("lease", "lease_number", "link", "named", "request", "ticket")
 
-    def __init__(self, link: RelayLink, request: Request, named: bool, ticket: Ticket | None = None) -> None:
+    def __init__(
+        self, link: RelayLink, request: Request, named: bool, ticket: KeyTicket | None = None
+    ) -> None:
         self.link = link
         self.request = request
         #: True if it named its model.

@@ -134,7 +134,7 @@ class Tracing:
     def finished(self, record: RequestRecord, now_s: float) -> None:
         """Make the spans of a request that has ended. `now_s` is the time on its clock."""
         ids = record.trace
-        if ids is None or not ids.sampled or record.ended_at is None or record.outcome is None:
+        if not isinstance(ids, Trace) or not ids.sampled or record.ended_at is None or record.outcome is None:
             return
         now_ns, end = time.time_ns(), record.ended_at
 

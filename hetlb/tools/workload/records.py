@@ -30,6 +30,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.telemetry.histograms import weighted_percentile
 
 if TYPE_CHECKING:
     Floats: TypeAlias = array[float]
@@ -143,22 +144,6 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
-
-
-def weighted_percentile(pairs: Sequence[tuple[float, int]], percent: float) -> float:
-    """`percentile` of ascending (value, count) pairs, each value standing there `count` times."""
-    total = sum(count for _, count in pairs)
-    if not total:
-        return 0.0
-    position = (total - 1) * percent / 100.0
-    below, seen = math.floor(position), 0
-    for index, (value, count) in enumerate(pairs):
-        seen += count
-        if seen > below:
-            if seen > below + 1 or index + 1 == len(pairs):
-                return value
-            return value + (pairs[index + 1][0] - value) * (position - below)
-    return pairs[-1][0]
 
 
 def student_margin(values: Sequence[float]) -> float:
