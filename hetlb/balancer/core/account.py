@@ -30,6 +30,8 @@ _LEAST_LOST: Final = 1.5
 _MOST_KEPT: Final = 16.0
 #: Answers in a row that end well after which lost ones before them are forgotten.
 _FORGIVEN: Final = 3
+#: Refusals (4xx) in a row after which the next one is tried elsewhere, to learn whose mistake it is.
+UNPROVEN: Final = 2
 #: Quantile of the normal distribution for the lower end of an interval, 90 % one-sided.
 _QUANTILE: Final = 1.28
 #: Lost answers and answers that are assumed of the other instances before any ended there.
@@ -59,7 +61,7 @@ class Account:
     __slots__ = (
         "_aged_at", "_generated", "_in_a_row", "_pause_s", "asked_until",
         "doubted", "excess", "lost", "lost_s", "moved_at", "next_trial_at", "overdue_s", "read_at",
-        "reason", "silent_since", "stalled_since", "still", "token_at", "trial", "well",
+        "reason", "refusals", "silent_since", "stalled_since", "still", "token_at", "trial", "well",
     )  # fmt: skip
 
     def __init__(self, now: float) -> None:
@@ -68,6 +70,8 @@ class Account:
         #: Mean seconds until an answer was lost.
         self.lost_s = 0.0
         self._in_a_row = 0
+        #: Refusals (4xx) in a row that may be their clients' mistakes.
+        self.refusals = 0
         self._aged_at = now
         self.excess = 0.0
         self.doubted = False
@@ -101,6 +105,7 @@ class Account:
     def ended_well(self, lease_id: int, now: float) -> bool:
         """Count an answer that ended well. True if that speaks against a doubt."""
         self.well += 1.0
+        self.refusals = 0
         self.token_at = now
         if self.lost <= 0.0:
             return False
@@ -147,7 +152,7 @@ class Account:
         self.doubted = False
         self.stalled_since = self.silent_since = None
         self.asked_until = -math.inf
-        self.trial = 0
+        self.trial = self.refusals = 0
 
     def judge(self, others: Iterable[Account]) -> bool:
         """Compare its share of lost answers with the others. True if a doubt or an excess began or ended."""

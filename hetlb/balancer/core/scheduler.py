@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core import rejections
-from hetlb.balancer.core.account import LEAST_SILENCE_S
+from hetlb.balancer.core.account import LEAST_SILENCE_S, UNPROVEN
 from hetlb.balancer.core.backlog import Backlog
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.health import Verdict, verdict
@@ -367,10 +367,11 @@ class Scheduler:
         """An engine refused a request with 4xx or 503, having run nothing of it; `busy`: with 429 or 503.
 
         If it is busy beside what it answers, that is a limit of it, otherwise it counts in its account. Any
-        other refusal counts once another instance answers the same request: it is the client's own otherwise.
-        Another instance gets the request, within the budget of retries, unless an engine is busy that neither
-        said when to come again (`retry_after_s`) nor has reached its limit nor is in doubt: then the commands
-        hold the new dispatch. Otherwise, and without `may_move`, they hold a `PassOn`, and the lease goes on.
+        other refusal is the client's own, unless it is one of several in a row: then another instance gets
+        the request, too, and the refusal counts if that answers it. A busy engine's request goes elsewhere if
+        the engine said when to come again (`retry_after_s`), has reached its limit or is in doubt. Within the
+        budget of retries the commands hold the new dispatch. Otherwise, and without `may_move`, they hold a
+        `PassOn`, and the lease goes on.
         """
         request, retries = lease.request, self._retries
         if retry_after_s is not None and retry_after_s <= 0.0:
@@ -381,11 +382,16 @@ class Scheduler:
         known, ready = retries.attempts.get(request.id), self.fleet.ready.get(request.model)
         runs = 0 if known is None else known.runs
         if not busy and may_move and ready is not None:
-            tries = runs < MOST_MOVES and retries.allowed(self.in_flight)
+            account.refusals += 1
+            refusals = [] if known is None else known.refusals
+            doubtful = bool(refusals) or account.doubted or account.refusals > UNPROVEN
+            tries = doubtful and runs < MOST_MOVES and retries.allowed(self.in_flight)
             if tries and (commands := self._move(lease, ready, now, ran=False)):
                 retries.of(request.id).refusals.append((instance, lease, now))
                 return commands
-            if not tries or not self._others_left(lease, ready, now):
+            for refuser, _, _ in refusals:  # all refuse it
+                refuser.account.refusals = account.refusals = 0
+            if not tries or refusals or not self._others_left(lease, ready, now):
                 lease.judged = True
                 return passed_on
             # The others have no room: its share of refusals counts.
