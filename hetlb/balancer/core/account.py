@@ -30,8 +30,8 @@ _LEAST_LOST: Final = 1.5
 _MOST_KEPT: Final = 16.0
 #: Answers in a row that end well after which lost ones before them are forgotten.
 _FORGIVEN: Final = 3
-#: Refusals (4xx) in a row after which the next one is tried elsewhere, to learn whose mistake it is.
-UNPROVEN: Final = 2
+#: Refusals (4xx) in a row from which on it is asked of the others whose mistake they are.
+SUSPECT: Final = 3
 #: Quantile of the normal distribution for the lower end of an interval, 90 % one-sided.
 _QUANTILE: Final = 1.28
 #: Lost answers and answers that are assumed of the other instances before any ended there.
@@ -59,9 +59,10 @@ class Account:
     """Evidence about the answers of one instance, and the trials that it gets while they are bad."""
 
     __slots__ = (
-        "_aged_at", "_generated", "_in_a_row", "_pause_s", "asked_until",
+        "_aged_at", "_generated", "_in_a_row", "_pause_s", "_skip", "_skipped", "asked_until",
         "doubted", "excess", "lost", "lost_s", "moved_at", "next_trial_at", "overdue_s", "read_at",
-        "reason", "refusals", "silent_since", "stalled_since", "still", "token_at", "trial", "well",
+        "reason", "refusals", "refused_at", "refused_since", "silent_since", "stalled_since", "still",
+        "token_at", "trial", "well",
     )  # fmt: skip
 
     def __init__(self, now: float) -> None:
@@ -70,8 +71,9 @@ class Account:
         #: Mean seconds until an answer was lost.
         self.lost_s = 0.0
         self._in_a_row = 0
-        #: Refusals (4xx) in a row that may be their clients' mistakes.
+        #: Refusals (4xx) in a row that may be their clients' mistakes, times of the first and the last.
         self.refusals = 0
+        self.refused_since = self.refused_at = -math.inf
         self._aged_at = now
         self.excess = 0.0
         self.doubted = False
@@ -94,6 +96,8 @@ class Account:
         self.trial = 0
         self.next_trial_at = -math.inf
         self._pause_s = PAUSE_S
+        #: Requests elsewhere that end a pause (0: time alone does), and those so far.
+        self._skip = self._skipped = 0
 
     # --- what became of its answers ---
 
@@ -119,8 +123,9 @@ class Account:
             self.trial = 0
         return self.excess > 0.0
 
-    def ended_badly(self, lease_id: int, seconds: float, now: float) -> None:
-        """Count a lost answer, which took `seconds`."""
+    def ended_badly(self, lease_id: int, seconds: float, now: float, skip: int = 0) -> None:
+        """Count a lost answer, which took `seconds`; `skip` requests elsewhere end the pause, 0: none do."""
+        self._skip, self._skipped = skip, 0
         share = 1.0 / (self.lost + 1.0)
         self.lost_s += share * (seconds - self.lost_s)
         self.lost += 1.0
@@ -129,6 +134,21 @@ class Account:
         self.ended(lease_id)
         if self.next_trial_at < now + self._pause_s:
             self.next_trial_at = now + self._pause_s
+
+    def refused(self, now: float) -> None:
+        """Count a refusal (4xx) that may be its client's mistake."""
+        if not self.refusals:
+            self.refused_since = now
+        self.refusals, self.refused_at = self.refusals + 1, now
+
+    @property
+    def suspect(self) -> bool:
+        """True if it refused several requests in a row."""
+        return self.refusals >= SUSPECT
+
+    def heard(self, since: float) -> bool:
+        """True if it answered or refused something after a time."""
+        return self.token_at > since or self.refused_at > since
 
     def _keep_newest(self) -> None:
         count = self.well + self.lost
@@ -274,14 +294,18 @@ class Account:
         return self.wary(now) and self._may_try(now)
 
     def _may_try(self, now: float) -> bool:
-        return not self.trial and now >= self.next_trial_at
+        return not self.trial and (now >= self.next_trial_at or 0 < self._skip <= self._skipped)
 
     def dispatched(self, lease_id: int, now: float) -> None:
         """It got a request: if it is restrained or has an excess, a trial."""
         if self.wary(now):
-            self.trial = lease_id
+            self.trial, self._skipped = lease_id, 0
             self.next_trial_at = now + self._pause_s
             self._pause_s = min(MOST_PAUSE_S, 2.0 * self._pause_s)
+
+    def passed_over(self) -> None:
+        """A request went elsewhere while it was held."""
+        self._skipped += 1
 
     def why(self, now: float) -> str:
         """Return the reason of the restraint for people, "" without one."""

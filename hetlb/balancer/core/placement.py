@@ -306,6 +306,9 @@ class Placement:
                 self.adapter_load.expected[lease.id] = lease.forecast_first_s, loads
         if ctx.availabilities is not None:
             instance.account.dispatched(lease.id, now)
+            for other in found.ready.able:
+                if other is not instance and other.account.held(now):
+                    other.account.passed_over()
         shared = lease.shared
         used = lease.kv_prompt_tokens if shared is None else lease.kv_prompt_tokens + shared.new_tokens
         sequences = request.sequences

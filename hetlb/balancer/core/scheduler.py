@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core import rejections
-from hetlb.balancer.core.account import LEAST_SILENCE_S, UNPROVEN
+from hetlb.balancer.core.account import LEAST_SILENCE_S
 from hetlb.balancer.core.backlog import Backlog
 from hetlb.balancer.core.fleet_state import FleetState
-from hetlb.balancer.core.health import Verdict, verdict
+from hetlb.balancer.core.health import PASSIVE_FALL, Verdict, verdict
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.journal import Booked, Journal
 from hetlb.balancer.core.placement import Placement
@@ -350,15 +350,16 @@ class Scheduler:
         elif says is Verdict.LOST:
             changed = health.on_answering(now)
         if says in (Verdict.FAILED, Verdict.LOST) or _left_unheard(lease, outcome, now):
-            self._lost(instance, lease, now)
+            skip = 1 if says is Verdict.FAILED and 0 < health.failures < PASSIVE_FALL else 0
+            self._lost(instance, lease, now, skip)
         return fleet.health_changed(instance, now) if changed else []
 
-    def _lost(self, instance: Instance, lease: Lease, now: float) -> None:
+    def _lost(self, instance: Instance, lease: Lease, now: float, skip: int = 0) -> None:
         """Count a lost answer in the account of its instance, unless it was counted before."""
         if lease.judged:
             return
         lease.judged = True
-        instance.account.ended_badly(lease.id, now - lease.dispatched_at, now)
+        instance.account.ended_badly(lease.id, now - lease.dispatched_at, now, skip)
         self.fleet.judge(instance, now)
 
     def on_refused(
@@ -382,15 +383,17 @@ class Scheduler:
         known, ready = retries.attempts.get(request.id), self.fleet.ready.get(request.model)
         runs = 0 if known is None else known.runs
         if not busy and may_move and ready is not None:
-            account.refusals += 1
+            account.refused(now)
             refusals = [] if known is None else known.refusals
-            doubtful = bool(refusals) or account.doubted or account.refusals > UNPROVEN
-            tries = doubtful and runs < MOST_MOVES and retries.allowed(self.in_flight)
+            tries = runs < MOST_MOVES and retries.allowed(self.in_flight)
+            tries = tries and (bool(refusals) or account.doubted or self._serves_elsewhere(instance, ready))
             if tries and (commands := self._move(lease, ready, now, ran=False)):
                 retries.of(request.id).refusals.append((instance, lease, now))
                 return commands
             for refuser, _, _ in refusals:  # all refuse it
                 refuser.account.refusals = account.refusals = 0
+            if account.suspect:
+                self.fleet.reindex(now)
             if not tries or refusals or not self._others_left(lease, ready, now):
                 lease.judged = True
                 return passed_on
@@ -408,6 +411,14 @@ class Scheduler:
         if not may_move or ready is None or not retries.allowed(self.in_flight):
             return passed_on
         return self._move(lease, ready, now, ran=False) or passed_on
+
+    def _serves_elsewhere(self, instance: Instance, ready: ReadyInstances) -> bool:
+        """Return True if an instance refused several requests in a row while another one answers."""
+        account = instance.account
+        return account.suspect and any(
+            not each.account.refusals and each.account.token_at > account.refused_since
+            for each in ready.instances
+        )
 
     def _others_left(self, lease: Lease, ready: ReadyInstances, now: float) -> bool:
         """Return True if another instance may get a request, had it room."""

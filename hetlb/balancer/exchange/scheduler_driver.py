@@ -203,12 +203,11 @@ class SchedulerDriver(SchedulerSide):
             self.carrier.turned_away(lease)
         self.carry_out(commands)
 
-    def works(self, lease: Lease, now: float) -> bool:
-        return self.scheduler.ledger.leased[lease.id].account.works(now)
-
-    def stalled_s(self, lease: Lease, now: float) -> float:
-        since = self.scheduler.ledger.leased[lease.id].account.stalled_since
-        return 0.0 if since is None else now - since
+    def hung_s(self, lease: Lease, now: float) -> float | None:
+        account = self.scheduler.ledger.leased[lease.id].account
+        if account.works(now):
+            return None
+        return 0.0 if account.stalled_since is None else now - account.stalled_since
 
     def cancelled(self, request_id: RequestId, now: float) -> None:
         self.carry_out(self.scheduler.on_cancelled(request_id, now))
