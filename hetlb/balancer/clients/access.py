@@ -132,7 +132,7 @@ def load_access(fleet: Fleet) -> Access:
 
 
 def read_secret(file: str | None, env: str | None, key: str, base: Path) -> bytes | None:
-    """The secret of a file (without the line end) or of a variable, None without both. Raises `ConfigError`.
+    """Return the secret of a file (without line end) or variable, or None. Raises `ConfigError`.
 
     `key` is what the two keys of the fleet file have in common.
     """

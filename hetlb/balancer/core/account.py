@@ -143,11 +143,11 @@ class Account:
 
     @property
     def suspect(self) -> bool:
-        """True if it refused several requests in a row."""
+        """Return True if it refused several requests in a row."""
         return self.refusals >= SUSPECT
 
     def heard(self, since: float) -> bool:
-        """True if it answered or refused something after a time."""
+        """Return True if it answered or refused something after a time."""
         return self.token_at > since or self.refused_at > since
 
     def _keep_newest(self) -> None:
@@ -157,7 +157,7 @@ class Account:
             self.lost *= _MOST_KEPT / count
 
     def ended(self, lease_id: int) -> None:
-        """A trial is over, or its answer has begun: another one may follow after the pause."""
+        """Note that a trial is over, or its answer has begun: another one may follow after the pause."""
         if self.trial == lease_id:
             self.trial = 0
 
@@ -218,11 +218,11 @@ class Account:
         self.read_at = now
 
     def counts(self, now: float) -> bool:
-        """True if its own counters are known."""
+        """Return True if its own counters are known."""
         return self._generated is not None and now - self.read_at <= COUNTERS_STALE_S
 
     def works(self, now: float) -> bool:
-        """True if its own counters moved lately, and did not stand still since its last token."""
+        """Return True if its own counters moved lately, and did not stand still since its last token."""
         return self.moved_at >= now - COUNTERS_STALE_S and not self.still
 
     def watch(
@@ -268,7 +268,7 @@ class Account:
         return True
 
     def token(self, now: float) -> bool:
-        """A token came. True if that ends a stall."""
+        """Note that a token came. Return True if that ends a stall."""
         self.token_at = now
         return self.stalled_since is not None and self._goes_on(now)
 
@@ -278,33 +278,33 @@ class Account:
     # --- what it gets meanwhile ---
 
     def restrained(self, now: float) -> bool:
-        """True if it gets one trial at a time."""
+        """Return True if it gets one trial at a time."""
         return self.doubted or self.stalled_since is not None or now < self.asked_until
 
     def held(self, now: float) -> bool:
-        """True if it gets no request now, not even a trial."""
+        """Return True if it gets no request now, not even a trial."""
         return self.restrained(now) and not self._may_try(now)
 
     def wary(self, now: float) -> bool:
-        """True if it gets trials: it is restrained, or the score keeps requests away."""
+        """Return True if it gets trials: it is restrained, or the score keeps requests away."""
         return self.excess > 0.0 or self.restrained(now)
 
     def due(self, now: float) -> bool:
-        """True if the next request is to be its trial."""
+        """Return True if the next request is to be its trial."""
         return self.wary(now) and self._may_try(now)
 
     def _may_try(self, now: float) -> bool:
         return not self.trial and (now >= self.next_trial_at or 0 < self._skip <= self._skipped)
 
     def dispatched(self, lease_id: int, now: float) -> None:
-        """It got a request: if it is restrained or has an excess, a trial."""
+        """Note that it got a request: if it is restrained or has an excess, a trial."""
         if self.wary(now):
             self.trial, self._skipped = lease_id, 0
             self.next_trial_at = now + self._pause_s
             self._pause_s = min(MOST_PAUSE_S, 2.0 * self._pause_s)
 
     def passed_over(self) -> None:
-        """A request went elsewhere while it was held."""
+        """Note that a request went elsewhere while it was held."""
         self._skipped += 1
 
     def why(self, now: float) -> str:

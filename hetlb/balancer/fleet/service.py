@@ -151,7 +151,7 @@ class FleetService(ABC):
             self._do(self._host_times.measure(instance))
 
     def _discovery_sources(self) -> list[Source]:
-        """Sources of instances that stand in no file of the fleet. Raises `ConfigError`."""
+        """Return sources of instances that stand in no file of the fleet. Raises `ConfigError`."""
         fleet, table = self.fleet, self.fleet.file.discovery
         if table is None:
             return []
@@ -497,7 +497,7 @@ def _over_redis(fleet: Fleet) -> bool:
 def ready_line(
     address: tuple[str, int], tls: object | None, admin_address: tuple[str, int], admin_tls: object | None
 ) -> str:
-    """The line of a proxy that accepts requests; what the two listeners show is None without TLS."""
+    """Return the line of a proxy that accepts requests; what the two listeners show is None without TLS."""
     return f"hetlb ready on {_url(address, tls)} (admin {_url(admin_address, admin_tls)})"
 
 

@@ -42,7 +42,7 @@ class Histogram:
         self._sum += other._sum
 
     def figures(self) -> tuple[Sequence[float], list[int], float]:
-        """The bounds, how many values were at most each (and, last, how many there were), and their sum."""
+        """Return the bounds, counts up to each (and, last, of all), and the sum."""
         return self._bounds, list(accumulate(self._counts)), self._sum
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -14,9 +14,8 @@ from aiohttp import web
 import hetlb
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.types import Outcome
-from hetlb.balancer.fleet.admin import pools
 from hetlb.balancer.fleet.decisions import decision_summary
-from hetlb.balancer.fleet.fleet_status import status
+from hetlb.balancer.fleet.fleet_status import pools, status
 from hetlb.balancer.telemetry.histograms import weighted_percentile
 from hetlb.balancer.telemetry.recent import BIN_S, BINS, POINTS, Recent, Stretch, latencies
 from hetlb.options.dashboard import balance
@@ -78,7 +77,7 @@ class Snapshots:
 
 
 def _shown(recent: Recent, now: float) -> list[Stretch]:
-    """The last five minutes, up to the last stretch that is over at `now`."""
+    """Return the last five minutes, up to the last stretch that is over at `now`."""
     end = math.floor(now / BIN_S)
     return [recent.stretches.get(number) or Stretch() for number in range(end - BINS, end)]
 

@@ -59,7 +59,7 @@ class Window:
         return slots[-1]
 
     def settle(self, slot: _Slot, more: int, now: float) -> None:
-        """It was `more` (or less, below 0) than was counted; nothing where that is too old to matter."""
+        """Note that it was `more` (or less, below 0) than was counted; nothing if too old to matter."""
         if slot.until + WINDOW_S > now:
             slot.amount += more
             self.total += more
@@ -152,7 +152,7 @@ class Limiter:
         self._tokens.add(tokens, now)
 
     def headers(self, now: float) -> bytes:
-        """The lines that OpenAI's SDKs read: limits, what is left of them, when they are whole again."""
+        """Return the lines that OpenAI's SDKs read: limits, what is left, when they are whole again."""
         limits = self.limits
         lines = b""
         if limits.requests_per_minute is not None:

@@ -60,7 +60,7 @@ class PickService(Service):
         return super().ready_line.replace("hetlb ready", "hetlb pick ready", 1)
 
     def _serves(self) -> bool:
-        """True if gateways should send requests here."""
+        """Return True if gateways should send requests here."""
         return self.routable()
 
     async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Predecessor | None = None) -> None:

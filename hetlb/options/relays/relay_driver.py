@@ -132,7 +132,7 @@ class RelayDriver(SchedulerSide):
         self._stalled = {name: now - seconds for name, seconds in message.stalled.items()}
 
     def set_view(self, view: ViewMessage) -> None:
-        """The fleet is so, as the scheduler process says."""
+        """Set the view of the fleet that the scheduler process gives."""
         self._set_instances(view.instances)
         self._view, self._served = view, frozenset(view.names)
 
@@ -163,7 +163,7 @@ class RelayDriver(SchedulerSide):
         return not names or lease.request.model in names
 
     def _set_instances(self, addresses: Iterable[InstanceAddress]) -> None:
-        """These are all instances. Their incarnations are numbered here: they outlive a scheduler process."""
+        """Set all instances. Their incarnations are numbered here: they outlive a scheduler process."""
         targets: dict[str, Target] = {}
         incarnations: dict[str, int] = {}
         now = self._driver.now()
@@ -316,7 +316,7 @@ class RelayDriver(SchedulerSide):
                 self._driver.reject(Reject(exchange.request.id, RejectReason.NO_INSTANCE, detail), 1.0)
 
     def _has_room(self) -> bool:
-        """True if what waits without a scheduler process is within the queue's limits."""
+        """Return True if what waits without a scheduler process is within the queue's limits."""
         limits, waiting = self._limits, self._queued()
         if limits.max_requests is not None and len(waiting) > limits.max_requests:
             return False

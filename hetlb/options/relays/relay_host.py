@@ -165,7 +165,7 @@ class RelayHost(Carrier):
             link.send(Learnt(model, round(text_bytes), round(tokens)))
 
     def disconnected(self, link: RelayLink) -> None:
-        """A relay is gone: its requests end as if their clients had left."""
+        """End the requests of a relay that is gone as if their clients had left."""
         if link not in self.links:
             return
         self.links.remove(link)
@@ -238,7 +238,7 @@ class RelayHost(Carrier):
             self.broadcast(protocol.WaitingMessage(waiting))
 
     def _greeted(self, link: RelayLink, hello: FromRelay, now: float) -> None:
-        """A relay's first message: book its live leases again."""
+        """Book the live leases of a relay again, which its first message gives."""
         if not isinstance(hello, Hello) or hello.version != protocol.VERSION or hello.relay != link.life:
             raise protocol.RelayProtocolError(
                 f"expected the hello of relay {link.life}, version {protocol.VERSION}, got {hello!r:.100}"
@@ -310,7 +310,7 @@ class RelayHost(Carrier):
         retry: bool = False,
         generated: int | None = None,
     ) -> None:
-        """A request, or with `retry` its lease, ended; `generated` as in `Scheduler.on_lease_ended`."""
+        """End a request, or with `retry` its lease; `generated` as in `Scheduler.on_lease_ended`."""
         lease, found.lease = found.lease, None
         if not retry:
             del self._open[found.request.id]

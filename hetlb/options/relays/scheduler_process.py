@@ -124,7 +124,7 @@ class SchedulerProcess(FleetService):
             await self.close()
 
     def _serving(self) -> None:
-        """The relays accept: from now on another process may replace this one."""
+        """Let another process replace this one from now on: the relays accept."""
         if self._takeover is not None:
             self._do(self._takeover.accepting())
             tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
@@ -175,7 +175,7 @@ class SchedulerProcess(FleetService):
             self._stop.set()
 
     def _orphaned(self) -> None:
-        """The supervisor is gone: leave with the last relay."""
+        """Leave with the last relay: the supervisor is gone."""
         self._alone = self.stopping_soon = True
         self._close_listeners()
         if self._offer is not None:

@@ -98,7 +98,7 @@ class Supervisor:
         listeners: Listeners = NO_LISTENERS,
         takeover: Predecessor | None = None,
     ) -> None:
-        """`listeners` listen already. Raises `HetlbError` where one cannot be bound."""
+        """Bind listeners; `listeners` listen already. Raises `HetlbError` where one cannot be bound."""
         self._fleet = fleet
         self._listeners = bind_listeners(fleet, number, listeners if takeover is None else takeover.listeners)
         #: Until the first scheduler process has it.
@@ -447,7 +447,7 @@ class Supervisor:
         self._until(lambda: not self._scheduler.pid, _KILL_AFTER_S)
 
     def _connected(self) -> bool:
-        """True if clients are connected now."""
+        """Return True if clients are connected now."""
         asked_at = time.monotonic()
         relays = [relay for relay in self._relays if relay.up and self._send(relay, "ping")]
         self._until(lambda: all(relay.heard_at >= asked_at for relay in relays), SILENT_S)

@@ -91,7 +91,7 @@ class RequestResult:
         return (self.last_token_s - self.first_token_s) / steps
 
     def meets(self, service: ServiceClass) -> bool:
-        """True if its answer met every target; an answer that came whole began when it ended."""
+        """Return True if its answer met every target; an answer that came whole began when it ended."""
         ttft_s = self.e2el_s if self.ttft_s is None else self.ttft_s
         return service.met(ttft_s, self.e2el_s, self.output_tokens // self.sequences)
 
@@ -137,7 +137,7 @@ class Gaps:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The percentile of ascending values by linear interpolation, as NumPy's default; 0 of none."""
+    """Return the percentile of ascending values by linear interpolation, as NumPy's default; 0 of none."""
     if not ordered:
         return 0.0
     position = (len(ordered) - 1) * percent / 100.0
@@ -188,7 +188,7 @@ def summarize(
     goodput_slo_s: Mapping[str, float] | None = None,
     classes: Mapping[str, ServiceClass] | None = None,
 ) -> dict[str, Any]:
-    """The figures of one run; with `classes` those of each class of its requests, too.
+    """Return the figures of one run; with `classes` those of each class of its requests, too.
 
     `gaps` are the times between tokens where they were counted for the whole run; without it they are the
     records' own. `instances` names the instances to report, by default those that the records name;
@@ -235,7 +235,7 @@ def _time_to_99_percent_s(done: Sequence[RequestResult], start_s: float) -> floa
 def _class_figures(
     records: Sequence[RequestResult], classes: Mapping[str, ServiceClass], per_second: float
 ) -> dict[str, Any]:
-    """The figures of each class; a request that failed or was refused has missed its targets."""
+    """Return the figures of each class; a request that failed or was refused has missed its targets."""
     default = next(iter(classes))
     found: dict[str, Any] = {}
     for name, service in classes.items():
