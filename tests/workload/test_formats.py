@@ -338,7 +338,8 @@ def newer_guidellm() -> object:
     for start, prompt, answer, first, whole in MEASURED:
         at = 1.7e9 + start
         timings = {"request_start": at, "first_token_iteration": at + first, "request_end": at + whole}
-        counts = {"input_metrics": {"text_tokens": prompt}, "output_metrics": {"total_tokens": answer}}
+        counts: dict[str, object] = {"input_metrics": {"text_tokens": prompt}, "first_token_iteration": None}
+        counts["output_metrics"] = {"text_tokens": None, "total_tokens": answer}
         requests.append({"request_id": "a", "info": {"timings": timings}, **counts})
     return {"benchmarks": [{"requests": {"successful": requests, "errored": [{}]}}]}
 

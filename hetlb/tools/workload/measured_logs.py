@@ -338,15 +338,18 @@ def _read_guidellm(file: RecordFile, _: int) -> Log:
             record = Record(at, _table(document, at, each))
             info = _table(record, "info", record.values.get("info"))
             timings = _table(record, "info.timings", info.get("timings"))
-            values = {**timings, **record.values}
+            values = {**timings, **{key: value for key, value in record.values.items() if value is not None}}
             for key in ("input", "output"):  # what newer versions count beside the sums
                 counts = _table(record, f"{key}_metrics", record.values.get(f"{key}_metrics"))
-                values.setdefault(f"{key}_tokens", counts.get("text_tokens", counts.get("total_tokens")))
-            start = _first(record, values, "request_start_time", "start_time", "request_start")
-            end = _first(record, values, "request_end_time", "end_time", "request_end")
+                values.setdefault(f"{key}_tokens", counts.get("text_tokens") or counts.get("total_tokens"))
+            start = _first(
+                record, values, "request_start_time", "start_time", "request_start", "resolve_start"
+            )
+            end = _first(record, values, "request_end_time", "end_time", "request_end", "resolve_end")
             e2e_s = record.seconds("request_latency", values.get("request_latency", _less(end, start)))
             ttft = values.get("time_to_first_token_ms")
-            first = values.get("first_token_iteration", values.get("first_iteration"))
+            names = ("first_token_iteration", "first_output_token_iteration", "first_iteration")
+            first = next((values[name] for name in names if values.get(name) is not None), None)
             if ttft is None and first is not None:
                 ttft = 1e3 * record.seconds("first_token_iteration", _less(first, start))
             requests.append(
