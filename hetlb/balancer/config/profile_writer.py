@@ -58,6 +58,7 @@ def _edited(text: str, old: Profile, new: Profile) -> str:
     sections, before = _written(msgspec.to_builtins(new)), _written(msgspec.to_builtins(old))
     changed = {key: value for key, value in sections.items() if value != before.get(key)}
     root = yaml.compose(text, Loader=yaml.SafeLoader)
+    assert isinstance(root, yaml.MappingNode), "a profile was read from this text"
     ends = [key.start_mark.index for key, _ in root.value[1:]] + [len(text)]
     for (key, _), end in reversed(list(zip(root.value, ends, strict=True))):
         if key.value in changed:
