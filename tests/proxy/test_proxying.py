@@ -132,6 +132,26 @@ async def test_a_plain_request(start: Start) -> None:
     assert proxy.exchanges[0].usage_prompt_tokens == 3
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/health", "/version"])
+async def test_a_path_with_a_slash_behind_it_leads_to_the_path(start: Start, path: str) -> None:
+    """As FastAPI does, and so vLLM."""
+    async with Upstream() as engine:
+        proxy = await start(engine.url)
+        answer = await ask(proxy, post(path=f"{path}/?a=b"))
+        assert (answer.status, answer.headers["location"]) == (307, f"{path}?a=b")
+        answer = await ask(proxy, post(path="/nothing/"))
+        assert answer.status == 404
+    assert not engine.visits
+
+
+async def test_a_byte_order_mark_before_json_is_read(start: Start) -> None:
+    async with Upstream() as engine:
+        proxy = await start(engine.url)
+        answer = await ask(proxy, post(b"\xef\xbb\xbf" + ASK))
+        assert (answer.status, answer.body) == (200, PLAIN_BODY)
+        assert (await engine.visit()).body == ASK
+
+
 async def test_a_stream_whose_usage_was_not_asked_for(start: Start) -> None:
     async with Upstream(STREAM) as engine:
         proxy = await start(engine.url)
