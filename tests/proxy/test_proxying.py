@@ -558,13 +558,25 @@ async def test_a_stream_is_whole_once_its_end_came(start: Start, how: str) -> No
     assert proxy.ended == [("ok", "stream", 200)]
 
 
-async def test_an_error_event_is_passed_on_and_counts_as_failure(start: Start) -> None:
-    event = b'data: {"error":{"message":"dead"}}\n\n'
+@pytest.mark.parametrize(
+    ("event", "outcome"),
+    [
+        (b'{"error":{"message":"dead"}}', "broken_stream"),
+        # vLLM's before 0.10.
+        (b'{"object":"error","message":"dead","code":500}', "broken_stream"),
+        (b'{"object":"error","message":"too long","code":400}', "refused"),
+        (b'{"object":"chat.completion.chunk","choices":[{"text":"\\"object\\":\\"error\\""}]}', "ok"),
+    ],
+)
+async def test_an_error_event_is_passed_on_and_counts_as_failure(
+    start: Start, event: bytes, outcome: str
+) -> None:
+    event = b"data: " + event + b"\n\n"
     async with Upstream(SSE_HEAD + chunk(TOKEN) + chunk(event) + chunk(DONE) + LAST) as engine:
         proxy = await start(engine.url)
         answer = await ask(proxy, post(ASK_STREAM))
     assert (answer.clean, answer.body) == (True, TOKEN + event + DONE)
-    assert proxy.ended[0][0] == "broken_stream"
+    assert proxy.ended[0][0].removeprefix("upstream_") == outcome
 
 
 async def test_surplus_bytes_are_dropped_and_the_connection_with_them(start: Start) -> None:
