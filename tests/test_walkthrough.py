@@ -401,6 +401,32 @@ def test_every_page_with_blocks_is_walked_and_every_block_has_a_kind() -> None:
             assert path.name in PAGE_BY_NAME, path.name
 
 
+#: What a block may need that no room has; what else is in it is checked: commands by their parsers, files.
+NEEDS = {
+    "another program's",
+    "installs",
+    "needs NVIDIA's aiconfigurator",
+    "needs a cluster",
+    "needs a container engine",
+    "needs a network and GPUs",
+    "needs systemd",
+    "needs torch and the weights of a model",
+    "needs two GPUs",
+}
+
+
+def test_what_is_not_run_needs_what_a_room_has_not_and_names_files_that_are_there() -> None:
+    files = 0
+    for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))):
+        for block in blocks(path):
+            if block.why is not None:
+                assert block.why in NEEDS, f"{path.name}:{block.line}"
+                for name in re.findall(r"(?<![\w./])(?:configs|profiling|bench)/[\w./*-]+", block.text):
+                    assert list(ROOT.glob(name)), f"{path.name}:{block.line}: {name}"
+                    files += 1
+    assert files > 5
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1300)
 @pytest.mark.skipif(bool(why_no_rooms()), reason=why_no_rooms() or "there are rooms")
