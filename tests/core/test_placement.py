@@ -8,6 +8,7 @@ from array import array
 import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
 
+from hetlb.balancer.core.block_index import BlocksStored, KvEventBatch, block_digests
 from hetlb.balancer.core.demand import PROMPT_WEIGHT
 from hetlb.balancer.core.latency import processing_s
 from hetlb.balancer.core.policies.base import PolicyParams
@@ -21,7 +22,6 @@ from hetlb.balancer.core.types import (
     ModelsLearned,
     Request,
 )
-from hetlb.options.kv_events.block_index import BlocksStored, KvEventBatch, block_digests
 
 ROOMY = Capacity(kv_cache_tokens=10**6, kv_tokens_per_request=10**6, max_num_seqs=64)
 
@@ -244,18 +244,17 @@ def test_what_a_request_took_of_a_cache_is_part_of_the_mean_request() -> None:
     assert (mix.booked, mix.prefill) == ((250 + 300) / 2, (250 + 300) / 2)
 
 
-def test_in_doubt_a_request_begins_the_pause_anew_and_those_elsewhere_are_counted() -> None:
+def test_in_doubt_a_request_is_a_trial_until_that_is_answered() -> None:
     scheduler = fleet(policy="rr")
     a, b = scheduler.instances
     for _ in range(3):
-        a.account.ended_badly(0, 0.0, 2, 0.0)
+        a.account.ended_badly(0, 0.0, 0.0)
     a.account.judge([a.account, b.account])
     scheduler.fleet.reindex(0.0)
     for number in range(2):
         assert sole(scheduler, request(number), 0.5).lease.instance == "b"
-    assert not a.account.held(0.5), "two went elsewhere"
-    assert sole(scheduler, request(2), 0.5).lease.instance == "a"
-    assert a.account.held(0.5)
+    assert sole(scheduler, request(2), 1.0).lease.instance == "a", "the pause is over"
+    assert a.account.held(1.0)
     assert a.account.held(100.0), "until that one is answered"
 
 

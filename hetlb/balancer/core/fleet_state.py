@@ -13,11 +13,14 @@ from hetlb.balancer.core.prefix_index import PrefixIndex, Tree
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ready import ReadyInstances
 from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.speed import averaged
 from hetlb.balancer.core.types import Command, Health, HealthChanged, InstanceSpec, Request
 
 #: Instances that are ejected for failed answers hold at most this share of the capacity for a model.
 #: More than half, for the error of learnt speeds: either of two equal servers can go.
 MOST_EJECTED: Final = 0.55
+#: Weight of a factor of which little was seen, in a mean of factors.
+_LEAST_WEIGHT: Final = 1e-3
 
 
 class FleetState:
@@ -50,7 +53,7 @@ class FleetState:
         self.reindex(setup.now)
 
     def available(self, model: str) -> bool:
-        """True if some instance of a model takes requests."""
+        """Return True if some instance of a model takes requests."""
         return model in self.ready and model not in self.down_since
 
     @property
@@ -66,21 +69,21 @@ class FleetState:
         return max((each.blocks.block_tokens for each in self.publishers if each.blocks), default=0)
 
     def any_routable(self, request: Request) -> bool:
-        """True unless the model of a request is served, but by no routable instance of its subset."""
+        """Return True unless the model of a request is served, but by no routable instance of its subset."""
         ready = self.ready.get(request.model)
         if ready is None or request.subset is None:
             return True
         return any(each.routable and each.name in request.subset for each in ready.instances)
 
     def fit_of(self, request: Request) -> int:
-        """The smallest class of instances that can take a request (see `ReadyInstances`)."""
+        """Return the smallest class of instances that can take a request (see `ReadyInstances`)."""
         ready = self.ready.get(request.model)
         return 0 if ready is None else ready.fit_of(request)
 
     # --- changes; `reindex` follows ---
 
     def add(self, spec: InstanceSpec, now: float) -> Instance:
-        """A new incarnation of an instance."""
+        """Return a new incarnation of an instance."""
         health = HealthTracker(self._rng, self._initial_health)
         instance = Instance(spec, self._next_incarnation, health, now, self._changes, self.prefixes)
         self.instances[spec.name] = instance
@@ -88,14 +91,14 @@ class FleetState:
         return instance
 
     def remove(self, instance: Instance) -> None:
-        """An instance has left; its leases go on."""
+        """Note that an instance has left; its leases go on."""
         instance.removed = True
         instance.tree.retire()
         del self.instances[instance.name]
         self.publishers = [each for each in self.publishers if each is not instance]
 
     def restarted(self, instance: Instance, now: float) -> None:
-        """The process of an instance is new: its prefix cache is empty; it starts slowly once it is up."""
+        """Note that the process of an instance is new: its prefix cache is empty; it starts slowly."""
         instance.tree.retire()
         instance.tree = Tree(self.prefixes, self._next_cache)
         self._next_cache -= 1
@@ -109,25 +112,27 @@ class FleetState:
     def share_speed(self, model: str, profiled: bool) -> None:
         """Give instances that have not answered yet the geometric mean of the factors of those that have.
 
-        Those with a profile and those without are apart: factors are of other models.
+        Those with a profile and those without are apart: factors are of other models. Without a profile,
+        those that have answered get the mean of the factors near their own.
         """
-        unseen: list[Instance] = []
-        weight = logs = 0.0
-        for each in self.instances.values():
-            if each.spec.model != model or each.profiled is not profiled:
-                continue
-            if each.speed.seen:
-                weight += each.speed.confidence
-                logs += each.speed.confidence * math.log(each.speed.factor)
-            else:
-                unseen.append(each)
-        if weight > 0.0:
-            for each in unseen:
-                if each.speed.assume(math.exp(logs / weight)):
+        alike = [e for e in self.instances.values() if e.spec.model == model and e.profiled is profiled]
+        seen = [each for each in alike if each.speed.seen]
+        if not seen:
+            return
+        shown = [(each.speed.shown, _LEAST_WEIGHT + each.speed.confidence) for each in seen]
+        if not profiled:
+            for each, factor in zip(seen, averaged(shown), strict=True):
+                if factor != each.speed.factor:
+                    each.speed.factor = factor
                     each.take_speed()
+        logs = sum([weight * math.log(factor) for factor, weight in shown])
+        mean = math.exp(logs / sum([weight for _, weight in shown]))
+        for each in alike:
+            if each.speed.assume(mean):
+                each.take_speed()
 
     def process_seen(self, instance: Instance, began: float, now: float) -> bool:
-        """An instance told when its process began. True if that is another process than before."""
+        """Note when an instance's process began. Return True if that is another process than before."""
         known = instance.began
         if known is None or began > known:
             instance.began = began
@@ -139,7 +144,7 @@ class FleetState:
         return True
 
     def end_slow_starts(self, model: str) -> bool:
-        """Requests for a model wait: no instance of it starts slowly any more. True if one did."""
+        """Let no instance of a model for which requests wait start slowly. Return True if one did."""
         ready = self.ready.get(model)
         if ready is None or not ready.throttled:
             return False
@@ -175,7 +180,7 @@ class FleetState:
         }
 
     def health_changed(self, instance: Instance, now: float) -> list[Command]:
-        """The health of an instance changed state: rebuild what follows from it."""
+        """Rebuild what follows from the health of an instance."""
         if instance.health.state is Health.UP and (instance.throttle.restarted or instance.health.gone):
             self.restarted(instance, now)
         self.reindex(now)
@@ -185,16 +190,20 @@ class FleetState:
 
     # --- accounts ---
 
-    def judge(self, instance: Instance, now: float) -> None:
-        """Compare the account of an instance, and those in doubt, with the others of their models."""
+    def judge(self, instance: Instance, now: float) -> bool:
+        """Compare the account of an instance, and those with an excess, with the others of their models.
+
+        True if what one of them may get changed.
+        """
         changed = False
         for pool in self._pools(instance):
             accounts = [each.account for each in pool]
             for account in accounts:
-                if account is instance.account or account.doubted:
+                if account is instance.account or account.excess > 0.0:
                     changed = account.judge(accounts) or changed
         if changed:
             self.reindex(now)
+        return changed
 
     def watch(self, tokens_at: Mapping[str, float], now: float) -> bool:
         """Look at every instance: does it work, is it in doubt? True if an answer to that changed."""
@@ -203,10 +212,12 @@ class FleetState:
             account = instance.account
             account.age(now)
             changed = instance.watch(tokens_at.get(instance.name), now) or changed
-            if account.doubted or account.excess > 0.0:
-                before = account.doubted
-                self.judge(instance, now)
-                changed = changed or account.doubted is not before
+            if instance.speed.changed:
+                instance.speed.changed = False
+                instance.take_speed()
+                self.share_speed(instance.spec.model, instance.profiled)
+            if account.excess > 0.0:
+                changed = self.judge(instance, now) or changed
         if changed:
             self.reindex(now)
         return changed
@@ -218,7 +229,7 @@ class FleetState:
         return [ready.instances for ready in self.ready.values() if instance in ready.instances]
 
     def has_another(self, instance: Instance) -> bool:
-        """True if some other instance could take over what this one is answering."""
+        """Return True if some other instance could take over what this one is answering."""
         names = instance.models
         return any(
             other is not instance and other.routable and any(name in names for name in other.models)
@@ -226,7 +237,7 @@ class FleetState:
         )
 
     def may_eject(self, instance: Instance, capacity: Callable[[Instance], float]) -> bool:
-        """True if failed answers may take an instance out: of every model it serves enough must be left."""
+        """Return True if failed answers may take an instance out: enough of its models must be left."""
         pools = self._pools(instance)
         for pool in pools:
             if not any(other is not instance and other.routable for other in pool):

@@ -7,7 +7,8 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.balancer.core.types import LeaseId, RequestId
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.types import Lease, LeaseId, RequestId
 
 #: Retries of requests that an engine dropped without an answer: at most this share of those in flight…
 RETRY_SHARE: Final = 0.2
@@ -24,8 +25,10 @@ class Attempts:
         self.runs = 0
         #: True if it is not to be split: a hand-over has failed.
         self.whole = False
-        #: Of the runs, those that ended with an engine saying that it is busy.
+        #: Of the runs, those that an engine refused.
         self.turned_away = 0
+        #: Instances that refused it with 4xx, with the lease and the time: at fault if another one answers.
+        self.refusals: list[tuple[Instance, Lease, float]] = []
 
 
 @mypyc_attr(acyclic=True)
@@ -38,18 +41,18 @@ class Retries:
         self.leases: set[LeaseId] = set()
 
     def of(self, request_id: RequestId) -> Attempts:
-        """The attempts of a request, noted from now on."""
+        """Return the attempts of a request, noted from now on."""
         attempts = self.attempts.get(request_id)
         if attempts is None:
             attempts = self.attempts[request_id] = Attempts()
         return attempts
 
     def forget(self, request_id: RequestId) -> None:
-        """A request is over, or begins anew."""
+        """Note that a request is over, or begins anew."""
         self.attempts.pop(request_id, None)
 
     def allowed(self, in_flight: int) -> bool:
-        """True if the budget allows one more retry of a request that may run twice."""
+        """Return True if the budget allows one more retry of a request that may run twice."""
         return len(self.leases) < max(RETRY_FLOOR, int(RETRY_SHARE * in_flight))
 
     def check_integrity(self, leases: Set[LeaseId], requests: Set[RequestId]) -> None:

@@ -48,7 +48,7 @@ from hetlb.balancer.core.types import (
 )
 
 if TYPE_CHECKING:
-    from hetlb.options.kv_events.block_index import KvEventBatch
+    from hetlb.balancer.core.block_index import KvEventBatch
 
 #: Time between ticks while something waits for time to pass (queue limits, ejections).
 TICK_S: Final = 0.25
@@ -94,6 +94,11 @@ class Scheduler:
         """Leases that have not ended, also those of removed instances."""
         return len(self.ledger.leased)
 
+    @property
+    def retrying(self) -> bool:
+        """Return True if a request that was sent elsewhere has no byte of an answer yet."""
+        return bool(self._retries.leases)
+
     def contain(self, on_failed: Callable[[Request, Exception], None]) -> None:
         """Reject a request at which the policy raises an error, and call `on_failed` with both.
 
@@ -121,7 +126,7 @@ class Scheduler:
     # --- facts about requests ---
 
     def on_arrival(self, request: Request, now: float) -> list[Command]:
-        """A request came in. No command for it means it is queued."""
+        """Take in a request. No command for it means that it is queued."""
         fleet, placement = self.fleet, self.placement
         ready = fleet.ready.get(request.model)
         if ready is None:
@@ -141,7 +146,7 @@ class Scheduler:
         return self._backlog.push(request, now, predicted) if found is None else [placement.book(found)]
 
     def on_prefilled(self, lease: Lease, now: float) -> list[Command]:
-        """A prefill leg ended well: dispatch the decode leg, or the request anew if its instance is gone."""
+        """Dispatch the decode leg of a prefill leg that ended well, or the request anew if that is gone."""
         request, decode = lease.request, lease.decode
         assert decode is not None, f"{lease!r} is no prefill leg"
         leased = self.ledger.leased
@@ -189,7 +194,7 @@ class Scheduler:
         return hold
 
     def on_unsplit(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
-        """A hand-over failed before anything reached the client: one instance gets the whole request.
+        """Give the whole request to one instance: a hand-over failed before anything reached the client.
 
         `lease` is that of either leg; `outcome` is that of its end, where `OK` is that of a prefill leg whose
         blocks will not be fetched. The commands are those of a retry.
@@ -242,24 +247,23 @@ class Scheduler:
         return self.ledger.drop(lease, now)
 
     def on_hold_released(self, hold: Hold, now: float) -> list[Command]:
-        """A prefill instance was told that a prompt will not be fetched."""
+        """Note that a prefill instance was told that a prompt will not be fetched."""
         if hold.ended:
             return []
         self.holds.let_go(hold)
         return self._backlog.flush(now)
 
     def on_first_token(self, lease: Lease, now: float) -> list[Command]:
-        """The first byte of the answer came. Not called for 4xx and 5xx."""
+        """Note that the first byte of the answer came. Not called for 4xx and 5xx."""
         instance = self.ledger.leased[lease.key]
         if lease.incoming:  # both legs were sent at once, and the other one's answer is on its way
             instance.begin(lease, now)
         elif lease.hold is not None and not lease.hold.ended:
             self.holds.fetched(lease.hold, lease, instance, now)
-        instance.first_token(lease, now)
-        account = instance.account
-        account.ended(lease.id)
-        if account.token(now):
+        instance.account.ended(lease.id)
+        if instance.token(now):
             self.fleet.reindex(now)
+        instance.first_token(lease, now)
         taught = not instance.explored and lease.request.streamed and lease.decode is None
         if taught and instance.learn_prefill(lease, now):
             self.fleet.share_speed(instance.spec.model, instance.profiled)
@@ -268,10 +272,16 @@ class Scheduler:
         adapter_load = self.placement.adapter_load
         if adapter_load.expected:
             adapter_load.first_token(lease.id, now - lease.dispatched_at)
-        instance.peak_ewma.observe(now - lease.dispatched_at, now)
+        if instance.speed.stood_at < lease.dispatched_at:
+            instance.peak_ewma.observe(now - lease.dispatched_at, now)
         retries = self._retries
         if retries.leases:  # another instance answers: this one costs nothing more than any other
             retries.leases.discard(lease.id)
+            known = retries.attempts.get(lease.request.id)
+            if known is not None and known.refusals:
+                for refuser, refused, at in known.refusals:
+                    self._lost(refuser, refused, at)
+                known.refusals.clear()
         if instance.health.on_answering(now):
             return self.fleet.health_changed(instance, now)
         return []
@@ -285,7 +295,7 @@ class Scheduler:
         retry: bool = True,
         generated: int | None = None,
     ) -> list[Command]:
-        """A lease ended; its work, tokens and slot are given back.
+        """End a lease: give back its work, tokens and slot.
 
         `lease.output_tokens` holds what the engine produced. After `CONNECT_FAILED` (nothing was sent) and
         `NO_RESPONSE` (sent, dropped without a byte), with `retry`, the commands hold what becomes of the
@@ -341,26 +351,28 @@ class Scheduler:
             changed = health.on_answering(now)
         if says in (Verdict.FAILED, Verdict.LOST) or _left_unheard(lease, outcome, now):
             skip = 1 if says is Verdict.FAILED and 0 < health.failures < PASSIVE_FALL else 0
-            self._lost(instance, lease, skip, now)
+            self._lost(instance, lease, now, skip)
         return fleet.health_changed(instance, now) if changed else []
 
-    def _lost(self, instance: Instance, lease: Lease, skip: int, now: float) -> None:
+    def _lost(self, instance: Instance, lease: Lease, now: float, skip: int = 0) -> None:
         """Count a lost answer in the account of its instance, unless it was counted before."""
         if lease.judged:
             return
         lease.judged = True
-        instance.account.ended_badly(lease.id, now - lease.dispatched_at, skip, now)
+        instance.account.ended_badly(lease.id, now - lease.dispatched_at, now, skip)
         self.fleet.judge(instance, now)
 
     def on_refused(
         self, lease: Lease, busy: bool, retry_after_s: float | None, now: float, *, may_move: bool = True
     ) -> list[Command]:
-        """An engine refused a request with 4xx or 503, having run nothing of it; `busy`: with 429 or 503.
+        """Note that an engine refused a request with 4xx or 503 and ran nothing of it; `busy`: 429 or 503.
 
-        If it is busy beside what it answers, that is a limit of it. Otherwise it counts in its account.
-        Another instance gets the request, within the budget of retries, if the engine said when to come again
-        (`retry_after_s`), has reached its limit, or is in doubt while the others answer: then the commands
-        hold the new dispatch. Otherwise, and without `may_move`, they hold a `PassOn`, and the lease goes on.
+        If it is busy beside what it answers, that is a limit of it, otherwise it counts in its account. Any
+        other refusal is the client's own, unless it is one of several in a row: then another instance gets
+        the request, too, and the refusal counts if that answers it. A busy engine's request goes elsewhere if
+        the engine said when to come again (`retry_after_s`), has reached its limit or is in doubt. Within the
+        budget of retries the commands hold the new dispatch. Otherwise, and without `may_move`, they hold a
+        `PassOn`, and the lease goes on.
         """
         request, retries = lease.request, self._retries
         if retry_after_s is not None and retry_after_s <= 0.0:
@@ -368,23 +380,52 @@ class Scheduler:
         instance = self.ledger.leased[lease.id]
         account, others = instance.account, instance.sequences - request.sequences
         passed_on: list[Command] = [PassOn(request.id, lease)]
+        known, ready = retries.attempts.get(request.id), self.fleet.ready.get(request.model)
+        runs = 0 if known is None else known.runs
+        if not busy and may_move and ready is not None:
+            account.refused(now)
+            refusals = [] if known is None else known.refusals
+            tries = runs < MOST_MOVES and retries.allowed(self.in_flight)
+            tries = tries and (bool(refusals) or account.doubted or self._serves_elsewhere(instance, ready))
+            if tries and (commands := self._move(lease, ready, now, ran=False)):
+                retries.of(request.id).refusals.append((instance, lease, now))
+                return commands
+            for refuser, _, _ in refusals:  # all refuse it
+                refuser.account.refusals = account.refusals = 0
+            if account.suspect:
+                self.fleet.reindex(now)
+            if not tries or refusals or not self._others_left(lease, ready, now):
+                lease.judged = True
+                return passed_on
+            # The others have no room: its share of refusals counts.
         doubted, limited = account.doubted, busy and others > 0 and not account.doubted
         if limited:
             lease.judged = True
             instance.throttle.refused(others, retry_after_s, now)
-            self.fleet.reindex(now)
         else:
             if busy and retry_after_s is not None:
                 account.asked(retry_after_s, now)
-            self._lost(instance, lease, 0, now)
-            self.fleet.reindex(now)
-        known = retries.attempts.get(request.id)
-        ready = self.fleet.ready.get(request.model)
-        may_move = may_move and (known is None or not known.runs)
-        may_move = may_move and ((busy and retry_after_s is not None) or limited or doubted)
+            self._lost(instance, lease, now)
+        self.fleet.reindex(now)
+        may_move = may_move and busy and not runs and (retry_after_s is not None or limited or doubted)
         if not may_move or ready is None or not retries.allowed(self.in_flight):
             return passed_on
         return self._move(lease, ready, now, ran=False) or passed_on
+
+    def _serves_elsewhere(self, instance: Instance, ready: ReadyInstances) -> bool:
+        """Return True if an instance refused several requests in a row while another one answers."""
+        account = instance.account
+        return account.suspect and any(
+            not each.account.refusals and each.account.token_at > account.refused_since
+            for each in ready.instances
+        )
+
+    def _others_left(self, lease: Lease, ready: ReadyInstances, now: float) -> bool:
+        """Return True if another instance may get a request, had it room."""
+        known = self._retries.attempts.get(lease.request.id)
+        tried = {lease.instance} if known is None else {lease.instance, *known.tried}
+        able = self.placement.able(lease.request, ready, now).instances
+        return any(each.name not in tried for each in able)
 
     def _move(self, lease: Lease, ready: ReadyInstances, now: float, *, ran: bool) -> list[Command]:
         """Send a request elsewhere of whose answer nothing came; no commands where no other one is better."""
@@ -454,7 +495,7 @@ class Scheduler:
             return []
         commands = self._move(lease, ready, now, ran=True)
         if commands:
-            self._lost(instance, lease, 0, now)
+            self._lost(instance, lease, now)
         return commands
 
     def _retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
@@ -499,7 +540,7 @@ class Scheduler:
         return self._backlog.push(rest, now, predicted, again=True)
 
     def on_moving(self, lease: Lease, generated: int, now: float) -> list[Command]:
-        """The answer of a lease is to go on elsewhere while its engine lives, since its instance leaves.
+        """Ask for a place elsewhere for a lease whose engine lives, since its instance leaves.
 
         The commands hold the dispatch of its rest, behind `generated` tokens, and the lease is over; or none,
         and it goes on where it is.
@@ -566,7 +607,7 @@ class Scheduler:
         return []
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
-        """The client of a waiting request left."""
+        """Forget a waiting request whose client left."""
         self._backlog.forget(request_id)
         return []
 
@@ -608,7 +649,7 @@ class Scheduler:
         return self._backlog.flush(now)
 
     def on_scrape(self, name: str, sample: EngineSample, now: float) -> list[Command]:
-        """An engine's metrics were read."""
+        """Take in an engine's metrics."""
         instance = self.fleet.instances.get(name)
         if instance is None:
             return []
@@ -626,12 +667,12 @@ class Scheduler:
         return self._backlog.flush(now) if woken or instance.finished_sequences > finished else []
 
     def on_kv_events(self, name: str, batch: KvEventBatch, now: float) -> list[Command]:
-        """An engine told what came into its prefix cache and what left it."""
+        """Take in an engine's report of what came into its prefix cache and what left it."""
         instance = self.fleet.instances.get(name)
         if instance is None:
             return []
         if instance.blocks is None:
-            from hetlb.options.kv_events.block_index import BlockIndex
+            from hetlb.balancer.core.block_index import BlockIndex
 
             instance.blocks = BlockIndex()
             self.fleet.publishers.append(instance)
@@ -679,7 +720,7 @@ class Scheduler:
 
 
 def _left_unheard(lease: Lease, outcome: Outcome, now: float) -> bool:
-    """True if a client left after a long wait without a byte."""
+    """Return True if a client left after a long wait without a byte."""
     if outcome is not Outcome.CLIENT_GONE or lease.first_token_at is not None or lease.incoming:
         return False
     first_s = lease.forecast_first_s if lease.request.streamed else lease.forecast_end_s

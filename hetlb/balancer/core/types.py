@@ -20,7 +20,7 @@ from hetlb.balancer.core.prefix_index import PrefixKey, Shared
 from hetlb.balancer.core.speed import Mark
 
 if TYPE_CHECKING:
-    from hetlb.options.kv_events.block_index import PromptBlocks
+    from hetlb.balancer.core.block_index import PromptBlocks
 
 RequestId: TypeAlias = int
 LeaseId: TypeAlias = int
@@ -109,7 +109,7 @@ class Capacity(PickleByFields):
     max_loras: int | None = None
 
     def updated(self, newer: Capacity) -> Capacity:
-        """This capacity with every figure that `newer` knows replaced by it."""
+        """Return this capacity with every figure that `newer` knows replaced by it."""
         known = {each.name: getattr(newer, each.name) for each in fields(Capacity)}
         return replace(self, **{name: value for name, value in known.items() if value is not None})
 
@@ -546,7 +546,7 @@ HAND_OVER: Final = "hand-over"
 
 
 def pair_name(prefill: str, decode: str) -> str:
-    """The name of a pair of instances, for people."""
+    """Return the name of a pair of instances, for people."""
     return f"{prefill} > {decode}"
 
 

@@ -149,7 +149,7 @@ class EngineWatch:
                 await session.close()
 
     def reconnected(self, name: str, body: bytes) -> None:
-        """An engine that closed connections was asked what it serves now: `body` is its `/v1/models`."""
+        """Note that an engine that closed connections was asked again: `body` is its `/v1/models`."""
         entries = read_model_list(body)
         names = tuple(dict.fromkeys(entry["id"] for entry in entries))
         instance = self._scheduler.fleet.instances.get(name)
@@ -379,7 +379,7 @@ def _tls_reason(error: aiohttp.ClientSSLError) -> str:
 
 
 def models_learned(name: str, entries: list[dict[str, Any]]) -> ModelsLearned:
-    """The fact that an engine lists these; an adapter has a `parent`."""
+    """Return the fact that an engine lists these; an adapter has a `parent`."""
     names = tuple(dict.fromkeys(entry["id"] for entry in entries))
     return ModelsLearned(name, names, tuple({entry["id"]: None for entry in entries if entry.get("parent")}))
 

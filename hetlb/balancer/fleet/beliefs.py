@@ -33,7 +33,7 @@ def speed_source(instance: Instance) -> BeliefSource:
 
 
 def believed(instance: Instance, tokens_per_s: float, now: float) -> dict[str, Any]:
-    """The part `believes` of an instance's document.
+    """Return the part `believes` of an instance's document.
 
     `tokens_per_s` are weighted tokens at the mean request. `speed.factor` is by how much longer than its
     profile (or the default) it takes; `age_s` is that of the newest evidence, None for what has none;

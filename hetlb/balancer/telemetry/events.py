@@ -139,7 +139,7 @@ FORMATTERS: Final[dict[str, type[logging.Formatter]]] = {"keyvalue": KeyValueFor
 
 
 def plain_line(message: str, style: str, event: str = "log", level: int = _INFO) -> str:
-    """A line that is printed and not logged: the words alone, or as `style` json has them an object."""
+    """Return a line printed and not logged: the words alone, or as `style` json has them an object."""
     if style != "json":
         return message
     fields = {"msg": message, "levelno": level, "levelname": logging.getLevelName(level), "event": event}
