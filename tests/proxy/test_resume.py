@@ -435,11 +435,11 @@ async def test_after_a_notice_what_cannot_end_goes_on_elsewhere(
         await turns_until(lambda: one.cut + two.cut == 1)
         [exchange] = proxy.driver.exchanges.values()
         await turns_until(lambda: exchange.phase is (Phase.STREAMING if after else Phase.SENT))
-        left = exchange.lease
+        left = exchange.record.lease
         proxy.scheduling.change(AdminStateSet(left.instance, AdminState.DRAIN, 0.0))
         same(await asking, whole)
     assert dict(proxy.driver.totals.resumptions) == {("m", "notice"): 1}
-    assert (left.outcome, exchange.lease.instance != left.instance) == (Outcome.CLIENT_GONE, True)
+    assert (left.outcome, exchange.record.lease.instance != left.instance) == (Outcome.CLIENT_GONE, True)
 
 
 async def test_what_ends_in_time_stays_after_a_notice(start: Start, engine: EmulatedEngine) -> None:

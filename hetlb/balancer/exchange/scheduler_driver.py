@@ -35,9 +35,13 @@ from hetlb.balancer.core.types import (
     Request,
     RequestId,
 )
-from hetlb.balancer.engines.engine_pools import EnginePools, Target
+from hetlb.balancer.engines.engine_pools import Target
+from hetlb.balancer.exchange.carrier import Carrier
+from hetlb.balancer.exchange.driver import Driver
+from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.guard import policy_failed
-from hetlb.balancer.exchange.scheduler_side import Carrier, DrainRate, SchedulerSide
+from hetlb.balancer.exchange.scheduler_side import DrainRate, SchedulerSide
+from hetlb.balancer.hooks import hook
 from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.http1 import GateError
 from hetlb.balancer.telemetry.counters import Totals
@@ -45,7 +49,6 @@ from hetlb.balancer.telemetry.events import Event, tell
 
 if TYPE_CHECKING:
     from hetlb.balancer.config.api_keys import LimitsTable
-    from hetlb.balancer.exchange.exchange import Exchange
     from hetlb.options.key_limits.limits import Limiter, Limiters, Ticket
     from hetlb.options.kv_events.block_index import KvEventBatch
     from hetlb.options.shared_view.shared_view import SharedView
@@ -70,13 +73,13 @@ def newest(decisions: Iterable[Dispatch], instances: int) -> deque[Dispatch]:
 
 
 class SchedulerDriver(SchedulerSide):
-    """The scheduler of this process, driven; with `pools`, requests may be split between instances."""
+    """The scheduler of this process, driven; requests of a `splitting` driver may be split."""
 
-    def __init__(self, scheduler: Scheduler, carrier: Carrier, pools: EnginePools | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, carrier: Carrier, splitting: Driver | None = None) -> None:
         super().__init__()
         self.scheduler = scheduler
         self.carrier = carrier
-        self._pools = pools
+        self._splitting = splitting
         #: Bookings of other processes of the fleet, None while this one is alone.
         self.view: SharedView | None = None
         #: Limits of clients' keys, None where no key ever had some.
@@ -99,13 +102,11 @@ class SchedulerDriver(SchedulerSide):
         scheduler.contain(policy_failed)
 
     def _look_for_splits(self) -> None:
-        pools = self._pools
-        if pools is None or self.transfers is not None:
+        driver = self._splitting
+        if driver is None or self.splits is not None:
             return
         if any(each.spec.kv_transfer is not None for each in self.scheduler.instances):
-            from hetlb.options.split.kv_transfers import KvTransfers
-
-            self.transfers = KvTransfers(self.scheduler, pools, self.carrier, self.carry_out)
+            self.splits = hook("split", driver, self.scheduler, self.carry_out)
 
     # --- limits of keys ---
 
@@ -165,9 +166,10 @@ class SchedulerDriver(SchedulerSide):
     # --- facts about requests ---
 
     def submit(self, exchange: Exchange) -> None:
-        request, now = exchange.request, exchange.arrived_at
+        record = exchange.record
+        request, now = record.request, record.arrived_at
         try:
-            exchange.ticket = self.admit(request, exchange.tenant, exchange.prompt_tokens_total, now)
+            record.ticket = self.admit(request, record.tenant, record.prompt_tokens_total, now)
         except Refusal as refusal:
             exchange.refuse(refusal.answer, refusal.message, refusal.retry_after_s, refusal.lines)
         else:
@@ -243,8 +245,8 @@ class SchedulerDriver(SchedulerSide):
         instance = self.scheduler.fleet.instances.get(name)
         slept = instance is not None and instance.asleep
         self.carry_out(self.scheduler.on_scrape(name, sample, self.carrier.now()))
-        if self.transfers is not None:
-            self.transfers.judged()
+        if self.splits is not None:
+            self.splits.judged()
         if instance is not None and instance.asleep is not slept:
             self.carrier.view_changed()
 
@@ -334,8 +336,8 @@ class SchedulerDriver(SchedulerSide):
         self._end_s.clear()
 
     def close(self) -> None:
-        if self.transfers is not None:
-            self.transfers.close()
+        if self.splits is not None:
+            self.splits.stop()
         if self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None

@@ -1,7 +1,7 @@
 """Per-request record, read by the access log, the counters, the spans, `/metrics` and the history.
 
-The exchange of a request (`balancer/exchange/exchange.py`) is its record and the only writer. Every count has
-one home here, so that all readers give the same number.
+The exchange of a request (`balancer/exchange/exchange.py`) and its attempts write it. Every count has one
+home here, so that all readers give the same number.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RequestRecord:
         self.resumed = self.resumed_tokens = 0
         #: Reason for which a lost answer could not go on elsewhere, "" where it could, or was not lost.
         self.not_resumed = ""
-        #: True if the answer was a stream of server-sent events; set at the end.
+        #: True if the answer was a stream of server-sent events; set as it begins.
         self.streamed = False
         self.prompts = prompts
         #: Tokens of all prompts as known at arrival: counted for token ids, else estimated.
@@ -129,6 +129,10 @@ class RequestRecord:
             if self.request.sequences == 1 and self.prefill_instance is None:
                 lease.reported_cached_tokens = cached
         return True
+
+    def unplaced(self) -> None:
+        """Forget the instances of a request that waits again."""
+        self.lease = self.prefill_instance = None
 
     def own_lines(self, now: float) -> bytes:
         lease = self.lease
