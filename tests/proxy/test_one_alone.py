@@ -37,7 +37,8 @@ LABEL = "poison"
 #: Classes of which a method raises while the poisoned request is at work.
 PARTS = (
     exchange.Exchange, plain_attempt.Plain, resumed.Resumed, resumed.Resumable,
-    client_response.ClientResponse, continuation.Continuation, continuation.KeptStream, engine_answer.EngineAnswer,
+    client_response.ClientResponse, continuation.Continuation, continuation.KeptStream,
+    engine_answer.EngineAnswer,
     engine_request.EngineRequest, progress.Progress, streamed.StreamedAnswer, kv.Split,
 )  # fmt: skip
 #: The way to the guard itself.

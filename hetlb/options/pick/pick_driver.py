@@ -122,8 +122,9 @@ class PickDriver(Driver):
             return  # outside the fleet: the lease stays where it was booked
         commands = self.scheduler.on_lease_ended(lease, Outcome.NO_RESPONSE, now, retry=False)
         self.counted.tried_again(lease.instance, Outcome.NO_RESPONSE)
-        attempt.lease = self.scheduler.restore(live, now)
-        record.lease = attempt.lease
+        restored = self.scheduler.restore(live, now)
+        assert restored is not None, "expected an instance of the fleet"
+        record.lease = attempt.lease = restored
         record.retries += 1
         self.picking.carry_out(commands)
 
