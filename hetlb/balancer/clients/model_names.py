@@ -32,7 +32,7 @@ class ModelNames:
         )
 
     def served(self, asked: str, available: Callable[[str], bool]) -> str:
-        """The model that serves a request for `asked`: where that one is not available, its fallback."""
+        """Return the model that serves a request for `asked`: or of its fallback."""
         model = self.aliases.get(asked, asked)
         tried: set[str] = set()
         while (
@@ -55,13 +55,13 @@ class ModelNames:
 
 
 def rename_in_json(body: bytes, model: str) -> bytes:
-    """The body with another model; every other value as it stands."""
+    """Return the body with another model; every other value as it stands."""
     document = _OBJECT.decode(body)
     document["model"] = msgspec.Raw(msgspec.json.encode(model))
     return msgspec.json.encode(document)
 
 
 def rename_in_form(body: bytes, asked: str, model: str) -> bytes:
-    """The same of a form, which was read and has one field `model`."""
+    """Return a form with another model, which was read and has one field `model`."""
     pattern = _FORM_FIELD % re.escape(asked.encode())
     return re.sub(pattern, lambda found: found[1] + model.encode(), body, count=1)

@@ -40,8 +40,8 @@ from hetlb.balancer.telemetry.request_record import RequestRecord
 if TYPE_CHECKING:
     from hetlb.balancer.clients.model_names import ModelNames
     from hetlb.balancer.clients.service_classes import ServiceClasses
-    from hetlb.options.kv_events.block_index import PromptBlocks
-    from hetlb.options.tracing.tracing import Tracing
+    from hetlb.balancer.core.block_index import PromptBlocks
+    from hetlb.balancer.hooks import SpanMaker
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
@@ -96,7 +96,7 @@ class Router:
         #: Makes those of answers that may go on elsewhere, None before the first.
         self._resumption: Any = None
         #: Makes the ids of every request's spans, None without tracing.
-        self.tracing: Tracing | None = None
+        self.tracing: SpanMaker | None = None
         #: Engines take our request ids for their own, and another proxy may count from 1 too.
         self._label_prefix = f"hetlb-{secrets.token_hex(4)}-"
 
@@ -109,7 +109,7 @@ class Router:
         self._tenant_header = None if table.tenant_header is None else table.tenant_header.lower().encode()
 
     def authenticate(self, head: RequestHead) -> Tenant | None:
-        """The tenant whose key came with a request; None where none is needed. Raises `GateError` (401)."""
+        """Return the tenant of a request by its key; None if none is needed. Raises `GateError` (401)."""
         tenants = self.tenants
         if tenants is None or (self._origins and head.method == b"OPTIONS"):
             return None  # browsers ask for permission without a key
@@ -134,13 +134,13 @@ class Router:
         return _CORS_LINES % origin
 
     def knows(self, path: str) -> bool:
-        """True if something that takes a body is at a path."""
+        """Return True if something that takes a body is at a path."""
         return path in ENDPOINTS or path in self._extra_paths
 
     def handle(
         self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
     ) -> Exchange | bytes:
-        """The exchange of a request, not yet submitted, or the whole answer to it. Raises `GateError`."""
+        """Return an exchange, not yet submitted, or the whole answer to it. Raises `GateError`."""
         if b"via" in head.fields and self._driver.forward_rules.came_back(head.headers):
             raise Refusal(
                 error_responses.LOOP,
@@ -182,7 +182,7 @@ class Router:
     def _session(
         self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
     ) -> Exchange | bytes:
-        """The session that an upgrade to WebSocket asks for. Raises `GateError`."""
+        """Return the session that an upgrade to WebSocket asks for. Raises `GateError`."""
         if head.method != b"GET":
             raise _method_not_allowed((b"GET",))
         handshake = hook("tunnel", self._driver, head, body, open_to_all=self.tenants is None)
@@ -249,7 +249,7 @@ class Router:
         service: ServiceClass,
         owner: str | None,
     ) -> Request:
-        """The request as the scheduler sees it, of the tenant `owner`."""
+        """Return the request as the scheduler sees it, of the tenant `owner`."""
         driver, scheduling = self._driver, self._driver.scheduling
         exact = call.prompt_tokens_total is not None
         if not kind.prompted:
@@ -294,7 +294,7 @@ class Router:
         keys = id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
         blocks: PromptBlocks | None = None
         if ids and call.prompts == 1 and (block_tokens := self._driver.scheduling.block_tokens):
-            from hetlb.options.kv_events.block_index import block_digests
+            from hetlb.balancer.core.block_index import block_digests
 
             salt = () if call.cache_salt is None else (call.cache_salt,)
             # The last token of a prompt is always computed.
@@ -321,7 +321,7 @@ class Router:
         return peer
 
     def _claimed(self, head: RequestHead, owner: str | None) -> str | None:
-        """The tenant that a header names (one of a key's owner, if there are keys)."""
+        """Return the tenant that a header names (one of a key's owner, if there are keys)."""
         assert self._tenant_header is not None
         name = head.fields.get(self._tenant_header)
         if name is None or _TENANT.fullmatch(name) is None:
@@ -367,7 +367,7 @@ class Router:
         )
 
     def _models(self, tenant: Tenant | None) -> list[dict[str, Any]]:
-        """The models that a client may use."""
+        """Return the models that a client may use."""
         models = self._view.models()
         if self.names is not None:
             models = [*models, *self.names.entries(models)]
@@ -399,6 +399,6 @@ def _method_not_allowed(allowed: tuple[bytes, ...]) -> Refusal:
 
 
 def label_of(head: RequestHead) -> str | None:
-    """The client's `x-request-id`, None without one that can be kept."""
+    """Return the client's `x-request-id`, None without one that can be kept."""
     label = head.fields.get(b"x-request-id")
     return None if label is None or _LABEL.fullmatch(label) is None else label.decode("ascii")

@@ -22,7 +22,7 @@ Form = TypeVar("Form", bound=PickleByFields)
 
 
 def scaled(form: Form, factor: float) -> Form:
-    """The same form, every duration multiplied by `factor`."""
+    """Return the same form, every duration multiplied by `factor`."""
     own: Any = form
     times: dict[str, Any] = {}
     for each in fields(own):
@@ -117,7 +117,7 @@ class PrefillGrid(_Cells):
 
 
 def _position(cell: _Cell, value: float) -> tuple[int, float]:
-    """The cell that holds `value`, from the first one on, and how far in it lies, 0..1 in logarithms."""
+    """Return the cell that holds `value` and how far in it lies (0..1, in logarithms)."""
     if value <= cell.low:
         return 0, 0.0
     # An axis has a dozen points: with plain numbers that is sooner done than a search by halves.

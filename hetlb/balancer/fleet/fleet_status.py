@@ -199,7 +199,7 @@ def _arrival_rate(scheduler: Scheduler, recent: Recent, model: str, now: float) 
 
 
 def _grows(recent: Recent, model: str, waiting: int, now: float) -> bool:
-    """True if the queue of a model has grown throughout: half a window ago, and since."""
+    """Return True if the queue of a model has grown throughout: half a window ago, and since."""
     first, last = math.ceil((now - WINDOW_S / 2) / BIN_S), math.floor((now - WINDOW_S / 6) / BIN_S)
     shown = [recent.stretches[number] for number in range(first, last + 1) if number in recent.stretches]
     half = [each.levels[0].get(model, 0) for each in shown if each.levels is not None]

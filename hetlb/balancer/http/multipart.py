@@ -36,7 +36,7 @@ _BAD_PART: Final = "A part of the multipart body is malformed or has no end."
 
 
 def read_form(content_type: bytes, body: bytes) -> Call:
-    """The facts of a whole form. Raises `GateError` (400)."""
+    """Return the facts of a whole form. Raises `GateError` (400)."""
     delimiter = _delimiter(content_type)
     boundary = delimiter[2:]
     start = 2 if body.startswith(b"\r\n") else 0
@@ -64,7 +64,7 @@ def read_form(content_type: bytes, body: bytes) -> Call:
 
 
 def _delimiter(content_type: bytes) -> bytes:
-    """The line end and boundary between two parts."""
+    """Return the line end and boundary between two parts."""
     match = _BOUNDARY.search(content_type)
     if match is None or content_type.lower().count(b"boundary") != 1:
         raise GateError(400, "The multipart body has no boundary, or several.")
@@ -74,7 +74,7 @@ def _delimiter(content_type: bytes) -> bytes:
 
 
 def _part_name(head: bytes) -> tuple[bytes, bool]:
-    """The name in the headers of a part, and whether that is a file."""
+    """Return the name in the headers of a part, and whether that is a file."""
     if head.count(b"\r\n") >= MAX_PART_LINES:
         raise GateError(400, f"A part of the multipart body has more than {MAX_PART_LINES} headers.")
     name, is_file = b"", False

@@ -143,7 +143,7 @@ def _ask_for_usage(kind: Kind, call: Call) -> None:
 
 
 def with_field(body: bytes, name: bytes, value: bytes) -> bytes:
-    """A JSON object with one more field at its end."""
+    """Return a JSON object with one more field at its end."""
     end = body.rfind(b"}")
     return b'%b,"%b":%b%b' % (body[:end], name, value, body[end:])
 
@@ -161,7 +161,7 @@ def _output_cap(body: RequestFields) -> int | None:
 
 
 def _read_prompt(call: Call, raw: msgspec.Raw) -> None:
-    """A string, a list of strings, of token ids, or of lists of token ids."""
+    """Read a string, a list of strings, of token ids, or of lists of token ids."""
     data = bytes(raw)  # of many megabytes another copy would take as long as reading it
     if not data.startswith(b"["):
         if data:

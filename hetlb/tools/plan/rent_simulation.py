@@ -79,7 +79,7 @@ def planned_shares(plan: RentPlan, kinds: Sequence[RequestType]) -> tuple[Planne
 
 
 def profile_of(plan: RentPlan, configuration: Configuration, kinds: Sequence[RequestType]) -> Profile | None:
-    """The profile of a configuration under its part of a plan: of a pipeline with the bubbles it then has."""
+    """Return the profile of a configuration under its part of a plan: with the bubbles of a pipeline."""
     profile, stages = configuration.profile, configuration.engine_stages
     if profile is None or not stages:
         return profile
@@ -97,7 +97,7 @@ def simulate_plan(
     seed: int = 0,
     load: float = math.inf,
 ) -> SimulatedFleet:
-    """The plan's fleet at `load` times its rate (infinite: all at once); all configurations have profiles."""
+    """Return the plan's fleet at `load` times its rate (infinite: all at once); all have profiles."""
     kinds, configurations = table.problem.workloads, table.problem.by_name
     profiles = {name: profile_of(plan, configurations[name], kinds) for name in plan.counts}
     engines = {name: engine_of(each) for name, each in profiles.items() if each is not None}
@@ -131,7 +131,7 @@ def simulate_plan(
 def _load_of(
     plan: RentPlan, engines: Mapping[str, EngineSpec], kinds: Sequence[RequestType], rng: random.Random
 ) -> tuple[list[tuple[int, int]], list[SimulatedServer]]:
-    """Requests of one model for a long enough run, and the servers that the plan has for them."""
+    """Return requests of one model for a long enough run, and the servers that the plan has for them."""
     share = math.fsum(kind.share for kind in kinds)
     tokens = math.fsum(kind.share * (kind.input_tokens + kind.output_tokens / 2) for kind in kinds) / share
     serving = {c for (name, c), _ in plan.rates.items() if name in {kind.name for kind in kinds}}

@@ -222,7 +222,7 @@ def errors_on(fitted: Fitted, points: Sequence[Point]) -> _Array:
 
 
 def _corners(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
-    """The corners of the grid, and the other points (all, where there are no others)."""
+    """Return the corners of the grid, and the other points (all, where there are no others)."""
     batches, lengths = [p.batch for p in points], [p.length for p in points]
     ends = {min(batches), max(batches)}, {min(lengths), max(lengths)}
     corners = [p for p in points if p.batch in ends[0] and p.length in ends[1]]
@@ -362,7 +362,7 @@ _TILE_GAIN = 0.9
 
 
 def shown_tile(points: Sequence[Point]) -> int | None:
-    """The tile that the points show; None where all their token counts are multiples of 128, or few.
+    """Return the tile that the points show; None where all their token counts are multiples of 128, or few.
 
     1: time is proportional to tokens.
     """
@@ -382,7 +382,7 @@ def shown_tile(points: Sequence[Point]) -> int | None:
 
 
 def with_grid(base: PnormPrefill, points: Sequence[Point]) -> PnormPrefill:
-    """`base` corrected by what was measured, bilinear in log(batch) and log(length) between the points.
+    """Return `base` corrected by what was measured, bilinear in the logarithms of batch and length.
 
     Measured grids fall in places, so what is interpolated is made monotone: between two neighbours the
     logarithm of measured / base may fall at most as fast as the logarithm of base rises. The smallest
@@ -419,7 +419,7 @@ def with_grid(base: PnormPrefill, points: Sequence[Point]) -> PnormPrefill:
 
 
 def _nearest(ratio: dict[tuple[int, int], float], batch: int, length: int) -> float:
-    """The measured correction, or where the grid has a hole that of the nearest point in logarithms."""
+    """Return the measured correction, in a hole of the grid the nearest point's."""
     if (batch, length) in ratio:
         return ratio[batch, length]
     nearest = min(ratio, key=lambda at: (math.hypot(math.log(at[0] / batch), math.log(at[1] / length)), at))
@@ -452,7 +452,7 @@ def _least_rises(base: PnormPrefill, batches: Sequence[int], lengths: Sequence[i
 
 
 def fit_table(points: Sequence[Point]) -> DecodeTable:
-    """A decode step over the batch (`DecodeTable`), weighted by 1/seconds; nothing is negative or falls."""
+    """Return a decode step over the batch (`DecodeTable`), weighted by 1/seconds, rising."""
     batch, length, seconds, _ = _arrays(points)
     batches = sorted({p.batch for p in points})
     if len(batches) < 2:
@@ -484,7 +484,7 @@ _SEQUENCE_TOKENS, _PAIR_TOKENS = 24.0, 0.036
 
 
 def assumed_mixed(latency: LatencyModel) -> MixedTerm:
-    """The mixed term of a model without mixed points: `MIXED_FACTOR` times its own decode attention."""
+    """Return the mixed term of a model without mixed points: `MIXED_FACTOR` x its decode attention."""
     table = latency.better_decode
     token_s, context_s = (table.token_s, table.context_s) if table else (latency.k5, latency.k7)
     return MixedTerm(0.0, 0.0, MIXED_FACTOR * token_s, MIXED_FACTOR * (token_s + context_s))
@@ -496,7 +496,7 @@ def mixed_s(latency: LatencyModel, point: Point) -> float:
 
 
 def fit_mixed(latency: LatencyModel, points: Sequence[Point]) -> MixedTerm:
-    """The mixed term, weighted by 1/seconds, near the assumed one where the points do not decide."""
+    """Return the mixed term, weighted by 1/seconds, near the assumed one where the points do not decide."""
     assumed = assumed_mixed(latency)
     token_s = assumed.token_s / MIXED_FACTOR
     start = np.array([_SEQUENCE_TOKENS * token_s, _PAIR_TOKENS * token_s, assumed.token_s, assumed.context_s])

@@ -66,7 +66,7 @@ DEFAULT_GRID = (
 
 
 def clip(grid: Iterable[Size], capacity: Capacity, *, fill: bool = True) -> list[Size]:
-    """The grid within a server's limits, sorted.
+    """Return the grid within a server's limits, sorted.
 
     With `fill`, a phase that lost points gets lengths between the others, until it has as many again.
     """
@@ -113,7 +113,7 @@ def _clip_mixed(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
 
 
 def _one_more(lengths: Sequence[int]) -> list[int]:
-    """The lengths and one in the widest gap (by ratio), from the shortest that can be told."""
+    """Return the lengths and one in the widest gap (by ratio), from the shortest that can be told."""
     ends = [_SHORTEST, *lengths]
     low, high = max(pairwise(ends), key=lambda pair: pair[1] / pair[0])
     return sorted({*lengths, round((low * high) ** 0.5)})
@@ -135,7 +135,7 @@ def _fit_all(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
 
 
 def longest(phase: StepKind, batch: int, capacity: Capacity) -> int:
-    """The most tokens that each of `batch` requests may have at a point."""
+    """Return the most tokens that each of `batch` requests may have at a point."""
     room = DECODE_ROOM if phase is StepKind.DECODE else 1
     limit = 1 << 20
     if capacity.max_model_len is not None:

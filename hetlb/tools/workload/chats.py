@@ -43,7 +43,7 @@ def encodable(text: str) -> str:
 
 
 def is_chats(file: RecordFile) -> bool:
-    """True for a file of conversations."""
+    """Return True for a file of conversations."""
     return file.shape != "CSV" and file.name(*_CHAT_KEYS) is not None
 
 
@@ -108,7 +108,7 @@ def _text(content: object) -> str | None:
 
 
 def is_batch(file: RecordFile) -> bool:
-    """True for a batch of OpenAI's form."""
+    """Return True for a batch of OpenAI's form."""
     return file.shape != "CSV" and file.has("customid", "body")
 
 

@@ -135,7 +135,7 @@ class RecordFile:
         return next((self.names[alias] for alias in aliases if alias in self.names), None)
 
     def has(self, *keys: str) -> bool:
-        """True if the file has all these squashed keys."""
+        """Return True if the file has all these squashed keys."""
         return all(key in self.names for key in keys)
 
     @property

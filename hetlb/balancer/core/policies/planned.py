@@ -61,7 +61,7 @@ class Planned(Hetlb):
 
     @staticmethod
     def _may_wait_there(candidate: Candidate, instance: Instance) -> bool:
-        """True if an instance that `hetlb` would not take may have the request all the same.
+        """Return True if an instance that `hetlb` would not take may have the request all the same.
 
         A plan has divided the work: it passes over none. Up to twice what fits an instance waits in its
         engine, so that requests for a full one do not hold up all behind them.
@@ -85,7 +85,7 @@ class Planned(Hetlb):
                 given[name] /= 2.0
 
     def _planned(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> PlannedShares | None:
-        """The shares of a request's type, None where none of the instances has any."""
+        """Return the shares of a request's type, None where none of the instances has any."""
         planned = self._type_of(ctx)
         if planned is None:
             return None
