@@ -32,7 +32,7 @@ COMPILED = (
     *(
         f"balancer/exchange/{name}.py"
         for name in (
-            "attempt", "carrier", "driver", "ends", "engine_answer", "engine_request", "exchange",
+            "attempt", "driver", "ends", "engine_answer", "engine_request", "exchange",
             "exchange_states", "plain", "scheduler_driver", "scheduler_side", "streamed_answer",
         )
     ),

@@ -24,7 +24,7 @@ from proxy.services import Engine, Running, document, serving
 from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, USAGE, Upstream, Visit, chunk, plain
 
 from hetlb.balancer.core.types import CAUSES, EngineSample, InstanceRemoved, Outcome
-from hetlb.balancer.exchange.carrier import SWEEP_S
+from hetlb.balancer.exchange.scheduler_side import SWEEP_S
 from hetlb.balancer.fleet.service import FleetService
 from hetlb.balancer.telemetry import prometheus
 from hetlb.balancer.telemetry.counters import ITL_S, MODELS_MAX, Totals

@@ -234,7 +234,7 @@ class Router:
             if how is not False:
                 if self._resumption is None:
                     self._resumption = hook("resume", driver)
-                exchange.maker = self._resumption.maker(kind, call, outgoing)
+                exchange.maker = self._resumption(kind, call, outgoing)
         call.body = call.text = call.tools = call.ids = b""  # no prompt is in memory twice, or for longer
         if self.tracing is not None:
             record.trace = self.tracing.begin(head.fields.get(b"traceparent"))
@@ -250,7 +250,7 @@ class Router:
         owner: str | None,
     ) -> Request:
         """Return the request as the scheduler sees it, of the tenant `owner`."""
-        driver, scheduling = self._driver, self._driver.scheduling
+        driver = self._driver
         exact = call.prompt_tokens_total is not None
         if not kind.prompted:
             call.prompt_tokens_total, call.prompts = 0, 1
@@ -265,7 +265,7 @@ class Router:
         blocks: PromptBlocks | None = None
         if generates:
             prefix_keys, blocks = self._prefix(head, call, model, owner)
-        splits = scheduling.splits if sequences == 1 else None
+        splits = driver.splits if sequences == 1 else None
         return Request(
             id=driver.next_id(),
             model=model,

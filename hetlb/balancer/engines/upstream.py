@@ -79,7 +79,7 @@ class Carried:
         raise NotImplementedError
 
     def engine_failed(self, end: End, detail: str) -> None:
-        """The engine, or this machine, failed: `end` says how."""
+        """Take in that the engine, or this machine, failed: `end` says how."""
         raise NotImplementedError
 
     def still_served(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -19,13 +20,14 @@ from hetlb.balancer.core.instance import NOTICE_MARGIN_S, Instance
 from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject, RequestId
 from hetlb.balancer.engines.engine_pools import EnginePools
 from hetlb.balancer.engines.upstream import Upstream
-from hetlb.balancer.exchange.carrier import SWEEP_S
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.exchange import Exchange, Host, Maker
 from hetlb.balancer.exchange.exchange_states import TURNED_AWAY, Phase
 from hetlb.balancer.exchange.guard import Guard
-from hetlb.balancer.exchange.scheduler_side import SchedulerSide
+from hetlb.balancer.exchange.scheduler_side import SWEEP_S, SchedulerSide
 from hetlb.balancer.http import error_responses
+from hetlb.balancer.http.endpoints import Kind
+from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.forward_headers import ForwardRules
 from hetlb.balancer.http.openai_body import Call
 from hetlb.balancer.telemetry.counters import Totals
@@ -36,6 +38,22 @@ from hetlb.turns import turns
 SETTLED_AT_ONCE: Final = 64
 #: After a pause of the process this long, what came meanwhile is read before anything times out.
 GAP_S: Final = 1.0
+
+
+class Splits(Maker):
+    """Maker of attempts of requests that are split between instances (`options/split`)."""
+
+    @abstractmethod
+    def may_split(self, kind: Kind, path: str, body: bytes) -> bool:
+        """Return True if a request with one prompt and one sequence can be split."""
+
+    @abstractmethod
+    def judged(self) -> None:
+        """Count what the scheduler has found about earlier ones."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Break off the requests of the proxy's own."""
 
 
 class Driver(Host):
@@ -72,6 +90,8 @@ class Driver(Host):
         self.pools = EnginePools(loop, table, access, self.stalls.since)
         #: Ends one exchange where hetlb raised an error at it.
         self.guard = Guard(self, self.turns, self.pools)
+        #: None while no instance has ever taken part in a split.
+        self.splits: Splits | None = None
         self._idle_waiters: list[asyncio.Future[None]] = []
 
     # --- requests ---
@@ -85,7 +105,9 @@ class Driver(Host):
     def submit(self, exchange: Exchange) -> None:
         self.exchanges[exchange.record.request.id] = exchange
         try:
-            self.scheduling.submit(exchange)
+            self.scheduling.submit(exchange.record)
+        except Refusal as refusal:
+            exchange.refuse(refusal.answer, refusal.message, refusal.retry_after_s, refusal.lines)
         except Exception as error:
             self.guard.ended(exchange, error)
 
@@ -207,19 +229,15 @@ class Driver(Host):
         command.label = exchange.record.label
         try:
             self.open_pool(instance.incarnation, instance.name, instance.spec.url)
-            maker = exchange.maker
+            maker: Maker = exchange.maker
             if decode is not None:
                 self.open_pool(decode.incarnation, decode.name, decode.spec.url)
-                maker = self._splits()
+                assert self.splits is not None, "expected an instance with kv_transfer"
+                maker = self.splits
             longest = instance.capacity.max_model_len or 0
             exchange.dispatched(maker.attempt(exchange, lease, instance.gives_ids, longest), lease)
         except Exception as error:
             self.guard.ended(exchange, error)
-
-    def _splits(self) -> Maker:
-        splits = self.scheduling.splits
-        assert splits is not None, "expected an instance with kv_transfer"
-        return splits
 
     def reject(self, command: Reject, retry_after_s: float | None) -> None:
         exchange, answer = self.exchanges[command.request_id], error_responses.REJECTIONS[command.reason]
@@ -333,5 +351,7 @@ class Driver(Host):
         """Stop the timers and close idle connections. Call after `drain`."""
         self.settle()
         super().close()
+        if self.splits is not None:
+            self.splits.stop()
         self.scheduling.close()
         self.pools.close()

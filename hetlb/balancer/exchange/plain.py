@@ -7,6 +7,7 @@ What the options do differently, their attempts override (`options/split`, `opti
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Final
 
 from hetlb.balancer.clients.client_response import HEARTBEATS, NOTHING, STARTED
@@ -320,21 +321,31 @@ class Plain(Attempt):
         if answer is not None and answer.waits:
             answer.failure = end, detail
             return
-        begun = self.exchange.phase is _STREAMING
+        exchange = self.exchange
+        begun = exchange.phase is _STREAMING
         self.release()
-        if not begun or end is ends.LOCAL or not self.ends_whole():
+
+        def otherwise() -> None:
             self.failed(end, detail, begun)
 
-    def ends_whole(self) -> bool:
-        """End a stream of which `[DONE]` came, since it is whole, its engine or not; False for another."""
+        if end is not ends.LOCAL and (begun or (end is ends.DROPPED and self.response.state is STARTED)):
+            self.go_on(ends.BROKEN if begun else end, otherwise)
+        else:
+            otherwise()
+
+    def go_on(self, end: End, otherwise: Callable[[], None]) -> None:
+        """Go on although the engine is lost, or end it `otherwise`.
+
+        A stream of which `[DONE]` came is whole, whatever becomes of its engine then.
+        """
         answer = self.answer
         stream = None if answer is None else answer.stream
-        if answer is None or stream is None or not stream.done or stream.failed:
-            return False
-        self.response.write(self.response.last(b""))
-        self.take_usage(answer)
-        self.exchange.finish(ends.LAST_MISSING)
-        return True
+        if answer is not None and stream is not None and stream.done and not stream.failed:
+            self.response.write(self.response.last(b""))
+            self.take_usage(answer)
+            self.exchange.finish(ends.LAST_MISSING)
+        else:
+            otherwise()
 
     def failed(self, end: End, detail: str, begun: bool) -> None:
         """The engine failed, `begun` in the middle of its answer, which does not go on."""
@@ -381,10 +392,16 @@ class Plain(Attempt):
         if rest:
             self.pass_on(answer, rest)
         self.release()
-        if event == b"" or not self.ends_whole():
-            self.end_lost(end, detail, event)
+        if event == b"":
+            self.exchange.break_off(ends.OTHERWISE, "another instance goes on with something else")
+            return
 
-    def end_lost(self, end: End, detail: str, event: bytes | None) -> None:
+        def otherwise() -> None:
+            self._end_lost(end, detail, event)
+
+        self.go_on(end, otherwise)
+
+    def _end_lost(self, end: End, detail: str, event: bytes | None) -> None:
         """End an answer that broke off, with the engine's own error event if there is one."""
         exchange, answer, response = self.exchange, self.answer, self.response
         assert answer is not None
@@ -413,11 +430,15 @@ class Plain(Attempt):
         hung_s = self.driver.scheduling.stalled_s(self.lease, now)
         if phase is _SENT:
             if silent_s > first_byte_s and not self._waits_on(hung_s, now):
-                self.silent()
+                self.stop()
+                if self.response.state is STARTED:
+                    self.go_on(ends.STALLED, self._silent)
+                else:
+                    self._silent()
         elif hung_s > self.most_hung_s or (silent_s > idle_s and not self._waits_on(hung_s, now)):
             self.lost(ends.STALLED, "the instance stopped in the middle of its answer")
 
-    def silent(self) -> None:
+    def _silent(self) -> None:
         """End it, since nothing of an answer came in time."""
         answer = error_responses.FIRST_BYTE_TIMEOUT
         self.exchange.refuse(answer, "The instance did not begin to answer in time.", end=ends.SILENT)

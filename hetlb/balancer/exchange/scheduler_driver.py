@@ -36,16 +36,14 @@ from hetlb.balancer.core.types import (
     RequestId,
 )
 from hetlb.balancer.engines.engine_pools import Target
-from hetlb.balancer.exchange.carrier import Carrier
 from hetlb.balancer.exchange.driver import Driver
-from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.guard import policy_failed
-from hetlb.balancer.exchange.scheduler_side import DrainRate, SchedulerSide
+from hetlb.balancer.exchange.scheduler_side import Carrier, DrainRate, SchedulerSide
 from hetlb.balancer.hooks import hook
-from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.http1 import GateError
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
+from hetlb.balancer.telemetry.request_record import RequestRecord
 
 if TYPE_CHECKING:
     from hetlb.balancer.config.api_keys import LimitsTable
@@ -102,10 +100,10 @@ class SchedulerDriver(SchedulerSide):
 
     def _look_for_splits(self) -> None:
         driver = self._splitting
-        if driver is None or self.splits is not None:
+        if driver is None or driver.splits is not None:
             return
         if any(each.spec.kv_transfer is not None for each in self.scheduler.instances):
-            self.splits = hook("split", driver, self.scheduler, self.carry_out)
+            driver.splits = hook("split", driver, self.scheduler, self.carry_out)
 
     # --- limits of keys ---
 
@@ -162,15 +160,10 @@ class SchedulerDriver(SchedulerSide):
 
     # --- facts about requests ---
 
-    def submit(self, exchange: Exchange) -> None:
-        record = exchange.record
+    def submit(self, record: RequestRecord) -> None:
         request, now = record.request, record.arrived_at
-        try:
-            record.ticket = self.admit(request, record.tenant, record.prompt_tokens_total, now)
-        except Refusal as refusal:
-            exchange.refuse(refusal.answer, refusal.message, refusal.retry_after_s, refusal.lines)
-        else:
-            self.arrive(request, now)
+        record.ticket = self.admit(request, record.tenant, record.prompt_tokens_total, now)
+        self.arrive(request, now)
 
     def arrive(self, request: Request, now: float) -> None:
         view = self.view
@@ -242,8 +235,8 @@ class SchedulerDriver(SchedulerSide):
         instance = self.scheduler.fleet.instances.get(name)
         slept = instance is not None and instance.asleep
         self.carry_out(self.scheduler.on_scrape(name, sample, self.carrier.now()))
-        if self.splits is not None:
-            self.splits.judged()
+        if self._splitting is not None and self._splitting.splits is not None:
+            self._splitting.splits.judged()
         if instance is not None and instance.asleep is not slept:
             self.carrier.view_changed()
 
@@ -333,8 +326,6 @@ class SchedulerDriver(SchedulerSide):
         self._end_s.clear()
 
     def close(self) -> None:
-        if self.splits is not None:
-            self.splits.stop()
         if self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None

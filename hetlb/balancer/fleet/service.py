@@ -29,9 +29,9 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Health
 from hetlb.balancer.engines.scrape import EngineWatch
-from hetlb.balancer.exchange.carrier import Carrier
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
+from hetlb.balancer.exchange.scheduler_side import Carrier
 from hetlb.balancer.fleet import systemd
 from hetlb.balancer.fleet.admin import AdminListener, make_app, named
 from hetlb.balancer.fleet.reload import SeenFiles, needs_restart, read_again

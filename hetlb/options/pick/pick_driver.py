@@ -29,12 +29,12 @@ from hetlb.balancer.core.types import (
     RequestId,
 )
 from hetlb.balancer.engines.upstream import Upstream
-from hetlb.balancer.exchange.carrier import Carrier
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.plain import Plain
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
+from hetlb.balancer.exchange.scheduler_side import Carrier
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.options.pick.foreign import ForeignLoad
 

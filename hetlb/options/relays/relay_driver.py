@@ -20,6 +20,7 @@ from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.exchange.scheduler_side import SchedulerSide
 from hetlb.balancer.http import error_responses
+from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.options.lease_wire import RequestFacts, WireBegun, WireBooked, WireEnded
 from hetlb.options.message_channel import MessageChannel
 from hetlb.options.relays.protocol import (
@@ -93,7 +94,7 @@ class RelayDriver(SchedulerSide):
         self._channel = channel
         self._incarnations.clear()
         for exchange in self._queued():
-            channel.send(_arrival(exchange))
+            channel.send(arrival_of(exchange.record.request, exchange.record.tenant))
 
     def disconnected(self) -> None:
         self._channel = None
@@ -175,13 +176,13 @@ class RelayDriver(SchedulerSide):
 
     # --- facts ---
 
-    def submit(self, exchange: Exchange) -> None:
-        request = exchange.record.request
+    def submit(self, record: RequestRecord) -> None:
+        request = record.request
         if self._channel is None and not self._has_room():
             detail = "Too many requests are waiting for an instance."
             self._driver.reject(Reject(request.id, RejectReason.QUEUE_FULL, detail), 1.0)
             return
-        self._send(_arrival(exchange))
+        self._send(arrival_of(request, record.tenant))
 
     def first_token(self, lease: Lease, now: float) -> None:
         lease.first_token_at = now
@@ -334,7 +335,3 @@ class _RelayTicket:
 def arrival_of(request: Request, owner: str | None) -> Arrival:
     """Make the message of a request."""
     return Arrival(RequestFacts.of(request), owner)
-
-
-def _arrival(exchange: Exchange) -> Arrival:
-    return arrival_of(exchange.record.request, exchange.record.tenant)

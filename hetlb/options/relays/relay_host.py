@@ -17,8 +17,8 @@ from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject, Request, RequestId
-from hetlb.balancer.exchange.carrier import Carrier
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
+from hetlb.balancer.exchange.scheduler_side import Carrier
 from hetlb.balancer.hooks import KeyTicket
 from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.http1 import GateError

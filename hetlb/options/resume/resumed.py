@@ -40,29 +40,6 @@ _BY_CONNECTION: Final = (ends.BROKEN, ends.DROPPED)
 _STREAMING: Final = Phase.STREAMING
 
 
-class Resumptions:
-    """Makers of the attempts of one process, and the bytes that their streams keep."""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._kept = Kept()
-
-    def maker(self, kind: Kind, call: Call, outgoing: EngineRequest) -> Resumable:
-        """Return the maker of one request."""
-        asks_ids = len(outgoing.body) <= MAX_INJECT_BYTES and outgoing.body.find(b'"return_token_ids"') < 0
-        return Resumable(
-            self._driver,
-            Continuation(
-                kind,
-                outgoing,
-                self._kept,
-                streamed=call.stream,
-                asks_ids=asks_ids,
-                hides_usage=call.hold_usage,
-            ),
-        )
-
-
 class Resumable(Maker):
     """Maker of the attempts of one request, and what they share.
 
@@ -71,9 +48,13 @@ class Resumable(Maker):
 
     __slots__ = ("_driver", "check", "deaths", "rest")
 
-    def __init__(self, driver: Driver, rest: Continuation) -> None:
+    def __init__(self, driver: Driver, kept: Kept, kind: Kind, call: Call, outgoing: EngineRequest) -> None:
+        """`kept`: what the streams of the process keep."""
         self._driver = driver
-        self.rest = rest
+        asks_ids = len(outgoing.body) <= MAX_INJECT_BYTES and outgoing.body.find(b'"return_token_ids"') < 0
+        self.rest = Continuation(
+            kind, outgoing, kept, streamed=call.stream, asks_ids=asks_ids, hides_usage=call.hold_usage
+        )
         self.deaths = 0
         self.check: SideCall | None = None
 
@@ -147,20 +128,10 @@ class Resumed(Plain):
 
     # --- the engine is lost ---
 
-    def failed(self, end: End, detail: str, begun: bool) -> None:
-        if not begun and end in (ends.HEAD_CUT, ends.BROKEN):
+    def engine_failed(self, end: End, detail: str) -> None:
+        if self.exchange.phase is not _STREAMING and (end is ends.HEAD_CUT or end is ends.BROKEN):
             end = ends.DROPPED  # a head is no answer where the request may be run again
-
-        def otherwise() -> None:
-            self._failed_for_good(end, detail, begun)
-
-        if end is not ends.LOCAL if begun else end is ends.DROPPED and self.response.state is STARTED:
-            self._go_on(ends.BROKEN if begun else end, otherwise)
-        else:
-            otherwise()
-
-    def _failed_for_good(self, end: End, detail: str, begun: bool) -> None:
-        super().failed(end, detail, begun)
+        super().engine_failed(end, detail)
 
     def try_again(self, end: End) -> None:
         """Wait for as long as nothing accepts it once an engine may have done a part of it."""
@@ -169,37 +140,14 @@ class Resumed(Plain):
             exchange.record.resumed += 1
         super().try_again(end)
 
-    def end_lost(self, end: End, detail: str, event: bytes | None) -> None:
-        if event == b"":
-            self.exchange.break_off(ends.OTHERWISE, "another instance goes on with something else")
-            return
-
-        def otherwise() -> None:
-            self._lost_for_good(end, detail, event)
-
-        self._go_on(end, otherwise)
-
-    def _lost_for_good(self, end: End, detail: str, event: bytes | None) -> None:
-        super().end_lost(end, detail, event)
-
-    def silent(self) -> None:
-        if self.response.state is STARTED:
-            self.stop()
-            self._go_on(ends.STALLED, self._silent_for_good)
-        else:
-            super().silent()
-
-    def _silent_for_good(self) -> None:
-        super().silent()
-
-    def _go_on(self, end: End, otherwise: Callable[[], None]) -> None:
-        """Go on at another instance, or end it `otherwise`: now, or once it shows that it cannot.
-
-        Answers of one engine are read in turns.
-        """
-        exchange, unsent = self.exchange, self.response.state is NOTHING
-        if self._pending_since is not None or not self._rest.may_go_on(self.answer, unsent):
-            otherwise()
+    def go_on(self, end: End, otherwise: Callable[[], None]) -> None:
+        """Go on at another instance: now, or once it shows that it can. Answers are read in turns."""
+        exchange, answer = self.exchange, self.answer
+        stream = None if answer is None else answer.stream
+        unsent = self.response.state is NOTHING
+        whole = stream is not None and stream.done
+        if whole or self._pending_since is not None or not self._rest.may_go_on(answer, unsent):
+            super().go_on(end, otherwise)
             return
         exchange.since = self._pending_since = exchange.now()
         self.driver.guard.later(exchange, lambda: self._go(end, otherwise))

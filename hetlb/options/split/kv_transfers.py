@@ -28,13 +28,12 @@ from hetlb.balancer.core.types import Command, Connector, Hold, KvLink, Lease, O
 from hetlb.balancer.engines.upstream import SideCall
 from hetlb.balancer.exchange import ends
 from hetlb.balancer.exchange import exchange_states as states
-from hetlb.balancer.exchange.driver import Driver
+from hetlb.balancer.exchange.driver import Driver, Splits
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.engine_answer import EngineAnswer
 from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.exchange.plain import Plain
-from hetlb.balancer.exchange.scheduler_side import Splits
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import ResponseHead
 from hetlb.balancer.http.openai_body import with_field
