@@ -141,7 +141,7 @@ class ClientResponse:
     def beat(self, now: float) -> None:
         """Tell the client of a stream that it is not forgotten; the first time this sends a head, 200."""
         self.beat_at = now
-        if self.state is not HEARTBEATS:
+        if self.state is NOTHING:
             self.write(self.head(_WAITING, None, b"", HEARTBEAT))
         self.write(self.frame(_HEARTBEAT))
 

@@ -145,7 +145,7 @@ class Resumed(Plain):
         exchange, answer = self.exchange, self.answer
         stream = None if answer is None else answer.stream
         unsent = self.response.state is NOTHING
-        whole = stream is not None and stream.done
+        whole = stream is not None and stream.done and not stream.failed
         if whole or self._pending_since is not None or not self._rest.may_go_on(answer, unsent):
             super().go_on(end, otherwise)
             return
