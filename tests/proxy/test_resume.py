@@ -165,24 +165,6 @@ async def test_a_stream_that_is_cut_anywhere_is_whole(
         assert resumed > 20
 
 
-async def test_a_stream_that_waits_for_its_rest_gets_heartbeats(start: Start, engine: EmulatedEngine) -> None:
-    asked = body("chat", True)
-    whole = await ask(engine.url, "chat", asked)
-    async with Cutter(engine.port, [Cut(3000, "fin")]) as one:
-        proxy = await proxied(start, one.url, engine.url, heartbeat_s=1e-9)
-        proxy.scheduling.change(AdminStateSet("i1", AdminState.MAINT))
-        asking = asyncio.create_task(ask(f"http://127.0.0.1:{proxy.port}", "chat", asked))
-        await turns_until(lambda: one.cut == 1)
-        proxy.scheduling.change(AdminStateSet("i0", AdminState.MAINT))
-        await turns_until(lambda: len(proxy.scheduler.queue) == 1)
-        proxy.driver.swept(0.0)
-        assert not asking.done()
-        proxy.scheduling.change(AdminStateSet("i1", AdminState.READY))
-        got = await asking
-    assert b"\n\n: waiting\n\n" in got.raw
-    same(got, whole)
-
-
 @pytest.mark.parametrize("after", [0, 1, AFTER_HEAD])
 @pytest.mark.parametrize("kind", ["completions", "chat"])
 async def test_an_engine_that_is_lost_before_it_goes_on_is_one_more(

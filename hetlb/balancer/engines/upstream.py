@@ -55,7 +55,6 @@ class Carried:
         self.plain = True
 
     def engine_connected(self, connection: EngineConnection) -> None:
-        """Send the request."""
         raise NotImplementedError
 
     def engine_lost_idle(self) -> None:
@@ -63,7 +62,6 @@ class Carried:
         raise NotImplementedError
 
     def engine_head(self, head: ResponseHead, length: int | None) -> None:
-        """Take the head of the answer. `length`: of the body, None where it is not known."""
         raise NotImplementedError
 
     def engine_events(self, chunks: bytes) -> bool:
@@ -71,15 +69,12 @@ class Carried:
         return False
 
     def engine_body(self, payload: bytes) -> None:
-        """Take more of the body."""
         raise NotImplementedError
 
     def engine_end(self, payload: bytes) -> None:
-        """Take the last part of a body whose framing was clean."""
         raise NotImplementedError
 
     def engine_failed(self, end: End, detail: str) -> None:
-        """Take in that the engine, or this machine, failed: `end` says how."""
         raise NotImplementedError
 
     def still_served(self) -> bool:
@@ -87,7 +82,6 @@ class Carried:
         raise NotImplementedError
 
     def fault(self, error: Exception) -> None:
-        """End the request at which hetlb raised an error."""
         raise NotImplementedError
 
 

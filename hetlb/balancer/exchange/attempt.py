@@ -33,10 +33,7 @@ class Attempt(Carried):
         return False
 
     def move(self) -> bool:
-        """Ask for a place elsewhere, since this instance is about to leave; False where that cannot be.
-
-        The engine is left once there is a place: a lease comes with it, at once or later.
-        """
+        """Ask for another lease, which comes at once or later; False where that cannot be."""
         return False
 
     def hold(self, held: bool) -> None:

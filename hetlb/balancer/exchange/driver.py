@@ -89,7 +89,7 @@ class Driver(Host):
         self.turns = turns(loop)
         self.pools = EnginePools(loop, table, access, self.stalls.since)
         #: Ends one exchange where hetlb raised an error at it.
-        self.guard = Guard(self, self.turns, self.pools)
+        self.guard = Guard(self, self.turns)
         #: None while no instance has ever taken part in a split.
         self.splits: Splits | None = None
         self._idle_waiters: list[asyncio.Future[None]] = []
@@ -155,8 +155,14 @@ class Driver(Host):
         self.guard.ended(exchange, error)
 
     def dropped(self, exchange: Exchange) -> None:
-        """Count an exchange that could not end itself; the guard gives back what was booked for it."""
+        """End an exchange that could not end itself; the guard gives back what was booked for it."""
         record = exchange.record
+        del self.exchanges[record.request.id]
+        self.pools.drop(exchange.attempt)
+        if record.ended_at is None:
+            record.ended_at, record.ended_in = self.now(), exchange.phase
+        exchange.phase = Phase.DONE
+        record.outcome = Outcome.LOCAL_FAULT
         self._ended.append(record)
         if record.ticket is not None:
             record.ticket.ended(record.prompt_tokens_total, record.output_tokens, self.now())

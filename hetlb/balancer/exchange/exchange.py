@@ -56,7 +56,7 @@ class Host(Carrier):
 
     @abstractmethod
     def dropped(self, exchange: Exchange) -> None:
-        """Count an exchange that could not end itself."""
+        """End an exchange that could not end itself."""
 
     @abstractmethod
     def abandon(self, request_id: RequestId) -> None:

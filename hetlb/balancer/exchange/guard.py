@@ -13,8 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import Final
 
-from hetlb.balancer.core.types import Outcome, Request
-from hetlb.balancer.engines.engine_pools import EnginePools
+from hetlb.balancer.core.types import Request
 from hetlb.balancer.exchange.exchange import Exchange, Host
 from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.telemetry.events import Event, tell
@@ -31,10 +30,9 @@ _PLACES: Final = 256
 class Guard:
     """Ends one exchange at which an error was raised, and logs errors of work that is no exchange's."""
 
-    def __init__(self, host: Host, turns: Turns, pools: EnginePools) -> None:
+    def __init__(self, host: Host, turns: Turns) -> None:
         self._host = host
         self._turns = turns
-        self._pools = pools
         self._logged_at: dict[str, float] = {}
 
     def ended(self, exchange: Exchange, error: Exception) -> None:
@@ -47,7 +45,8 @@ class Guard:
             except Exception as again:
                 logger.debug("its own way out failed", exc_info=again)
         if host.exchanges.get(request_id) is exchange:
-            self._drop(exchange)
+            self._try(exchange.attempt.leave)
+            host.dropped(exchange)
         self._try(lambda: exchange.response.client.forsake(exchange))
         self._try(lambda: host.abandon(request_id))
 
@@ -79,18 +78,6 @@ class Guard:
             self._logged_at[told] = now
             tell(logger, Event.INTERNAL, "%s failed: %s", what, told)
             logger.debug("%s", what, exc_info=error)
-
-    def _drop(self, exchange: Exchange) -> None:
-        """End an exchange that cannot end itself: each step even where another fails."""
-        host, attempt, record = self._host, exchange.attempt, exchange.record
-        del host.exchanges[record.request.id]
-        self._try(attempt.leave)
-        self._pools.drop(attempt)
-        if record.ended_at is None:
-            record.ended_at, record.ended_in = host.now(), exchange.phase
-        exchange.phase = Phase.DONE
-        record.outcome = Outcome.LOCAL_FAULT
-        host.dropped(exchange)
 
     def _try(self, step: Callable[[], object]) -> None:
         try:

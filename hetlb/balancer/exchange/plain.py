@@ -382,11 +382,11 @@ class Plain(Attempt):
         self.driver.try_again(exchange.record, self.lease, end)
 
     def lost(self, end: End, detail: str, rest: bytes = b"", event: bytes | None = None) -> None:
-        """The engine is lost in the middle of its answer, of which `rest` is the last.
+        """Go on without the engine, lost in the middle of its answer, of which `rest` is the last; or end it.
 
-        `event` is that by which it said so, b"" if it says something else than was said before.
+        `event` is the engine's own error event, b"" if it says something else than was said before.
         """
-        answer = self.answer
+        answer, response = self.answer, self.response
         assert answer is not None
         self.stop()
         if rest:
@@ -397,20 +397,14 @@ class Plain(Attempt):
             return
 
         def otherwise() -> None:
-            self._end_lost(end, detail, event)
-
-        self.go_on(end, otherwise)
-
-    def _end_lost(self, end: End, detail: str, event: bytes | None) -> None:
-        """End an answer that broke off, with the engine's own error event if there is one."""
-        exchange, answer, response = self.exchange, self.answer, self.response
-        assert answer is not None
-        if event is None:
-            exchange.break_off(end, detail)
-        else:
+            if event is None:
+                self.exchange.break_off(end, detail)
+                return
             out = self.head() if response.state is NOTHING else b""
             response.write(out + response.last(answer.last_emptied(event + b"\n\n" + LAST_EVENT)))
-            exchange.finish(end)
+            self.exchange.finish(end)
+
+        self.go_on(end, otherwise)
 
     # --- from the clock, and the scheduler ---
 
