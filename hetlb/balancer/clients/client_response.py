@@ -165,7 +165,7 @@ class ClientResponse:
         if self.held_since is None:
             self.held_since = now
 
-    def resume(self, now: float) -> bool:
+    def read_on(self, now: float) -> bool:
         """Go on: the client has caught up. Return True if it had not read for a while."""
         if self.held_since is None:
             return False

@@ -153,7 +153,7 @@ class Exchange:
         now, response = self.now(), self.response
         if held:
             response.pause(now)
-        elif response.resume(now):
+        elif response.read_on(now):
             self.since = now
         self.attempt.hold(held)
 
