@@ -130,7 +130,7 @@ class Driver(Host):
         scheduling.cancelled(request_id, now)
         return scheduling.drain_rate.retry_after_s(scheduling.waiting, now)
 
-    def finished(self, exchange: Exchange, end: End | None) -> None:
+    def finished(self, exchange: Exchange) -> None:
         record = exchange.record
         request_id, outcome, ended_at = record.request.id, record.outcome, record.ended_at
         del self.exchanges[request_id]
@@ -145,8 +145,8 @@ class Driver(Host):
             self.settle()
         if lease is not None:
             scheduling.drain_rate.ended(ended_at)
-            assert end is not None, "expected a lease to end in one of the ways of `exchange.ends`"
-            scheduling.lease_ended(lease, end.told, self.now(), retry=False)
+            assert record.end is not None, "expected a lease to end in one of the ways of `exchange.ends`"
+            scheduling.lease_ended(lease, record.end.told, self.now(), retry=False)
         elif record.ended_in is Phase.QUEUED and outcome in (Outcome.CLIENT_GONE, Outcome.SHUTDOWN):
             scheduling.cancelled(request_id, ended_at)
         self._told_if_idle()

@@ -47,8 +47,8 @@ class Host(Carrier):
         """Take a request out of the queue; return when to try again, in seconds."""
 
     @abstractmethod
-    def finished(self, exchange: Exchange, end: End | None) -> None:
-        """An exchange has its outcome. `end` is that of its lease, None without one."""
+    def finished(self, exchange: Exchange) -> None:
+        """Count an exchange that has its outcome, and give its lease back."""
 
     @abstractmethod
     def failed(self, exchange: Exchange, error: Exception) -> None:
@@ -244,9 +244,9 @@ class Exchange:
         self.enter(states.ENDED, now)
         if response.state is HEARTBEATS:
             record.status = 200
-        record.outcome = outcome if end is None else end.outcome
+        record.end, record.outcome = end, outcome if end is None else end.outcome
         self.maker.close(record)
-        self.host.finished(self, end)
+        self.host.finished(self)
         if client_gone:
             return
         if broken:

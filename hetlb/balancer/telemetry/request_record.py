@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core.types import Lease, Outcome, Request
+from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.http.endpoints import Kind
 
@@ -29,7 +30,7 @@ class RequestRecord:
     """
 
     __slots__ = (
-        "address", "arrived_at", "cached_tokens", "dispatched_at", "ended_at", "ended_in",
+        "address", "arrived_at", "cached_tokens", "dispatched_at", "end", "ended_at", "ended_in",
         "estimated_prompt_tokens",
         "expected_first_s", "expected_s", "first_byte_at", "kind", "label", "lease", "method", "mixed",
         "not_resumed", "outcome", "path", "prefill_instance", "prompts", "request", "resumed",
@@ -65,6 +66,8 @@ class RequestRecord:
         #: Phase in which it got its outcome.
         self.ended_in = _QUEUED
         self.outcome: Outcome | None = None
+        #: How its last lease ended, None without one.
+        self.end: End | None = None
         self.lease: Lease | None = None
         #: Instance that prefilled the prompt, where another one decodes the answer.
         self.prefill_instance: str | None = None

@@ -99,8 +99,8 @@ class PickDriver(Driver):
     def open_pool(self, incarnation: int, name: str, url: str) -> None:
         """Nothing to open: the connections to engines are Envoy's."""
 
-    def finished(self, exchange: Exchange, end: End | None) -> None:
-        super().finished(exchange, end)
+    def finished(self, exchange: Exchange) -> None:
+        super().finished(exchange)
         self.streams.pop(exchange.record.request.id, None)
 
     def try_again(self, record: RequestRecord, lease: Lease, end: End) -> None:
