@@ -63,7 +63,7 @@ class Room:
     script: str
     addresses: Mapping[str, str] = field(default_factory=dict)
     #: Seconds after which a page hangs.
-    timeout_s: float = 500.0
+    timeout_s: float = 1200.0
 
 
 @functools.cache
@@ -93,6 +93,8 @@ def run_in_room(room: Room, folder: Path) -> tuple[int, str]:
         )  # fmt: skip
         try:
             status = process.wait(room.timeout_s)
+        except subprocess.TimeoutExpired:
+            status = 124  # as `timeout` says it
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # the first process of the room takes all others along
@@ -165,6 +167,9 @@ def _files(folder: Path, clone: Path, addresses: Mapping[str, str]) -> Path:
                 _mount("--rbind", str(inner), str(there / inner.name))
         elif each.name == "etc":
             subprocess.run(["cp", "-a", "/etc", str(root)], stderr=subprocess.DEVNULL, check=False)
+        elif each.name == "proc":
+            there.mkdir()
+            _mount("-t", "proc", "proc", str(there))
         elif each.is_dir():
             there.mkdir()
             _mount("--rbind", str(each), str(there))

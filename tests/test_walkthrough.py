@@ -280,7 +280,7 @@ fi
     ),
     "profiles.md": Page(
         engine("127.0.0.1", 8000, _FAST)
-        + "cp tests/profiler/data/l40s-llama-3.1-8b.csv grid.csv\n"
+        + "sed s/Llama-3.1-8B,8,/Llama-3.1-8B,4,/ tests/profiler/data/l40s-llama-3.1-8b.csv > grid.csv\n"
         + f"cp {_FAST} a.yaml\ncp {_SLOW} b.yaml\n",
         {"--system H100 ": "--system H100 --budget 1m --repeats 1 "},
     ),
@@ -318,6 +318,7 @@ fi
         + _ENGINES
         + "mkdir -p /etc/hetlb /opt/hetlb-new/bin\n"
         + 'ln -s "$(which hetlb)" /opt/hetlb-new/bin\n'
+        + '/opt/hetlb-new/bin/hetlb() { hetlb "$@"; }\n'
         + 'sed "s|configs|$PWD/configs|" fleet.yaml > /etc/hetlb/fleet.yaml\n'
         + "hetlb serve --config /etc/hetlb/fleet.yaml\nNEW_KEY=abc\n"
         + """for n in 1 2 3; do
@@ -400,7 +401,7 @@ def test_every_page_with_blocks_is_walked_and_every_block_has_a_kind() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1300)
 @pytest.mark.skipif(bool(why_no_rooms()), reason=why_no_rooms() or "there are rooms")
 @pytest.mark.parametrize("name", sorted(PAGE_BY_NAME.keys() - {"getting-started.md"}))
 def test_every_block_of_a_page_runs_as_it_is_written(name: str, tmp_path: Path) -> None:
@@ -408,7 +409,7 @@ def test_every_block_of_a_page_runs_as_it_is_written(name: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1300)
 @pytest.mark.skipif(bool(why_no_rooms()), reason=why_no_rooms() or "there are rooms")
 def test_getting_started_leads_from_nothing_to_a_report(tmp_path: Path) -> None:
     said = walk(tmp_path, "getting-started.md")

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from hetlb.balancer.config.fleet_tables import FleetFile
+from hetlb.balancer.http.openai_body import Call
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_FORM_FIELD: Final = (
-    rb'((?<=[; \t])name=(?:"model"|model(?![^;\s]))[^\r\n]*(?:\r\n[^\r\n]+)*\r\n\r\n)%b(?=\r\n--)'
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +47,10 @@ class ModelNames:
             if model in known and alias not in known
         ]
 
-    def rename(self, body: bytes, asked: str, model: str, *, is_form: bool) -> bytes:
-        return rename_in_form(body, asked, model) if is_form else rename_in_json(body, model)
+    def rename(self, call: Call, model: str) -> bytes:
+        if call.model_at:
+            return rename_in_form(call.body, call.model_at, call.asked, model)
+        return rename_in_json(call.body, model)
 
 
 def rename_in_json(body: bytes, model: str) -> bytes:
@@ -61,7 +60,6 @@ def rename_in_json(body: bytes, model: str) -> bytes:
     return msgspec.json.encode(document)
 
 
-def rename_in_form(body: bytes, asked: str, model: str) -> bytes:
-    """Return a form with another model, which was read and has one field `model`."""
-    pattern = _FORM_FIELD % re.escape(asked.encode())
-    return re.sub(pattern, lambda found: found[1] + model.encode(), body, count=1)
+def rename_in_form(body: bytes, at: int, asked: str, model: str) -> bytes:
+    """Return a form with another model in the place of `asked`, which stands at `at`."""
+    return body[:at] + model.encode() + body[at + len(asked.encode()) :]

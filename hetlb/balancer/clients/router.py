@@ -176,7 +176,7 @@ class Router:
         if self.names is not None and call.model is not None:
             model = self._resolve(self.names, call, tenant)
             if call.renamed:
-                call.body = self.names.rename(call.body, call.asked, model, is_form=is_form)
+                call.body = self.names.rename(call, model)
         return self._exchange(client, head, kind, call, tenant)
 
     def _session(

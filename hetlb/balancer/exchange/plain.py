@@ -328,10 +328,17 @@ class Plain(Attempt):
         def otherwise() -> None:
             self.failed(end, detail, begun)
 
-        if end is not ends.LOCAL and (begun or (end is ends.DROPPED and self.response.state is STARTED)):
+        may_go_on = end is not ends.LOCAL if begun else end is ends.DROPPED and self.response.state is STARTED
+        if may_go_on and not (end is ends.JUNK and self.is_done):
             self.go_on(ends.BROKEN if begun else end, otherwise)
         else:
             otherwise()
+
+    @property
+    def is_done(self) -> bool:
+        """True if `[DONE]` of a stream came, and no error."""
+        stream = None if self.answer is None else self.answer.stream
+        return stream is not None and stream.done and not stream.failed
 
     def go_on(self, end: End, otherwise: Callable[[], None]) -> None:
         """Go on although the engine is lost, or end it `otherwise`.
@@ -339,8 +346,7 @@ class Plain(Attempt):
         A stream of which `[DONE]` came is whole, whatever becomes of its engine then.
         """
         answer = self.answer
-        stream = None if answer is None else answer.stream
-        if answer is not None and stream is not None and stream.done and not stream.failed:
+        if answer is not None and self.is_done:
             self.response.write(self.response.last(b""))
             self.take_usage(answer)
             self.exchange.finish(ends.LAST_MISSING)

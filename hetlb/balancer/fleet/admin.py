@@ -30,6 +30,7 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import AdminState, AdminStateSet
 from hetlb.balancer.exchange.scheduler_driver import DECISIONS_KEPT
 from hetlb.balancer.fleet.beliefs import believed
+from hetlb.balancer.fleet.fleet_status import pools, status
 from hetlb.balancer.hooks import StatePage, hook
 from hetlb.balancer.telemetry.prometheus import CONTENT_TYPE, MetricsPage, usage_document
 from hetlb.balancer.telemetry.recent import BIN_S
@@ -50,15 +51,6 @@ IDLE_S: Final = 20.0
 #: Seconds that a body may take.
 _BODY_S: Final = 10.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def pools(scheduler: Scheduler) -> dict[str, list[Instance]]:
-    """Return the instances by model, as the fleet's document has them."""
-    found: dict[str, list[Instance]] = {}
-    for instance in scheduler.instances:
-        name = instance.spec.model or (instance.served or ("",))[0]
-        found.setdefault(name, []).append(instance)
-    return found
 
 
 def fleet_document(scheduler: Scheduler, now: float) -> dict[str, Any]:
@@ -315,8 +307,6 @@ class _AdminApi:
         return _reply(decision_document(dispatch, self._control.driver.tokens_so_far))
 
     async def _get_status(self, _: web.Request) -> web.Response:
-        from hetlb.balancer.fleet.fleet_status import status
-
         control = self._control
         scheduler, now = control.scheduler, control.now()
         return _reply(status(scheduler, pools(scheduler), control.recent, now, control.reload_refused))

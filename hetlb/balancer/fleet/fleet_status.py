@@ -87,6 +87,15 @@ class ModelStatus:
         return ", ".join(parts)
 
 
+def pools(scheduler: Scheduler) -> dict[str, list[Instance]]:
+    """Return the instances by model, as the fleet's document has them."""
+    found: dict[str, list[Instance]] = {}
+    for instance in scheduler.instances:
+        name = instance.spec.model or (instance.served or ("",))[0]
+        found.setdefault(name, []).append(instance)
+    return found
+
+
 def _rate(value: float) -> str:
     return f"{value:.0f}" if value >= 99.5 else f"{value:.2g}" if value < 9.95 else f"{value:.3g}"
 

@@ -58,8 +58,8 @@ class Call:
 
     __slots__ = (
         "asked", "body", "cache_salt", "hold_usage", "ids", "ids_nested", "longest_tokens",
-        "max_tokens", "media", "model", "n", "priority", "prompt_tokens_total", "prompts", "renamed",
-        "stream", "text", "text_bytes", "tools",
+        "max_tokens", "media", "model", "model_at", "n", "priority", "prompt_tokens_total", "prompts",
+        "renamed", "stream", "text", "text_bytes", "tools",
     )  # fmt: skip
 
     def __init__(self, body: bytes = b"") -> None:
@@ -81,6 +81,8 @@ class Call:
         self.cache_salt: str | None = None
         #: True if it asked for an alias, or for a model that another stands in for: for `asked`.
         self.renamed = False
+        #: Place of the model in the body of a form, 0 of JSON.
+        self.model_at = 0
         self.asked = ""
 
 

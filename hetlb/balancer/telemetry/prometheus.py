@@ -73,8 +73,7 @@ class _Moment:
     @property
     def status(self) -> dict[str, Any]:
         """Body of `GET /v1/status`."""
-        from hetlb.balancer.fleet.admin import pools
-        from hetlb.balancer.fleet.fleet_status import status
+        from hetlb.balancer.fleet.fleet_status import pools, status
 
         if self._status is None:
             source = self.source

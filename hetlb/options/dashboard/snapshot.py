@@ -14,9 +14,8 @@ from aiohttp import web
 import hetlb
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.types import Outcome
-from hetlb.balancer.fleet.admin import pools
 from hetlb.balancer.fleet.decisions import decision_summary
-from hetlb.balancer.fleet.fleet_status import status
+from hetlb.balancer.fleet.fleet_status import pools, status
 from hetlb.balancer.telemetry.histograms import weighted_percentile
 from hetlb.balancer.telemetry.recent import BIN_S, BINS, POINTS, Recent, Stretch, latencies
 from hetlb.options.dashboard import balance

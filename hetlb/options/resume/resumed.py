@@ -142,11 +142,9 @@ class Resumed(Plain):
 
     def go_on(self, end: End, otherwise: Callable[[], None]) -> None:
         """Go on at another instance: now, or once it shows that it can. Answers are read in turns."""
-        exchange, answer = self.exchange, self.answer
-        stream = None if answer is None else answer.stream
-        unsent = self.response.state is NOTHING
-        whole = stream is not None and stream.done and not stream.failed
-        if whole or self._pending_since is not None or not self._rest.may_go_on(answer, unsent):
+        exchange, unsent = self.exchange, self.response.state is NOTHING
+        waits = self._pending_since is not None
+        if waits or self.is_done or not self._rest.may_go_on(self.answer, unsent):
             super().go_on(end, otherwise)
             return
         exchange.since = self._pending_since = exchange.now()

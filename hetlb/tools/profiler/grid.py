@@ -42,8 +42,8 @@ class Size:
         return f"{self.phase} {self.batch} x {self.length}{beside}"
 
 
-#: Lengths at which tiles are full and others: powers of two alone are the best case. The shortest: the floor.
-_LIVE_PREFILL = {1: (32, 128, 400, 1024, 3000), 4: (128, 300, 1024, 4096), 16: (100, 400, 1024, 4096)}
+#: Lengths at which tiles are full and others, on both sides of the CUDA graphs, alone as beside decodes.
+_LIVE_PREFILL = {1: (32, 128, 300, 700, 1500, 3000), 4: (128, 300, 1024, 4096), 16: (100, 400, 1024, 4096)}
 #: Corners that the others do not tell: one long context, and a large batch.
 _LIVE_CORNERS = ((1, 32768), (256, 1024))
 #: Prompt tokens, decodes beside them, tokens cached by each. The last is clipped to what the server can run.
