@@ -182,6 +182,19 @@ def test_reasoning_is_not_said_again() -> None:
     assert json.loads(draft.body)["prompt"] == [1, 2, 5, 9, 10]
 
 
+def test_a_read_may_end_between_cr_and_lf() -> None:
+    rest = continuation({"prompt": "abc", "max_tokens": 9, "temperature": 0})
+    stream = rest.stream(False)
+    first, second = event("a", [7], prompt_token_ids=[1]), event("b", [8])
+    crlf = (first + second).replace(b"\n", b"\r\n")
+    cut = crlf.index(b"\r\n") + 1
+    for piece in (crlf[:cut], crlf[cut : cut + 1], crlf[cut + 1 :]):
+        stream.read(piece, 0.0)
+    draft = rest.draft()
+    assert draft is not None
+    assert json.loads(draft.body)["prompt"] == [1, 7, 8]
+
+
 # --- hostile engines ---
 
 

@@ -427,7 +427,7 @@ class Plain(Attempt):
             phase is _SENT or phase is _STREAMING
         ):
             return
-        hung_s = self.driver.scheduling.stalled_s(self.lease, now)
+        hung_s = self.driver.scheduling.hung_s(self.lease, now)
         if phase is _SENT:
             if silent_s > first_byte_s and not self._waits_on(hung_s, now):
                 self.stop()
@@ -435,7 +435,9 @@ class Plain(Attempt):
                     self.go_on(ends.STALLED, self._silent)
                 else:
                     self._silent()
-        elif hung_s > self.most_hung_s or (silent_s > idle_s and not self._waits_on(hung_s, now)):
+        elif (hung_s and hung_s > self.most_hung_s) or (
+            silent_s > idle_s and not self._waits_on(hung_s, now)
+        ):
             self.lost(ends.STALLED, "the instance stopped in the middle of its answer")
 
     def _silent(self) -> None:
@@ -443,18 +445,14 @@ class Plain(Attempt):
         answer = error_responses.FIRST_BYTE_TIMEOUT
         self.exchange.refuse(answer, "The instance did not begin to answer in time.", end=ends.SILENT)
 
-    def _waits_on(self, hung_s: float, now: float) -> bool:
+    def _waits_on(self, hung_s: float | None, now: float) -> bool:
         """Return True while no clock ends it: its engine works, or the client's stated time lasts.
 
-        `hung_s`: how long its engine has been known to stand still.
+        `hung_s`: how long its engine has been known to stand still, None if it works.
         """
-        if hung_s > 0.0:
-            return False
-        if self.driver.scheduling.works(self.lease, now):
-            return True
         exchange = self.exchange
         given_up_at = self.response.given_up_at(exchange.since, exchange.record.arrived_at)
-        return now < given_up_at < math.inf
+        return hung_s is None or (not hung_s and now < given_up_at < math.inf)
 
     def move(self) -> bool:
         exchange = self.exchange
