@@ -166,6 +166,8 @@ class Resumed(Plain):
         draft = rest.draft()
         generated = 0 if draft is None else draft.generated
         # Run twice, and not a token: the request itself may be what kills engines.
+        if exchange.dropped and not generated:
+            rest.why = rest.why or "lost twice without a token"
         if (draft is None and rest.progress is not None) or (exchange.dropped and not generated):
             self._stay(otherwise)
         elif end in _BY_CONNECTION:
