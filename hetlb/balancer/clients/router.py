@@ -36,6 +36,7 @@ from hetlb.balancer.http.error_responses import Answer, Refusal
 from hetlb.balancer.http.http1 import GateError, RequestHead
 from hetlb.balancer.http.openai_body import Call, read_json
 from hetlb.balancer.telemetry.request_record import RequestRecord
+from hetlb.errors import ConfigError
 
 if TYPE_CHECKING:
     from hetlb.balancer.clients.model_names import ModelNames
@@ -185,7 +186,10 @@ class Router:
         """Return the session that an upgrade to WebSocket asks for. Raises `GateError`."""
         if head.method != b"GET":
             raise _method_not_allowed((b"GET",))
-        handshake = hook("tunnel", self._driver, head, body, open_to_all=self.tenants is None)
+        try:
+            handshake = hook("tunnel", self._driver, head, body, open_to_all=self.tenants is None)
+        except ConfigError as error:
+            raise GateError(404, "This installation has no WebSockets.") from error
         call = Call()
         call.model = handshake.model
         if self.names is not None and call.model is not None:
