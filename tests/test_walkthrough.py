@@ -288,6 +288,7 @@ fi
         "cp configs/markets/llama-8b.yaml market.yaml\nsed -i 's|../../|./|g' market.yaml\n"
         "head -200 bench/data/azure-conv-sample.csv > T.csv\npip install .\n"
         "hetlb rent --config market.yaml --no-simulate --no-baselines --json > plan.json\n",
+        {"--replan plan.json": "--no-simulate --no-baselines --time-limit 20 --replan plan.json"},
     ),
     "scale-out.md": Page(_MADE + _FLEET + _ENGINES, addresses=_HOSTS),
     "search.md": Page(
@@ -369,15 +370,16 @@ _FIGURE = re.compile(r"[+-]?\d[\d.,]*(?: ?(?:ms|us|s|%)(?!\w))?|(?<=\s)-(?=\s|$)
 
 
 def assert_printed(shown_text: str, said: str) -> None:
-    """Fail unless the lines shown were printed in this order; figures may differ."""
+    """Fail unless the lines shown were printed in this order; figures, frames and folds may differ."""
 
-    def plain(line: str) -> str:
-        return " ".join(_FIGURE.sub("#", re.sub("─+", "─", line)).split())
+    def plain(text: str) -> str:
+        return " ".join(_FIGURE.sub("#", re.sub("[\u2500-\u257f]+", " ", text)).split())
 
-    rest = iter([plain(line) for line in said.splitlines()])
-    for line in shown_text.splitlines():
-        if line.strip() and not line.startswith("$ "):
-            assert plain(line) in rest, f"not printed: {line}\n{said[-3000:]}"
+    rest = plain(said)
+    for line in map(plain, shown_text.splitlines()):
+        if line and not line.startswith("$ "):
+            before, found, rest = rest.partition(line)
+            assert found, f"not printed: {line}\n{before[-3000:]}"
 
 
 def test_what_was_printed_is_compared_without_its_figures() -> None:
@@ -399,6 +401,32 @@ def test_every_page_with_blocks_is_walked_and_every_block_has_a_kind() -> None:
             assert block.kind not in ("python", "toml") or block.file, f"{path.name}:{block.line}"
         if any(block.why is None and block.kind != "text" for block in found):
             assert path.name in PAGE_BY_NAME, path.name
+
+
+#: What a block may need that no room has; what else is in it is checked: commands by their parsers, files.
+NEEDS = {
+    "another program's",
+    "installs",
+    "needs NVIDIA's aiconfigurator",
+    "needs a cluster",
+    "needs a container engine",
+    "needs a network and GPUs",
+    "needs systemd",
+    "needs torch and the weights of a model",
+    "needs two GPUs",
+}
+
+
+def test_what_is_not_run_needs_what_a_room_has_not_and_names_files_that_are_there() -> None:
+    files = 0
+    for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))):
+        for block in blocks(path):
+            if block.why is not None:
+                assert block.why in NEEDS, f"{path.name}:{block.line}"
+                for name in re.findall(r"(?<![\w./])(?:configs|profiling|bench)/[\w./*-]+", block.text):
+                    assert list(ROOT.glob(name)), f"{path.name}:{block.line}: {name}"
+                    files += 1
+    assert files > 5
 
 
 @pytest.mark.slow
