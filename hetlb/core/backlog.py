@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from hetlb.core import rejections
@@ -13,6 +14,10 @@ from hetlb.core.types import Command, Reject, Request, RequestId
 
 #: So many of those that wait are given a new predicted length whenever an answer has taught one.
 _REPREDICTED: Final = 8
+
+
+#: No instance is kept for other requests.
+NONE_KEPT: Final[frozenset[str]] = frozenset()
 
 
 class Backlog:
@@ -47,7 +52,8 @@ class Backlog:
             self.ticked_at = now
         size = round(size_of(request, predicted))
         due = self._placement.due(request, now, predicted)
-        queue.push(request, now, size, again, fleet.fit_of(request), due)
+        suits = self._placement.suiting(request, predicted)
+        queue.push(request, now, size, again, fleet.fit_of(request), due, suits)
         return commands + self.flush(now) if fleet.end_slow_starts(request.model) else commands
 
     def forget(self, request_id: RequestId) -> None:
@@ -90,8 +96,10 @@ class Backlog:
         if ready is None:
             return None
         ceiling: int | None = None
-        for entry in self.queue.heads(key):
-            command = self._place_head(ready, key, entry, ceiling, now)
+        heads = self.queue.heads(key)
+        for entry in heads:
+            kept = _kept_for_others(heads, entry) if len(heads) > 1 and not key.retry else NONE_KEPT
+            command = self._place_head(ready, key, entry, ceiling, kept, now)
             if command is not None:
                 return command
             if not entry.flow.background:
@@ -109,7 +117,13 @@ class Backlog:
                 self.queue.demote(entry)
 
     def _place_head(
-        self, ready: ReadyInstances, key: QueueKey, entry: Queued, ceiling: int | None, now: float
+        self,
+        ready: ReadyInstances,
+        key: QueueKey,
+        entry: Queued,
+        ceiling: int | None,
+        kept: frozenset[str],
+        now: float,
     ) -> Command | None:
         queue, placement, request = self.queue, self._placement, entry.request
         if request.prompt_exact and least_tokens(request) > ready.longest_prompt:
@@ -118,7 +132,7 @@ class Backlog:
         predicted = placement.predictor.predict(request) if request.generates else 0.0
         waited_s = now - entry.arrived_at
         found = placement.choose(
-            request, ready, now, predicted, entry.size, ceiling=ceiling, waited_s=waited_s
+            request, ready, now, predicted, entry.size, ceiling=ceiling, waited_s=waited_s, kept=kept
         )
         if found is None:
             if placement.take_failed(request.id):
@@ -159,3 +173,15 @@ class Backlog:
         if down_since is None or now - max(down_since, entry.arrived_at) < limits.no_instance_timeout_s:
             return None
         return rejections.no_instance(request)
+
+
+def _kept_for_others(heads: Sequence[Queued], entry: Queued) -> frozenset[str]:
+    """Return the instances that suit other requests which are as urgent as `entry`, and not `entry`."""
+    suits, level = entry.flow.name.suits, entry.flow.name.level
+    if not suits:
+        return NONE_KEPT
+    kept: set[str] = set()
+    for other in heads:
+        if other is not entry and other.flow.name.level <= level:
+            kept |= other.flow.name.suits
+    return frozenset(kept - suits)

@@ -130,6 +130,13 @@ class Placement:
             due = min(due, now + service.e2e_s - fastest_s - min(steps_s, default=0.0))
         return due
 
+    def suiting(self, request: Request, predicted: float) -> frozenset[str]:
+        """Return the names of the instances that suit a request best, none where none is known to."""
+        worth, ready = self.policy.worth, self.fleet.ready.get(request.model)
+        if worth is None or ready is None:
+            return frozenset()
+        return worth.suiting(request.prompt_tokens, predicted, ready.able)
+
     # --- filter, score, pick, book ---
 
     def place(self, request: Request, ready: ReadyInstances, now: float, predicted: float) -> Dispatch | None:
@@ -148,6 +155,7 @@ class Placement:
         ceiling: int | None = None,
         waited_s: float = 0.0,
         stays: bool = False,
+        kept: frozenset[str] = frozenset(),
     ) -> Decision | None:
         """Filter, then let the policy choose; None if no instance would get the request now.
 
@@ -157,7 +165,9 @@ class Placement:
         raised an error: the request is in `failed` then.
         """
         try:
-            return self._choose(request, ready, now, predicted, own_size, long, ceiling, waited_s, stays)
+            return self._choose(
+                request, ready, now, predicted, own_size, long, ceiling, waited_s, stays, kept
+            )
         except Exception as error:
             if self.on_failed is None:
                 raise
@@ -176,6 +186,7 @@ class Placement:
         ceiling: int | None,
         waited_s: float,
         stays: bool,
+        kept: frozenset[str],
     ) -> Decision | None:
         queue, policy = self.queue, self.policy
         if ready.parts and request.splittable and (parts := self._parts(request, ready, now, ceiling)):
@@ -194,6 +205,8 @@ class Placement:
         choices = self.able(request, ready, now)
         if ceiling is not None or stays:
             choices = choices.without(_kept_for_others(choices, ready, ceiling, stays))
+        if kept:
+            choices = ready.keeping(choices, kept)
         able = choices.instances
         if not able:
             return None
@@ -210,7 +223,9 @@ class Placement:
         if leaves_at is not None and not stays:
             late = now + found.forecast.end_s > leaves_at - NOTICE_MARGIN_S
             if late:
-                return self._choose(request, ready, now, predicted, own_size, long, ceiling, waited_s, True)
+                return self._choose(
+                    request, ready, now, predicted, own_size, long, ceiling, waited_s, True, kept
+                )
         return Decision(ctx, ready, choices, found, instance)
 
     def take_failed(self, request_id: RequestId) -> bool:

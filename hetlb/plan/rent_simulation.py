@@ -17,9 +17,11 @@ from functools import partial
 
 from hetlb.config.profile_file import Profile
 from hetlb.core.policies.base import PlannedShares
+from hetlb.core.policies.worth import busy_s
 from hetlb.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
+from hetlb.plan.highs import LinearProgram, SolveLimits
 from hetlb.plan.planning import Table
-from hetlb.plan.rent_program import Configuration, RentPlan
+from hetlb.plan.rent_program import Configuration, Problem, RentPlan
 from hetlb.plan.throughput import interleave, with_bubbles
 from hetlb.plan.workloads import RequestType
 from hetlb.sim.fleet_engine import EngineSpec
@@ -78,6 +80,49 @@ def planned_shares(plan: RentPlan, kinds: Sequence[RequestType]) -> tuple[Planne
     return tuple(found)
 
 
+def worth_of(
+    problem: Problem, plan: RentPlan, engines: Mapping[str, EngineSpec]
+) -> tuple[tuple[str, float], ...]:
+    """Return what each instance adds to a plan, in requests per second: the price of its time.
+
+    By the times that the policy itself computes, so that its costs and these prices go together.
+    """
+    program = LinearProgram()
+    rate = program.column(1.0)
+    serving: dict[str, list[tuple[int, float]]] = {each.name: [] for each in problem.workloads}
+    rows = {}
+    for name, count in plan.counts.items():
+        engine, columns = engines[name], []
+        limits = engine.limits
+        for workload in problem.workloads:
+            if (
+                workload.model != problem.by_name[name].model
+                or workload.longest_tokens > limits.max_sequence_tokens
+            ):
+                continue
+            column = program.column()
+            columns.append(column)
+            seconds = busy_s(
+                engine.latency,
+                limits.kv_cache_tokens,
+                limits.max_num_seqs,
+                limits.max_num_batched_tokens,
+                workload.input_tokens,
+                workload.output_tokens,
+            )
+            serving[workload.name].append((column, 1.0 / seconds))
+        rows[name] = program.row([(column, 1.0) for column in columns], upper=float(count))
+    for workload in problem.workloads:
+        program.row([(rate, -workload.share), *serving[workload.name]], lower=0.0)
+    solution = program.solve(SolveLimits())
+    assert solution is not None
+    return tuple(
+        (instance, abs(float(solution.duals[rows[name]])))
+        for name, own in instance_names(plan).items()
+        for instance in own
+    )
+
+
 def profile_of(plan: RentPlan, configuration: Configuration, kinds: Sequence[RequestType]) -> Profile | None:
     """The profile of a configuration under its part of a plan: of a pipeline with the bubbles it then has."""
     profile, stages = configuration.profile, configuration.engine_stages
@@ -102,7 +147,12 @@ def simulate_plan(
     profiles = {name: profile_of(plan, configurations[name], kinds) for name in plan.counts}
     engines = {name: engine_of(each) for name, each in profiles.items() if each is not None}
     serve = partial(
-        run_fleet, policy=policy, predictor=predictor, shares=planned_shares(plan, kinds), seed=seed
+        run_fleet,
+        policy=policy,
+        predictor=predictor,
+        shares=planned_shares(plan, kinds),
+        worth=worth_of(table.problem, plan, engines),
+        seed=seed,
     )
     rate, makespan_s = math.inf, 0.0
     records: list[RequestResult] = []

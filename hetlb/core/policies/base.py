@@ -19,6 +19,7 @@ from hetlb.core.instance import Instance
 from hetlb.core.latency import ideal_batch, processing_s
 from hetlb.core.pickle_by_fields import PickleByFields
 from hetlb.core.policies.sight import SchedulingContext, foreseen
+from hetlb.core.policies.worth import Worth
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import Candidate, Request, Role, pair_name
 
@@ -54,6 +55,7 @@ class PolicyParams(PickleByFields):
     theta: float = 2.0
     combine: str = "power"
     shares: tuple[PlannedShares, ...] = ()
+    worth: tuple[tuple[str, float], ...] = ()
     adapter_load_s: float = 0.25
     weights: tuple[tuple[str, float], ...] = ()
 
@@ -185,6 +187,8 @@ class Policy:
     #: True if a request may be left waiting although an instance could take it. The others are asked only
     #: about the instances that stand best.
     holds_back: ClassVar[bool] = False
+    #: What the time of each instance is worth in a plan, None without one.
+    worth: Worth | None = None
 
     def __init__(self, params: PolicyParams, rng: random.Random) -> None:
         self.params = params

@@ -37,6 +37,7 @@ from hetlb.core.policies.sight import (
 )
 from hetlb.core.policies.targets import leaves_room, shares_of_targets
 from hetlb.core.policies.terms import TERMS, long_answer_s, own_s, rate, weights_of
+from hetlb.core.policies.worth import Worth
 from hetlb.core.throttle import BLOCKED, NORMAL
 from hetlb.core.transfer import TransferTimes
 from hetlb.core.types import Candidate
@@ -202,6 +203,7 @@ class Hetlb(Policy):
     def __init__(self, params: PolicyParams, rng: random.Random) -> None:
         super().__init__(params, rng)
         stated = dict(params.weights)
+        self.worth = Worth(dict(params.worth)) if params.worth else None
         self._weights = tuple([stated.get(term.name, term.weight) for term in TERMS])
 
     def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice | None:

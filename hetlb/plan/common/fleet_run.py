@@ -45,6 +45,7 @@ def run_fleet(
     policy: str = "hetlb",
     predictor: str = "empirical",
     shares: tuple[PlannedShares, ...] = (),
+    worth: tuple[tuple[str, float], ...] = (),
     links: KvLinks | None = None,
     seed: int = 0,
 ) -> FleetResult:
@@ -66,7 +67,7 @@ def run_fleet(
     setup = SchedulerSetup(
         specs=tuple(specs),
         policy=policy,
-        params=PolicyParams(shares=shares),
+        params=PolicyParams(shares=shares, worth=worth),
         limits=QueueLimits(max_requests=None, max_bytes=None, timeout_s=None),
         predictor=predictor,
         lengths=LengthDistribution(outputs),
